@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from graphfsdp._capture.trace.source import user_source_line
+from graphfsdp._capture.undo.interrupts import run_users
 from graphfsdp.base.hazards import HazardKind, SourceLine
 from graphfsdp.errors import CaptureError, first_line
 
@@ -151,7 +152,7 @@ class Call:
         if self.spec is not None:
             args, kwargs = pytree.tree_unflatten(values, self.spec)
         with torch.set_grad_enabled(self.modes.grad):
-            result = _from_line(self.source)(self.function, args, kwargs)
+            result = run_users(_from_line(self.source), self.function, args, kwargs)
         if self.results:
             for place, leaf in zip(self.results, pytree.tree_leaves(result), strict=True):
                 if isinstance(place, Result):

@@ -14,6 +14,13 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode, _pop_
 from graphfsdp._capture.phase import Phase
 from graphfsdp._capture.report.report import CaptureReport
 from graphfsdp._capture.step import CapturedStep
+from graphfsdp._capture.undo.interrupts import (
+    SIGNALS,
+    DeferredInterrupts,
+    InterruptibleIteration,
+    handled_signals,
+    run_users,
+)
 from graphfsdp.api import capture
 from graphfsdp.base.op_tensors import as_written
 from graphfsdp.errors import CaptureError, ConfigError, PhaseError
@@ -42,6 +49,19 @@ _FORM = frozenset(
 _GRADIENT_OF = vars(torch._C.TensorBase)["grad"].__get__
 _CLIP = nn.utils.clip_grad_norm_
 _END_AUTOCAST = torch.clear_autocast_cache
+
+
+def _whole(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Have signals wait until a call from the loop is over, as in a call of a step."""
+
+    @wraps(method)
+    def run(loop: "InPlace", *args: Any) -> Any:
+        if loop._is_running:
+            return method(loop, *args)
+        with DeferredInterrupts(loop._signals):
+            return method(loop, *args)
+
+    return run
 
 
 class _Mode(TorchFunctionMode):
@@ -107,6 +127,7 @@ class InPlace:
             id(optimizer): partial(type(self)._step_of, optimizer) for optimizer in optimizers
         }
         self._undo = ExitStack()
+        self._signals: Sequence[int] = SIGNALS  # fewer while a region is, to be asked for less
 
     @property
     def phase(self) -> Phase:
@@ -121,6 +142,7 @@ class InPlace:
             )
         return self._step.report(**options)
 
+    @_whole
     def close(self) -> None:
         """Give graphs back, and let the loop run as written; idempotent."""
         self._leave()
@@ -128,6 +150,7 @@ class InPlace:
         if self._step is not None:
             self._step.close()
 
+    @_whole
     def install(self) -> None:
         """Take the place of the models' calls and of the optimizers' steps."""
         for model in self._models:
@@ -160,8 +183,13 @@ class InPlace:
         self._undo.callback(put_back)
 
     def _on_module(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        if self._is_running:
-            return module._call_impl(*args, **kwargs)
+        trains = module.training and torch.is_grad_enabled()
+        if self._is_running or not (trains or self._is_on):
+            return run_users(module._call_impl, *args, **kwargs)
+        return self._on_models_call(module, args, kwargs)
+
+    @_whole
+    def _on_models_call(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         region = self._current()
         if region is not None and not module.training and region.is_changed():
             self._evaluate_within(region)
@@ -169,7 +197,8 @@ class InPlace:
         if region is None:
             self._leave()
             if not (torch.is_grad_enabled() and module.training):
-                return module._call_impl(*args, **kwargs)
+                with InterruptibleIteration(asks=False):
+                    return run_users(module._call_impl, *args, **kwargs)
             region = self._begin()
         first = next(module.parameters(), None)
         if first is not None and not region.owns(first):
@@ -191,6 +220,7 @@ class InPlace:
         self._is_zeroed = self._is_zeroed or all(param.grad is None for param in params)
         self._region = self._new_region()
         self._handled = sys.exception()
+        self._signals = handled_signals()
         self._open.enter_context(as_written())  # compiled functions of the loop
         self._open.callback(setattr, nn.utils, "clip_grad_norm_", _CLIP)
         nn.utils.clip_grad_norm_ = self._clip
@@ -253,7 +283,7 @@ class InPlace:
         self._is_zeroed = True
         if not is_going_on:
             return zero_grad(*args, **kwargs)
-        return self._do(zero_grad, args, kwargs)
+        return self._do_whole(zero_grad, args, kwargs)
 
     def _zero_module(self, frame: FrameType) -> None:
         """Note ``Module.zero_grad`` as one call; an attribute of a model would be pickled."""
@@ -265,6 +295,7 @@ class InPlace:
             with self._left_if_it_fails():
                 self._region.do(module.zero_grad, (to_none,), {}, self._real)
 
+    @_whole
     def _on_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
         step = self._steps[id(optimizer)]
         region = None if self._is_running else self._current()
@@ -312,12 +343,14 @@ class InPlace:
         params = [parameters] if isinstance(parameters, Tensor) else list(parameters)
         if self._is_running or self._current() is None:
             return _CLIP(params, *args, **kwargs)
-        return self._do(_CLIP, (params, *args), kwargs)
+        return self._do_whole(_CLIP, (params, *args), kwargs)
 
     def _do(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         assert self._region is not None
         with self._left_if_it_fails(), _pop_mode_temporarily():
             return self._region.do(function, args, kwargs, self._real)
+
+    _do_whole = _whole(_do)
 
     @contextmanager
     def _left_if_it_fails(self) -> Iterator[None]:
@@ -329,6 +362,7 @@ class InPlace:
 
     def _leave(self) -> None:
         self._region = self._zeroing_frame = self._handled = None
+        self._signals = SIGNALS
         self._open.close()
         if self._is_on:
             self._is_on = False
@@ -351,7 +385,12 @@ class InPlace:
             self._is_running = False
 
     def _real(self, run: Callable[..., Any], made: dict[int, Any], given: list[Tensor]) -> Any:
-        with self._running(), self._stepping():
+        with (
+            DeferredInterrupts(self._signals),
+            InterruptibleIteration(asks=False),
+            self._running(),
+            self._stepping(),
+        ):
             return run(made, given)
 
     @staticmethod
