@@ -57,7 +57,8 @@ class CapturedStep:
         Raises:
             BatchMismatchError: the batch is unlike the first one.
             CaptureError: the iteration cannot be captured, or another rank failed.
-            GuardError: something that the graph has baked in was changed.
+            GuardError: something that the graph has baked in was changed, or the model was cast,
+                moved or changed after ``capture``.
             RankFailedError: another rank failed in this replay; it is named. If it has raised a
                 BatchMismatchError or a GuardError, so do all.
             VerificationError: with ``verify=n``: a replay is not what an eager run does.
@@ -67,8 +68,12 @@ class CapturedStep:
         Whatever a warm-up or a capture raises, parameters, buffers, gradients, optimizer state
         and generators are as they were before the call. A replay that fails before it has begun
         to update weights is undone too, but for the gradients, which are None then; one that
-        fails later leaves the step broken, and the way back is the last checkpoint. Signals that
-        Python handles, Ctrl-C among them, wait until a replay is over.
+        fails later leaves the step broken, and the way back is the last checkpoint.
+
+        Signals that Python handles, Ctrl-C among them, wait until a replay is over. In a warm-up
+        or a capture they are heard where they can be undone: by the model's and ``loss_fn``'s own
+        code (on a GPU by torch's, too) at once, otherwise where the next operator begins on a CPU,
+        or when the call is over. One that comes again a second later ends the iteration anywhere.
         """
         with DeferredInterrupts(), self._gate:
             return self._runner.run(args, kwargs)
