@@ -16,8 +16,6 @@ from helpers import (
     set_lr,
     snapshot,
 )
-from ranks import on_ranks
-from sharding_helpers import batches, make_net, my_part
 
 NUM_STEPS = 14
 
@@ -176,16 +174,3 @@ def test_an_iteration_that_cannot_be_captured_is_refused_at_once_without_a_trace
     with graphfsdp.capture(model, optimizer) as step:
         for _ in range(5):
             step(torch.ones(6, 5, device=device))
-
-
-@on_ranks("ranks2")
-def test_a_sharded_model_is_captured_ahead_of_time() -> None:
-    def run(ahead: bool) -> list[Tensor]:
-        model = make_net("optim_grads_params", dropout=0.2)
-        optimizer = FusedAdam(model.parameters(), lr=1e-2)
-        data = batches(10)
-        example = tuple(torch.zeros_like(part) for part in my_part(data[0])) if ahead else None
-        with graphfsdp.capture(model, optimizer, max_grad_norm=1.0, example_batch=example) as step:
-            return [step(*my_part(batch)) for batch in data]
-
-    assert all(torch.equal(a, b) for a, b in zip(run(False), run(True), strict=True))

@@ -171,6 +171,7 @@ def test_a_sharded_iteration_is_verified_evaluated_and_captured_again() -> None:
             assert not step.evaluate(torch.ones(4, 6, device=rank_device())).requires_grad
         assert step.report().num_calls["capture"] == 2
         assert step.report().num_calls["replay"] >= 6
+        step.verify(2)
 
 
 @on_ranks("ranks2")
