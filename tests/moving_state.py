@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 import graphfsdp
+from counting_net import CountingNet
 from faults import World
 from graphfsdp import CaptureError
 from graphfsdp.optim import FusedAdam
@@ -248,6 +249,7 @@ HELD: dict[str, tuple[Callable[[], Count], str]] = {
         lambda: of_attribute(argparse.Namespace(calls=Decimal(0)), step=Decimal("0.5")),
         "owner.calls",
     ),
+    "module": (lambda: of_attribute(CountingNet()), "owner.calls"),
     "tensor": (lambda: of_attribute(counting_tensor()), "owner.calls"),
     "property": (lambda: of_attribute(Hidden()), "owner._calls"),
     "slots": (lambda: of_attribute(Slots()), "owner.calls"),
@@ -305,6 +307,7 @@ USES: dict[str, Callable[[Tensor, int], Tensor]] = {
     "decays": lambda loss, count: loss * math.exp(-0.1 * (count // 10)),
     "ramps_up": lambda loss, count: loss * (1 + max(0.0, (count - 8) / 10)),
     "is_late": lambda loss, count: loss * 2 if count > 1_000 else loss,
+    "runs_out": lambda loss, count: loss if max(0, 500 - count) else loss * 2,
     "at_once": lambda loss, count: loss * 2 if count == 500 else loss,
     "every_so_many": lambda loss, count: loss * 2 if every(count, 7) else loss,
     "looks_up": indexed,

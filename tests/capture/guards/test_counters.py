@@ -1,6 +1,6 @@
 """Numbers that an iteration counts in Python, and by which it decides nothing that can turn.
 
-Those that decide what runs are in test_far_reads.py.
+Those that decide what runs are in python/test_future.py.
 """
 
 import sys

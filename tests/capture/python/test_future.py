@@ -6,9 +6,11 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import graphfsdp
+from counting_net import CountingNet, mean_square
+from graphfsdp.base.hazards import HazardKind
 from graphfsdp.optim import FusedAdam
 from helpers import assert_same_states, snapshot
 from moving_state import HELD, USES, loss_with, refusal_of
@@ -43,6 +45,28 @@ def test_a_count_that_one_day_decides_is_refused_by_name(held: str, use: str) ->
     error = refusal_of(loss_with(make(), USES[use]))
     assert named in str(error)
     assert "more iterations" in str(error) or "moves in Python" in str(error)
+    assert error.source is not None
+
+
+class Late(CountingNet):
+    """Decides in its own forward pass by its own count."""
+
+    def decide(self, y: Tensor) -> Tensor:
+        return y * 2 if self.calls > 8 else y
+
+
+def by_count_of_the_model(model: Any, x: Tensor) -> Tensor:
+    loss = mean_square(model, x)
+    return loss * 2 if model.calls > 1000 else loss
+
+
+@pytest.mark.parametrize(("model", "loss_fn"), [(Late, None), (CountingNet, by_count_of_the_model)])
+def test_a_count_of_the_model_that_one_day_decides_is_refused_by_name(
+    model: type[CountingNet], loss_fn: Any
+) -> None:
+    error = refusal_of(loss_fn, model())
+    assert "calls: " in str(error)
+    assert error.kind in (HazardKind.CONTROL_FLOW, HazardKind.BAKED_NUMBER)
     assert error.source is not None
 
 
