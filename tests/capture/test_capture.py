@@ -175,20 +175,3 @@ def test_a_replay_reads_nothing_on_the_host(optimizer: str, device: torch.device
         set_lr(optim, 0.01 / (index + 1))
         with no_host_sync(device):
             step(*batch)
-
-
-def test_hooks_of_optimizer_and_parameters_run_only_until_the_capture(device: torch.device) -> None:
-    step, model, optim, next_batch = make_step(device)
-    counts = {"step": 0, "gradient": 0}
-
-    def on_step(*args: object) -> None:
-        counts["step"] += 1
-
-    def on_gradient(grad: Tensor) -> None:
-        counts["gradient"] += 1
-
-    optim.register_step_pre_hook(on_step)
-    next(model.parameters()).register_hook(on_gradient)
-    for _ in range(8):
-        step(*next_batch())
-    assert counts == {"step": 4, "gradient": 4}

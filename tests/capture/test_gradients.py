@@ -137,16 +137,6 @@ def test_what_happens_to_gradients_between_calls_does_not_matter(
         assert addresses(model) == first
 
 
-def test_zeroed_gradients_are_gone_until_the_next_call(device: torch.device) -> None:
-    step, model, optim, next_batch = make_step(device, "mlp")
-    for _ in range(6):
-        step(*next_batch())
-    optim.zero_grad()
-    assert addresses(model) == {}
-    step(*next_batch())
-    assert len(addresses(model)) == 4
-
-
 def test_a_parameter_that_no_gradient_reaches_has_none_and_is_named(device: torch.device) -> None:
     step, model, optim, next_batch = make_step(device, "unused_parameter")
     for _ in range(7):

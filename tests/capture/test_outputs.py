@@ -125,13 +125,6 @@ def test_an_infinite_norm_does_not_clip(device: torch.device) -> None:
     assert_same_run(expected, got)
 
 
-def test_without_max_grad_norm_there_is_no_norm(device: torch.device) -> None:
-    step, _, _, next_batch = make_step(device)
-    for _ in range(6):
-        step(*next_batch())
-    assert step.grad_norm is None
-
-
 def test_other_results_of_microbatches_are_stacked(device: torch.device) -> None:
     step, model, _, next_batch = make_step(device, "extras", microbatches=3)
     for _ in range(6):

@@ -172,16 +172,10 @@ def recompute_activations(model: nn.Module) -> None:
 SHOWN = torch.arange(16)[None] < torch.tensor([[16], [11]])
 
 
-@pytest.mark.parametrize("way", ["plain", "recomputed", "padded"])
+@pytest.mark.parametrize("way", ["plain", "recomputed"])
 @pytest.mark.parametrize("make", [make_llama, make_bert])
 def test_a_hugging_face_model(make: Callable[..., nn.Module], way: str) -> None:
     """Recomputed activations in the captured loop only: the numbers are those without."""
-    mask = {}
-    if way == "padded":
-        shown = SHOWN[:, None, None, :]
-        if make is make_llama:
-            shown = shown & torch.ones(16, 16, dtype=torch.bool).tril()
-        mask["attention_mask"] = shown
 
     def train(captured: bool) -> tuple[list[Tensor], nn.Module, torch.optim.Optimizer]:
         model = make_hugging_face(make)
@@ -191,11 +185,11 @@ def test_a_hugging_face_model(make: Callable[..., nn.Module], way: str) -> None:
         ids = [torch.randint(0, 32, (2, 16)) for _ in range(NUM_STEPS)]
         if captured:
             with graphfsdp.capture(model, optimizer) as step:
-                return [step(input_ids=i, labels=i, **mask) for i in ids], model, optimizer
+                return [step(input_ids=i, labels=i) for i in ids], model, optimizer
         losses = []
         for batch in ids:
             optimizer.zero_grad()
-            loss = model(input_ids=batch, labels=batch, **mask).loss
+            loss = model(input_ids=batch, labels=batch).loss
             loss.backward()
             optimizer.step()
             losses.append(loss.detach())

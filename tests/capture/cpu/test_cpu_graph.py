@@ -13,10 +13,10 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode
 import graphfsdp
 from graphfsdp import CaptureError
 from graphfsdp.optim import FusedAdam
-from helpers import Batch, Case, assert_same_run, run
+from helpers import Case, assert_same_run, run
 from recording import record
 from zoo import ZOO, features
-from zoo_models import WIDTH, Squared
+from zoo_models import WIDTH
 
 CPU = torch.device("cpu")
 
@@ -181,9 +181,6 @@ def test_replay_works_on_another_thread() -> None:
 
 
 def test_replay_does_not_depend_on_the_surrounding_modes() -> None:
-    expected = run(ZOO["autocast"], "none", CPU)
-    got = run(ZOO["autocast"], "full_iteration", CPU)
-    assert_same_run(expected, got)
     case = ZOO["mlp"]
 
     def losses(scope: str) -> list[Tensor]:
@@ -220,34 +217,6 @@ def test_a_batch_that_the_model_writes_into_is_a_copy() -> None:
     for _ in range(6):
         step(x)
         assert x.eq(1).all()
-
-
-def test_a_result_that_is_a_parameter_is_copied_out() -> None:
-    def loss_fn(model: nn.Module, x: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-        layer = model.get_submodule("layers.0")
-        assert isinstance(layer, nn.Linear)
-        return model(x), {"weight": layer.weight, "row": layer.weight[0], "bias": layer.bias.data}
-
-    case = Case(lambda: Squared(nn.Linear(WIDTH, 3)), features(WIDTH), loss_fn)
-    got = run(case, "full_iteration", CPU)
-    assert_same_run(run(case, "none", CPU), got)
-    for before, after in zip(got.outputs, got.outputs[1:], strict=False):
-        assert not torch.equal(before[1], after[1])
-        assert torch.equal(after[1][0], after[2])
-
-
-def test_integer_and_boolean_batches_and_results() -> None:
-    def loss_fn(model: nn.Module, ids: Tensor, keep: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        x = torch.nn.functional.one_hot(ids, WIDTH).float() * keep.unsqueeze(1)
-        loss: Tensor = model(x)
-        return loss, ids + keep, ~keep
-
-    def batch(generator: torch.Generator) -> Batch:
-        ids = torch.randint(0, WIDTH, (6,), generator=generator)
-        return Batch((ids, ids % 2 == 0))
-
-    case = Case(lambda: Squared(nn.Linear(WIDTH, 3)), batch, loss_fn)
-    assert_same_run(run(case, "none", CPU), run(case, "full_iteration", CPU))
 
 
 def test_a_scalar_loss_is_not_computed_in_memory_of_another_size(

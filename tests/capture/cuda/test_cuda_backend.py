@@ -80,7 +80,7 @@ def test_the_driver_names_nodes_and_the_report_counts_them(tmp_path: Path) -> No
     assert report.num_nodes is not None
     assert report.num_nodes > 10
     assert sum(sum(counts.values()) for counts in report.by_kind.values()) == report.num_nodes
-    assert report.by_kind["kernel"]
+    assert any("gemm" in name.lower() or "cutlass" in name for name in report.by_kind["kernel"])
     assert any(name.startswith("kernel ") for name in report.by_module["layers.0"])
     assert report.pool_bytes > 0
     report.html(tmp_path / "page.html")

@@ -11,7 +11,6 @@ from graphfsdp._capture.cuda.driver import CudaDriver, GraphNodes, find_driver
 from graphfsdp._capture.cuda.recorder import CudaRecorder
 from graphfsdp._capture.trace.program_facts import BufferKind, NodeFacts, ProgramFacts
 from graphfsdp.errors import CaptureError
-from graphfsdp.optim import FusedAdam
 from helpers import OpNames
 from recording import CPU
 
@@ -200,20 +199,6 @@ def test_the_driver_is_optional() -> None:
     if driver is None:
         with pytest.raises(OSError, match="libcuda"):
             CudaDriver()
-
-
-@pytest.mark.gpu
-def test_kernels_of_a_captured_step_have_names_and_modules() -> None:
-    model = Model().cuda()
-    with graphfsdp.capture(model, FusedAdam(model.parameters())) as step:
-        for _ in range(5):
-            step(torch.ones(2, 4, device="cuda"))
-        report = step.report()
-    total = sum(sum(counts.values()) for counts in report.by_kind.values())
-    assert total == report.num_nodes
-    assert sum(report.by_kind["kernel"].values()) > 5
-    assert report.by_module["first"]
-    assert any("gemm" in name.lower() or "cutlass" in name for name in report.by_kind["kernel"])
 
 
 def _is_driver(driver: CudaDriver) -> GraphNodes:

@@ -301,15 +301,3 @@ def test_a_refusal_can_be_followed_by_a_new_capture() -> None:
     for _ in range(4):
         step(guarded.batch())
     assert step.report().num_calls["replay"] == 2
-
-
-def test_a_closed_step_leaves_the_guards_of_another_in_order() -> None:
-    guarded = start()
-    with graphfsdp.capture(guarded.model, guarded.optim) as other:
-        for _ in range(5):
-            other(guarded.batch())
-    guarded.step(guarded.batch())
-    handle = guarded.model.scale.register_hook(lambda grad: grad)
-    refused(guarded, "gradient hook .* of parameter 'scale'")
-    handle.remove()
-    guarded.step(guarded.batch())

@@ -280,6 +280,9 @@ def test_a_second_step_over_the_same_model_is_no_added_hook() -> None:
             guarded.step(guarded.batch())
         assert second.report().num_calls["replay"] == 1
     guarded.step(guarded.batch())
+    handle = guarded.model.scale.register_hook(a_hook)
+    refused(guarded, "gradient hook 'a_hook' .* of parameter 'scale'")
+    handle.remove()
 
 
 def switched(set_: Callable[[Any], Any], value: Any, back: Any) -> Apply:

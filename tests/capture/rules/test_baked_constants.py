@@ -116,60 +116,6 @@ def test_a_counter_that_goes_on_is_refused_again(device: torch.device) -> None:
     assert refused == [False] * 4 + [True, False, False, True, False]
 
 
-class Lazy(nn.Module):
-    """Makes a cache in the first call."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(4, 4)
-        self.cache: Tensor | None = None
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.cache is None:
-            self.cache = torch.arange(4.0, device=x.device).sin()
-        loss: Tensor = (self.linear(x) * self.cache).square().mean()
-        return loss
-
-
-def test_what_only_the_first_call_does_is_no_reason_to_refuse(device: torch.device) -> None:
-    step = make_step(Lazy(), device, warmup_steps=1)
-    x = torch.randn(8, 4, device=device)
-    for _ in range(3):
-        step(x)
-    assert step.phase is Phase.REPLAY
-
-
-def test_a_schedule_of_a_torch_optimizer_is_the_guards_business() -> None:
-    quick_garbage_collection()
-    model = Scaled(lambda: 2.0, "argument")
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    step = graphfsdp.capture(model, optimizer)
-    x = torch.randn(8, 4)
-    for rate in (0.1, 0.2, 0.3, 0.4, 0.4, 0.4):
-        optimizer.param_groups[0]["lr"] = rate
-        step(x)
-    assert step.phase is Phase.REPLAY
-
-
-def test_numbers_of_optimizers_inside_a_users_iteration_may_change() -> None:
-    quick_garbage_collection()
-    model = Scaled(lambda: 2.0, "argument")
-    optimizer = FusedAdam(model.parameters(), lr=0.1)
-    decay = iter([0.5, 0.6, 0.7, 0.8, 0.9])
-
-    def iteration(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor) -> Tensor:
-        loss: Tensor = model(x)
-        loss.backward()
-        optimizer.step()
-        return loss
-
-    step = graphfsdp.capture(model, optimizer, iteration=iteration)
-    for _ in range(5):
-        optimizer.param_groups[0]["lr"] = next(decay)
-        step(torch.randn(8, 4))
-    assert step.phase is Phase.REPLAY
-
-
 class Positions(nn.Module):
     """Makes a cache for each length, with operators that the model calls as well."""
 

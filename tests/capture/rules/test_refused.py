@@ -207,7 +207,7 @@ SETTINGS: dict[str, Setting] = {
     "two_devices": (
         half_on_meta,
         HazardKind.CONFIG,
-        "one graph lies on one device",
+        "the model has '0.weight' on cpu, '1.weight' on meta",
         graphfsdp.ConfigError,
     ),
     "odd_microbatches": (
@@ -281,5 +281,6 @@ def test_capture_refuses_wrong_settings(name: str) -> None:
         train(**arguments)
     if kind is not HazardKind.EXCEPTION:
         assert said in str(caught.value)
+        assert kind is HazardKind.PRECISION or "Remedy: " in str(caught.value)
     if isinstance(caught.value, graphfsdp.CaptureError):
         assert caught.value.kind is kind

@@ -124,7 +124,6 @@ def selects(mask: Tensor) -> Tensor:
 @pytest.mark.parametrize(
     ("name", "function", "remedy"),
     [
-        ("torch.distributions.categorical", hides, "validate_args=False"),
         ("ema_pytorch.ema_pytorch", hides, "ema.update() after each call"),
         ("torch_geometric.utils.loop", selects, "layers with add_self_loops=False"),
     ],
