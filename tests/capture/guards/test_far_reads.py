@@ -10,8 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as functional
-from torch import Tensor, nn
+from torch import Tensor
 
 from surrounding_cases import (
     Around,
@@ -20,12 +19,9 @@ from surrounding_cases import (
     Reader,
     Slots,
     assert_named_until_put_back,
-    held_by_a_class,
     puts,
     sets,
 )
-
-CONFIG = types.SimpleNamespace(model=types.SimpleNamespace(alpha=2.0), tables={"a": {"b": 1.0}})
 
 
 class Doubles(torch.autograd.Function):
@@ -77,21 +73,6 @@ def of_a_schedule(make_loss: Callable[[Any], Loss]) -> Around:
     return Around(make_loss(schedule), *sets(schedule, "_weight", 2.0), named)
 
 
-def of_the_configuration(change: tuple[Callable[[], Any], Callable[[], Any]], named: str) -> Around:
-    def loss_fn(model: Any, x: Tensor) -> Tensor:
-        scale = CONFIG.model.alpha * CONFIG.tables["a"]["b"]
-        loss: Tensor = (model(x) * scale).square().mean()
-        return loss
-
-    return Around(loss_fn, *change, f"{named} of global variable 'CONFIG'")
-
-
-def behind_two_modules() -> Around:
-    loss_fn: Loss = lambda model, x: nn.functional.celu(model(x)).square().mean()  # noqa: E731
-    named = "function 'celu' of torch.nn.functional"
-    return Around(loss_fn, *sets(functional, "celu", functional.relu), named)
-
-
 def held_by_a_model(value: Any, target: Any, attribute: str, named: str) -> Around:
     return Around(None, *sets(target, attribute, 2.0), named, Reader(value))
 
@@ -100,33 +81,11 @@ def object_of_a_model(value: Any, attribute: str) -> Around:
     return held_by_a_model(value, value, attribute, f"'{attribute}' of attribute 'value'")
 
 
-def object_in_a_container_of_a_model(make: Callable[[list[Any]], Any]) -> Around:
-    item = types.SimpleNamespace(weight=1.0, lock=object())
-    return held_by_a_model(make([item]), item, "weight", "'weight' of 0 of attribute")
-
-
 def made_up_attribute() -> Around:
     config = Made({"inner": {"weight": 1.0}})
     loss_fn: Loss = lambda model, x: model(x) * config.inner.weight  # noqa: E731
     change = puts(config.content["inner"], "weight", 2.0)
     return Around(loss_fn, *change, "'weight' of 'inner' of 'content' of cl")
-
-
-def method_of_the_owner() -> Around:
-    class Trainer:
-        def __init__(self) -> None:
-            self.config = types.SimpleNamespace(inner=types.SimpleNamespace(weight=1.0))
-
-        def weight(self) -> Any:
-            return self.config.inner.weight
-
-        def loss(self, model: Any, x: Tensor) -> Tensor:
-            loss: Tensor = model(x) * self.weight()
-            return loss
-
-    trainer = Trainer()
-    change = sets(trainer.config.inner, "weight", 2.0)
-    return Around(trainer.loss, *change, "'weight' of 'inner' of")
 
 
 def deep_chain() -> Around:
@@ -180,26 +139,12 @@ READING: dict[str, Callable[[], Around]] = {
         lambda schedule: lambda model, x: model(x) * schedule.weight
     ),
     "made_up_attribute": made_up_attribute,
-    "method_of_the_owner": method_of_the_owner,
     "deep_chain": deep_chain,
     "environment_variable": environment_variable,
     "imported_inside": imported_inside,
     "context_variable": context_variable,
     "length_of_a_long_list": length_of_a_long_list,
-    "nested_object": lambda: of_the_configuration(
-        sets(CONFIG, "model", types.SimpleNamespace(alpha=3.0)), "'alpha' of 'model'"
-    ),
-    "nested_item": lambda: of_the_configuration(
-        puts(CONFIG.tables["a"], "b", 3.0), "'b' of 'a' of 'tables'"
-    ),
-    "behind_two_modules": behind_two_modules,
     "slots_of_a_model": lambda: object_of_a_model(Slots(), "weight"),
-    "schedule_of_a_model": lambda: object_of_a_model(Schedule(), "_weight"),
-    "object_in_a_list_of_a_model": lambda: object_in_a_container_of_a_model(list),
-    "object_in_a_tuple_of_a_model": lambda: object_in_a_container_of_a_model(tuple),
-    "table_of_a_class": lambda: held_by_a_class(
-        Reader, "table", {"scale": 2.0}, r"'scale' of Reader\.table"
-    ),
 }
 
 

@@ -1,6 +1,5 @@
 """Whatever way code goes to a value, by operators too, a later change of the value is named."""
 
-import collections
 import dataclasses
 import functools
 import operator
@@ -61,11 +60,7 @@ class Special:
 
     def __init__(self) -> None:
         self.weight = 1.0
-        self.weights = {"weight": 1.0}
         self.unread = self.epoch = 0
-
-    def __getitem__(self, key: str) -> float:
-        return self.weights[key]
 
     def __rmul__(self, other: float) -> float:
         return other * self.weight
@@ -122,10 +117,6 @@ def namespace() -> types.SimpleNamespace:
     return types.SimpleNamespace(weight=1.0)
 
 
-def by_item(special: Special) -> tuple[Reads, Sets]:
-    return lambda: special["weight"], lambda value: special.weights.update(weight=value)
-
-
 def by_tuple(thing: Any) -> tuple[Reads, Sets]:
     things = (thing,)
     return lambda: things[0].weight, lambda value: setattr(thing, "weight", value)
@@ -141,37 +132,16 @@ def by_bound_builtin(table: dict[str, float]) -> Reads:
     return lambda: get("weight")
 
 
-def by_partial(thing: Any, *, by_name: bool) -> tuple[Reads, Sets]:
-    def read(thing: Any) -> Any:
-        return thing.weight
-
-    given = functools.partial(read, thing=thing) if by_name else functools.partial(read, thing)
+def by_partial(thing: Any) -> tuple[Reads, Sets]:
+    given = functools.partial(lambda thing: thing.weight, thing)
     return lambda: given(), lambda value: setattr(thing, "weight", value)
-
-
-def by_user_list() -> tuple[Reads, Sets]:
-    items = collections.UserList([1.0])
-    return lambda: items[0], lambda value: items.__setitem__(0, value)
-
-
-def by_variable(data: Any, name: str) -> Reads:
-    return lambda: getattr(data, name)
 
 
 def by_getter(data: Any, get: Any) -> Reads:
     return lambda: get(data)
 
 
-def weight_of(known_as: Any) -> Any:
-    return known_as.weight
-
-
-def handed_on(factor: float, *, known_as: Any) -> Any:
-    return factor * weight_of(known_as)
-
-
 WAYS: dict[str, Callable[[], tuple[Reads, Sets]]] = {
-    "item": lambda: by_item(Special()),
     "product": lambda: of_special(lambda special: 1.0 * special),
     "length": lambda: of_special(len),
     "missing_key": lambda: (
@@ -179,22 +149,13 @@ WAYS: dict[str, Callable[[], tuple[Reads, Sets]]] = {
         lambda value: Missing.box.update(weight=value),
     ),
     "match": lambda: by_match(Data()),
-    "getattr_by_variable": lambda: by_text(lambda data: by_variable(data, "weight")),
     "attrgetter": lambda: by_text(lambda data: by_getter(data, operator.attrgetter("weight"))),
-    "handed_on_twice": lambda: by_text(lambda data: lambda: handed_on(1.0, known_as=data)),
-    "vars": lambda: by_text(lambda data: lambda: vars(data)["weight"]),
     "dict": lambda: by_text(lambda data: lambda: data.__dict__["weight"]),
     "asdict": lambda: by_text(lambda data: lambda: dataclasses.asdict(data)["weight"]),
     "tuple": lambda: by_tuple(namespace()),
     "nested_tuple": lambda: of_dict(by_nested_tuple),
     "bound_builtin": lambda: of_dict(by_bound_builtin),
-    "partial": lambda: by_partial(namespace(), by_name=False),
-    "partial_keyword": lambda: by_partial(namespace(), by_name=True),
-    "user_list": by_user_list,
-    "object_of_a_class": lambda: (
-        lambda: Inner.held.weight,
-        lambda value: setattr(Inner.held, "weight", value),
-    ),
+    "partial": lambda: by_partial(namespace()),
     "partialmethod": lambda: (
         lambda inner=Inner(): inner.scaled(),  # noqa: B008
         lambda value: setattr(Inner.held, "weight", value),

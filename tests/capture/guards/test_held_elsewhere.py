@@ -13,26 +13,11 @@ from torch import Tensor
 
 from surrounding_cases import (
     Around,
-    Factor,
-    Slots,
     Term,
     assert_named_until_put_back,
     puts,
     sets,
 )
-
-
-class Loud:
-    """A loss that has no dict, and is called by a method of it."""
-
-    __slots__ = ("inner",)
-
-    def __init__(self) -> None:
-        self.inner = Slots()
-
-    def loss(self, model: Any, x: Tensor) -> Tensor:
-        loss: Tensor = model(x) * self.inner.weight
-        return loss
 
 
 class Told:
@@ -43,14 +28,6 @@ class Told:
     @classmethod
     def by_class(cls) -> float:
         return cls.weight
-
-    @staticmethod
-    def by_name() -> float:
-        return Factor.weight
-
-
-class Inherits(Factor):
-    """A class as a configuration, but for what the one above it says."""
 
 
 def weighed(
@@ -69,12 +46,6 @@ def behind_a_proxy() -> Around:
     schedule = Term(1.0)
     held = weakref.proxy(schedule)
     return weighed(lambda: held.weight, sets(schedule, "weight", 2.0), "'weight' of .* 'held'")
-
-
-def slots_of_a_loss() -> Around:
-    loud = Loud()
-    changes = sets(loud.inner, "weight", 2.0)
-    return Around(functools.partial(loud.loss), *changes, "'weight' of attribute 'inner'")
 
 
 def registered() -> Around:
@@ -100,16 +71,6 @@ def of_a_dict_elsewhere(make: Callable[[dict[str, float]], Any]) -> Around:
     table = {"weight": 1.0}
     held = make(table)
     return weighed(lambda: held["weight"], puts(table, "weight", 2.0), "'weight' of .* 'held'")
-
-
-def behind_a_default() -> Around:
-    table = {"weight": 1.0}
-
-    def loss_fn(model: Any, x: Tensor, read: Any = lambda: table["weight"]) -> Tensor:
-        loss: Tensor = model(x) * read()
-        return loss
-
-    return Around(loss_fn, *puts(table, "weight", 2.0), "'weight' of .* 'table'")
 
 
 def of_a_module_without_a_file() -> Around:
@@ -152,22 +113,13 @@ def of_its_own(name: str, value: Any) -> Around:
 CASES: dict[str, Callable[[], Around]] = {
     "of_this_thread": of_this_thread,
     "behind_a_proxy": behind_a_proxy,
-    "slots_of_a_loss": slots_of_a_loss,
     "registered": registered,
     "chain_of_dicts": lambda: of_a_dict_elsewhere(lambda table: collections.ChainMap({}, table)),
     "proxy_of_a_dict": lambda: of_a_dict_elsewhere(types.MappingProxyType),
-    "behind_a_default": behind_a_default,
     "method_of_a_named_class": lambda: weighed(
         lambda: Told.by_class(), sets(Told, "weight", 2.0), r"Told\.weight"
     ),
-    "function_of_a_named_class": lambda: weighed(
-        lambda: Told.by_name(), sets(Factor, "weight", 2.0), r"Factor\.weight"
-    ),
-    "attribute_of_a_base_class": lambda: weighed(
-        lambda: Inherits.weight, sets(Factor, "weight", 2.0), r"Factor\.weight"
-    ),
     "of_its_own": lambda: of_its_own("weight", 2.0),
-    "method_of_its_own": lambda: of_its_own("scale", lambda: 2.0),
     "of_a_module_without_a_file": of_a_module_without_a_file,
     "typed_at_a_prompt": lambda: typed("<stdin>"),
     "given_as_a_text": lambda: typed("<string>"),
