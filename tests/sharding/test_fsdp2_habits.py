@@ -16,9 +16,17 @@ import graphfsdp
 from counting_net import mean_square
 from graphfsdp.base.collectives import all_gather_
 from ranks import on_ranks, rank_device
-from sharding_helpers import STRATEGIES, assert_equal_tensors, full_parameters, my_part
+from sharding_helpers import (
+    STRATEGIES,
+    Training,
+    assert_equal_tensors,
+    full_parameters,
+    my_part,
+    replayed_as_eager,
+)
 
 NUM_STEPS = 6
+NUM_CAPTURED = 8
 WIDTH = 8
 # One that reduces at last, and one that reduces each time and gathers; the others run eagerly.
 CAPTURED = ("optim", "optim_grads_params")
@@ -180,6 +188,12 @@ def test_unshard_without_reshard_lasts_until_backward_is_over() -> None:
         assert_close_parameters(theirs, ours, strategy)
 
 
+def replayed_in_a_graph(strategy: str, iteration: Callable[..., Tensor]) -> Training:
+    data = [(inputs(index),) for index in range(NUM_CAPTURED)]
+    options: Any = {"iteration": iteration, "max_grad_norm": None, "data": data}
+    return replayed_as_eager(lambda: tower(sharding(strategy)), num_steps=NUM_CAPTURED, **options)
+
+
 def unsharding_iteration(model: Any, optim: Any, x: Tensor) -> Tensor:
     for block in model.blocks:
         block.unshard()
@@ -192,17 +206,8 @@ def unsharding_iteration(model: Any, optim: Any, x: Tensor) -> Tensor:
 @pytest.mark.parametrize("strategy", CAPTURED)
 @on_ranks("ranks2")
 def test_unshard_inside_a_captured_iteration(strategy: str) -> None:
-    results = []
-    for scope in ("none", "full_iteration"):
-        model = tower(sharding(strategy))
-        optim = graphfsdp.optim.FusedSGD(model.parameters(), lr=0.1)
-        options: Any = {"iteration": unsharding_iteration, "scope": scope}
-        with graphfsdp.capture(model, optim, **options) as step:
-            losses = [step(inputs(index)) for index in range(8)]
-        results.append(full_parameters(model) | {f"loss {i}": x for i, x in enumerate(losses)})
-    assert_equal_tensors(*results)
-    losses = [results[1][f"loss {index}"] for index in range(8)]
-    assert len({float(loss) for loss in losses}) == 8
+    got = replayed_in_a_graph(strategy, unsharding_iteration)
+    assert len({float(loss) for loss in got.losses}) == NUM_CAPTURED
 
 
 def pipelined_run(shard: Callable[..., Any], *, unshards: bool) -> Any:
@@ -278,17 +283,9 @@ def skipping_iteration(model: Any, optim: Any, x: Tensor) -> Tensor:
 @pytest.mark.parametrize("strategy", CAPTURED)
 @on_ranks("ranks2")
 def test_a_captured_iteration_may_skip_a_unit_at_last(strategy: str) -> None:
-    runs = []
-    for scope in ("none", "full_iteration"):
-        model = tower(sharding(strategy))
-        optim = graphfsdp.optim.FusedSGD(model.parameters(), lr=0.1)
-        with graphfsdp.capture(model, optim, iteration=skipping_iteration, scope=scope) as step:
-            for index in range(8):
-                step(inputs(index))
-        runs.append(full_parameters(model))
-    assert_equal_tensors(*runs)
+    got = replayed_in_a_graph(strategy, skipping_iteration)
     start = full_parameters(tower(None))
-    assert not any(torch.equal(value, start[name]) for name, value in runs[1].items())
+    assert not any(torch.equal(value, start[name]) for name, value in got.params.items())
 
 
 def policies() -> list[tuple[TorchPolicy, dict[str, Any]]]:

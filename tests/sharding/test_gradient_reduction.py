@@ -8,10 +8,21 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import graphfsdp
+from counting_net import mean_square
 from graphfsdp.base.collectives import all_reduce_
 from graphfsdp.optim import FusedAdam
+from helpers import set_lr
 from ranks import RankPool, on_ranks, rank_device, world_group
-from sharding_helpers import STRATEGIES, assert_equal_tensors
+from sharding_helpers import (
+    MAX_NORM,
+    STRATEGIES,
+    Training,
+    assert_equal_tensors,
+    assert_same_training,
+    learning_rate,
+    my_part,
+    train,
+)
 
 NUM_STEPS = 14
 NUM_SEQUENCES = 8
@@ -61,31 +72,23 @@ def per_token_on_all(model: nn.Module, *batch: Tensor) -> Tensor:
     return summed_loss(model, *batch) / num_tokens
 
 
-def train_per_token(strategy: str, scope: str) -> tuple[list[Tensor], dict[str, Tensor]]:
+def train_per_token(strategy: str, scope: str) -> Training:
     torch.manual_seed(0)
     model = TokenModel().to(rank_device())
     graphfsdp.fully_shard(model.inner, strategy=strategy, gradient_reduction="sum")
     graphfsdp.fully_shard(model, strategy=strategy, gradient_reduction="sum")
     optimizer = FusedAdam(model.parameters(), lr=1e-2)
-    rank, part = dist.get_rank(), NUM_SEQUENCES // dist.get_world_size()
-    with graphfsdp.capture(
-        model, optimizer, loss_fn=per_token_on_all, scope=scope, max_grad_norm=0.5
-    ) as step:
-        losses = []
-        for batch in token_batches(rank_device()):
-            loss = step(*(leaf[rank * part : (rank + 1) * part] for leaf in batch))
-            dist.all_reduce(loss)
-            losses.append(loss.cpu())
-    whole = {name: p.full_tensor().cpu() for name, p in model.named_parameters()}  # type: ignore[attr-defined]
-    return losses, whole
+    data = map(my_part, token_batches(rank_device()))
+    return train(model, optimizer, data=data, loss_fn=per_token_on_all, scope=scope)
 
 
 def both_per_token(strategy: str) -> tuple[list[Tensor], dict[str, Tensor]]:
-    eager = train_per_token(strategy, "none")
-    replayed = train_per_token(strategy, "full_iteration")
-    for before, after in zip(eager, replayed, strict=True):
-        assert_equal_tensors(before, after)
-    return replayed
+    eager, replayed = (train_per_token(strategy, scope) for scope in ("none", "full_iteration"))
+    assert_same_training(eager, replayed)
+    for loss in replayed.losses:
+        dist.all_reduce(loss)
+    whole = {name: param.cpu() for name, param in replayed.params.items()}
+    return [loss.cpu() for loss in replayed.losses], whole
 
 
 def test_a_per_token_loss_weighs_every_token_of_all_ranks_alike(ranks2: RankPool) -> None:
@@ -93,9 +96,12 @@ def test_a_per_token_loss_weighs_every_token_of_all_ranks_alike(ranks2: RankPool
     model = TokenModel()
     optimizer = FusedAdam(model.parameters(), lr=1e-2)
     step = graphfsdp.capture(
-        model, optimizer, loss_fn=per_token_on_one, scope="none", max_grad_norm=0.5
+        model, optimizer, loss_fn=per_token_on_one, scope="none", max_grad_norm=MAX_NORM
     )
-    losses = [step(*batch) for batch in token_batches(torch.device("cpu"))]
+    losses = []
+    for index, batch in enumerate(token_batches(torch.device("cpu"))):
+        set_lr(optimizer, learning_rate(index))
+        losses.append(step(*batch))
     for strategy in ("no_shard", "optim_grads_params"):
         for rank_losses, whole in ranks2.run(both_per_token, strategy):
             # About 100 summands of order 1 in another order, and Adam's quotient of them.
@@ -130,7 +136,7 @@ class OwnLinear(nn.Linear):
         return result
 
 
-def train_linear(kind: type[nn.Linear], strategy: str, scope: str) -> list[Tensor]:
+def train_linear(kind: type[nn.Linear], strategy: str, scope: str) -> dict[str, Tensor]:
     torch.manual_seed(0)
     layers = [kind(6, 10, bias=False), kind(10, 6, bias=False)]
     model = nn.Sequential(layers[0], nn.Tanh(), layers[1]).to(rank_device())
@@ -139,24 +145,16 @@ def train_linear(kind: type[nn.Linear], strategy: str, scope: str) -> list[Tenso
     graphfsdp.fully_shard(model, strategy=strategy)
     optimizer = FusedAdam(model.parameters(), lr=1e-2)
     generator = torch.Generator().manual_seed(dist.get_rank())
-    with graphfsdp.capture(
-        model, optimizer, loss_fn=lambda m, x: m(x).square().mean(), scope=scope, microbatches=2
-    ) as step:
-        losses = [
-            step(torch.randn(4, 6, generator=generator).to(rank_device())) for _ in range(NUM_STEPS)
-        ]
-    return [loss.cpu() for loss in losses] + [
-        p.full_tensor().cpu()  # type: ignore[attr-defined]
-        for p in model.parameters()
-    ]
+    data = [(torch.randn(4, 6, generator=generator).to(rank_device()),) for _ in range(NUM_STEPS)]
+    options: dict[str, Any] = {"loss_fn": mean_square, "max_grad_norm": None, "microbatches": 2}
+    return train(model, optimizer, data=data, scope=scope, **options).tensors()
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @on_ranks("ranks2")
 def test_a_layer_may_add_to_the_gradient_buffer_by_itself(strategy: str) -> None:
     eager = train_linear(OwnLinear, strategy, "none")
-    replayed = train_linear(OwnLinear, strategy, "full_iteration")
-    assert_equal_tensors(eager, replayed)
+    assert_equal_tensors(eager, train_linear(OwnLinear, strategy, "full_iteration"))
     plain = train_linear(nn.Linear, strategy, "none")
     # The same products, added in another order: a handful of roundings.
     torch.testing.assert_close(eager, plain, rtol=1e-4, atol=1e-6)
