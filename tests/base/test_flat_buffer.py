@@ -10,7 +10,6 @@ from torch import Tensor
 
 from graphfsdp.base.flat_buffer import (
     FlatBuffer,
-    FlatSlot,
     contiguous_stride,
     is_dense,
 )
@@ -83,20 +82,6 @@ def test_strides_with_gaps_or_overlaps_become_contiguous(tensor: Tensor) -> None
     assert view.is_contiguous()
 
 
-def test_channels_last_weights_keep_their_strides(device: torch.device) -> None:
-    weight = torch.empty(4, 3, 2, 2, device=device).to(memory_format=torch.channels_last)
-    bias = torch.empty(4, device=device)
-    views = FlatBuffer([bias, weight], dtype=torch.bfloat16, device=device).views
-    assert views[1].stride() == weight.stride()
-    assert views[1].is_contiguous(memory_format=torch.channels_last)
-    assert views[1].device.type == device.type
-
-
 @given(shapes)
 def test_contiguous_stride_is_that_of_torch(shape: tuple[int, ...]) -> None:
     assert contiguous_stride(shape) == torch.empty(shape).stride()
-
-
-def test_slots_are_integers_only() -> None:
-    (slot,) = FlatBuffer([torch.empty(2, 3)], dtype=torch.float32, device=CPU).slots
-    assert slot == FlatSlot(0, (2, 3), (3, 1))
