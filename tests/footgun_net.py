@@ -7,7 +7,6 @@ from torch import Tensor, nn
 
 import graphfsdp
 from graphfsdp.optim import FusedAdam
-from helpers import quick_garbage_collection
 
 NUM_EAGER = 4  # 3 warm-up calls and the recording
 
@@ -34,7 +33,6 @@ def start(
     **options: Any,
 ) -> tuple[graphfsdp.CapturedStep, Net, FusedAdam]:
     """Return a step whose weights do not move unless lr says so."""
-    quick_garbage_collection()
     torch.manual_seed(0)
     model = (model or Net()).to(device)
     optim = FusedAdam(model.parameters(), lr=lr)

@@ -10,7 +10,6 @@ import graphfsdp
 from graphfsdp import CapturedStep
 from helpers import (
     make_optimizer,
-    quick_garbage_collection,
 )
 from zoo import ZOO
 
@@ -19,7 +18,6 @@ def make_step(
     device: torch.device, name: str = "mlp", optimizer: str = "fused_adam", **options: Any
 ) -> tuple[CapturedStep, nn.Module, torch.optim.Optimizer, Callable[[], tuple[Any, ...]]]:
     """Return a step, its model and optimizer, and a source of batches."""
-    quick_garbage_collection()
     case = ZOO[name]
     torch.manual_seed(3)
     model = case.make().to(device)

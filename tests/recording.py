@@ -6,7 +6,6 @@ import torch
 from torch import Tensor, nn
 
 from graphfsdp._capture.cpu.graph import CpuGraph, CpuGraphBackend
-from helpers import quick_garbage_collection
 
 CPU = torch.device("cpu")
 
@@ -19,7 +18,6 @@ def record(
     scratch: Sequence[Tensor] = (),
 ) -> tuple[CpuGraph, list[Tensor]]:
     """Record any function of no arguments."""
-    quick_garbage_collection()
     backend = CpuGraphBackend(CPU, poisons=poisons)
     undo = backend.begin_undo(())
     try:

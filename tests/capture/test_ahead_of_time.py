@@ -12,7 +12,6 @@ from graphfsdp.optim import FusedAdam
 from helpers import (
     assert_same_state,
     assert_same_states,
-    quick_garbage_collection,
     set_lr,
     snapshot,
 )
@@ -62,7 +61,6 @@ def train(
     trained_before: bool = False,
     **options: Any,
 ) -> tuple[list[dict[str, Tensor]], graphfsdp.CaptureReport]:
-    quick_garbage_collection()
     torch.manual_seed(0)
     model = Model(device).to(device)
     optimizer = optimizer_for(name, model, device)

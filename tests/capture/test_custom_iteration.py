@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import graphfsdp
 from graphfsdp.optim import FusedAdam
-from helpers import assert_same_states, quick_garbage_collection, snapshot
+from helpers import assert_same_states, snapshot
 from iterations import gan, gradient_penalty, moving_average, train_by
 from unseen import Unseen
 
@@ -45,7 +45,6 @@ def train(
     scope: str | None,
 ) -> list[dict[str, Tensor]]:
     """Train with a captured step, or with scope None in a plain loop without graphfsdp."""
-    quick_garbage_collection()
     torch.manual_seed(0)
     models = make(device)
     optimizers = make_optimizers(models)

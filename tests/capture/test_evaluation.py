@@ -15,7 +15,6 @@ from helpers import (
     assert_same_state,
     assert_same_states,
     count_forwards,
-    quick_garbage_collection,
     snapshot,
 )
 from ranks import on_ranks
@@ -65,7 +64,6 @@ def train(
     device: torch.device, *, evaluates: bool, scope: str = "full_iteration", **options: Any
 ) -> list[dict[str, Tensor]]:
     """Return everything after each step; check every evaluation on the way."""
-    quick_garbage_collection()
     torch.manual_seed(0)
     model = Model().to(device)
     optimizer = FusedAdam(model.parameters(), lr=1e-2)

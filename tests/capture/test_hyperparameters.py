@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import graphfsdp
 from graphfsdp.optim import FusedAdam
-from helpers import assert_same_state, assert_same_states, quick_garbage_collection, snapshot
+from helpers import assert_same_state, assert_same_states, snapshot
 from make_step import make_step
 from zoo import ZOO
 
@@ -35,7 +35,6 @@ def train(
     scope: str, device: torch.device, setup: Setup, make: Callable[..., torch.optim.Optimizer]
 ) -> list[dict[str, Tensor]]:
     """Train with something that happens after each call; return the state after each call."""
-    quick_garbage_collection()
     torch.manual_seed(0)
     case = ZOO["mlp"]
     model = case.make().to(device)

@@ -10,7 +10,6 @@ from torch.distributions import Categorical, Distribution, Independent, Normal
 from torch.optim import swa_utils
 
 import graphfsdp
-from helpers import quick_garbage_collection
 
 NUM_STEPS = 9
 Update = Callable[[], object]
@@ -42,7 +41,6 @@ def of_ema_pytorch(model: nn.Module) -> tuple[nn.Module, Update]:
 
 def train_averaged(make: Average, where: str) -> list[Tensor]:
     """Update the average in the captured iteration, behind each call, or without a capture."""
-    quick_garbage_collection()
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 1))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
@@ -151,7 +149,6 @@ def test_a_distribution_names_validate_args(
 
 def stacked_update(captured: bool, batch: Callable[[Tensor], Any]) -> list[Tensor]:
     """Train two critics at once as one vmapped function of stacked weights, with a target."""
-    quick_garbage_collection()
     torch.manual_seed(0)
     nets = [nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 1)) for _ in range(2)]
     weights, _ = torch.func.stack_module_state(nets)
@@ -266,7 +263,6 @@ class TwoKinds(torch.optim.Optimizer):
 
 
 def train_two_kinds(scope: str) -> list[Tensor]:
-    quick_garbage_collection()
     torch.manual_seed(0)
     layers = [nn.Linear(8, 8, bias=False) for _ in range(2)]
     model = nn.Sequential(nn.Embedding(16, 8), *layers, nn.Linear(8, 16, bias=False))

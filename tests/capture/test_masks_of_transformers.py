@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 import graphfsdp
-from helpers import NUM_STEPS, quick_garbage_collection
+from helpers import NUM_STEPS
 
 transformers = pytest.importorskip("transformers")
 
@@ -48,7 +48,6 @@ def losses_of(
     make: Callable[[], nn.Module], scope: str, shown: Callable[[Tensor], Tensor] | None = None
 ) -> Tensor:
     """Train; ``shown`` makes the mask of four dimensions, None leaves it at two."""
-    quick_garbage_collection()
     torch.manual_seed(0)
     model = make().train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
@@ -123,7 +122,6 @@ def test_images_and_padded_speech_train_as_in_a_plain_loop(
 ) -> None:
     losses: dict[bool, list[Tensor]] = {}
     for captured in (False, True):
-        quick_garbage_collection()
         torch.manual_seed(0)
         model = make().train()
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)

@@ -11,7 +11,7 @@ import graphfsdp
 from graphfsdp import Buckets, Phase
 from graphfsdp.optim import FusedAdam
 from graphfsdp.training.gpt import GPT, GPTConfig
-from helpers import assert_same_state, assert_same_states, quick_garbage_collection, snapshot
+from helpers import assert_same_state, assert_same_states, snapshot
 
 LENGTHS = (4, 6, 4, 6, 8, 4, 8, 6, 4, 8, 8, 6, 4, 3, 6, 8, 4, 6, 8, 4)
 
@@ -36,7 +36,6 @@ def train(
     device: torch.device, lengths: tuple[int, ...] = LENGTHS, rows: int = 4, **options: Any
 ) -> tuple[list[dict[str, Tensor]], graphfsdp.CaptureReport]:
     """Return everything after each call."""
-    quick_garbage_collection()
     torch.manual_seed(0)
     model = Model().to(device)
     optimizer = FusedAdam(model.parameters(), lr=1e-2)

@@ -10,7 +10,7 @@ from torch.optim import lr_scheduler, swa_utils
 
 import graphfsdp
 from graphfsdp.optim import FusedAdam
-from helpers import assert_same_state, quick_garbage_collection, snapshot
+from helpers import assert_same_state, snapshot
 
 SCHEDULERS: dict[str, Callable[[Any], Any]] = {
     "CosineAnnealingLR": lambda optim: lr_scheduler.CosineAnnealingLR(optim, 50),
@@ -27,7 +27,6 @@ SCHEDULERS: dict[str, Callable[[Any], Any]] = {
 def start(
     after_step: Callable[[FusedAdam], object],
 ) -> tuple[graphfsdp.CapturedStep, nn.Module, FusedAdam]:
-    quick_garbage_collection()
     torch.manual_seed(3)
     model = nn.Linear(4, 1)
     optim = FusedAdam(model.parameters(), lr=1e-2)

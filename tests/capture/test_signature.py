@@ -11,7 +11,6 @@ import graphfsdp
 from graphfsdp import BatchMismatchError, ConfigError
 from graphfsdp._capture.inputs import StaticInputs
 from graphfsdp.optim import FusedAdam
-from helpers import quick_garbage_collection
 
 CPU = torch.device("cpu")
 
@@ -111,7 +110,6 @@ MISMATCHES: dict[str, tuple[Change, str]] = {
 def test_a_mismatch_names_the_leaf_and_copies_nothing(
     name: str, num_calls: int, device: torch.device
 ) -> None:
-    quick_garbage_collection()
     model = Model().to(device)
     step = graphfsdp.capture(model, FusedAdam(model.parameters(), lr=0.1))
     for _ in range(num_calls):

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 import graphfsdp
 from graphfsdp._capture.verify import first_difference
 from graphfsdp.optim import FusedAdam
-from helpers import assert_same_state, assert_same_states, quick_garbage_collection, snapshot
+from helpers import assert_same_state, assert_same_states, snapshot
 
 
 class Model(nn.Module):
@@ -30,7 +30,6 @@ class Model(nn.Module):
 
 
 def make(device: torch.device, **options: Any) -> tuple[graphfsdp.CapturedStep, Model, FusedAdam]:
-    quick_garbage_collection()
     torch.manual_seed(0)
     model = Model().to(device)
     optimizer = FusedAdam(model.parameters(), lr=1e-2)

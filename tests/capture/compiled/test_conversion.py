@@ -29,7 +29,6 @@ from helpers import (
     Case,
     assert_same_state,
     check_against_eager,
-    quick_garbage_collection,
     run,
     snapshot,
 )
@@ -374,7 +373,6 @@ def test_a_compiled_replay_that_fails_is_undone() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(WIDTH, 16), nn.BatchNorm1d(16), nn.Dropout(0.1), nn.Tanh())
     optimizer = FusedAdam(model.parameters(), lr=1e-2)
-    quick_garbage_collection()
     x = torch.randn(12, WIDTH)
     with (
         compiling_by(spoiled(brittle)),
@@ -398,7 +396,6 @@ def test_a_compiled_replay_that_fails_is_undone() -> None:
 
 def test_evaluation_and_each_kind_of_batch_are_compiled() -> None:
     def run(compiles: bool) -> list[Tensor]:
-        quick_garbage_collection()
         torch.manual_seed(0)
         model = Squared(nn.Linear(WIDTH, 16), nn.Dropout(0.2), nn.Tanh(), nn.Linear(16, 3))
         optimizer = FusedAdam(model.parameters(), lr=1e-2)

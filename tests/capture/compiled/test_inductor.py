@@ -13,7 +13,7 @@ from graphfsdp._capture.choose_backend import make_backend
 from graphfsdp._capture.compiled.bounds import BOUNDS
 from graphfsdp.config import Compile
 from graphfsdp.optim import FusedAdam
-from helpers import Batch, Case, quick_garbage_collection, run
+from helpers import Batch, Case, run
 from zoo_models import WIDTH
 
 CPU = torch.device("cpu")
@@ -67,7 +67,6 @@ def test_training_is_within_the_bound_of_eager() -> None:
 @pytest.mark.parametrize(("dtype", "compiles"), [(torch.float32, True), (torch.bfloat16, "auto")])
 def test_verification_is_by_the_bound(dtype: torch.dtype, compiles: bool | str) -> None:
     """With torch's AdamW as users make it, whose many operators are compiled as well."""
-    quick_garbage_collection()
     torch.manual_seed(0)
     first = nn.Linear(WIDTH, 16)
     model = nn.Sequential(first, nn.GELU(), nn.Linear(16, 3)).to(dtype)

@@ -12,7 +12,6 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 import graphfsdp
 from graphfsdp.optim import FusedAdam
-from helpers import quick_garbage_collection
 from recording import record
 from zoo_models import WIDTH, Squared
 
@@ -90,7 +89,6 @@ def test_a_captured_step_holds_no_activation_between_calls() -> None:
                 x = probe(layer(x).tanh()).sin()
             return x.mean()
 
-    quick_garbage_collection()
     model = Chain()
     step = graphfsdp.capture(model, FusedAdam(model.parameters()))
     x = torch.randn(4, WIDTH)
@@ -122,7 +120,6 @@ def peak_bytes(run_once: Callable[[], object]) -> int:
 @pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.mark.parametrize("microbatches", [1, 2])
 def test_a_replay_needs_no_more_memory_than_eager(microbatches: int) -> None:
-    quick_garbage_collection()
     peaks = {}
     for scope in ("none", "full_iteration"):
         torch.manual_seed(0)

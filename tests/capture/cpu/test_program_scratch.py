@@ -13,7 +13,6 @@ from graphfsdp._capture.cpu.recorder import Recorder
 from graphfsdp._capture.trace.op_digests import OpDigests
 from graphfsdp.optim import FusedAdam
 from graphfsdp.optim.fused.step import fused_adam_
-from helpers import quick_garbage_collection
 from recording import record
 from zoo_models import Squared
 
@@ -37,7 +36,6 @@ def largest_allocation(run: Callable[[], object]) -> int:
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
 def test_a_replay_that_clips_allocates_nothing_for_its_gradients() -> None:
-    quick_garbage_collection()
     step, model = clipped_step()
     x = torch.randn(8, WIDTH)
     num_bytes = sum(4 * param.numel() for param in model.parameters())

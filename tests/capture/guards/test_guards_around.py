@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import graphfsdp
 from graphfsdp.optim import FusedAdam
-from helpers import assert_same_state, quick_garbage_collection, same_bits, snapshot
+from helpers import assert_same_state, same_bits, snapshot
 
 
 class Around:
@@ -50,7 +50,6 @@ def by_closure(around: Around) -> Callable[..., Any]:
 def start(
     make_loss: Callable[[Around], Callable[..., Any]], **options: Any
 ) -> tuple[graphfsdp.CapturedStep, nn.Module, FusedAdam, Around, Callable[[], Tensor]]:
-    quick_garbage_collection()
     around = Around()
     model = nn.Linear(4, 1)
     optim = FusedAdam(model.parameters(), lr=1e-2)

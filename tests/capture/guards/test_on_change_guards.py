@@ -11,7 +11,7 @@ from torch import Tensor, nn
 import graphfsdp
 from graphfsdp import Phase
 from graphfsdp.optim import FusedAdam
-from helpers import assert_same_state, make_optimizer, quick_garbage_collection, snapshot
+from helpers import assert_same_state, make_optimizer, snapshot
 
 NUM_STEPS = 20
 CHANGED_AT = 8
@@ -82,7 +82,6 @@ def train(
     name: str, device: torch.device, **options: Any
 ) -> tuple[list[dict[str, Tensor]], graphfsdp.CapturedStep]:
     optimizer_name, change = CASES[name]
-    quick_garbage_collection()
     torch.manual_seed(0)
     model = Model().to(device)
     optimizer = make_optimizer(optimizer_name, model.parameters(), device)

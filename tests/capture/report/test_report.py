@@ -11,7 +11,7 @@ from torch import Tensor, nn
 import graphfsdp
 from graphfsdp._capture.report.tables import Role
 from graphfsdp.optim import FusedAdam
-from helpers import line_of, quick_garbage_collection
+from helpers import line_of
 from zoo import ZOO
 from zoo_models import GPT
 
@@ -19,7 +19,6 @@ CPU = torch.device("cpu")
 
 
 def start(device: torch.device, **options: object) -> tuple[graphfsdp.CapturedStep, nn.Module]:
-    quick_garbage_collection()
     model = GPT().to(device)
     return graphfsdp.capture(model, FusedAdam(model.parameters()), **options), model  # type: ignore[arg-type]
 

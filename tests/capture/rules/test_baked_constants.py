@@ -13,7 +13,7 @@ from graphfsdp import CaptureError, Phase
 from graphfsdp._capture.rules.constants import ConstantWatch
 from graphfsdp.base.hazards import HazardKind
 from graphfsdp.optim import FusedAdam
-from helpers import assert_same_state, quick_garbage_collection, snapshot
+from helpers import assert_same_state, snapshot
 
 Number = Callable[[], float]
 
@@ -49,7 +49,6 @@ class Scaled(nn.Module):
 def make_step(
     model: nn.Module, device: torch.device, warmup_steps: int = 3
 ) -> graphfsdp.CapturedStep:
-    quick_garbage_collection()
     optimizer = FusedAdam(model.to(device).parameters(), lr=0.01)
     return graphfsdp.capture(model, optimizer, warmup_steps=warmup_steps)
 
@@ -84,7 +83,6 @@ def test_a_counter_is_refused_with_its_line_and_undone(way: str, device: torch.d
 def test_what_changes_once_costs_one_more_warm_up(device: torch.device) -> None:
     runs = []
     for scope in ("full_iteration", "none"):
-        quick_garbage_collection()
         torch.manual_seed(0)
         value = iter([1.0] * 3 + [5.0] * 20)
         held = {"number": 1.0}
@@ -207,7 +205,6 @@ def test_compiled_code_stays_compiled_under_the_watch() -> None:
 def test_a_decay_of_averaged_weights_that_python_computes_is_refused(
     decays: bool, name: str, device: torch.device
 ) -> None:
-    quick_garbage_collection()
     model = Scaled(lambda: 2.0, "argument").to(device)
     average = [param.detach().clone() for param in model.parameters()]
     kind = FusedAdam if name == "fused_adam" else functools.partial(torch.optim.SGD, momentum=0.9)

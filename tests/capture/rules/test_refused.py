@@ -18,7 +18,7 @@ import programs
 from counting_net import mean_square
 from graphfsdp import HazardKind
 from graphfsdp.optim import DeviceGradScaler, FusedAdam
-from helpers import assert_same_state, line_of, quick_garbage_collection, snapshot
+from helpers import assert_same_state, line_of, snapshot
 from probe import Probe, Program, batches, check_refused, make_probe, refusal_of
 from programs import REFUSED, Refused
 
@@ -91,7 +91,6 @@ def assert_diagnosed(case: Refused, hazard: graphfsdp.Hazard) -> None:
 
 def checked(program: Program, target: str) -> graphfsdp.CheckReport:
     """Check a probe that runs a program; nothing may change."""
-    quick_garbage_collection()
     torch.manual_seed(11)
     model = Probe(program)
     model.body.inner.attribute = torch.ones(4)
@@ -275,7 +274,6 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, **options: Any) ->
 def test_capture_refuses_wrong_settings(name: str) -> None:
     make, kind, said, error = SETTINGS[name]
     assert error is not None
-    quick_garbage_collection()
     arguments = make()
     with pytest.raises(error) as caught:
         train(**arguments)
