@@ -59,7 +59,7 @@ def test_scratch_memory_is_none_of_the_results_of_an_operator() -> None:
         with OpDigests() as seen:
             fused_adam_(
                 *columns, [torch.zeros(1)], hyper, *lanes, torch.tensor(0.5), None, None, [],
-                memory, 64, True, True, True, False, False, "adam", False,
+                memory, 64, True, True, True, False, "adam", False,
             )  # fmt: skip
         digests.append([call for call in seen.calls if call.name == "fused_adam"])
     assert len(digests[0]) == 1
