@@ -1,8 +1,10 @@
 """Gradients that are views of persistent flat buffers, whatever autograd hands out."""
 
 import enum
+import sys
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
@@ -10,6 +12,7 @@ from torch.utils.hooks import RemovableHandle
 
 from graphfsdp.base.dtensors import RankGroups, local_part, sharding_groups, wrap_like
 from graphfsdp.base.flat_buffer import FlatBuffer, copy_all
+from graphfsdp.base.op_tensors import in_same_memory
 from graphfsdp.base.sharded import MainGrad
 from graphfsdp.errors import CaptureError, ConfigError
 
@@ -31,8 +34,8 @@ class _Entry:
     """One parameter, its persistent view, and whether this iteration has written it."""
 
     __slots__ = (
-        *("__weakref__", "binding", "binds_at_once", "landed"),
-        *("name", "param", "room", "sharding", "view"),
+        *("__weakref__", "binding", "binds_at_once", "landed", "look", "name"),
+        *("num_holders", "param", "room", "sharding", "view"),
     )
 
     def __init__(
@@ -51,6 +54,8 @@ class _Entry:
         self.landed = False
         self.binds_at_once = False
         self.room: _WaitingRoom | None = None
+        self.look: Tensor | None = None
+        self.num_holders = 0  # of the look, if the user has not kept it
 
     @property
     def groups(self) -> RankGroups:
@@ -116,6 +121,41 @@ class _Entry:
             self.param.decoupled_grad = self.view  # type: ignore[attr-defined]
         else:
             self.param.grad = self.view
+
+    def make_look(self) -> None:
+        """Make a look at the view, where there is none; see Note [Kept gradients]."""
+        is_plain = type(self.view) is Tensor and self.binding is not Binding.DECOUPLED_GRAD
+        if is_plain and not self.is_looking:
+            self.look = in_same_memory(self.view)
+            self.num_holders = sys.getrefcount(self.look)
+
+    @property
+    def is_looking(self) -> bool:
+        """Whether there is a look, and the user has not given it other memory."""
+        return self.look is not None and self.look.data_ptr() == self.view.data_ptr()
+
+    def show(self) -> None:
+        """Put the look where the user finds it."""
+        self.make_look()
+        if self.look is None:
+            self.bind()
+        else:
+            self.param.grad = self.look
+
+    def go_on_as(self, grad: Tensor) -> None:
+        """Have what was the gradient before, and was left on, be the look."""
+        shown = self.look is not None and self.param.grad is self.look
+        if shown and type(grad) is Tensor and grad.dtype is self.view.dtype:
+            grad.data = self.view
+            self.look = self.param.grad = grad
+
+    def part(self) -> None:
+        """Give the look memory of its own if the user has kept it and taken it off."""
+        if self.look is None or self.param.grad is self.look:
+            return
+        if sys.getrefcount(self.look) > self.num_holders:
+            self.look.data = self.look.clone()
+            self.look = None
 
     def adopt(self) -> None:
         """Move a gradient that the user's iteration has assigned by hand into the view.
@@ -200,6 +240,11 @@ class PersistentGradients:
     Later microbatches are added in place by autograd itself. So there is no memset, and at
     most one gradient exists twice at a time. On a GPU, where each copy is a launch, gradients wait
     for others to be copied with, a few MiB of them: those of a compiled region come all at once.
+
+    Note [Kept gradients]: the user may keep what ``.grad`` was, and take it off with ``zero_grad``;
+    in a loop without us it then keeps its numbers. So between iterations ``.grad`` is another
+    tensor in the view's memory, whose references tell whether he has. If so it gets memory of its
+    own before the next iteration writes the view. One that is left on goes on being the gradient.
     """
 
     def __init__(
@@ -299,9 +344,26 @@ class PersistentGradients:
         if self._decoupled:
             loose = [e for p, view, e in landed if _decoupled_grad(p) is not view]
         else:
-            loose = [e for p, view, e in landed if p.grad is not view]
+            loose = [e for p, _, e in landed if p.grad is not e.look or not e.is_looking]
         for entry in loose:
-            entry.bind()
+            entry.part()
+            entry.show()
+
+    @contextmanager
+    def shown(self) -> Iterator[None]:
+        """Run an iteration that is no replay; see Note [Kept gradients]."""
+        firsts = []
+        for entry in self._entries:
+            entry.part()
+            if entry.look is None and entry.param.grad is not None:
+                firsts.append((entry, entry.param.grad))
+            entry.make_look()  # now: nothing may fail behind the iteration
+        yield
+        for entry in self._entries:
+            if entry.bound:
+                entry.show()
+        for entry, grad in firsts:
+            entry.go_on_as(grad)
 
     def drop(self) -> None:
         """Unbind what a failed replay may have half written; the next replay binds it again."""

@@ -108,9 +108,10 @@ class StepRunner:
             return self._engine.unpack(recording, self._replay(recording, recording.graph))
         if self.phase is Phase.EAGER:
             self._engine.follow()
-        if self.phase is Phase.EAGER or recording not in self._recordings:
-            return self._engine.unpack(recording, self._run_eagerly(recording))
-        return self._engine.unpack(recording, self._attempt(recording))
+        is_eager = self.phase is Phase.EAGER or recording not in self._recordings
+        with self._engine.gradients.shown():
+            results = self._run_eagerly(recording) if is_eager else self._attempt(recording)
+        return self._engine.unpack(recording, results)
 
     def _prepare(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Recording:
         """Copy the batch in; return what is to be replayed, if it has a graph, or run eagerly."""
@@ -225,6 +226,14 @@ class StepRunner:
                 f"capturing again is useless: {_MOST_SHORT_LIVED} graphs in a row were given up "
                 f"after fewer than {_REPLAYS_THAT_PAY} replays, since a number that they have "
                 "baked in goes on changing",
+                otherwise="",
+            )
+        elif self._num_short_lived == 1:  # the second one in a row
+            remedies = "; ".join(dict.fromkeys(change.remedy for change in changes))
+            _LOG.warning(
+                "a number that graphs have baked in goes on changing, and each new graph takes a "
+                "capture. Remedy: %s",
+                remedies,
             )
         self._num_short_lived += 1
         self._replays_before = num_replays

@@ -38,9 +38,14 @@ class Change:
 
 
 def refuse(
-    changes: Sequence[Change], why: str = "a replay would not see this, so it was not run"
+    changes: Sequence[Change],
+    why: str = "a replay would not see this, so it was not run",
+    otherwise: str = "; or capture again, as on_change='recapture' does",
 ) -> None:
-    """Raise a GuardError that names and holds all changes, if there are any."""
+    """Raise a GuardError that names and holds all changes, if there are any.
+
+    ``otherwise`` ends the remedy.
+    """
     if not changes:
         return
     remedies = "; ".join(dict.fromkeys(change.remedy for change in changes[:_MAX_SHOWN]))
@@ -48,4 +53,4 @@ def refuse(
     if len(changes) > _MAX_SHOWN:
         lines.append(f"and {len(changes) - _MAX_SHOWN} more")
     text = f" {lines[0]}. " if len(lines) == 1 else "".join(f"\n  {line}" for line in lines) + "\n"
-    raise GuardError(f"{why}:{text}Remedy: {remedies}; or capture again", changes)
+    raise GuardError(f"{why}:{text}Remedy: {remedies}{otherwise}", changes)

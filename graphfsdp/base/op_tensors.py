@@ -87,6 +87,13 @@ def storage_key(tensor: Tensor) -> int:
         return 0
 
 
+def in_same_memory(tensor: Tensor) -> Tensor:
+    """Return another tensor in its memory, which is no view of it: both may get other memory."""
+    found = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+    found.data = tensor
+    return found
+
+
 @functools.cache  # asking a schema takes longer than many operators
 def _written_places(op: torch._ops.OpOverload) -> tuple[list[tuple[int, str]], bool]:
     """Return index and name of what the schema says is written, and whether statistics are too."""

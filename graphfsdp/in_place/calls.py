@@ -47,12 +47,13 @@ class Own:
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Own) and other.tensor is self.tensor
 
-    __hash__ = None  # type: ignore[assignment]
+    def __hash__(self) -> int:
+        return id(self.tensor)
 
 
 @dataclass(frozen=True)
 class Form:
-    """A tensor to be, as it looks from outside."""
+    """A tensor to be, as it looks from outside; see Note [No memory] in ``region.py``."""
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
@@ -66,7 +67,7 @@ class Form:
         return cls(tuple(tensor.shape), stride, tensor.dtype, tensor.device, tensor.requires_grad)
 
     def empty(self) -> Tensor:
-        made = torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=self.device)
+        made = torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device="meta")
         return made.requires_grad_() if self.requires_grad else made
 
 
@@ -74,15 +75,22 @@ class Form:
 class Result:
     """A tensor that a call returns: its place among what the iteration makes.
 
-    ``root`` is the place of the tensor in whose memory it lies, ``written`` that of a tensor from
-    outside which the call has written (a sum that runs on) and returns.
+    ``root`` is the place of the tensor in whose memory it lies, or the models' own tensor;
+    ``written`` is the place of a tensor from outside which the call has written (a sum that runs
+    on) and returns.
     """
 
     index: int
     form: Form
-    root: int
+    root: "int | Own"
     offset: int
     written: int | None = None
+
+    def lying_in(self, memory: Tensor) -> Tensor:
+        """Return it as a look at the memory of its root."""
+        form = self.form
+        look = torch.empty(0, dtype=form.dtype, device=form.device)
+        return look.set_(memory.untyped_storage(), self.offset, form.shape, form.stride)
 
 
 class Unknown:
@@ -179,6 +187,7 @@ class Point:
     before: "Point | None" = None
     following: list["Point"] = field(default_factory=list)
     draws: frozenset[int] = frozenset()  # places of generators that its calls have drawn from
+    drawn_at: SourceLine | None = None  # where the loop itself drew behind this call
 
     def calls(self) -> list[Call]:
         found = []
@@ -240,7 +249,8 @@ def name_of(function: Callable[..., Any]) -> str:
     if isinstance(owner, nn.Module):
         return type(owner).__name__
     name = str(getattr(function, "__name__", function))
-    return f"{getattr(owner, '__name__', owner)}.{name}" if name == "__get__" else name
+    is_of_attribute = name in ("__get__", "__set__")
+    return f"{getattr(owner, '__name__', owner)}.{name}" if is_of_attribute else name
 
 
 def lose(tensors: Iterable[Tensor], error: BaseException) -> None:
@@ -258,5 +268,10 @@ def lose(tensors: Iterable[Tensor], error: BaseException) -> None:
         tensor.__class__ = lost
 
 
-def refusal(why: str, remedy: str, kind: HazardKind = HazardKind.STATE) -> CaptureError:
-    return CaptureError(f"{why}. Remedy: {remedy}", source=user_source_line(), kind=kind)
+def refusal(
+    why: str,
+    remedy: str,
+    kind: HazardKind = HazardKind.STATE,
+    source: SourceLine | None = None,
+) -> CaptureError:
+    return CaptureError(f"{why}. Remedy: {remedy}", source=source or user_source_line(), kind=kind)

@@ -1,5 +1,6 @@
 """The loop around the iterations, which goes on as it is written."""
 
+import copy
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
@@ -9,7 +10,12 @@ from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode, _get_current_function_mode, _pop_mode_temporarily
+from torch.overrides import (
+    TorchFunctionMode,
+    _get_current_function_mode,
+    _get_current_function_mode_stack,
+    _pop_mode_temporarily,
+)
 
 from graphfsdp._capture.phase import Phase
 from graphfsdp._capture.report.report import CaptureReport
@@ -34,16 +40,22 @@ _FORM = frozenset(
     {
         *(Tensor.size, Tensor.dim, Tensor.ndimension, Tensor.numel, Tensor.nelement, Tensor.stride),
         *(Tensor.is_floating_point, Tensor.is_complex, Tensor.is_contiguous, Tensor.__len__),
-        *(Tensor.element_size, Tensor.get_device, Tensor.__hash__, Tensor.is_signed),
+        *(Tensor.element_size, Tensor.__hash__, Tensor.is_signed),
         *(torch.is_floating_point, torch.is_complex, torch.numel, torch.result_type),
         *(
             getattr(Tensor, name).__get__
             for name in (
-                *("shape", "dtype", "device", "layout", "ndim", "requires_grad", "is_leaf"),
-                *("is_cuda", "is_cpu", "is_sparse", "is_nested", "is_quantized", "is_meta"),
-                *("itemsize", "nbytes"),
+                *("shape", "dtype", "layout", "ndim", "requires_grad", "is_leaf", "itemsize"),
+                *("is_sparse", "is_nested", "is_quantized", "nbytes"),
             )
         ),
+    }
+)
+# What tells of its device, which is not that of the tensor that stands for it.
+_PLACE = frozenset(
+    {
+        Tensor.get_device,
+        *(getattr(Tensor, name).__get__ for name in ("device", "is_cuda", "is_cpu", "is_meta")),
     }
 )
 _GRADIENT_OF = vars(torch._C.TensorBase)["grad"].__get__
@@ -62,6 +74,13 @@ def _whole(method: Callable[..., Any]) -> Callable[..., Any]:
             return method(loop, *args)
 
     return run
+
+
+def _copied(tensor: Tensor) -> Tensor:
+    """Return what ``copy.deepcopy`` does, made by operators alone."""
+    if not tensor.is_leaf:
+        return copy.deepcopy(tensor)  # which says what torch has against it
+    return tensor.detach().clone().requires_grad_(tensor.requires_grad)
 
 
 class _Mode(TorchFunctionMode):
@@ -107,15 +126,18 @@ class InPlace:
         self._step: CapturedStep | None = None
         self._programs: list[Program] = []
         self._root = Point()
-        self._own = frozenset(
-            id(tensor) for model in models for tensor in (*model.parameters(), *model.buffers())
-        )
+        self._own = {
+            id(tensor): tensor
+            for model in models
+            for tensor in (*model.parameters(), *model.buffers())
+        }
         self._attributes = [vars(module) for model in models for module in model.modules()]
         self._open = ExitStack()  # while a region is
         self._mode = _Mode(self)
         self._region: Region | None = None
         self._is_running = False
         self._is_zeroed = True
+        self._drops_gradients = False  # zero_grad within the region takes them off
         self._is_on = False  # the mode
         self._handled: BaseException | None = None  # around the region
         self._zeroing_frame: FrameType | None = None
@@ -204,9 +226,12 @@ class InPlace:
         if first is not None and not region.owns(first):
             self._leave()
             raise refusal(
-                f"{type(module).__name__} has other parameters than when its loop was captured, "
-                "as torch.func.functional_call gives it for a moment",
-                "graphfsdp.capture with iteration=",
+                f"{type(module).__name__} has other parameters than when capture_in_place got it: "
+                "load_state_dict(assign=True) or the loop has replaced them, or "
+                "torch.func.functional_call does for a moment",
+                "load_state_dict without assign, which writes into those that are there; after a "
+                "replacement close() and capture_in_place again, with an optimizer that has the "
+                "new ones; for functional_call graphfsdp.capture with iteration=",
             )
         return self._do(self._as_written(module)._call_impl, args, kwargs)
 
@@ -216,8 +241,15 @@ class InPlace:
         return module if inner is None or self._device.type != "cpu" else inner
 
     def _begin(self) -> Region:
+        if any(isinstance(mode, _Mode) for mode in _get_current_function_mode_stack()):
+            raise ConfigError(
+                "the iteration of one loop begins within that of another one, and each of them "
+                "was captured in place. Remedy: capture_in_place(models, optimizers) once, with "
+                "all of them"
+            )
         params = (param for model in self._models for param in model.parameters())
         self._is_zeroed = self._is_zeroed or all(param.grad is None for param in params)
+        self._drops_gradients = False
         self._region = self._new_region()
         self._handled = sys.exception()
         self._signals = handled_signals()
@@ -269,6 +301,13 @@ class InPlace:
         region = self._current()
         if region is None:
             return function(*args, **kwargs)
+        if function in _PLACE:
+            with self._left_if_it_fails():
+                return function(*region.placed(args[:1]), *args[1:], **kwargs)
+        if function is Tensor.__deepcopy__ and region.touches(args[0]):
+            tensor, memo = args  # the dict is another one each time
+            memo[id(tensor)] = copied = self._on_function(_copied, (tensor,), {})
+            return copied
         if function == _GRADIENT_OF:
             frame = sys._getframe(2)
             if frame.f_code is nn.Module.zero_grad.__code__:
@@ -283,6 +322,7 @@ class InPlace:
         self._is_zeroed = True
         if not is_going_on:
             return zero_grad(*args, **kwargs)
+        self._drops_gradients |= bool([*args, *kwargs.values(), True][0])
         return self._do_whole(zero_grad, args, kwargs)
 
     def _zero_module(self, frame: FrameType) -> None:
@@ -291,6 +331,7 @@ class InPlace:
             self._zeroing_frame = frame
             module, to_none = frame.f_locals["self"], frame.f_locals["set_to_none"]
             self._is_zeroed = True
+            self._drops_gradients |= to_none
             assert self._region is not None
             with self._left_if_it_fails():
                 self._region.do(module.zero_grad, (to_none,), {}, self._real)
@@ -298,15 +339,18 @@ class InPlace:
     @_whole
     def _on_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
         step = self._steps[id(optimizer)]
-        region = None if self._is_running else self._current()
-        if region is None:
+        if self._is_running:
             return step(*args, **kwargs)
-        if args or any(value is not None for value in kwargs.values()):
+        if any(value is not None for value in (*args, *kwargs.values())):
             self._leave()
             raise ConfigError(
-                "optimizer.step(closure) runs the model within the step. Remedy: "
-                "graphfsdp.capture(..., scope='forward_backward')"
+                "optimizer.step(closure) runs the model within the step. Remedy: loss = closure() "
+                "and optimizer.step(), which is the same where the optimizer calls it once; "
+                "otherwise graphfsdp.capture(..., scope='forward_backward')"
             )
+        region = self._current()
+        if region is None:
+            return step()
         self._do(self._step_calls[id(optimizer)], (), {})
         region.stepped.add(id(optimizer))
         if len(region.stepped) < len(self._optimizers):
@@ -402,6 +446,9 @@ class InPlace:
         region.check_undrawn()
         if self._step is None:
             self._step = capture(*self._arguments(), iteration=self._iterate, **self._options)
+        if self._drops_gradients:  # now, for whoever has kept the last ones
+            for param in (p for model in self._models for p in model.parameters()):
+                param.grad = None
         results = self._step(index, *region.given)
         with torch.no_grad():
             region.fill(dict(zip(self._programs[index].kept, results, strict=True)))

@@ -9,10 +9,20 @@ iteration, and fills the tensors that somebody still holds. So Python between th
 every iteration, and a loop that goes another way, or passes another number, makes another program
 with a graph of its own. What is not known yet runs as written, from the first call that differs,
 and is known the next time; the first iteration is of that kind.
+
+Note [No memory]
+What is put off must not be read or written by something that the mode does not see. So a tensor
+that stands for another one has no memory (it is on the device "meta") until the step gives it some:
+functorch, TorchScript, a thread, C++ find nothing to read, and what they make of it is refused
+where it comes back. A look at a weight is one from the beginning, and stays one. And when a call
+runs for the first time, it is watched: a replay writes its own copies of what came from outside, so
+a call may neither write that (but for what it returns, whose value the step brings back), nor give
+it other memory.
 """
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -24,6 +34,7 @@ from torch.utils import _pytree as pytree
 from graphfsdp._capture.rules.refusals import Refusal, for_this_place
 from graphfsdp._capture.trace.source import user_source_line
 from graphfsdp.base.hazards import HazardKind
+from graphfsdp.base.op_tensors import in_same_memory, storage_key
 from graphfsdp.errors import CaptureError
 from graphfsdp.in_place.calls import (
     CONSTANT,
@@ -45,6 +56,7 @@ from graphfsdp.in_place.calls import (
     run_calls,
     same,
 )
+from graphfsdp.in_place.watch import Watch
 
 _READ = Refusal(
     "{} is called between the model and the optimizer's step; what it returns is not known before "
@@ -52,16 +64,37 @@ _READ = Refusal(
     LATER,
     HazardKind.HOST_READ,
 )
+_NO_STEP = (
+    "if no step comes, as behind the loop, call the model under torch.no_grad(), in eval(), or "
+    "after close() of what capture_in_place has returned"
+)
+_C_functorch = torch._C._functorch
+_AUTOGRAD = torch._C.DispatchKey.AutogradOther
+_is_excluded = torch._C._dispatch_tls_is_dispatch_key_excluded
 MOST_NEW = 8  # iterations in a row: then the next one is new, too
+
+
+def check_within_no_operator(function: Callable[..., Any] | None = None) -> None:
+    """Refuse what torch's own insides call, below autograd: it is no call of the loop."""
+    is_below = _is_excluded(_AUTOGRAD) or _C_functorch.maybe_current_level() is not None
+    if is_below and not torch.is_inference_mode_enabled():
+        raise _of_unseen("a function" if function is None else name_of(function))
 
 
 class Region:
     """What the loop has done since the first call of a model; see Note [Put off]."""
 
     def __init__(
-        self, root: Point, own: frozenset[int], kind: str, attributes: Sequence[dict[str, Any]]
+        self,
+        root: Point,
+        own: Mapping[int, Tensor],
+        kind: str,
+        attributes: Sequence[dict[str, Any]],
     ) -> None:
-        """``attributes`` are those of all modules: what was put off reads them at last."""
+        """``own`` are the models' tensors by id, ``attributes`` those of all their modules.
+
+        What was put off reads both at last.
+        """
         self.point = root
         self.is_known = True
         self.given: list[Tensor] = []
@@ -71,6 +104,7 @@ class Region:
         self.num_blocks = 0  # outermost autocasts that have ended
         self._made: dict[int, Any] = {}  # what is there already, where the loop runs as written
         self._made_by: dict[int, Any] = {}  # autograd's nodes, while they live
+        self._made_within: dict[int, Any] = {}  # what calls have made, returned or not
         self._num_made = 0
         self._refs: dict[int, weakref.ref[Tensor]] = {}
         self._results: dict[int, Result] = {}
@@ -97,10 +131,11 @@ class Region:
         """Put a call off, or run it if it is new; ``only_if_touched``: others' go through."""
         leaves, spec = flat(args, kwargs)
         if only_if_touched and not (
-            any(isinstance(t, Tensor) and self._touches(t) for t in leaves)
+            any(isinstance(t, Tensor) and self.touches(t) for t in leaves)
             or (_is_in_place(function) and id(leaves[0]) in self._given_places)
         ):
-            return function(*args, **kwargs)
+            return self._do_at_once(function, leaves, args, kwargs)
+        check_within_no_operator(function)
         forms: list[Form] = []
         places = [self._place(leaf, function, forms) for leaf in leaves]
         call = Call(function, places, spec, Modes.now(self._kind, self.num_blocks), forms)
@@ -114,19 +149,114 @@ class Region:
             self.new_at = call, known[-1].call if known else None
             self.catch_up(run)
         before = self._note_draws()
-        result = run(call.run, self._made, self.given)
+        versions = list(map(_version, self.given))
+        looks = [(leaf, _look(leaf)) for leaf in leaves if isinstance(leaf, Tensor)]
+        with Watch() as watch:
+            result = run(call.run, self._made, self.given)
+        self._made_within |= watch.made
         self._random = _random_states(self._kind)
         draws = self.point.draws | _moved(before, self._random)
         self._note(call, result)
+        self._check_outside(call, versions, looks, watch)
         call.source = user_source_line()
         self.point.following.append(Point(call, self.point, draws=draws))
         self.point = self.point.following[-1]
         return result
 
+    def _do_at_once(
+        self, function: Callable[..., Any], leaves: Sequence[Any], args: Any, kwargs: Any
+    ) -> Any:
+        """Run what has nothing to do with the models."""
+        for leaf in leaves:
+            if isinstance(leaf, Tensor):
+                self._check_apart(leaf, function)
+        if self.is_known or _C_functorch.maybe_current_level() is not None:
+            return function(*args, **kwargs)
+        before = _random_states(self._kind)
+        with Watch() as watch:
+            result = function(*args, **kwargs)
+        if _moved(before, _random_states(self._kind)):
+            self.point.drawn_at = user_source_line()
+        for tensor in self.given:
+            if storage_key(tensor) in watch.written:
+                raise _of_written(tensor, name_of(function))
+        return result
+
+    def _check_apart(self, tensor: Tensor, function: Callable[..., Any]) -> None:
+        """Refuse what was made of the models' tensors without the mode's knowing."""
+        while _C_functorch.is_functorch_wrapped_tensor(tensor):
+            tensor = _C_functorch.get_unwrapped(tensor)
+        key = storage_key(tensor)
+        if tensor.is_meta or key in self._made_within or self.touches(tensor):
+            raise _of_unseen(name_of(function))
+        if key in self._own_memory:
+            raise refusal(
+                f"{name_of(function)} is given a tensor that was made before the model's call and "
+                "looks at a weight or gradient, whose numbers of this iteration come at the step",
+                f"take it anew behind the model's call (p.data, p.grad), or {LATER}",
+            )
+
+    @cached_property
+    def _own_memory(self) -> dict[int, Tensor]:
+        """The models' tensors and their gradients by the memory that they lie in."""
+        grads = [t.grad for t in self._own.values() if t.is_leaf]
+        tensors = [*(grad for grad in grads if grad is not None), *self._own.values()]
+        found = {storage_key(tensor): tensor for tensor in tensors}
+        found.pop(0, None)
+        return found
+
+    def _check_outside(
+        self,
+        call: Call,
+        versions: Sequence[int],
+        looks: Sequence[tuple[Tensor, object]],
+        watch: Watch,
+    ) -> None:
+        """Refuse a call that does to tensors from outside what its replay would not."""
+        name = name_of(call.function)
+        for tensor, look in looks:
+            if not self.owns(tensor) and _look(tensor) != look:
+                raise refusal(
+                    f"{name} gives a tensor of shape {tuple(tensor.shape)} other memory between "
+                    "the model's call and the optimizer's step, which a replay does not",
+                    f"use the new tensor in its place, or {LATER}",
+                )
+        if name.endswith(".__set__") and isinstance(call.leaves[0], Given):
+            raise refusal(
+                f"{name} writes an attribute of a tensor from outside of the iteration, which a "
+                "replay does not",
+                LATER,
+            )
+        for place, version in enumerate(versions):
+            tensor = self.given[place]
+            if _version(tensor) not in (version, self._versions[place]):
+                raise _of_written(tensor, name)
+            if self._index_of(tensor) is None and storage_key(tensor) in watch.written:
+                raise refusal(
+                    f"{name} writes a tensor of shape {tuple(tensor.shape)} from outside of the "
+                    "iteration without torch's count of writes (as GradScaler notes infinities, "
+                    "and batch_norm its statistics), and a replay does not",
+                    "give capture_in_place the module that holds it; for a GradScaler bfloat16, "
+                    "which needs none, or graphfsdp.capture with graphfsdp.optim.DeviceGradScaler, "
+                    "which decides on the device",
+                    HazardKind.HIDDEN_WRITE,
+                )
+
     def owns(self, tensor: Tensor) -> bool:
         return id(tensor) in self._own
 
-    def _touches(self, tensor: Tensor) -> bool:
+    def placed(self, values: Sequence[Any]) -> list[Any]:
+        """Return these with what lies where it is going to be, for those that are not there yet."""
+        found = []
+        for value in values:
+            index = self._index_of(value)
+            if index is not None and value.is_meta:
+                check_within_no_operator()
+                value = torch.empty(0, device=self._results[index].form.device)
+            found.append(value)
+        return found
+
+    def touches(self, tensor: Tensor) -> bool:
         return self.owns(tensor) or self._index_of(tensor) is not None
 
     def _index_of(self, tensor: Tensor) -> int | None:
@@ -134,15 +264,6 @@ class Region:
         return index if index is not None and self._refs[index]() is tensor else None
 
     def _place(self, leaf: Any, function: Callable[..., Any], forms: list[Form]) -> Any:
-        if function is torch._amp_foreach_non_finite_check_and_unscale_:
-            # It writes a flag that no version tells of, and Python decides by it whether to step.
-            raise refusal(
-                "torch.amp.GradScaler reads on the host whether gradients are finite, before the "
-                "step that would compute them",
-                "bfloat16, which needs no scaler; or graphfsdp.capture with "
-                "graphfsdp.optim.DeviceGradScaler, which decides on the device",
-                HazardKind.HOST_READ,
-            )
         if not isinstance(leaf, Tensor):
             if isinstance(leaf, CONSTANT) or callable(leaf):
                 return leaf
@@ -163,6 +284,15 @@ class Region:
                     "call it in the forward of a module that capture_in_place is given",
                 )
             return Made(index)
+        if leaf.is_meta or not self.is_known:
+            self._check_apart(leaf, function)
+        if leaf.requires_grad and leaf.is_leaf:
+            raise refusal(
+                f"{name_of(function)} is given an input of the iteration that requires a gradient, "
+                "which a replay would put elsewhere",
+                "detach() it if nobody looks at its gradient; else graphfsdp.capture with "
+                "iteration=, whose function begins with x = x.detach().requires_grad_()",
+            )
         if leaf.requires_grad:
             raise refusal(
                 f"{name_of(function)} is given a tensor that requires a gradient and is neither of "
@@ -192,10 +322,22 @@ class Region:
         known = self._refs.get(result.index)
         tensor = None if known is None else known()
         if tensor is None:
-            place = result.written
-            tensor = result.form.empty() if place is None else self.given[place]
+            tensor = self._empty(result)
             self._keep(result, tensor)
         return tensor
+
+    def _empty(self, result: Result) -> Tensor:
+        """Return what stands for a tensor that is not there yet; see Note [No memory]."""
+        if result.written is not None:
+            tensor = self.given[result.written]
+            if not _is_alone(tensor):
+                raise _of_written(tensor)
+            return tensor
+        if isinstance(result.root, Own):
+            with torch.no_grad():
+                look = result.lying_in(result.root.tensor)
+            return look.requires_grad_(result.form.requires_grad)
+        return result.form.empty()
 
     def _keep(self, result: Result, tensor: Tensor) -> None:
         index = result.index
@@ -242,13 +384,21 @@ class Region:
 
     def refusal_of_read(self, call: Call) -> CaptureError:
         found = for_this_place(_READ.of(name_of(call.function)))
-        return refusal(found.what, found.remedy, found.kind)
+        remedy = found.remedy
+        if remedy == LATER and self.stepped:
+            remedy = "put it behind the step of the last optimizer"
+        elif remedy == LATER:
+            remedy = f"{LATER}; {_NO_STEP}"
+        return refusal(found.what, remedy, found.kind)
 
-    def _memory_of(self, index: int, leaf: Tensor) -> tuple[int, int]:
+    def _memory_of(self, index: int, leaf: Tensor) -> tuple[int | Own, int]:
         """Return the place of what has all of a tensor's storage, and where in it this lies."""
         if type(leaf) is not Tensor or leaf.layout is not torch.strided:
             return index, 0
         storage = leaf.untyped_storage()
+        own = self._own_memory.get(storage_key(leaf))
+        if own is not None and self.owns(own):
+            return Own(own), int(leaf.storage_offset())
         if storage.nbytes() == leaf.numel() * leaf.element_size():
             self._roots.setdefault(storage.data_ptr(), index)
         return self._roots.get(storage.data_ptr(), index), int(leaf.storage_offset())
@@ -290,59 +440,56 @@ class Region:
         """Run what was put off: from here on the loop does something that is new."""
         self.is_known = False
         try:
+            check_within_no_operator()
             self.check_unchanged()
             calls = self.point.calls()
             self._note_draws()
-            values = run(lambda made, given: run_calls(calls, given, self._kind), {}, self.given)
+            with torch.inference_mode(mode=False):
+                self._take_over(
+                    run(lambda made, given: run_calls(calls, given, self._kind), {}, self.given)
+                )
             self._random = _random_states(self._kind)
-            self._take_over(values)
         except BaseException as error:
             self.lose(error)
             raise
 
     def _take_over(self, values: dict[int, Any]) -> None:
         self._made = values
-        memory: set[int] = set()
         for index, tensor in self.alive().items():
             value = values[index]
             self._made[index] = tensor
             written = self._results[index].written
             if written is not None:
                 self._versions[written] = _version(tensor)
-            elif value.grad_fn is None:
-                with torch.no_grad():
-                    tensor.requires_grad_(False).set_(value)
-                tensor.requires_grad_(value.requires_grad)
+            elif not value.requires_grad:
+                torch._C._swap_tensor_impl(tensor, in_same_memory(value))
             else:
-                address = value.untyped_storage().data_ptr()
-                if address in memory:
-                    raise refusal(
-                        "the iteration goes another way than before, behind two views of one "
-                        "tensor",
-                        "the same operations in each iteration",
-                    )
-                memory.add(address)
+                # Modules may keep what they have returned; a leaf of autograd is there only once.
+                is_leaf = value.grad_fn is None
                 with torch.enable_grad():
-                    tensor.requires_grad_(False).copy_(value)
+                    now = value if is_leaf else value.view_as(value)
+                torch._C._swap_tensor_impl(tensor, now)
         for index, value in self._made.items():
             self._memory_of(index, value)
 
     def kept(self) -> list[int]:
         """Return the places of what the graph has to return, for all that is alive."""
-        return sorted({self._results[index].root for index in self.alive()})
+        roots = {self._results[index].root for index in self.alive()}
+        return sorted(root for root in roots if isinstance(root, int))
 
     def fill(self, values: dict[int, Any]) -> None:
         """Give what is alive the values of what was kept."""
         for index, tensor in self.alive().items():
             result = self._results[index]
-            value = values[result.root]
-            if result.written is not None:
-                tensor.copy_(value)
-            elif result.root == index:
-                tensor.requires_grad_(False).set_(value)
+            if isinstance(result.root, Own):
+                tensor.requires_grad_(False)
+            elif result.written is not None:
+                tensor.copy_(values[result.root])
             else:
-                memory, form = value.untyped_storage(), result.form
-                tensor.requires_grad_(False).set_(memory, result.offset, form.shape, form.stride)
+                value = values[result.root]
+                is_look = result.root != index
+                now = result.lying_in(value) if is_look else in_same_memory(value)
+                torch._C._swap_tensor_impl(tensor, now)
 
     def lose(self, error: BaseException) -> None:
         """Have uses of what is alive refused, since it is not going to be computed."""
@@ -371,21 +518,22 @@ class Region:
         """Refuse inputs that were written since a call got them: the graph reads them at last."""
         for tensor, version in zip(self.given, self._versions, strict=True):
             if _version(tensor) != version:
-                raise refusal(
-                    f"a tensor of shape {tuple(tensor.shape)} from outside of the iteration was "
-                    "written between the model's call and the optimizer's step",
-                    f"make a new tensor there, or {LATER}",
-                )
+                raise _of_written(tensor)
 
     def check_undrawn(self) -> None:
         """Refuse random numbers of the loop between those of the model: these come last now."""
         self._note_draws()
         if self.point.draws & self._loop_draws:
+            point: Point | None = self.point
+            while point is not None and point.drawn_at is None:
+                point = point.before
             raise refusal(
                 "the loop draws random numbers between the model's call and the optimizer's step, "
                 "and so does the model; they would come in another order",
-                "draw before the model's call, or from a generator of its own",
+                "draw before the model's call or behind optimizer.step() (fetch the next batch "
+                "there), or from a torch.Generator of its own",
                 HazardKind.GENERATOR,
+                None if point is None else point.drawn_at,
             )
 
     def _note_draws(self) -> list[Tensor]:
@@ -405,6 +553,31 @@ def _moved(before: Sequence[Tensor], now: Sequence[Tensor]) -> frozenset[int]:
     return frozenset(place for place, (a, b) in pairs if not torch.equal(a, b))
 
 
+def _of_written(tensor: Tensor, by: str = "") -> CaptureError:
+    return refusal(
+        f"a tensor of shape {tuple(tensor.shape)} from outside of the iteration was written "
+        f"{by and f'by {by} '}between the model's call and the optimizer's step",
+        f"make a new tensor there, or {LATER}",
+    )
+
+
+def _of_unseen(name: str) -> CaptureError:
+    return refusal(
+        f"{name} is given a tensor that is not there before the optimizer's step, and that no call "
+        "in the loop has returned: a module has kept it, or it was made by something that torch "
+        "does not tell of (functorch, TorchScript, set_)",
+        "return it from the forward of a module that capture_in_place is given, do such work in "
+        f"one, or {LATER}",
+    )
+
+
+def _look(tensor: Tensor) -> object:
+    """Return what changes when a tensor is given other memory, or looks at it in another way."""
+    if tensor.layout is not torch.strided or tensor.is_nested:
+        return None
+    return storage_key(tensor), tensor.storage_offset(), tensor.shape, tensor.stride()
+
+
 def _is_in_place(function: Callable[..., Any]) -> bool:
     name = getattr(function, "__name__", "")
     return name.endswith("_") and not name.endswith("__")
@@ -413,8 +586,9 @@ def _is_in_place(function: Callable[..., Any]) -> bool:
 def _is_alone(tensor: Tensor) -> bool:
     """Tell whether nobody else has a tensor's memory, who would see that a write is put off."""
     storage = tensor.untyped_storage()
-    # One for the tensor, and one for this.
-    return not tensor._is_view() and torch._C._storage_Use_Count(storage._cdata) <= 2
+    # One for the tensor, and one for this. NumPy's memory cannot be resized, nor what NumPy sees.
+    is_torchs = storage.resizable() and torch._C._storage_Use_Count(storage._cdata) <= 2
+    return is_torchs and not tensor._is_view()
 
 
 def _version(tensor: Tensor) -> int:

@@ -420,12 +420,17 @@ def _change(owner: str, index: int, key: str, old: object, new: object) -> Chang
             words = (words[0], _show(new))
         remedy = "write into the tensor instead (fill_ or copy_), which replays see"
         return Change(ChangeKind.BAKED_VALUE, name, *words, remedy)
-    remedy = "graphfsdp.optim.FusedAdam reads every number anew in each replay"
+    remedy = f"graphfsdp.optim.{_live_one(owner)} reads every number anew in each replay"
     if old is Word.NUMBER:
         remedy = "keep to numbers, which each replay reads anew"
     elif key == "lr":
         remedy += ", and an lr that is a tensor on the parameters' device stays live as well"
     return Change(ChangeKind.BAKED_VALUE, name, _show(old), _show(new), remedy)
+
+
+def _live_one(owner: str) -> str:
+    """Return which of our optimizers is the one of this name, with numbers that stay live."""
+    return "FusedSGD" if "SGD" in owner else "FusedAdam"
 
 
 def _show(value: object) -> str:

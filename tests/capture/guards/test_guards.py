@@ -273,7 +273,8 @@ def test_several_changes_are_all_named() -> None:
     guarded.model.body.temperature = 1.0
     guarded.model.scale.requires_grad_(False)
     # Each in a line of its own, and the remedy in one behind them.
-    changes = refused(guarded, r"(?s)not run:(\n  [^\n]+){3}\nRemedy: .*; or capture again$")
+    said = r"(?s)not run:(\n  [^\n]+){3}\nRemedy: .*; or capture again, as \S+ does$"
+    changes = refused(guarded, said)
     assert len(changes) == 3
     assert {change.kind for change in changes} == {
         ChangeKind.MODE,
