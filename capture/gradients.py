@@ -34,7 +34,7 @@ class _Entry:
     """One parameter, its persistent view, and whether this iteration has written it."""
 
     __slots__ = (
-        *("__weakref__", "binding", "binds_at_once", "landed", "look", "name"),
+        *("__weakref__", "address", "binding", "binds_at_once", "landed", "look", "name"),
         *("num_holders", "param", "room", "sharding", "view"),
     )
 
@@ -55,6 +55,7 @@ class _Entry:
         self.binds_at_once = False
         self.room: _WaitingRoom | None = None
         self.look: Tensor | None = None
+        self.address = view.data_ptr() if type(view) is Tensor else 0
         self.num_holders = 0  # of the look, if the user has not kept it
 
     @property
@@ -132,7 +133,7 @@ class _Entry:
     @property
     def is_looking(self) -> bool:
         """Whether there is a look, and the user has not given it other memory."""
-        return self.look is not None and self.look.data_ptr() == self.view.data_ptr()
+        return self.look is not None and self.look.data_ptr() == self.address
 
     def show(self) -> None:
         """Put the look where the user finds it."""
@@ -148,6 +149,17 @@ class _Entry:
         if shown and type(grad) is Tensor and grad.dtype is self.view.dtype:
             grad.data = self.view
             self.look = self.param.grad = grad
+
+    def show_again(self) -> bool:
+        """Put the look back that nobody has kept; return whether it was there to be put back."""
+        look = self.look
+        # The name here holds it as well.
+        if look is None or sys.getrefcount(look) > self.num_holders + 1:
+            return False
+        if look.data_ptr() != self.address:
+            return False
+        self.param.grad = look
+        return True
 
     def part(self) -> None:
         """Give the look memory of its own if the user has kept it and taken it off."""
@@ -346,8 +358,9 @@ class PersistentGradients:
         else:
             loose = [e for p, _, e in landed if p.grad is not e.look or not e.is_looking]
         for entry in loose:
-            entry.part()
-            entry.show()
+            if not entry.show_again():
+                entry.part()
+                entry.show()
 
     @contextmanager
     def shown(self) -> Iterator[None]:
