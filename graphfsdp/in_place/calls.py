@@ -21,6 +21,7 @@ PLAIN = (bool, int, float, complex, str, type(None), torch.dtype, torch.device, 
 CONSTANT = (*PLAIN, slice, type(Ellipsis), torch.Generator, torch.memory_format, torch.layout)
 _TENSORS = (Tensor, nn.Parameter)
 LATER = "put it behind optimizer.step()"
+LAST = "put it behind the step of the last optimizer"  # where others have stepped already
 _Leaf = Any
 
 

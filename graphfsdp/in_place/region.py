@@ -38,6 +38,7 @@ from graphfsdp.base.op_tensors import in_same_memory, storage_key
 from graphfsdp.errors import CaptureError
 from graphfsdp.in_place.calls import (
     CONSTANT,
+    LAST,
     LATER,
     PLAIN,
     Call,
@@ -386,7 +387,7 @@ class Region:
         found = for_this_place(_READ.of(name_of(call.function)))
         remedy = found.remedy
         if remedy == LATER and self.stepped:
-            remedy = "put it behind the step of the last optimizer"
+            remedy = LAST
         elif remedy == LATER:
             remedy = f"{LATER}; {_NO_STEP}"
         return refusal(found.what, remedy, found.kind)

@@ -20,7 +20,7 @@ from graphfsdp import in_place
 from graphfsdp._capture.trace.source import frames, is_users_file, user_source_line
 from graphfsdp.base.hazards import Hazard, HazardKind, HazardLog, SourceLine
 from graphfsdp.errors import CaptureError, GraphFSDPError
-from graphfsdp.in_place.calls import LATER, PLAIN, Call, Own, name_of, same
+from graphfsdp.in_place.calls import LAST, LATER, PLAIN, Call, Own, name_of, same
 from graphfsdp.in_place.loop import InPlace
 from graphfsdp.in_place.region import MOST_NEW, Region
 from graphfsdp.preflight.check import check_call
@@ -176,7 +176,10 @@ class _Loop(InPlace):
         if len(self._optimizers) > 1:
             last = _names("the last optimizer", *self._in_order()[-1:])
             later = LATER.replace("optimizer", last)
-            found = [replace(hazard, fix=hazard.fix.replace(LATER, later)) for hazard in found]
+            found = [
+                replace(hazard, fix=hazard.fix.replace(LATER, later).replace(LAST, later))
+                for hazard in found
+            ]
         return found
 
     def advice(self) -> str:
