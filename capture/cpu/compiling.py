@@ -174,20 +174,39 @@ class _Compiling:
         """Drop the pieces that today's program runs faster; return how many these are."""
         if self._recorded.how is not Compile.AUTO:
             return 0
+        before = len(self._functions)
+        runs, places = self._race(restore)
+        for index, place in places.items():
+            if not _pays(*([run[place] for run in each] for each in runs)):
+                del self._functions[index]
+        if self._functions:
+            runs, _ = self._race(restore)
+            # What a piece takes of the caches, others pay for.
+            if not _pays(*([sum(run) for run in each] for each in runs)):
+                self._functions.clear()
+        return before - len(self._functions)
+
+    def _race(self, restore: Callable[[], None]) -> tuple[list[list[list[int]]], dict[int, int]]:
+        """Run today's program and the compiled one in turns.
+
+        Returns how long each run of each took between the marks around pieces, in ns, and the
+        place of each piece among these times.
+        """
         times: list[int] = []
 
         def clock() -> None:
             times.append(time.perf_counter_ns())
 
+        starts: dict[int, int] = {}
         marks: set[int] = set()
         for index in self._functions:
             piece = self._items[index]
             assert isinstance(piece, Piece)
+            starts[index] = piece.stretch.start
             marks |= {piece.stretch.start, piece.stretch.stop}
         # The one that was built has no clock in it.
         builder = self._builder(self._program.nodes)
         replays = [builder.build(_nothing, None, clock, marks), self._build(clock=clock)]
-        ordered = sorted(marks)
         runs: list[list[list[int]]] = [[], []]
         last = None
         for turn in range(2 * _NUM_PAIRS):
@@ -203,15 +222,8 @@ class _Compiling:
             _run(replays[which])
             runs[which].append([b - a for a, b in pairwise(times)])
             restore()
-        before = len(self._functions)
-        for index in list(self._functions):
-            piece = self._items[index]
-            assert isinstance(piece, Piece)
-            place = ordered.index(piece.stretch.start)
-            today, compiled = (statistics.median(run[place] for run in each) for each in runs)
-            if compiled > _LARGEST_SHARE * today:
-                del self._functions[index]
-        return before - len(self._functions)
+        ordered = sorted(marks)
+        return runs, {index: ordered.index(start) for index, start in starts.items()}
 
     def _build(
         self,
@@ -327,6 +339,10 @@ class _Trial:
                 gap = float((one.double() - other.double()).abs().max())
                 self._fail(f"it computes something else, by {gap:.2g} where {size:.2g} is largest")
                 return
+
+
+def _pays(today: Sequence[int], compiled: Sequence[int]) -> bool:
+    return statistics.median(compiled) <= _LARGEST_SHARE * statistics.median(today)
 
 
 @contextmanager

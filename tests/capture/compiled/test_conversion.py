@@ -3,7 +3,7 @@
 import copy
 import itertools
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -22,6 +22,7 @@ from graphfsdp._capture.compiled import worker
 from graphfsdp._capture.compiled.bounds import BOUNDS
 from graphfsdp._capture.compiled.inductor import RefusedError
 from graphfsdp._capture.compiled.stretch_graph import StretchGraph
+from graphfsdp._capture.cpu import compiling
 from graphfsdp.base.op_tensors import is_empty
 from graphfsdp.optim import FusedAdam
 from helpers import (
@@ -360,6 +361,22 @@ def test_auto_drops_what_is_slower() -> None:
     assert kept.report is not None
     assert "as today: 1 pieces, which are no faster compiled" in trace.report.compiled
     assert "in 1 pieces" in kept.report.compiled[0]
+
+
+def test_auto_compiles_nothing_if_all_of_it_together_is_no_faster(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    raced: list[int] = []
+
+    def pays(today: Sequence[int], compiled: Sequence[int]) -> bool:
+        raced.append(len(compiled))
+        return len(raced) == 1  # the only piece by itself
+
+    monkeypatch.setattr(compiling, "_pays", pays)
+    trace = check_against_eager(ZOO["model_output"], CPU, compile="auto", num_steps=NUM_STEPS)
+    assert trace.report is not None
+    assert raced == [7, 7]
+    assert "as today: 1 pieces, which are no faster compiled" in trace.report.compiled
 
 
 def test_a_compiled_replay_that_fails_is_undone() -> None:
