@@ -55,14 +55,6 @@ def sharding_groups(tensor: Tensor) -> RankGroups:
     )
 
 
-def mesh_groups(tensor: Tensor) -> RankGroups:
-    """Return a group for each axis of a DTensor's mesh, also where ranks hold the same."""
-    if not is_dtensor(tensor):
-        return ()
-    mesh: Any = tensor.device_mesh  # type: ignore[attr-defined]
-    return tuple(mesh.get_group(axis) for axis in range(mesh.ndim))
-
-
 def num_meshes(tensors: Iterable[Tensor]) -> int:
     """Return on how many meshes tensors lie; plain ones count as one more."""
     return len({getattr(tensor, "device_mesh", None) for tensor in tensors})

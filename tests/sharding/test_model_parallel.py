@@ -12,8 +12,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import graphfsdp
-from graphfsdp import ConfigError, diagnostics
-from graphfsdp.base.dtensors import local_part
+from graphfsdp import ConfigError
 from parallel_models import (
     EP_AXES,
     NUM_EXPERTS,
@@ -67,18 +66,20 @@ def test_model_parallel_combinations_train_as_one_rank(ranks4: RankPool) -> None
 
 
 @on_ranks("ranks4")
-def test_norms_and_tables_count_each_element_once() -> None:
+def test_norms_count_each_element_once() -> None:
     model = tensor_parallel(sequence=True)
     plain: Any = plain_model("feed").to(rank_device())
     whole = whole_batches()[0]
     mesh = hybrid_mesh((2, 2), TP_AXES)
     plain(*whole).backward()
     model(*part_of_axis(whole, mesh, "dp")).backward()
-    norms = {found.name: found for found in diagnostics.parameter_norms(model)}
     for name, param in plain.named_parameters():
-        assert norms[name].weight == pytest.approx(float(param.detach().norm()), rel=1e-12)
+        mine: Any = model.get_parameter(name)
+        weight = mine.detach().norm().full_tensor()
+        assert float(weight) == pytest.approx(float(param.detach().norm()), rel=1e-12)
         if param.grad is not None:
-            assert norms[name].grad == pytest.approx(float(param.grad.norm()), rel=1e-9)
+            grad = mine.grad.norm().full_tensor()
+            assert float(grad) == pytest.approx(float(param.grad.norm()), rel=1e-9)
     norm = nn.utils.clip_grad_norm_(plain.parameters(), 0.1)
     assert float(graphfsdp.clip_grad_norm_(model, 0.1)) == pytest.approx(float(norm), rel=1e-6)
     for (name, param), expected in zip(model.named_parameters(), plain.parameters(), strict=True):
@@ -89,20 +90,6 @@ def test_norms_and_tables_count_each_element_once() -> None:
         if "up" in name:
             assert param.placements[0] == Shard(0)
     check_slices(model)
-    table = diagnostics.shard_table(model)
-    assert " blocks.0.up.weight [16, 8]: " in table  # this rank's half
-    held: list[Any] = [
-        name
-        for name, param in model.named_parameters()
-        if local_part(param).numel() and "up" in name
-    ][:1]
-    if dist.get_rank() == 2:
-        local_part(model.get_parameter(held[0])).view(-1)[0] = torch.nan
-    planted: list[Any] = [held]
-    dist.broadcast_object_list(planted, src=2)
-    ((name,),) = planted
-    found = [str(found) for found in diagnostics.find_nonfinite(model)]
-    assert found == [f"weight of {name!r} on rank 2: 1 NaN, 0 infinite"]
 
 
 @on_ranks("ranks4")
