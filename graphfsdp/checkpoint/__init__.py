@@ -7,10 +7,5 @@ from graphfsdp.checkpoint.full import full_state_dict as full_state_dict
 from graphfsdp.checkpoint.loading import Loaded as Loaded
 from graphfsdp.checkpoint.loading import load as load
 from graphfsdp.checkpoint.loading import load_full_state_dict as load_full_state_dict
-from graphfsdp.checkpoint.parts import FusedWeight as FusedWeight
-from graphfsdp.checkpoint.parts import fused_qkv as fused_qkv
-from graphfsdp.checkpoint.parts import gated_delta_net as gated_delta_net
-from graphfsdp.checkpoint.parts import gated_delta_net_conv as gated_delta_net_conv
-from graphfsdp.checkpoint.parts import swiglu as swiglu
 from graphfsdp.checkpoint.saving import AsyncSaver as AsyncSaver
 from graphfsdp.checkpoint.saving import save as save

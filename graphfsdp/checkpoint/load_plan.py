@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from graphfsdp.checkpoint.manifest import Manifest, SavedTensor
-from graphfsdp.checkpoint.named import MODEL, OPTIMIZER, NamedModel, cut, shape_of
+from graphfsdp.checkpoint.named import MODEL, OPTIMIZER, NamedModel
 from graphfsdp.checkpoint.parts import NamedPart, Part, whole
 from graphfsdp.eight_bit.delayed import HISTORY, SCALE
 from graphfsdp.errors import CheckpointMismatchError
@@ -60,27 +60,14 @@ class LoadPlan:
                 return f"{MODEL}{candidate}"
         return None
 
-    def saved_dtype(self, name: str) -> torch.dtype | None:
-        """Return the dtype that a model's tensor was saved in, maybe in members."""
-        key = self.saved_key(self.model.members(name)[0].name)
-        return None if key is None else self.manifest.tensors[key].dtype
-
     def fits(self, key: str, shape: Sequence[int], what: str) -> bool:
         saved = self.manifest.tensors[key].shape
         if saved != tuple(shape):
             self.problems.append(f"{what}: saved {list(saved)}, here {list(shape)}")
         return saved == tuple(shape)
 
-    def join(self, name: str, remainder_keys: Sequence[str], into: Part) -> None:
+    def join(self, weight_key: str, remainder_key: str, into: Part) -> None:
         """Read a float32 main weight that was saved as bfloat16 weight and remainder."""
-        members = self.model.members(name)
-        for member, remainder_key in zip(members, remainder_keys, strict=True):
-            weight_key = self.saved_key(member.name)
-            assert weight_key is not None
-            for _, piece in cut("", [member], into):
-                self.join_piece(weight_key, remainder_key, piece)
-
-    def join_piece(self, weight_key: str, remainder_key: str, into: Part) -> None:
         weight = into.like(torch.empty_like(into.local, dtype=torch.bfloat16))
         remainder = into.like(torch.empty_like(into.local, dtype=torch.int16))
         self.parts += [(weight_key, weight), (remainder_key, remainder)]
@@ -92,22 +79,19 @@ class LoadPlan:
 def plan_model(plan: LoadPlan) -> None:
     used: set[str] = set()
     for name, tensor in plan.model.tensors.items():
-        part = plan.model.part(tensor, tensor)
-        for member in plan.model.members(name):
-            key = plan.saved_key(member.name)
-            if key is None:
-                if not _is_of_8_bits(member.name):
-                    plan.problems.append(f"model: {member.name!r} is missing in the checkpoint")
-                plan.unread.add(name)
-                continue
-            used.add(key)
-            if not plan.fits(key, shape_of(member, tensor.shape), f"model: {member.name!r}"):
-                plan.unread.add(name)
-                continue
-            main_key = f"{OPTIMIZER}{member.name}/{MAIN}"
-            main = plan.manifest.tensors.get(main_key)
-            for _, piece in cut("", [member], part):
-                _plan_weight(plan, key, main_key, main, piece)
+        key = plan.saved_key(name)
+        if key is None:
+            if not _is_of_8_bits(name):
+                plan.problems.append(f"model: {name!r} is missing in the checkpoint")
+            plan.unread.add(name)
+            continue
+        used.add(key)
+        if not plan.fits(key, tensor.shape, f"model: {name!r}"):
+            plan.unread.add(name)
+            continue
+        main_key = f"{OPTIMIZER}{name}/{MAIN}"
+        main = plan.manifest.tensors.get(main_key)
+        _plan_weight(plan, key, main_key, main, plan.model.part(tensor, tensor))
     for key in plan.manifest.tensors:
         if key.startswith(MODEL) and key not in used and not _is_of_8_bits(key):
             plan.problems.append(
@@ -130,4 +114,4 @@ def _plan_weight(
     elif main.dtype != torch.int16:
         plan.parts.append((main_key, into))
     else:
-        plan.join_piece(key, main_key, into)
+        plan.join(key, main_key, into)

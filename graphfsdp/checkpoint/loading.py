@@ -27,7 +27,7 @@ from graphfsdp.checkpoint.objects import (
     check_objects,
 )
 from graphfsdp.checkpoint.optimizer import plan_optimizer
-from graphfsdp.checkpoint.parts import FusedWeight, NamedPart, Part
+from graphfsdp.checkpoint.parts import NamedPart, Part
 from graphfsdp.checkpoint.reading import CheckpointFiles, name_last_good, read_parts
 from graphfsdp.checkpoint.saving import BUFFERS, RANDOM
 from graphfsdp.checkpoint.stages import as_module, names_elsewhere, narrowed
@@ -63,7 +63,6 @@ def load(
     objects: Mapping[str, Stateful] | None = None,
     step: int | None = None,
     strict: bool = True,
-    fused: Sequence[FusedWeight] = (),
     rng: bool = True,
     process_group: dist.ProcessGroup | None = None,
 ) -> Loaded:
@@ -88,7 +87,6 @@ def load(
         step: Which checkpoint of the folder; None is the latest.
         strict: Refuse a checkpoint that does not fit in everything; else what does not fit is
             left as it is, and named in the result.
-        fused: As for ``save``; parameters that were saved in members.
         rng: Also set the generators, if they were saved.
         process_group: Ranks that load together; None is all.
 
@@ -123,7 +121,6 @@ def load(
             *(manifest, model, optimizer, members),
             read=lambda parts: read_parts(parts, files, members),
             plan_more=plan_more,
-            fused=fused,
             refused=(f"checkpoint {folder}", "the model and optimizer that were saved")
             if strict
             else None,
@@ -185,14 +182,13 @@ def _load(
     read: Callable[[Sequence[NamedPart]], None],
     refused: tuple[str, str] | None,
     plan_more: Callable[[LoadPlan], None] = lambda plan: None,
-    fused: Sequence[FusedWeight] = (),
 ) -> tuple[str, ...]:
     """Plan, compare, read and act; ``refused`` is what has problems then, and the remedy."""
     module: nn.Module = as_module(model)
-    manifest = narrowed(manifest, names_elsewhere(module, members, fused))
+    manifest = narrowed(manifest, names_elsewhere(module, members))
 
     def make_plan() -> LoadPlan:
-        plan = LoadPlan(manifest, name_model(module, fused))
+        plan = LoadPlan(manifest, name_model(module))
         plan_model(plan)
         if optimizer is not None:
             plan_optimizer(plan, optimizer)

@@ -8,14 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from graphfsdp.base.dtensors import is_dtensor
-from graphfsdp.checkpoint.parts import (
-    FusedWeight,
-    Member,
-    NamedPart,
-    Part,
-    members_of,
-    part_of,
-)
+from graphfsdp.checkpoint.parts import NamedPart, Part, part_of
 from graphfsdp.checkpoint.safetensors_file import once_each
 from graphfsdp.errors import CheckpointError
 
@@ -34,7 +27,6 @@ class NamedModel:
     extra: dict[str, tuple[nn.Module, Any]]  # what modules give as get_extra_state
     # By id of a parameter that fully_shard has cut, where the part here begins.
     offsets: dict[int, tuple[int, ...]]
-    fused: tuple[FusedWeight, ...]
 
     def buffers(self) -> dict[str, Tensor]:
         """Return the plain buffers, of which each rank may have other values."""
@@ -43,12 +35,6 @@ class NamedModel:
             for name, tensor in self.tensors.items()
             if not isinstance(tensor, nn.Parameter) and not is_dtensor(tensor)
         }
-
-    def members(self, name: str) -> tuple[Member, ...]:
-        """Return what a tensor is saved as: itself, or the members of a fused weight."""
-        tensor = self.tensors.get(name)  # a parameter may be the optimizer's alone
-        found = None if tensor is None else members_of(name, tensor.shape, self.fused)
-        return found or (Member(name, -1, ()),)
 
     def part(self, param: Tensor, value: Tensor) -> Part:
         """A state is a DTensor too, or a plain tensor: this rank's rows if it has as many as these.
@@ -68,7 +54,7 @@ class NamedModel:
         return part_of(value)
 
 
-def name_model(model: nn.Module, fused: Sequence[FusedWeight] = ()) -> NamedModel:
+def name_model(model: nn.Module) -> NamedModel:
     """Find everything that ``state_dict`` gives, under names without those of wrappers."""
     if isinstance(model, nn.parallel.DistributedDataParallel):
         model = model.module
@@ -85,9 +71,7 @@ def name_model(model: nn.Module, fused: Sequence[FusedWeight] = ()) -> NamedMode
             continue
         found[name] = value
     tensors, aliases = once_each(found)
-    for name, tensor in tensors.items():
-        members_of(name, tensor.shape, fused)  # which refuses what cannot be cut
-    return NamedModel(tensors, aliases, extra, offsets, tuple(fused))
+    return NamedModel(tensors, aliases, extra, offsets)
 
 
 def model_parts(model: NamedModel, *, with_buffers: bool = True) -> Iterator[NamedPart]:
@@ -95,23 +79,7 @@ def model_parts(model: NamedModel, *, with_buffers: bool = True) -> Iterator[Nam
     for name, tensor in model.tensors.items():
         if name in buffers and not with_buffers:
             continue
-        part = model.part(tensor, tensor)
-        yield from cut(MODEL, model.members(name), part)
-
-
-def cut(
-    prefix: str, members: Sequence[Member], part: Part, suffix: str = ""
-) -> Iterator[NamedPart]:
-    """Yield a part of a tensor, fused or not, under the keys that its members are saved under."""
-    for member in members:
-        key = f"{prefix}{member.name}{suffix}"
-        pieces = [part] if member.num_rows < 0 else member.parts(part)
-        for piece in pieces:
-            yield key, piece
-
-
-def shape_of(member: Member, shape: Sequence[int]) -> tuple[int, ...]:
-    return tuple(shape) if member.num_rows < 0 else (member.num_rows, *shape[1:])
+        yield f"{MODEL}{name}", model.part(tensor, tensor)
 
 
 def name_parameters(

@@ -11,14 +11,7 @@ from torch import Tensor
 
 from graphfsdp.base.dtensors import local_part, wrap_like, wrap_rows_like
 from graphfsdp.checkpoint.load_plan import MAIN, LoadPlan
-from graphfsdp.checkpoint.named import (
-    OPTIMIZER,
-    NamedModel,
-    cut,
-    name_parameters,
-    shape_of,
-    states_by_index,
-)
+from graphfsdp.checkpoint.named import OPTIMIZER, NamedModel, name_parameters, states_by_index
 from graphfsdp.checkpoint.parts import NamedPart
 from graphfsdp.checkpoint.values import Json, StoreTensor, decode, encode, tensor_under
 from graphfsdp.errors import ConfigError
@@ -48,7 +41,7 @@ def describe_optimizer(
     named = name_parameters(model, optimizer)
     settings = _settings(optimizer)
     groups = [
-        {**saved, **settings, "params": [m.name for name, _ in group for m in model.members(name)]}
+        {**saved, **settings, "params": [name for name, _ in group]}
         for group, saved in zip(named, state_dict["param_groups"], strict=True)
     ]
     skipped = skip_counter(optimizer)
@@ -58,18 +51,17 @@ def describe_optimizer(
     facts = optimizer_facts({**state_dict, "kind": kind, "param_groups": groups}, store)
     parts: list[NamedPart] = []
     for name, param, index in states_by_index(state_dict, named):
-        members = model.members(name)
         for key, value in state_dict["state"].get(index, {}).items():
             # A step count is a number beside the others, also that of a 0-D parameter.
             is_like = isinstance(value, Tensor) and name in model.tensors and key != "step"
             part = model.part(param, value) if is_like else None
-            has_rows = part is not None and part.whole_shape[:1] == tuple(param.shape[:1])
-            if part is not None and has_rows:
-                parts += cut(OPTIMIZER, members, part, f"/{key}")
-            for member in members:
-                where = f"{OPTIMIZER}{member.name}/{key}"
-                entry = tensor_under(where) if has_rows else encode(value, where, store)
-                facts["state"].setdefault(member.name, {})[key] = entry
+            where = f"{OPTIMIZER}{name}/{key}"
+            if part is not None and part.whole_shape[:1] == tuple(param.shape[:1]):
+                parts.append((where, part))
+                entry = tensor_under(where)
+            else:
+                entry = encode(value, where, store)
+            facts["state"].setdefault(name, {})[key] = entry
     return facts, parts
 
 
@@ -125,7 +117,7 @@ def plan_optimizer(plan: LoadPlan, optimizer: torch.optim.Optimizer) -> None:
         read = _StateReader(plan, saved["state"], name, param, entries, optimizer).read()
         if read:
             state[index] = read
-    trained = {m.name for group in named for name, _ in group for m in plan.model.members(name)}
+    trained = {name for group in named for name, _ in group}
     for name in saved["state"]:
         if name not in trained:
             plan.problems.append(
@@ -156,9 +148,8 @@ def _plan_group(
     row_of = {name: row for row, g in enumerate(saved["groups"]) for name in g["params"]}
     rows: dict[int, str] = {}
     for name, _ in group:
-        first = plan.model.members(name)[0].name
-        if first in row_of:
-            rows.setdefault(row_of[first], name)
+        if name in row_of:
+            rows.setdefault(row_of[name], name)
         else:
             plan.problems.append(
                 f"optimizer: {name!r} is in no parameter group of the saved optimizer"
@@ -204,8 +195,7 @@ class _StateReader:
         self._entries = entries
         self._optimizer = optimizer
         self._in_model = name in plan.model.tensors
-        self._members = plan.model.members(name)
-        self._states = [saved[m.name] for m in self._members if m.name in saved]
+        self._saved = saved.get(name, {})
         self._wants_main = MAIN in entries
         self._main_dtype = torch.float32
         self._device = local_part(param).device
@@ -216,15 +206,10 @@ class _StateReader:
 
     def read(self) -> dict[str, Any]:
         """Return the state, its tensors yet to be filled; empty if none was saved."""
-        if not self._states:
+        if not self._saved:
             return self._never_stepped()
-        if len(self._states) < len(self._members):
-            self._plan.problems.append(
-                f"optimizer: only some of the matrices in {self._name!r} have a saved state"
-            )
-            return {}
         found: dict[str, Any] = {}
-        for key in self._states[0]:
+        for key in self._saved:
             if key != MAIN:
                 self._read_entry(key, found)
         if self._wants_main:
@@ -244,39 +229,28 @@ class _StateReader:
         return found
 
     def _read_entry(self, key: str, found: dict[str, Any]) -> None:
-        encoded = [state.get(key) for state in self._states]
-        keys = [e["key"] for e in encoded if isinstance(e, dict) and "key" in e]
-        if not keys:
-            if any(e != encoded[0] for e in encoded):
-                self._plan.problems.append(
-                    f"optimizer: the matrices in {self._name!r} have different {key!r}: {encoded}"
-                )
-            found[key] = decode(encoded[0], _no_tensor)
-        elif not self._in_model or self._is_of_no_row(key, keys[0]):
-            found[key] = self._plan.read_whole(keys[0])
+        encoded = self._saved[key]
+        if not (isinstance(encoded, dict) and "key" in encoded):
+            found[key] = decode(encoded, _no_tensor)
+        elif not self._in_model or self._is_of_no_row(key, encoded["key"]):
+            found[key] = self._plan.read_whole(encoded["key"])
         else:
-            self._read_tensor(key, keys, found)
+            self._read_tensor(key, encoded["key"], found)
 
     def _is_of_no_row(self, key: str, saved_key: str) -> bool:
         """Return whether a state belongs to all rows of its parameter."""
         saved = self._plan.manifest.tensors[saved_key]
         return key in _FACTORS and saved.shape[:1] != tuple(self._param.shape[:1])
 
-    def _read_tensor(self, key: str, keys: Sequence[str], found: dict[str, Any]) -> None:
-        saved = self._plan.manifest.tensors[keys[0]]
+    def _read_tensor(self, key: str, saved_key: str, found: dict[str, Any]) -> None:
+        saved = self._plan.manifest.tensors[saved_key]
         shape = self._shape(key, saved.shape)
-        if not all(
-            self._plan.fits(k, shape_of(m, shape), f"optimizer: {key} of {m.name!r}")
-            for k, m in zip(keys, self._members, strict=True)
-        ):
-            return
-        found[key] = self._target(key, saved.dtype, shape)
-        self._fill(found[key], keys)
+        if self._plan.fits(saved_key, shape, f"optimizer: {key} of {self._name!r}"):
+            found[key] = self._target(key, saved.dtype, shape)
+            self._fill(found[key], saved_key)
 
-    def _fill(self, target: Tensor, keys: Sequence[str]) -> None:
-        part = self._plan.model.part(self._param, target)
-        for saved_key, member in zip(keys, self._members, strict=True):
-            self._plan.parts += [(saved_key, piece) for _, piece in cut("", [member], part)]
+    def _fill(self, target: Tensor, saved_key: str) -> None:
+        self._plan.parts.append((saved_key, self._plan.model.part(self._param, target)))
 
     def _shape(self, key: str, saved: tuple[int, ...]) -> tuple[int, ...]:
         existing = self._entries.get(key)
@@ -303,26 +277,27 @@ class _StateReader:
 
     def _read_main(self, found: dict[str, Any]) -> None:
         """Read the main weight, whatever form it was saved in; see Note [Main weights]."""
-        saved_dtype = self._plan.saved_dtype(self._name)
-        encoded = [state.get(MAIN) for state in self._states]
-        keys = [e["key"] for e in encoded if e is not None]
-        if keys:
-            remainder = self._plan.manifest.tensors[keys[0]].dtype == torch.int16
+        weight_key = self._plan.saved_key(self._name)
+        saved_dtype = None if weight_key is None else self._plan.manifest.tensors[weight_key].dtype
+        encoded = self._saved.get(MAIN)
+        if encoded is not None:
+            remainder = self._plan.manifest.tensors[encoded["key"]].dtype == torch.int16
             same = self._main_dtype == torch.int16 and saved_dtype == self._param.dtype
             if remainder and not same and self._in_model:
+                assert weight_key is not None
                 found[MAIN] = self._new(torch.float32)
                 part = self._plan.model.part(self._param, found[MAIN])
-                self._plan.join(self._name, keys, part)
+                self._plan.join(weight_key, encoded["key"], part)
             else:
                 self._read_entry(MAIN, found)
         elif (
-            saved_dtype is not None
+            weight_key is not None
+            and saved_dtype is not None
             and saved_dtype.itemsize > self._param.dtype.itemsize
             and self._name not in self._plan.unread
         ):
-            weights = [self._plan.saved_key(member.name) for member in self._members]
             found[MAIN] = self._new(torch.float32)
-            self._fill(found[MAIN], [key for key in weights if key is not None])
+            self._fill(found[MAIN], weight_key)
 
 
 def _no_tensor(key: str) -> Tensor:

@@ -2,7 +2,7 @@
 
 import functools
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from concurrent import futures
 from dataclasses import replace
 from pathlib import Path
@@ -24,7 +24,6 @@ from graphfsdp.checkpoint.objects import (
     encode_objects,
 )
 from graphfsdp.checkpoint.optimizer import describe_optimizer
-from graphfsdp.checkpoint.parts import FusedWeight
 from graphfsdp.checkpoint.stages import Stages, as_module, joined_facts, names_elsewhere
 from graphfsdp.checkpoint.values import Json, encode
 from graphfsdp.checkpoint.writing import Snapshot, write_snapshot
@@ -46,7 +45,6 @@ def save(
     objects: Mapping[str, Stateful] | None = None,
     step: int | None = None,
     keep_last: int | None = None,
-    fused: Sequence[FusedWeight] = (),
     rng: bool = True,
     process_group: dist.ProcessGroup | None = None,
 ) -> Path:
@@ -66,7 +64,6 @@ def save(
         step: Number of the checkpoint; None is one more than the last in ``path``.
         keep_last: Then remove all but so many of the newest up to this one; None keeps all.
             Those of later steps, from before an earlier one was loaded, stay until passed.
-        fused: Parameters to save as the matrices that they consist of.
         rng: Also save the generators of torch, numpy and Python.
         process_group: Ranks that save together; None is all.
 
@@ -83,7 +80,6 @@ def save(
         objects=objects,
         step=step,
         keep_last=keep_last,
-        fused=fused,
         rng=rng,
     )(members)
 
@@ -97,7 +93,6 @@ def _begin(
     objects: Mapping[str, Stateful] | None,
     step: int | None,
     keep_last: int | None,
-    fused: Sequence[FusedWeight],
     rng: bool,
     keep: Callable[[Snapshot], Snapshot] = lambda snapshot: snapshot,
 ) -> Callable[[Members], Path]:
@@ -115,10 +110,10 @@ def _begin(
         things[RANDOM] = RandomState()
 
     module: nn.Module = as_module(model)
-    names_elsewhere(module, members, fused)  # which refuses names that two stages use
+    names_elsewhere(module, members)  # which refuses names that two stages use
 
     def take_snapshot() -> Snapshot:
-        sink, facts = describe_state(module, optimizer, members, fused)
+        sink, facts = describe_state(module, optimizer, members)
         if members.size > 1 and sink.model.buffers() and not isinstance(module, Stages):
             things[BUFFERS] = BufferState(sink.model)
         encoded = encode_objects(things, sink)
@@ -131,13 +126,10 @@ def _begin(
 
 
 def describe_state(
-    module: nn.Module,
-    optimizer: torch.optim.Optimizer | None,
-    members: Members,
-    fused: Sequence[FusedWeight] = (),
+    module: nn.Module, optimizer: torch.optim.Optimizer | None, members: Members
 ) -> tuple[TensorSink, dict[str, Json]]:
     """Return views of the living tensors, and the facts of model and optimizer."""
-    named = name_model(module, fused)
+    named = name_model(module)
     with_buffers = isinstance(module, Stages) or members.rank == 0
     sink = TensorSink(named, list(model_parts(named, with_buffers=with_buffers)))
     extra = {name: state for name, (_, state) in named.extra.items()}
@@ -187,7 +179,6 @@ class AsyncSaver:
         objects: Mapping[str, Stateful] | None = None,
         step: int | None = None,
         keep_last: int | None = None,
-        fused: Sequence[FusedWeight] = (),
         rng: bool = True,
     ) -> None:
         """Copy the state, and begin to write it; waits for the save before, if need be.
@@ -206,7 +197,6 @@ class AsyncSaver:
             objects=objects,
             step=step,
             keep_last=keep_last,
-            fused=fused,
             rng=rng,
             keep=self._copy,
         )

@@ -13,7 +13,6 @@ from graphfsdp.base.sharded import pipeline_stages
 from graphfsdp.checkpoint.manifest import Manifest
 from graphfsdp.checkpoint.members import Members
 from graphfsdp.checkpoint.named import MODEL, OPTIMIZER, name_model
-from graphfsdp.checkpoint.parts import FusedWeight
 from graphfsdp.checkpoint.values import Json
 from graphfsdp.errors import ConfigError
 
@@ -58,18 +57,15 @@ def as_module(model: Any) -> Any:
     return Stages(stages) if stages else model
 
 
-def names_elsewhere(
-    model: nn.Module, members: Members, fused: Sequence[FusedWeight] = ()
-) -> set[str]:
+def names_elsewhere(model: nn.Module, members: Members) -> set[str]:
     """Return the names that only other ranks have; none without a pipeline. A collective then.
 
     ConfigError: two stages use the same name.
     """
     if not isinstance(model, Stages):
         return set()
-    named = members.together(lambda: name_model(model, fused))
-    mine = {member.name for name in named.tensors for member in named.members(name)}
-    mine |= {*named.aliases, *named.extra}
+    named = members.together(lambda: name_model(model))
+    mine = {*named.tensors, *named.aliases, *named.extra}
     holders: dict[str, tuple[int, ...]] = {}
     for indices, names in members.gather((model.indices, sorted(mine))):
         for name in names:
