@@ -11,7 +11,6 @@ import torch
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-from graphfsdp.bench.compare import run_compare
 from graphfsdp.bench.contenders import TIMEOUT_MINUTES, Setting
 from graphfsdp.bench.machine import find_environment
 from graphfsdp.bench.measure import Job, Say, measure_case
@@ -43,9 +42,7 @@ _NO_LIMIT_S = 24 * 3600.0
 
 
 def run_bench(arguments: Sequence[str], console: Console) -> int:
-    """Return 1 where nothing could be measured, a result is worse, or there is no score."""
-    if arguments[:1] == ["compare"]:
-        return run_compare(arguments[1:], console)
+    """Return 1 where nothing could be measured, or there is no score."""
     if "--mlperf" in arguments:
         return run_mlperf(arguments, console)
     options = parse_bench_arguments(arguments)

@@ -38,7 +38,6 @@ is the limit: measure both kinds. Sizes and batch sizes are a sweep:
   graphfsdp bench --workload gpt-tiny --batch-size 1 4 16 64    where does the gain end?
   graphfsdp bench --workload gpt2-124m --dtype bf16 --contender full_iteration compile
   torchrun --nproc-per-node 2 -m graphfsdp bench --workload gpt-tiny
-  graphfsdp bench compare A B                                   two results, and a gate for CI
   graphfsdp bench --mlperf --help                               time to a target, as MLPerf has it
 """
 

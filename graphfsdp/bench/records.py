@@ -1,4 +1,4 @@
-"""What a benchmark has found, in frozen records, and these as JSON that is checked when it is read.
+"""What a benchmark has found, in frozen records, and these as JSON.
 
 A result holds cases, one for each workload, precision and batch size. A case holds the contenders
 that ran, and those that did not, each with the reason.
@@ -13,11 +13,10 @@ import typing
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, cast
 
 from graphfsdp.errors import ConfigError
 
-T = TypeVar("T")
 SCHEMA_VERSION = 2
 KIND = "graphfsdp_bench"
 # The contender that all others are compared with: our code path, run eagerly.
@@ -307,16 +306,6 @@ def to_json(record: object) -> str:
     return _NUMBERS.sub(lambda found: "[" + " ".join(found[1].split()) + "]", text) + "\n"
 
 
-def from_data(kind: type[T], data: object, where: str = "result") -> T:
-    """What ``to_data`` made; fields that are missing get their defaults.
-
-    Unknown fields and other types are refused by name (ConfigError).
-    """
-    made = _read(kind, data, where)
-    assert isinstance(made, kind)
-    return made
-
-
 def write_result(result: BenchResult, path: str | os.PathLike[str]) -> None:
     """The file is whole or not there."""
     target = Path(path)
@@ -346,42 +335,21 @@ def read_result(path: str | os.PathLike[str]) -> BenchResult:
             f"{source} has schema version {data.get('schema_version')}, this graphfsdp reads "
             f"{SCHEMA_VERSION}. Remedy: measure again, or use the graphfsdp that wrote it"
         )
-    return from_data(BenchResult, data, str(source))
-
-
-def _read(kind: Any, data: Any, where: str) -> Any:
-    origin, arguments = typing.get_origin(kind), typing.get_args(kind)
-    if kind is object or (data is None and type(None) in arguments):
-        return data
-    if type(None) in arguments:
-        (present,) = (item for item in arguments if item is not type(None))
-        return _read(present, data, where)
-    if origin is tuple:
-        items = _expect(list, data, where)
-        return tuple(_read(arguments[0], item, f"{where}[{i}]") for i, item in enumerate(items))
-    if origin is Mapping:
-        items = _expect(dict, data, where)
-        return {name: _read(arguments[1], item, f"{where}.{name}") for name, item in items.items()}
-    if is_dataclass(kind):
-        return _read_record(kind, _expect(dict, data, where), where)
-    return _expect(kind, float(data) if kind is float and type(data) is int else data, where)
-
-
-def _read_record(kind: Any, data: Mapping[str, Any], where: str) -> Any:
-    hints = typing.get_type_hints(kind)
-    for name in data:
-        if name not in hints:
-            raise ConfigError(
-                f"{where}: unknown field {name!r}; expected {', '.join(sorted(hints))}"
-            )
-    values = {name: _read(hints[name], item, f"{where}.{name}") for name, item in data.items()}
     try:
-        return kind(**values)
-    except TypeError as error:
-        raise ConfigError(f"{where}: {error}") from None
+        result: BenchResult = _read(BenchResult, data)
+    except (TypeError, AttributeError) as error:
+        raise ConfigError(f"{source} is not as this graphfsdp writes results: {error}") from None
+    return result
 
 
-def _expect(kind: Any, data: Any, where: str) -> Any:
-    if type(data) is not kind:
-        raise ConfigError(f"{where}: expected {kind.__name__}, got {type(data).__name__}")
-    return data
+def _read(kind: Any, data: Any) -> Any:
+    """Make a record, or tuples of records, of what ``to_data`` has made of it."""
+    arguments = [item for item in typing.get_args(kind) if item is not type(None)]
+    if type(None) in typing.get_args(kind):
+        return None if data is None else _read(arguments[0], data)
+    if typing.get_origin(kind) is tuple:
+        return tuple(_read(arguments[0], item) for item in data)
+    if not is_dataclass(kind):
+        return data
+    hints, make = typing.get_type_hints(kind), cast("Callable[..., Any]", kind)
+    return make(**{name: _read(hints.get(name), item) for name, item in data.items()})

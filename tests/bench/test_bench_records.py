@@ -12,7 +12,6 @@ from graphfsdp.bench import records
 from graphfsdp.bench.records import (
     Distribution,
     Spread,
-    from_data,
     read_result,
     to_data,
     to_json,
@@ -37,7 +36,6 @@ def test_what_is_not_finite_becomes_none() -> None:
     parity = records.ParityRecord(1, math.nan, False, 0, math.inf, -math.inf)
     data = to_data(parity)
     assert data["max_difference"] is data["early_difference"] is data["last_loss"] is None
-    assert from_data(records.ParityRecord, data).max_difference is None
 
 
 @pytest.mark.parametrize(
@@ -45,10 +43,9 @@ def test_what_is_not_finite_becomes_none() -> None:
     [
         ({"kind": "paired"}, "is not a result of graphfsdp bench"),
         ({"schema_version": 1}, "schema version 1, this graphfsdp reads 2"),
-        ({"seed": "0"}, r"result\.json\.seed: expected int, got str"),
-        ({"speed": 1}, "unknown field 'speed'"),
-        ({"cases": [{}]}, r"cases\[0\].*workload"),
-        ({"left_out": {"a": 1}}, r"left_out\.a: expected str, got int"),
+        ({"speed": 1}, "BenchResult.*unexpected keyword argument 'speed'"),
+        ({"cases": [{}]}, "CaseResult.*missing 3 required positional arguments: 'workload'"),
+        ({"cases": 1}, "not as this graphfsdp writes results: 'int' object is not iterable"),
     ],
 )
 def test_a_file_that_is_no_result_is_refused_by_name(
