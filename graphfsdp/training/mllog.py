@@ -5,19 +5,15 @@ to training 6.1.0.
 """
 
 import contextlib
-import functools
 import importlib.util
 import logging
 import math
-import os
 import platform
 import re
-import signal
 import subprocess
 import sys
-import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -55,7 +51,6 @@ class RunLog:
         self._num_samples = self._block_samples = 0
         self._block_began = 0.0
         self._is_running = False
-        self._one_end = threading.Lock()
 
     def _write(self, kind: str, key: str, value: object = None, **metadata: object) -> None:
         if self._logger is not None:
@@ -97,10 +92,9 @@ class RunLog:
 
     def run_stops(self, *, success: bool) -> None:
         """The target is reached, the last iteration done, or the run has ended on its way."""
-        with self._one_end:
-            if not self._is_running:
-                return
-            self._is_running = False
+        if not self._is_running:
+            return
+        self._is_running = False
         status = "success" if success else "aborted"
         self._write("end", "run_stop", samples_count=self._num_samples, status=status)
         self._write("event", "train_samples", self._num_samples)
@@ -113,7 +107,8 @@ def open_run_log(
     """Open the log that a run asks for: on rank 0 with ``--mllog`` one that writes.
 
     It begins with the start of the set-up, in ms since 1970, and with all settings. Whatever ends
-    the run after its clock has started, a failure or SIGTERM too, leaves a ``run_stop``.
+    the run after its clock has started, a failure or Ctrl-C too, leaves a ``run_stop``; a process
+    that is killed leaves none.
     """
     if config.mllog is None or not ranks.is_first:
         yield RunLog()
@@ -134,12 +129,10 @@ def open_run_log(
         if config.target_loss is not None:
             logger.event("target_accuracy", config.target_loss)
         log = RunLog(logger)
-        abort = functools.partial(log.run_stops, success=False)
         try:
-            with _on_sigterm(abort):
-                yield log
+            yield log
         finally:
-            abort()
+            log.run_stops(success=False)
 
 
 def _open_file(name: str) -> _LogFile:
@@ -166,47 +159,6 @@ def is_success(config: TrainConfig, loss: float) -> bool:
 def reached(config: TrainConfig, loss: float | None) -> bool:
     """Return whether a validation loss, if there is one, is at most the target, if there is one."""
     return config.target_loss is not None and loss is not None and loss <= config.target_loss
-
-
-@contextlib.contextmanager
-def _on_sigterm(act: Callable[[], None]) -> Iterator[None]:
-    """Run a function when a launcher or batch system sends SIGTERM, then end the process.
-
-    Python's own handlers run between two lines of Python, so they are late where the main thread
-    waits for other ranks or for the GPU, which is where launchers end it: when another rank has
-    failed. So a thread waits for the signal.
-
-    It does nothing outside the main thread, which alone may handle signals, and where the program
-    has its own handler.
-    """
-    is_main = threading.current_thread() is threading.main_thread()
-    if not is_main or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
-        yield
-        return
-    read, write = os.pipe()
-    os.set_blocking(write, False)
-    old_wakeup_fd = signal.set_wakeup_fd(write, warn_on_full_buffer=False)
-    # Without a handler in Python the process ends before anything is written to the pipe.
-    signal.signal(signal.SIGTERM, lambda number, frame: None)
-    threading.Thread(
-        target=_wait_for_sigterm, args=(read, act), name="graphfsdp-sigterm", daemon=True
-    ).start()
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        signal.set_wakeup_fd(old_wakeup_fd)
-        os.close(write)  # which ends the thread
-
-
-def _wait_for_sigterm(pipe: int, act: Callable[[], None]) -> None:
-    while signals := os.read(pipe, 64):
-        if signal.SIGTERM in signals:
-            try:
-                act()
-            finally:
-                os._exit(128 + signal.SIGTERM)  # as a shell reports it
-    os.close(pipe)
 
 
 def _settings(config: TrainConfig, ranks: Ranks, device: torch.device) -> dict[str, object]:

@@ -3,7 +3,6 @@
 import dataclasses
 import importlib.util
 import json
-import signal
 import subprocess
 import sys
 import time
@@ -22,7 +21,7 @@ from graphfsdp.training.arguments import find_preset
 from graphfsdp.training.config import TrainConfig
 from graphfsdp.training.mllog import is_success, open_run_log
 from graphfsdp.training.ranks import Ranks
-from training_helpers import ROOT, SMALL, assert_same_run, ended, lines_of, started
+from training_helpers import ROOT, assert_same_run, lines_of
 
 RULES = ROOT / "graphfsdp" / "training" / "mllog_rules.yaml"
 # Dropout, clipping and micro-batches, which a capture on made-up data could disturb.
@@ -253,21 +252,6 @@ def test_a_failure_after_the_clock_has_started_is_in_the_log(
     stops = [metadata for key, _, metadata in found if key == "run_stop"]
     assert [(stop["status"], stop["samples_count"]) for stop in stops] == [("aborted", 32)]
     assert found[-1][:2] == ("train_samples", 32)
-
-
-@needs_mllog
-def test_a_run_ended_by_sigterm_says_so(tmp_path: Path) -> None:
-    log = tmp_path / "log"
-    flags = ["--device", "cpu", "--train-iters", "100000", "--mllog", str(log)]
-
-    def has_begun() -> bool:
-        return log.exists() and "block_start" in log.read_text()
-
-    with started(["train", *SMALL, *RUN, *flags, "--eval-interval", "0"], has_begun) as process:
-        assert ended(process, signal.SIGTERM)[0] == 128 + signal.SIGTERM
-    assert [(k, m.get("status")) for k, _, m in events(log)[-2:]] == [
-        ("run_stop", "aborted"), ("train_samples", None)
-    ]  # fmt: skip
 
 
 def refusal(capsys: pytest.CaptureFixture[str], *flags: str) -> str:
