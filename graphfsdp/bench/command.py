@@ -18,7 +18,7 @@ from graphfsdp.bench.mlperf import run_mlperf
 from graphfsdp.bench.options import BenchOptions, parse_bench_arguments
 from graphfsdp.bench.process import CaseFailedError, can_forget_peak, run_case, run_memory
 from graphfsdp.bench.records import BenchResult, CaseResult
-from graphfsdp.bench.report import PROFILES, make_directory, write_directory
+from graphfsdp.bench.report import make_directory, write_directory
 from graphfsdp.bench.tables import (
     NOT_MLPERF,
     cpu_overview,
@@ -96,11 +96,6 @@ class _Bench:
             write_directory(self._result, self._folder)
             names = ", ".join(sorted(path.name for path in self._folder.iterdir()))
             self._line(f"wrote {self._folder}: {names}")
-            if self._options.profile:
-                self._line(
-                    f"profiles in {self._folder / PROFILES}: a timeline and a table of each "
-                    "contender"
-                )
         return 0
 
     def _measure_all(self, planned: Sequence[PlannedCase]) -> None:
@@ -168,9 +163,6 @@ class _Bench:
 
     def _job(self, planned: PlannedCase, limit_s: float) -> Job:
         options = self._options
-        profiles = None
-        if options.profile:
-            profiles = str((self._folder or Path()).resolve() / PROFILES)
         setting = Setting(
             planned.case,
             self._device,
@@ -179,7 +171,7 @@ class _Bench:
             options.sharding,
             compile=options.compile == "on" or "auto",
         )
-        return Job(setting, planned.contenders, options, profiles, limit_s)
+        return Job(setting, planned.contenders, options, limit_s)
 
     def _greet(self) -> None:
         load = self._result.environment.load_average

@@ -14,7 +14,6 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TypeVar
 
 import torch
@@ -33,7 +32,6 @@ from graphfsdp.bench.contenders import (
 )
 from graphfsdp.bench.machine import find_peak, model_flops, num_parameters
 from graphfsdp.bench.options import BenchOptions
-from graphfsdp.bench.profile import profile_contender
 from graphfsdp.bench.records import (
     REFERENCE,
     CaseResult,
@@ -52,8 +50,6 @@ T = TypeVar("T")
 
 # Three eager iterations, the capture, and two replays; torch.compile compiles in the first.
 NUM_WARMUP_STEPS = 6
-# Of a profile; the first one gets the profiler itself started.
-NUM_PROFILE_STEPS = 4
 CUDA_ALLOCATOR = "torch's CUDA allocator, less what other contenders held"
 _NUM_PROBES = 2
 _NUM_EARLY_STEPS = 10
@@ -118,15 +114,13 @@ Say = Callable[[str, str], None]
 class Job:
     """A case, who is measured in it (None: everybody), and how.
 
-    ``profiles`` is the directory for profiles, if there are to be any. ``limit_s`` is of the whole
-    case: when half of it is over, no contender starts, and when most is, no round. ``excluded``
-    says of contenders that ended a process before, how.
+    ``limit_s`` is of the whole case: when half of it is over, no contender starts, and when most
+    is, no round. ``excluded`` says of contenders that ended a process before, how.
     """
 
     setting: Setting
     contenders: tuple[str, ...] | None = None
     options: BenchOptions = field(default_factory=BenchOptions)
-    profiles: str | None = None
     limit_s: float = math.inf
     excluded: Mapping[str, str] = field(default_factory=dict)
 
@@ -315,7 +309,6 @@ class _CaseBench:
         self._time(*self._probe())
         line_up(self._setting.ranks, self._setting.device)
         losses = self._reference().all_losses()
-        self._profile()
         return tuple(item.result(losses) for item in self._running)
 
     def _is_late(self, share: float) -> bool:
@@ -414,53 +407,8 @@ class _CaseBench:
             item.windows.append(window)
         return window.mean_ms
 
-    def _steps(
-        self, item: RunningContender, batches: Sequence[Batch]
-    ) -> list[Callable[[], object]]:
-        return [
-            functools.partial(item.contender, batch, self._next_step + index)
-            for index, batch in enumerate(batches)
-        ]
-
-    def _profile(self) -> None:
-        if self._job.profiles is None:
-            return
-        self._say("profile", "")
-        setting = self._setting
-        folder = case_folder(self._job.profiles, setting.case.key)
-        batches = self._source.take(self._next_step, NUM_PROFILE_STEPS)
-        for item in self._running:
-            line_up(setting.ranks, setting.device)
-            steps = self._steps(item, batches)
-            found = attempt(
-                functools.partial(self._profile_one, item, steps, folder), setting.ranks
-            )
-            if isinstance(found, Failure) and setting.ranks.is_first:
-                text = f"{item.spec.name} has no profile: {found.reason}\n\n{found.detail}"
-                (folder / f"{item.spec.name}.txt").write_text(text, encoding="utf-8")
-
-    def _profile_one(
-        self, item: RunningContender, steps: Sequence[Callable[[], object]], folder: Path
-    ) -> None:
-        if not self._setting.ranks.is_first:
-            for step in steps:
-                step()
-            return
-        folder.mkdir(parents=True, exist_ok=True)
-        profile_contender(
-            steps,
-            contender=item.spec.name,
-            device=self._setting.device,
-            folder=folder,
-            report=item.contender.report(),
-        )
-
     def _leave_out(self, spec: ContenderSpec, failure: Failure) -> None:
         self.not_run.append(NotRun(spec.name, spec.description, failure.reason, failure.detail))
-
-
-def case_folder(profiles: str, key: str) -> Path:
-    return Path(profiles) / key.replace(" ", "-")
 
 
 def compare_losses(

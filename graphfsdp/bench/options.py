@@ -90,12 +90,6 @@ class BenchOptions:
     memory: Annotated[
         bool, "on a CPU, run each contender again in a process of its own for its memory"
     ] = True
-    profile: Annotated[
-        bool,
-        "then run some more steps of each contender under torch's profiler: a Chrome trace with "
-        "phases and units, and a table of what ran how long",
-        "store_true",
-    ] = False
     out: Annotated[
         str | None, "result directory, new or empty (default: a new one in runs/)", "DIR"
     ] = None

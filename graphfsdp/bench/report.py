@@ -23,7 +23,6 @@ from graphfsdp.bench.tables import (
 )
 from graphfsdp.training.run_directory import make_new_directory
 
-PROFILES = "profile"
 RESULT, REPORT = "result.json", "report.md"
 
 

@@ -1,0 +1,68 @@
+"""Names that a profiler shows: phases of a step, and nothing of them in a recording."""
+
+import pytest
+import torch
+from torch import nn
+from torch.profiler import ProfilerActivity, profile
+
+import graphfsdp
+from graphfsdp.base.nvtx import RANGE_PREFIX, nvtx_range
+from graphfsdp.optim import FusedAdam
+
+
+def small_step(scope: str) -> tuple[graphfsdp.CapturedStep, torch.Tensor]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 1))
+    optimizer = FusedAdam(model.parameters(), lr=0.1)
+
+    def loss_fn(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        loss: torch.Tensor = model(x).square().mean()
+        return loss
+
+    step = graphfsdp.capture(model, optimizer, loss_fn=loss_fn, scope=scope)
+    return step, torch.randn(4, 8)
+
+
+def profiler() -> profile:
+    # acc_events: torch 2.11 warns of a second profile in a process otherwise.
+    return profile(activities=[ProfilerActivity.CPU], acc_events=True)
+
+
+@pytest.mark.parametrize(
+    ("scope", "expected"),
+    [
+        ("none", {"copy-in", "eager", "forward", "backward", "optimizer"}),
+        ("forward_backward", {"copy-in", "replay", "optimizer"}),
+        ("full_iteration", {"copy-in", "replay"}),
+    ],
+)
+def test_a_profile_names_the_phases_of_every_step(scope: str, expected: set[str]) -> None:
+    step, batch = small_step(scope)
+    with step:
+        for _ in range(5):
+            step(batch)
+        with profiler() as found:
+            for _ in range(2):
+                step(batch)
+    calls = {item.key: item.count for item in found.key_averages()}
+    named = {name.removeprefix(RANGE_PREFIX) for name in calls if name.startswith(RANGE_PREFIX)}
+    assert named == expected
+    assert all(calls[RANGE_PREFIX + name] == 2 for name in expected)
+
+
+def test_ranges_are_there_under_a_profiler_alone_and_no_recording_holds_them() -> None:
+    step, batch = small_step("full_iteration")
+    plain, _ = small_step("full_iteration")
+    with step, plain:
+        with profiler() as found:
+            for _ in range(5):
+                step(batch)
+        for _ in range(5):
+            plain(batch)
+        assert step.report().op_counts == plain.report().op_counts
+    seen = {item.name for item in found.events() or () if item.name.startswith(RANGE_PREFIX)}
+    phases = {"warm-up", "capture", "forward", "backward", "optimizer", "replay", "copy-in"}
+    assert seen >= {RANGE_PREFIX + name for name in phases}
+    with profiler() as found, nvtx_range("mine"):
+        pass
+    assert [item.name for item in found.events() or ()] == [RANGE_PREFIX + "mine"]
