@@ -1,28 +1,24 @@
-"""The inputs of a case: another batch for each step, the same for every contender.
+"""The inputs of a case: another batch for each step, the same for every contender."""
 
-Shapes: B = samples of a batch, T = tokens of a sequence.
-"""
-
-import functools
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from graphfsdp.bench.workloads import Case, ZooConfig
-from graphfsdp.data import Corpus, load_corpus
-from graphfsdp.errors import ConfigError
+from graphfsdp.data import Corpus, TokenBatches, load_corpus
+from graphfsdp.training.ranks import Ranks
 
 Batch = tuple[Tensor, ...]
-_Integers = npt.NDArray[np.int64]
+_NUM_RANDOM_TOKENS = 1 << 20
 
 
 @dataclass(frozen=True)
 class BatchSource:
-    """Makes batches by number; a batch depends on seed, step and rank alone."""
+    """Makes batches by number; a batch depends on seed, step and ranks alone."""
 
     description: str
     make: Callable[[int], Batch]
@@ -40,64 +36,37 @@ def batch_source(
     data: str | None = None,
     random_tokens: bool = False,
     seed: int = 0,
-    rank: int = 0,
+    ranks: Ranks,
 ) -> tuple[Case, BatchSource]:
     """Also returns the case with a vocabulary that holds its tokens.
 
     ``data`` is what ``graphfsdp train --data`` takes; None is Python's standard library.
     """
     model, rows = case.workload.model, case.batch_size
-    make: Callable[[np.random.Generator], Batch]
     if isinstance(model, ZooConfig):
-        description, random = "random numbers", model.architecture.batch
+        random = model.architecture.batch
 
-        def make_random(generator: np.random.Generator) -> Batch:
-            number = int(generator.integers(2**62))
+        def make_random(step: int) -> Batch:
+            number = int(np.random.default_rng((seed, step, ranks.rank)).integers(2**62))
             return random(torch.Generator().manual_seed(number), rows)
 
-        make = make_random
-    else:
-        if random_tokens:
-            description = "random tokens, all equally likely"
-            windows = _random(model.vocab_size)
-        else:
-            corpus = load_corpus(data)
-            case = Case(case.workload.with_vocabulary(corpus.vocab_size), case.dtype, rows)
-            description, windows = f"text: {corpus.name}", _text(corpus, model.seq_length)
-        make = functools.partial(_next_tokens, windows, rows, model.seq_length)
-
-    def numbered(step: int) -> Batch:
-        return make(np.random.default_rng((seed, step, rank)))
-
-    return case, BatchSource(description, numbered, device)
-
-
-# Cuts so many windows of so many tokens.
-_Windows = Callable[[np.random.Generator, int, int], _Integers]
+        return case, BatchSource("random numbers", make_random, device)
+    corpus = _random(model.vocab_size, seed) if random_tokens else load_corpus(data)
+    case = Case(case.workload.with_vocabulary(corpus.vocab_size), case.dtype, rows)
+    together = rows * ranks.size
+    batches = TokenBatches(
+        corpus,
+        seq_length=model.seq_length,
+        batch_size=together,
+        seed=seed,
+        rank=ranks.rank,
+        num_ranks=ranks.size,
+    )
+    description = corpus.name if random_tokens else f"text: {corpus.name}"
+    return case, BatchSource(description, lambda step: batches.batch(step * together), device)
 
 
-def _random(num_tokens: int) -> _Windows:
-    return lambda generator, rows, length: generator.integers(num_tokens, size=(rows, length))
-
-
-def _text(corpus: Corpus, seq_length: int) -> _Windows:
-    tokens = corpus.train
-    if len(tokens) < seq_length + 1:
-        raise ConfigError(
-            f"{corpus.name} has {len(tokens)} tokens to train on, a sequence needs "
-            f"{seq_length + 1}; give a larger --data, or --random-tokens"
-        )
-
-    def cut(generator: np.random.Generator, rows: int, length: int) -> _Integers:
-        starts = generator.integers(len(tokens) - length + 1, size=rows)
-        cut: _Integers = tokens[starts[:, None] + np.arange(length)].astype(np.int64)
-        return cut
-
-    return cut
-
-
-def _next_tokens(
-    windows: _Windows, batch_size: int, seq_length: int, generator: np.random.Generator
-) -> Batch:
-    cut = torch.from_numpy(windows(generator, batch_size, seq_length + 1))
-    return cut[:, :-1].contiguous(), cut[:, 1:].contiguous()
+def _random(num_tokens: int, seed: int) -> Corpus:
+    tokens = np.random.default_rng(seed).integers(num_tokens, size=_NUM_RANDOM_TOKENS)
+    name = "random tokens, all equally likely"
+    return Corpus(name, tokens, tokens, num_tokens, math.log(num_tokens), is_bytes=False)

@@ -133,7 +133,7 @@ class Job:
             data=options.data,
             random_tokens=options.random_tokens,
             seed=setting.seed,
-            rank=setting.ranks.rank,
+            ranks=setting.ranks,
         )
         return dataclasses.replace(setting, case=case), source
 

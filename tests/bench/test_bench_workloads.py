@@ -16,15 +16,17 @@ from graphfsdp.bench.machine import COUNTED, PALM_FORMULA, find_peak, model_flop
 from graphfsdp.bench.workloads import Case, DtypeName, find_workload, workloads
 from graphfsdp.config import Scope
 from graphfsdp.errors import ConfigError
+from graphfsdp.training.ranks import Ranks
 
 TINY = ("gpt-tiny", "llama-tiny", "moe-tiny", "zoo-encoder", "zoo-conv")
 NUM_STEPS = 14
 
 
 def source_of(
-    name: str, device: torch.device, *, dtype: DtypeName = "fp32", rank: int = 0
+    name: str, device: torch.device, *, dtype: DtypeName = "fp32", ranks: Ranks | None = None
 ) -> tuple[Case, BatchSource]:
-    return batch_source(Case(find_workload(name), dtype, 2), device, seed=3, rank=rank)
+    case = Case(find_workload(name), dtype, 2)
+    return batch_source(case, device, seed=3, ranks=ranks or Ranks())
 
 
 def losses_of(name: str, dtype: DtypeName, scope: Scope, device: torch.device) -> Tensor:
@@ -47,9 +49,9 @@ def test_every_kind_of_workload_replays_bit_for_bit(name: str, device: torch.dev
 
 
 @pytest.mark.parametrize("name", TINY)
-def test_batches_depend_on_seed_step_and_rank_alone(name: str, device: torch.device) -> None:
-    _, source = source_of(name, device)
-    _, other_rank = source_of(name, device, rank=1)
+def test_batches_depend_on_seed_step_and_ranks_alone(name: str, device: torch.device) -> None:
+    _, source = source_of(name, device, ranks=Ranks(rank=0, size=2))
+    _, other_rank = source_of(name, device, ranks=Ranks(rank=1, size=2))
     first, second = source.take(5, 2)
     (again,) = source.take(5, 1)
     (elsewhere,) = other_rank.take(5, 1)
