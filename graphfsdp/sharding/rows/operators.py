@@ -2,7 +2,7 @@
 
 import functools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -54,38 +54,11 @@ def is_local(func: torch._ops.OpOverload) -> bool:
 
 
 @functools.cache
-def written_places(func: torch._ops.OpOverload) -> tuple[tuple[int, str], ...]:
-    return tuple(
-        (index, argument.name)
-        for index, argument in enumerate(func._schema.arguments)
-        if argument.alias_info is not None and argument.alias_info.is_write
-    )
-
-
-@functools.cache
 def is_view(func: torch._ops.OpOverload) -> bool:
     return any(
         result.alias_info is not None and not result.alias_info.is_write
         for result in func._schema.returns
     )
-
-
-def tensors_in(values: Any) -> Iterator[Tensor]:
-    for value in values:
-        if isinstance(value, Tensor):
-            yield value
-        elif isinstance(value, list | tuple):
-            yield from tensors_in(value)
-
-
-def written_by(
-    func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-) -> list[Tensor]:
-    values = [
-        args[index] if index < len(args) else kwargs.get(name)
-        for index, name in written_places(func)
-    ]
-    return list(tensors_in(values))
 
 
 def map_tensors(change: Callable[[Tensor], Any], value: Any) -> Any:

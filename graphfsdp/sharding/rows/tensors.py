@@ -24,6 +24,7 @@ from torch.distributed.tensor.placement_types import Placement
 from torch.optim.optimizer import _foreach_supported_types as _optim_types
 from torch.utils._foreach_utils import _foreach_supported_types as _util_types
 
+from graphfsdp.base.op_tensors import OpCall, flat_tensors
 from graphfsdp.errors import ConfigError
 from graphfsdp.sharding.placement import ASKS_SUBCLASSES, RowShard
 from graphfsdp.sharding.rows.operators import (
@@ -36,9 +37,7 @@ from graphfsdp.sharding.rows.operators import (
     map_tensors,
     refuse_plain,
     refuse_whole,
-    tensors_in,
     view_of_rows,
-    written_by,
 )
 from graphfsdp.sharding.rows.parts import (
     CommonRows,
@@ -226,7 +225,7 @@ def cut_like(whole: DTensor, mesh: DeviceMesh, placements: tuple[Placement, ...]
 
 
 def dispatch(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    tensors = list(tensors_in([*args, *kwargs.values()]))
+    tensors = flat_tensors([*args, *kwargs.values()])
     views = [tensor for tensor in tensors if type(tensor) is WholeView]
     if views:
         return _run_with_views(func, args, kwargs, views)
@@ -267,7 +266,7 @@ def _run_with_views(
     views: Sequence["WholeView"],
 ) -> Any:
     """Run an operator on views of whole copies, whose rows see what it writes."""
-    written = [tensor for tensor in written_by(func, args, kwargs) if type(tensor) is WholeView]
+    written = [tensor for tensor in OpCall(func, args, kwargs).written if type(tensor) is WholeView]
     if any(view._copied is None for view in written):
         raise ConfigError(
             f"{func} would write into a view of a sharded parameter whose rows lie on several "
@@ -285,7 +284,7 @@ def _run_with_views(
         name: map_tensors(lambda tensor: made.get(id(tensor), tensor), value)
         for name, value in kwargs.items()
     }
-    tensors = list(tensors_in([*new_args, *new_kwargs.values()]))
+    tensors = flat_tensors([*new_args, *new_kwargs.values()])
     result = _run_cut(func, tuple(new_args), new_kwargs, tensors)
     for view in written:
         assert view._copied is not None
@@ -328,7 +327,7 @@ def _run_on_rows(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dic
         calls = [[*single, *(items[i] for items in lists if items)] for i in range(count)]
     else:
         calls = [single]
-    written = {id(tensor) for tensor in written_by(func, args, kwargs)}
+    written = {id(tensor) for tensor in OpCall(func, args, kwargs).written}
     refuse_plain(func, [tensor for call in calls for tensor in call])
     places = [common_rows(call, written) for call in calls]
     if None in places:
@@ -456,7 +455,7 @@ def _run_as_torch(
     func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
     """Let torch fill or draw the rows of each rank: it knows how random numbers differ there."""
-    cut: list[Any] = [t for t in tensors_in([*args, *kwargs.values()]) if is_cut(t)]
+    cut: list[Any] = [t for t in flat_tensors([*args, *kwargs.values()]) if is_cut(t)]
     made = {id(tensor): _stand_in(tensor) for tensor in cut}
     result = call_with(func, args, kwargs, lambda tensor: made.get(id(tensor), tensor))
     back = {id(made[id(tensor)]): tensor for tensor in cut}
@@ -478,7 +477,7 @@ def _add_up(
     to the part of every rank.
     """
     rows = args[0]
-    if not is_cut(rows) or not rows.dim() or len(list(tensors_in([*args, *kwargs.values()]))) > 1:
+    if not is_cut(rows) or not rows.dim() or len(flat_tensors([*args, *kwargs.values()])) > 1:
         return _UNFIT
     local = rows._local_tensor
     named = dict(zip((item.name for item in func._schema.arguments), args, strict=False))
@@ -513,7 +512,7 @@ def _run_on_whole(
     func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
     """Run an operator on whole tensors, for which all ranks exchange their rows."""
-    tensors = list(tensors_in([*args, *kwargs.values()]))
+    tensors = flat_tensors([*args, *kwargs.values()])
     refuse_whole(func)
     refuse_plain(func, tensors)
     found: dict[int, Any] = {}
@@ -534,7 +533,7 @@ def _run_on_whole(
         pairs[id(tensor)] = whole._local_tensor if plain and isinstance(whole, DTensor) else whole
     shapes = {key: whole.shape for key, whole in found.items()}
     result = call_with(func, args, kwargs, lambda tensor: pairs[id(tensor)])
-    written = written_by(func, args, kwargs)
+    written = OpCall(func, args, kwargs).written
     for tensor in written:
         if id(tensor) in found:
             _write_back(func, tensor, found[id(tensor)], shapes[id(tensor)])
