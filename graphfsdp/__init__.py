@@ -14,7 +14,6 @@ from graphfsdp.base.norms import clip_grad_norm_ as clip_grad_norm_
 from graphfsdp.base.recomputation import recompute as recompute
 from graphfsdp.base.recomputation import recompute_contexts as recompute_contexts
 from graphfsdp.config import MixedPrecisionPolicy as MixedPrecisionPolicy
-from graphfsdp.config import OverlapPolicy as OverlapPolicy
 from graphfsdp.config import Scope as Scope
 from graphfsdp.config import ShardingStrategy as ShardingStrategy
 from graphfsdp.errors import BatchMismatchError as BatchMismatchError
@@ -77,7 +76,6 @@ __all__ = [
     "MixedPrecisionPolicy",
     "NotCopyableError",
     "OffloadPolicy",
-    "OverlapPolicy",
     "Phase",
     "PhaseError",
     "PrecisionError",

@@ -155,46 +155,6 @@ class MixedPrecisionPolicy:
 
 
 @dataclass(frozen=True)
-class OverlapPolicy:
-    """Which collectives of sharded units run while others compute.
-
-    None of these changes a result by a single bit.
-
-    Attributes:
-        forward_prefetch: A unit's forward begins to gather the next unit's weights, in the order
-            in which units ran the last time.
-        backward_prefetch: Likewise in backward passes.
-        reduce_grads: A unit's gradients are reduced while the units before it compute theirs.
-        separate_communicators: All-gathers have a communicator of their own, so that they do not
-            queue behind reductions. NCCL takes some memory for each. In a CUDA graph they do:
-            nothing else would put collectives of parallel branches in one order on all ranks.
-    """
-
-    forward_prefetch: bool = True
-    backward_prefetch: bool = True
-    reduce_grads: bool = True
-    separate_communicators: bool = True
-
-    def __post_init__(self) -> None:
-        for name, value in vars(self).items():
-            if not isinstance(value, bool):
-                raise ConfigError(f"OverlapPolicy.{name} must be True or False, got {value!r}")
-
-    @classmethod
-    def parse(cls, value: "bool | OverlapPolicy") -> "OverlapPolicy":
-        """Return the policy itself, that with everything on, or that with everything off.
-
-        Raises:
-            ConfigError: it is none of these.
-        """
-        if isinstance(value, cls):
-            return value
-        if not isinstance(value, bool):
-            raise ConfigError(f"overlap must be True, False or an OverlapPolicy, got {value!r}")
-        return cls(value, value, value, value)
-
-
-@dataclass(frozen=True)
 class CaptureOptions:
     """The numbers that shape a captured step; see ``graphfsdp.capture`` for their meaning."""
 

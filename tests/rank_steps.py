@@ -7,7 +7,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import graphfsdp
-from graphfsdp.config import OverlapPolicy
 from graphfsdp.optim import FusedAdam
 from helpers import quick_garbage_collection
 from ranks import rank_device
@@ -16,18 +15,14 @@ WIDTH = 4
 
 
 def build(
-    strategy: str,
-    scope: str,
-    *between: nn.Module,
-    overlap: bool | OverlapPolicy = True,
-    **options: Any,
+    strategy: str, scope: str, *between: nn.Module, **options: Any
 ) -> tuple[Any, nn.Module, FusedAdam]:
     quick_garbage_collection()
     torch.manual_seed(0)
     layers = [nn.Linear(WIDTH, WIDTH), *between, nn.Dropout(0.2), nn.Linear(WIDTH, 3)]
     model = nn.Sequential(*layers).to(rank_device())
-    graphfsdp.fully_shard(model[0], strategy=strategy, overlap=overlap)
-    graphfsdp.fully_shard(model, strategy=strategy, overlap=overlap)
+    graphfsdp.fully_shard(model[0], strategy=strategy)
+    graphfsdp.fully_shard(model, strategy=strategy)
     optim = FusedAdam(model.parameters(), lr=1e-2)
     options = {"loss_fn": loss_of, "max_grad_norm": 0.5, "warmup_steps": 2, **options}
     return graphfsdp.capture(model, optim, scope=scope, **options), model, optim

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from graphfsdp.base.memory_plan import neighbour_starts, round_up
-from graphfsdp.config import MixedPrecisionPolicy, OverlapPolicy, ShardingStrategy
+from graphfsdp.config import MixedPrecisionPolicy, ShardingStrategy
 from graphfsdp.errors import ConfigError
 from graphfsdp.planning.rehearsal import PlannedBuffers, PlannedMesh, RunForward, rehearse
 from graphfsdp.sharding.layout import BufferLayout
@@ -232,7 +232,7 @@ def plan_model(
     mp_policy: MixedPrecisionPolicy | None = None,
     num_microbatches: int = 1,
     reshard_after_forward: bool = True,
-    overlap: bool | OverlapPolicy = True,
+    overlap: bool = True,
     run: RunForward | None = None,
 ) -> ModelPlan:
     """Lay a model out as ``fully_shard`` would, without ranks and without memory.
@@ -272,7 +272,7 @@ def plan_model(
         policy=policy,
         num_microbatches=num_microbatches,
         reshard_after_forward=reshard_after_forward,
-        overlap=OverlapPolicy.parse(overlap),
+        overlap=overlap,
     )
     return replace(plan, whole=whole)
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from graphfsdp.config import MixedPrecisionPolicy, OverlapPolicy, ShardingStrategy
+from graphfsdp.config import MixedPrecisionPolicy, ShardingStrategy
 from graphfsdp.errors import ConfigError
 from graphfsdp.planning.activations import peak_of
 from graphfsdp.sharding.buffer import ShardBuffer
@@ -146,6 +146,10 @@ class _PlannedShards(ModelShards):
     def _refuse_other_structure(self) -> None:
         """Pass: there are no other ranks to compare with."""
 
+    def _gather_group(self, group: dist.ProcessGroup) -> dist.ProcessGroup:
+        """Return the group: another communicator takes ranks to make, and changes no lifetime."""
+        return group
+
 
 def rehearse(
     model: nn.Module,
@@ -157,7 +161,7 @@ def rehearse(
     policy: MixedPrecisionPolicy,
     num_microbatches: int,
     reshard_after_forward: bool,
-    overlap: OverlapPolicy,
+    overlap: bool,
 ) -> PlannedBuffers:
     """Run iterations of a copy on the meta device; see ``plan_model``.
 
@@ -168,8 +172,7 @@ def rehearse(
         strategy=strategy,
         policy=policy,
         reshard_after_forward=reshard_after_forward,
-        # A communicator more takes ranks to make, and changes no lifetime.
-        overlap=replace(overlap, separate_communicators=False),
+        overlap=overlap,
     )
     lives = WholeBuffers()
     root, shards = _planned(model, units, options, meshes, lives)

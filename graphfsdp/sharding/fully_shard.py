@@ -14,7 +14,7 @@ from torch.distributed.fsdp import OffloadPolicy as OffloadPolicy
 from graphfsdp.base.dtensors import can_be_copied
 from graphfsdp.base.recut import recut_hook
 from graphfsdp.base.sharded import IGNORED
-from graphfsdp.config import MixedPrecisionPolicy, OverlapPolicy, ShardingStrategy
+from graphfsdp.config import MixedPrecisionPolicy, ShardingStrategy
 from graphfsdp.errors import ConfigError
 from graphfsdp.sharding.arguments import (
     check_precision,
@@ -53,7 +53,7 @@ def fully_shard(
     replicate_axis: str | None = None,
     expert_axis: str | None = None,
     outer_strategy: str = "no_shard",
-    overlap: bool | OverlapPolicy = True,
+    overlap: bool = True,
 ) -> _Modules:
     """Shard a module's parameters, gradients and so its optimizer state over the ranks of a mesh.
 
@@ -89,7 +89,9 @@ def fully_shard(
             tokens an expert has seen.
         outer_strategy: "no_shard", or "optim" to cut main weights, main grads and optimizer
             state over its ranks too: model weights are gathered over it once an iteration.
-        overlap: Gather and reduce while others compute, wholly or by an ``OverlapPolicy``.
+        overlap: Gather a unit's weights ahead, in the order in which units ran the last time, and
+            reduce its gradients while the units before it compute theirs; all-gathers then have a
+            communicator of their own. No result changes by a bit.
 
     Returns:
         The module, or the list, whose modules are each an ``FSDPModule`` now.
@@ -125,7 +127,7 @@ def fully_shard(
         policy=policy,
         reshard_after_forward=parse_reshard(reshard_after_forward, axes.inner.size()),
         reduction=_check_reduction(gradient_reduction),
-        overlap=OverlapPolicy.parse(overlap),
+        overlap=_check_overlap(overlap),
         offload=parse_offload(offload_policy),
         ignored=ignored,
     )
@@ -209,6 +211,12 @@ def _check_reduction(reduction: str) -> str:
     if reduction not in ("mean", "sum"):
         raise ConfigError(f"gradient_reduction must be 'mean' or 'sum', got {reduction!r}")
     return reduction
+
+
+def _check_overlap(overlap: bool) -> bool:
+    if not isinstance(overlap, bool):
+        raise ConfigError(f"overlap must be True or False, got {overlap!r}")
+    return overlap
 
 
 def _cuts_outside(outer_strategy: str, strategy: ShardingStrategy) -> bool:

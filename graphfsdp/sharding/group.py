@@ -20,7 +20,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.tensor import DTensor
 
 from graphfsdp.base.dtensors import local_part, unwrapped
-from graphfsdp.config import MixedPrecisionPolicy, OverlapPolicy, ShardingStrategy
+from graphfsdp.config import MixedPrecisionPolicy, ShardingStrategy
 from graphfsdp.errors import ConfigError
 from graphfsdp.sharding.arguments import refuse_packing
 from graphfsdp.sharding.buffer import ShardBuffer
@@ -108,7 +108,7 @@ class UnitOptions:
     strategy: ShardingStrategy
     policy: MixedPrecisionPolicy
     reshard_after_forward: bool | None
-    overlap: OverlapPolicy
+    overlap: bool
     reduction: str = "mean"
     offload: CPUOffloadPolicy | None = None
     ignored: frozenset[nn.Parameter] = frozenset()
@@ -315,7 +315,7 @@ class ShardGroup:
         if options.mesh.outer is not None:
             kind += f", {options.mesh.num_outer} outer ranks"
             kind += " with a part of the optimizer each" if options.mesh.cuts_outside else ""
-        kind += "" if options.overlap.separate_communicators else ", one communicator"
+        kind += "" if options.overlap else ", without overlap"
         lines = [f"unit {self.name!r} ({kind})"]
         for item in self.managed:
             dtypes = item.buffer.dtypes

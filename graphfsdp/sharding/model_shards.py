@@ -56,10 +56,10 @@ class ModelShards:
             for buffer in unit.group.buffers:
                 if buffer.packing is not None:
                     schedule.packed.add(buffer.packing)
-            if unit.group.options.overlap.separate_communicators:
+            if unit.group.options.overlap:
                 for buffer in unit.group.buffers:
                     if buffer.sharded:
-                        buffer.gather_group = _gather_group(buffer.mesh.inner)
+                        buffer.gather_group = self._gather_group(buffer.mesh.inner)
 
     def _refuse_busy_units(self) -> None:
         for unit in self.units:
@@ -120,11 +120,11 @@ class ModelShards:
         if problem is not None:
             raise ConfigError(problem)
 
-    def move_to(self, device: torch.device) -> None:
-        """Give memory on a device to the shards that are on the meta device, with all others."""
-        self.move_together(device)
+    def _gather_group(self, group: dist.ProcessGroup) -> dist.ProcessGroup:
+        return _gather_group(group)
 
     def move_together(self, in_place_of_meta: torch.device | None = None) -> None:
+        """Give memory on that device to the shards that are on the meta device, too."""
         kinds: dict[_Kind, list[ShardBuffer]] = {}
         for unit in self.units:
             unit.group.follow_requires_grad()

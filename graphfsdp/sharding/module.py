@@ -100,10 +100,10 @@ class FSDPModule(TorchModule):
         """Ignored: backward gathers what it asks for, and nothing else."""
 
     def set_modules_to_forward_prefetch(self, modules: Sequence[Any]) -> None:
-        """Ignored: units gather ahead in the order of the last pass; see ``OverlapPolicy``."""
+        """Ignored: units gather ahead in the order of the last pass."""
 
     def set_modules_to_backward_prefetch(self, modules: Sequence[Any]) -> None:
-        """Ignored: units gather ahead in the order of the last pass; see ``OverlapPolicy``."""
+        """Ignored: units gather ahead in the order of the last pass."""
 
     @torch.no_grad()
     def finish_microbatches(self) -> None:
@@ -195,7 +195,7 @@ class FSDPModule(TorchModule):
     def set_separate_reduce_scatter_group(
         self, enable: bool = True, *, recurse: bool = True
     ) -> None:
-        """Ignored: all-gathers have a communicator of their own; see ``OverlapPolicy``."""
+        """Ignored: all-gathers have a communicator of their own, if anything overlaps."""
 
     def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
         """Ignored: collectives work on the flat buffers themselves; nothing is staged."""
@@ -320,7 +320,7 @@ class FSDPModule(TorchModule):
             if device is not None:
                 found: ModelShards | None = getattr(self, _SHARDS, None)
                 if found is not None:
-                    found.move_to(device)
+                    found.move_together(device)
                 give_shards_memory(group, device)
             return parent._apply(fn, recurse)
 

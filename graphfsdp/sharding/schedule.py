@@ -152,12 +152,10 @@ class Schedule:
         if is_in_backward():
             self._follow_backward()
             upcoming = self._backward.note(unit, buffers) if buffers else []
-            wanted = unit.group.options.overlap.backward_prefetch
         else:
             # All of them: what was here already will have to be gathered in the next iteration.
             upcoming = self._forward.note(unit, unit.group.buffers)
-            wanted = unit.group.options.overlap.forward_prefetch
-        if wanted:
+        if unit.group.options.overlap:
             self._prefetch(upcoming)
 
     def leave_forward(self, unit: Scheduled) -> None:
@@ -182,14 +180,14 @@ class Schedule:
 
     def reduce_lane(self, unit: Scheduled, buffer: ShardBuffer) -> Lane | None:
         """Return where a unit's gradients are reduced; None if it waits for them."""
-        return self._lane("reduce", buffer) if unit.group.options.overlap.reduce_grads else None
+        return self._lane("reduce", buffer) if unit.group.options.overlap else None
 
     def reduce(
         self, unit: Scheduled, steps: Sequence[Reducing], done: Callable[[], None] | None
     ) -> None:
         """Begin a step for each buffer; ``done`` is called when all is over, before backward is."""
         reduction = _Reduction(unit, steps, done)
-        if not unit.group.options.overlap.reduce_grads:
+        if not unit.group.options.overlap:
             reduction.finish()
             return
         self._follow_backward()

@@ -10,7 +10,6 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 import graphfsdp
-from graphfsdp.config import OverlapPolicy
 from ranks import on_ranks, rank_device
 from recomputing import Recomputing
 from sharding_helpers import (
@@ -50,7 +49,7 @@ OPTIONS = st.fixed_dictionaries(
         "microbatches": st.sampled_from([1, 3]),
         "recomputes": st.sampled_from(WAYS),
         "meta": st.booleans(),
-        "overlap": st.builds(OverlapPolicy, *[st.booleans()] * 4),
+        "overlap": st.booleans(),
         "reshard_after_forward": st.booleans(),
         "evaluates": st.booleans(),
     }
@@ -126,7 +125,7 @@ def test_the_end_of_a_reentrant_checkpoint_is_not_that_of_the_backward_pass() ->
             "microbatches": 3,
             "recomputes": ("block_reentrant", 0.0),
             "meta": False,
-            "overlap": OverlapPolicy(True, False, True, True),
+            "overlap": True,
             "reshard_after_forward": False,
             "evaluates": False,
         }

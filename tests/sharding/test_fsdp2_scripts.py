@@ -231,6 +231,7 @@ def test_what_is_refused_by_name() -> None:
         ),
         (graphfsdp.ConfigError, lambda: words(make(), dp_mesh_dims=3), ("shard_axis",)),  # type: ignore[arg-type]
         (graphfsdp.ConfigError, lambda: words(make(), offload_policy=3), ("got int",)),  # type: ignore[arg-type]
+        (graphfsdp.ConfigError, lambda: words(make(), overlap=1), ("overlap must be True",)),  # type: ignore[arg-type]
         (graphfsdp.ConfigError, lambda: wide.set_custom_all_gather(None), ("set_custom_all_ga",)),
         (graphfsdp.ConfigError, lambda: wide.set_gradient_divide_factor(0), ("got 0",)),
         (graphfsdp.ConfigError, lambda: wide._get_fsdp_state(), ("docs/fsdp2.md",)),

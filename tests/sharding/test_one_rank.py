@@ -13,11 +13,11 @@ import graphfsdp
 import rank_steps
 from faults import FaultMode, World
 from graphfsdp import CaptureError, Phase
-from graphfsdp.config import OverlapPolicy
 from graphfsdp.optim import FusedAdam
 from helpers import quick_garbage_collection
 from rank_steps import WIDTH, batch
 from ranks import GROUP_TIMEOUT_S, RankPool, on_ranks, rank_device
+from sharding_helpers import units
 from unseen import Unseen
 
 
@@ -74,8 +74,10 @@ def test_a_number_that_one_rank_changes_before_the_capture_costs_all_one_more_wa
 def build(strategy: str, scope: str, **options: Any) -> tuple[Any, nn.Module, FusedAdam]:
     # A failed iteration makes units forget their order, and the next one prefetches nothing: for
     # the capture after it that is another path, which costs a warm-up or a refusal more.
-    overlap = OverlapPolicy(forward_prefetch=False, backward_prefetch=False)
-    return rank_steps.build(strategy, scope, nn.BatchNorm1d(WIDTH), overlap=overlap, **options)
+    step, model, optim = rank_steps.build(strategy, scope, nn.BatchNorm1d(WIDTH), **options)
+    for unit in units(model):
+        unit.schedule._prefetch = lambda entries: None  # type: ignore[method-assign]
+    return step, model, optim
 
 
 class OneRank:

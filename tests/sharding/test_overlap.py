@@ -1,6 +1,5 @@
 """Prefetch and reductions that run while others compute: same bits in every use."""
 
-import dataclasses
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -11,8 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 from graphfsdp.base.collectives import Transfer, all_gather_, all_reduce_, reduce_scatter_
-from graphfsdp.config import OverlapPolicy
-from graphfsdp.errors import ConfigError, PhaseError
+from graphfsdp.errors import PhaseError
 from graphfsdp.sharding.module import unit_of
 from overlap_helpers import inputs, make_stack
 from ranks import on_ranks, rank_device, world_group
@@ -189,26 +187,10 @@ def test_all_gathers_have_a_communicator_made_once() -> None:
             assert (buffer.gather_group is not buffer.mesh.inner) == buffer.sharded
             assert buffer.gather_group.size() == buffer.mesh.inner.size()
             groups += [buffer.gather_group] * buffer.sharded
-    shared: Any = make_net(
-        "optim_grads_params", overlap=OverlapPolicy(separate_communicators=False)
-    )
+    shared: Any = make_net("optim_grads_params", overlap=False)
     shared.prepare_shards()
     assert all(buffer.gather_group is buffer.mesh.inner for buffer in buffers(shared))
     assert len({id(group) for group in groups}) == 1
-
-
-def test_the_policy_is_checked() -> None:
-    assert OverlapPolicy.parse(False) == OverlapPolicy(False, False, False, False)
-    assert OverlapPolicy.parse(True) == OverlapPolicy()
-    policy = OverlapPolicy(reduce_grads=False)
-    assert OverlapPolicy.parse(policy) is policy
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        policy.reduce_grads = True  # type: ignore[misc]
-    wrong: Any = "yes"
-    with pytest.raises(ConfigError, match="overlap must be True, False or an OverlapPolicy"):
-        OverlapPolicy.parse(wrong)
-    with pytest.raises(ConfigError, match="forward_prefetch must be True or False"):
-        OverlapPolicy(forward_prefetch=wrong)
 
 
 @on_ranks("ranks2")

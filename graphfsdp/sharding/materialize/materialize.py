@@ -113,7 +113,7 @@ def memory_for_values(model: nn.Module) -> Iterator[Callable[[Iterable[Tensor]],
     device = _target_device(None, units)
     if awaits:
         for root in sharded_roots(model):
-            shards_of(root).move_to(device)
+            shards_of(root).move_together(device)
     for name, tensor in plain.items():
         if tensor.is_meta:  # not given memory under another name
             give_memory(tensor, device, name)
@@ -193,7 +193,7 @@ class _Materialization:
 
     def _give_memory(self) -> None:
         for shards in self._shards:
-            shards.move_to(self._device)
+            shards.move_together(self._device)
         for entry in self._order.plain.values():
             give_memory(entry.tensor(), self._device, entry.name)
         for entry in self._order.kept.values():
