@@ -12,11 +12,9 @@ from graphfsdp.optim.fused.optimizers import FusedLion as FusedLion
 from graphfsdp.optim.fused.optimizers import FusedSGD as FusedSGD
 from graphfsdp.optim.schedule import ParamSchedule as ParamSchedule
 from graphfsdp.optim.schedule import ParamScheduler as ParamScheduler
-from graphfsdp.optim.whole.adafactor import Adafactor as Adafactor
 from graphfsdp.optim.whole.muon import Muon as Muon
 
 __all__ = [
-    "Adafactor",
     "DeviceGradScaler",
     "FusedAdam",
     "FusedLion",

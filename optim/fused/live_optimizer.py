@@ -171,7 +171,7 @@ class LiveOptimizer(torch.optim.Optimizer, abc.ABC):
             self.load_states(loaded)
             if "control" in state_dict:
                 self._control.load_state_dict(state_dict["control"])
-        self._load_numbers(state_dict)
+        load_groups(state_dict, self.param_groups)
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)
 
@@ -194,9 +194,6 @@ class LiveOptimizer(torch.optim.Optimizer, abc.ABC):
                 found = Saved(param, row, name_of(row, index), entries, saved)
                 loaded[param] = self._match_entries(found) if entries else None
         return loaded
-
-    def _load_numbers(self, state_dict: dict[str, Any]) -> None:
-        load_groups(state_dict, self.param_groups)
 
     def __getstate__(self) -> dict[str, Any]:
         refuse_copies(self.state)

@@ -147,7 +147,8 @@ _RUN_SETTINGS = frozenset({"foreach", "capturable", "differentiable", "fused"})
 _COMPARED = frozenset(
     {"amsgrad", "maximize", "bias_correction", "decoupled_weight_decay", "nesterov"}
 )
-_NOT_LOADED = _RUN_SETTINGS | _COMPARED | {"params", "param_names", "step"}
+_OF_TORCHS_MUON = frozenset({"ns_coefficients", "ns_steps", "adjust_lr_fn"})
+_NOT_LOADED = _RUN_SETTINGS | _COMPARED | _OF_TORCHS_MUON | {"params", "param_names", "step"}
 
 
 def copy_states(loaded: Loaded, states: Mapping[Tensor, dict[str, Tensor]]) -> None:
@@ -210,16 +211,11 @@ def _copy_main(param: Tensor, main: Tensor, saved: Tensor | None) -> None:
         main.copy_(join_remainder(param, saved))
 
 
-def load_groups(
-    state_dict: Mapping[str, Any],
-    groups: Sequence[dict[str, Any]],
-    *,
-    known_only: bool = False,  # leave out what the groups here do not have
-) -> None:
+def load_groups(state_dict: Mapping[str, Any], groups: Sequence[dict[str, Any]]) -> None:
     """Take over the saved hyper-parameters; an lr that is a tensor here keeps its address."""
     for group, saved in zip(groups, state_dict["param_groups"], strict=True):
         for key, value in saved.items():
-            if key in _NOT_LOADED or (known_only and key not in group):
+            if key in _NOT_LOADED:
                 continue
             current = group.get(key)
             if isinstance(current, Tensor):

@@ -1,4 +1,4 @@
-"""Optimizers that need whole tensors: Muon and Adafactor.
+"""Muon, which needs whole matrices.
 
 Imports graphfsdp.base and fused.
 """

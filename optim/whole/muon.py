@@ -4,16 +4,24 @@ Shapes: A, B = rows and columns of a matrix; [] is a 0-D tensor.
 """
 
 import math
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
+from torch.utils._python_dispatch import _disable_current_modes
 
-from graphfsdp.base.dtensors import local_part, wrap_like
-from graphfsdp.errors import ConfigError
-from graphfsdp.optim.fused.checks import check_placements
+from graphfsdp.base.dtensors import is_dtensor, local_part, wrap_like
+from graphfsdp.base.streams import is_capturing
+from graphfsdp.errors import CaptureError, ConfigError
+from graphfsdp.optim.fused.checks import (
+    check_gradient,
+    check_parameter,
+    check_placements,
+    parameter_name,
+)
+from graphfsdp.optim.fused.control import StepControl
 from graphfsdp.optim.fused.hyper_table import (
     Row,
     Rule,
@@ -22,17 +30,26 @@ from graphfsdp.optim.fused.hyper_table import (
     check_number,
     plain_lr,
 )
+from graphfsdp.optim.fused.live_optimizer import LiveOptimizer
 from graphfsdp.optim.fused.settings import Flags
+from graphfsdp.optim.fused.state import Loaded, Saved, State, saved_tensor
 from graphfsdp.optim.fused.storage import StepTensors, make_columns
 from graphfsdp.optim.fused.update import adam_coefficients, adam_update_
 from graphfsdp.optim.whole.row_gather import gather_rows, own_rows
-from graphfsdp.optim.whole.tensor_optimizer import TensorMember, TensorOptimizer
 
 _ADJUSTMENTS = ("original", "match_rms_adamw")
 _COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 
 
-class Muon(TensorOptimizer):
+class _Member(NamedTuple):
+    param: Tensor  # maybe a DTensor
+    weight: Tensor  # this rank's rows of it
+    grad: Tensor | None  # None where another rank may have rows with one
+    state: dict[str, Tensor]  # this rank's part
+    row: int  # group, as row of the hyper-parameter table
+
+
+class Muon(LiveOptimizer):
     """torch.optim.Muon with live numbers, and AdamW for what is no matrix of a hidden layer.
 
     A group with ``use_muon=False`` (embeddings, norms, biases, the output layer) is stepped by
@@ -94,7 +111,7 @@ class Muon(TensorOptimizer):
             "betas": betas,
             "use_muon": True,
         }
-        super().__init__(params, defaults)
+        super().__init__(params, defaults, StepControl())
 
     def __getstate__(self) -> dict[str, Any]:
         own = ("_nesterov", "_coefficients", "_num_steps", "_adjust")
@@ -104,46 +121,115 @@ class Muon(TensorOptimizer):
     def _rule(self) -> Rule:
         return _RULE
 
-    def _check_member(self, param: Tensor, group: Mapping[str, Any], name: str) -> None:
-        if not group["use_muon"]:
+    @property
+    def skipped_steps(self) -> Tensor:
+        """[] float32, steps that were skipped; its address stays after the first step."""
+        return self._control.skipped_steps
+
+    def _check_params(self, row: int) -> None:
+        group = self.param_groups[row]
+        for index, param in enumerate(group["params"]):
+            name = parameter_name(self.param_groups)(row, index)
+            check_parameter(local_part(param), name)
+            if not group["use_muon"]:
+                continue
+            if param.dim() != 2:
+                raise ConfigError(
+                    f"Muon makes matrices orthogonal, but {name} has the shape "
+                    f"{tuple(param.shape)}. Remedy: a group with use_muon=False, which AdamW "
+                    "steps on"
+                )
+            what = "Muon gathers rows and columns"
+            check_placements(param, name, what, "Shard or Replicate", dim=None)
+
+    def _take_step(self, grad_scale: Tensor | None, found_inf: Tensor | None) -> None:
+        """Take the step, and take it back if the flag is set."""
+        members = self._members()
+        self._hyper.copy_tensor_lrs(self.param_groups)
+        if found_inf is None:
+            self._update(members, grad_scale)
             return
-        if param.dim() != 2:
-            raise ConfigError(
-                f"Muon makes matrices orthogonal, but {name} has the shape {tuple(param.shape)}. "
-                "Remedy: a group with use_muon=False, which AdamW steps on"
+        written = [
+            tensor for member in members for tensor in (member.weight, *member.state.values())
+        ]
+        kept = [tensor.clone() for tensor in written]
+        self._update(members, grad_scale)
+        skip = found_inf != 0
+        self._control.skipped_steps.add_(skip.to(self._control.skipped_steps.device))
+        for tensor, before in zip(written, kept, strict=True):
+            tensor.copy_(torch.where(skip.to(tensor.device), before, tensor))
+
+    def _members(self) -> list[_Member]:
+        """A sharded parameter without a gradient steps, too: another rank may have one."""
+        found = []
+        name_of = parameter_name(self.param_groups)
+        for row, group in enumerate(self.param_groups):
+            for index, param in enumerate(group["params"]):
+                weight = local_part(param.detach())
+                grad = None if param.grad is None else local_part(param.grad)
+                if grad is None and not (is_dtensor(param) and param.requires_grad):
+                    continue
+                if grad is not None:
+                    check_gradient(weight, grad, name_of(row, index))
+                self._create(param, group)
+                state = {key: local_part(value) for key, value in self.state[param].items()}
+                found.append(_Member(param, weight, grad, state, row))
+        return found
+
+    def _create(self, param: Tensor, group: Mapping[str, Any]) -> None:
+        if self.state.get(param):
+            return
+        if is_capturing():
+            raise CaptureError(
+                "Muon has to make state, which is not possible inside a CUDA graph capture. Take "
+                "at least one step before it (warmup_steps >= 1)"
             )
-        what = "Muon gathers rows and columns"
-        check_placements(param, name, what, "Shard or Replicate", dim=None)
+        # A recording must not hold it: it happens once.
+        with torch.no_grad(), _disable_current_modes():
+            self.state[param] = _new_state(param, group)
+            self._control.place(param.device)
 
-    def _new_state(self, param: Tensor, group: Mapping[str, Any]) -> dict[str, Tensor]:
-        local = local_part(param.detach())
-        dtype = torch.promote_types(local.dtype, torch.float32)
+    def _match_entries(self, saved: Saved) -> State:
+        group = self.param_groups[saved.row]
+        expected = self.state.get(saved.param) or _new_state(saved.param, group)
+        return {
+            key: saved_tensor(saved.entries, key, tensor.shape, saved.name)
+            for key, tensor in expected.items()
+        }
 
-        def zeros() -> Tensor:
-            return wrap_like(torch.zeros_like(local, dtype=dtype), param)
+    def load_states(self, loaded: Loaded) -> None:
+        """Copy what was found; state that does not exist yet is made."""
+        for group in self.param_groups:
+            for param in group["params"]:
+                values = loaded.get(param)
+                if values:
+                    self._create(param, group)
+                    for key, value in values.items():
+                        self.state[param][key].copy_(value)
 
-        if group["use_muon"]:
-            return {"momentum_buffer": zeros()}
-        step = torch.zeros((), dtype=torch.float32, device=local.device)
-        return {"step": step, "exp_avg": zeros(), "exp_avg_sq": zeros()}
+    @torch.no_grad()
+    def restart_states(self, states: Mapping[Tensor, Mapping[str, Tensor]]) -> None:
+        """Give state the values with which it begins: zeros."""
+        for entries in states.values():
+            for tensor in entries.values():
+                tensor.zero_()
+        if len(states) == len(self.state):  # no step was taken before
+            self._control.restart()
 
     def _update(
         self,
-        members: list[TensorMember],
-        tables: Callable[[torch.device], Tensor],
-        grad_scale: Tensor | None,
+        members: list[_Member],
+        grad_scale: Tensor | None,  # [] float
     ) -> None:
-        matrices = []
+        matrices: dict[torch.device, list[_Member]] = {}
         for member in members:
             if self.param_groups[member.row]["use_muon"]:
-                matrices.append(member)
+                matrices.setdefault(member.weight.device, []).append(member)
             elif member.grad is not None:
-                _adam_step(member, tables(member.weight.device)[member.row], grad_scale)
-        by_device: dict[torch.device, list[TensorMember]] = {}
-        for member in matrices:
-            by_device.setdefault(member.weight.device, []).append(member)
-        for device, found in by_device.items():
-            table = tables(device)
+                row = self._hyper.on(member.weight.device)[member.row]
+                _adam_step(member, row, grad_scale)
+        for device, found in matrices.items():
+            table = self._hyper.on(device)
             rows = [self._direction(member, table[member.row], grad_scale) for member in found]
             whole = gather_rows([member.param for member in found], rows)
             for member, matrix in zip(found, whole, strict=True):
@@ -157,7 +243,7 @@ class Muon(TensorOptimizer):
                 if wide is not member.weight:
                     member.weight.copy_(wide)
 
-    def _direction(self, member: TensorMember, row: Tensor, grad_scale: Tensor | None) -> Tensor:
+    def _direction(self, member: _Member, row: Tensor, grad_scale: Tensor | None) -> Tensor:
         """Move the momentum, and return this rank's rows of what is to be made orthogonal."""
         buffer = member.state["momentum_buffer"]
         rest = 1 - row[1]
@@ -167,6 +253,19 @@ class Muon(TensorOptimizer):
         buffer.add_((grad - buffer) * rest)
         found = buffer - (buffer - grad) * rest if self._nesterov else buffer
         return found.to(torch.bfloat16)
+
+
+def _new_state(param: Tensor, group: Mapping[str, Any]) -> State:
+    local = local_part(param.detach())
+    dtype = torch.promote_types(local.dtype, torch.float32)
+
+    def zeros() -> Tensor:
+        return wrap_like(torch.zeros_like(local, dtype=dtype), param)
+
+    if group["use_muon"]:
+        return {"momentum_buffer": zeros()}
+    step = torch.zeros((), dtype=torch.float32, device=local.device)
+    return {"step": step, "exp_avg": zeros(), "exp_avg_sq": zeros()}
 
 
 def orthogonal(
@@ -190,7 +289,7 @@ def orthogonal(
     return found.T if tall else found
 
 
-def _adam_step(member: TensorMember, row: Tensor, grad_scale: Tensor | None) -> None:
+def _adam_step(member: _Member, row: Tensor, grad_scale: Tensor | None) -> None:
     assert member.grad is not None
     step = member.state["step"].add_(1)
     flags = Flags()

@@ -9,19 +9,17 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import graphfsdp
-from graphfsdp import ConfigError
 from graphfsdp.base.dtensors import local_part
-from graphfsdp.optim import Adafactor, Muon
+from graphfsdp.optim import Muon
 from parallel_models import (
     TP_AXES,
-    expert_parallel,
     part_of_axis,
     plain_model,
     tensor_parallel,
     whole_batches,
 )
 from ranks import RankPool
-from sharding_helpers import full_parameters, hybrid_mesh, hybrid_net, make_net, raises_on_rank
+from sharding_helpers import full_parameters, hybrid_mesh, hybrid_net, make_net
 
 
 def muon_of(model: nn.Module) -> Muon:
@@ -29,10 +27,6 @@ def muon_of(model: nn.Module) -> Muon:
     matrices = [param for param in trainable if param.dim() == 2]
     others = [param for param in trainable if param.dim() != 2]
     return Muon([{"params": matrices, "use_muon": True}, {"params": others, "use_muon": False}])
-
-
-def adafactor_of(model: nn.Module) -> Adafactor:
-    return Adafactor([param for param in model.parameters() if param.requires_grad])
 
 
 def stepped(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
@@ -47,39 +41,20 @@ def stepped(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Ten
 
 
 def same_steps(kind: str) -> None:
-    make = muon_of if kind.startswith("muon") else adafactor_of
-    mesh = kind.split()[1]
     model, plain = {
         "tensor": lambda: (tensor_parallel(), plain_model("feed")),
-        "expert": lambda: (expert_parallel(), plain_model("mixture")),
         "repeated": lambda: (hybrid_net("optim_grads_params", "no_shard"), make_net(None)),
         "cut": lambda: (hybrid_net("optim", "optim"), make_net(None)),
-    }[mesh]()
-    got, expected = stepped(model, make(model)), stepped(plain, make(plain))
+    }[kind]()
+    got, expected = stepped(model, muon_of(model)), stepped(plain, muon_of(plain))
     for name, whole in expected.items():
-        # Muon's matrices are the same bits; Adafactor's sums are of another order.
         bound = 1e-10 if whole.dtype == torch.float64 else 1e-5
         torch.testing.assert_close(got[name], whole, rtol=bound, atol=bound)
 
 
-@pytest.mark.parametrize(
-    "kind",
-    ["muon tensor", "muon repeated", "muon cut", "adafactor expert", "adafactor cut"],
-)
+@pytest.mark.parametrize("kind", ["tensor", "repeated", "cut"])
 def test_whole_tensors_are_found_over_all_axes(ranks4: RankPool, kind: str) -> None:
     ranks4.run(same_steps, kind)
-
-
-def columns_refused() -> list[str]:
-    with raises_on_rank(ConfigError) as messages:
-        adafactor_of(tensor_parallel())
-    return messages
-
-
-def test_adafactor_names_the_parameter_whose_columns_are_cut(ranks4: RankPool) -> None:
-    for (message,) in ranks4.run(columns_refused):
-        assert "Adafactor sums over rows and columns" in message
-        assert "Shard(dim=1)" in message
 
 
 def skipped(kind: str) -> None:

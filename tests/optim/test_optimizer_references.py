@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from graphfsdp.optim import Adafactor, FusedAdam, FusedLion, FusedSGD, Muon
+from graphfsdp.optim import FusedAdam, FusedLion, FusedSGD, Muon
 from ranks import RankPool
 
 RECORDED = json.loads(
@@ -24,7 +24,6 @@ OPTIMIZERS: Mapping[str, tuple[Any, float]] = MappingProxyType(
     {
         "sgd": (FusedSGD, 1e-5),
         "adamw": (FusedAdam, 1e-5),
-        "adafactor": (Adafactor, 1e-5),
         "lion": (FusedLion, 1e-5),
         # Directions are bfloat16: an entry may be a 64th off at the end of the five iterations,
         # times lr, summed over lr's six steps, times the root of the shape's ratio.

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 import graphfsdp
 from adam_helpers import Net, make_groups
 from graphfsdp.base.dtensors import local_part
-from graphfsdp.optim import Adafactor, FusedAdam, FusedLion, FusedSGD, Muon
+from graphfsdp.optim import FusedAdam, FusedLion, FusedSGD, Muon
 from helpers import assert_same_state, quick_garbage_collection, snapshot
 from ranks import RankPool
 
@@ -76,7 +76,6 @@ OURS: Mapping[str, Make] = MappingProxyType(
             m.parameters(), lr=0.01, master_weights=True, store_param_remainders=True
         ),
         "muon": make_muon,
-        "adafactor": lambda m: Adafactor(m.parameters(), lr=0.05),
     }
 )
 THEIRS: Mapping[str, Make] = MappingProxyType(

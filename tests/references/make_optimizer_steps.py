@@ -62,7 +62,6 @@ def main() -> None:
     cases = {
         "sgd": (optim.SGD, {"momentum": 0.9, "nesterov": True}, f"torch.optim.SGD of {version}"),
         "adamw": (optim.AdamW, {"betas": (0.8, 0.9)}, f"torch.optim.AdamW of {version}"),
-        "adafactor": (optim.Adafactor, {}, f"torch.optim.Adafactor of {version}"),
         "lion": (lion, {"betas": (0.95, 0.98)}, "lion-pytorch 0.2.5 of PyPI"),
     }
     found = {

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import graphfsdp
 from graphfsdp import NotCopyableError
-from graphfsdp.optim import Adafactor, FusedAdam
+from graphfsdp.optim import FusedAdam, Muon
 from helpers import assert_same_state, snapshot
 from ranks import RankPool
 
@@ -48,6 +48,12 @@ def sgd(params: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(params, lr=lr, momentum=0.9, fused=True)
 
 
+def muon_of(params: Any, lr: float) -> Muon:
+    params = list(params)
+    matrices, others = ([p for p in params if (p.dim() == 2) is wanted] for wanted in (True, False))
+    return Muon([{"params": matrices}, {"params": others, "use_muon": False}], lr=lr)
+
+
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("make_optim", [FusedAdam, sgd])
 def test_a_pair_that_is_being_replayed_is_copied_and_both_train_alike(
@@ -78,7 +84,7 @@ def test_a_pair_that_is_being_replayed_is_copied_and_both_train_alike(
 
 
 def copy_a_sharded_pair() -> None:
-    for make_optim in (FusedAdam, Adafactor):
+    for make_optim in (FusedAdam, muon_of):
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
         graphfsdp.fully_shard(model[0])
@@ -111,7 +117,7 @@ def save_a_sharded_state(folder: pathlib.Path) -> None:
     model = nn.Sequential(nn.Linear(4, 5), nn.Linear(5, 1))
     graphfsdp.fully_shard(model[0])
     graphfsdp.fully_shard(model)
-    for make_optim in (FusedAdam, Adafactor, partial(torch.optim.AdamW, fused=True)):
+    for make_optim in (FusedAdam, muon_of, partial(torch.optim.AdamW, fused=True)):
         optim = make_optim(model.parameters(), lr=0.01)
         step = capture(model, optim)
         for _ in range(5):
