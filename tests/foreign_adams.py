@@ -1,6 +1,6 @@
-"""Stand-ins for FusedAdams that cannot be installed here, made after recorded contracts.
+"""A stand-in for Transformer Engine's FusedAdam, made after a recorded contract.
 
-The contracts are in references/fused_adam_contracts.json. ``load_source`` runs the Python of an
+The contract is in references/fused_adam_contract.json. ``load_source`` runs the Python of the
 installed library with its CUDA kernels replaced by tensor code.
 """
 
@@ -16,13 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-CONTRACTS: list[dict[str, Any]] = json.loads(
-    (pathlib.Path(__file__).parent / "references" / "fused_adam_contracts.json").read_text()
+CONTRACT: dict[str, Any] = json.loads(
+    (pathlib.Path(__file__).parent / "references" / "fused_adam_contract.json").read_text()
 )
-
-
-def name_of(contract: dict[str, Any]) -> str:
-    return f"{contract['package']} {'.'.join(map(str, contract['version']))}"
+_PACKAGE, _SOURCE = "transformer_engine", "pytorch/optimizers/fused_adam.py"
 
 
 def adam_kernel(
@@ -39,7 +36,7 @@ def adam_kernel(
     weight_decay: float,
     inv_scale: Tensor,
 ) -> None:
-    """The capturable kernel of both libraries as tensor code; it writes gradients back, too."""
+    """The capturable kernel as tensor code; it writes gradients back, too."""
     go = noop != 1
     correction1 = 1 - beta1 ** step.double() if bias_correction else torch.ones(1)
     correction2 = 1 - beta2 ** step.double() if bias_correction else torch.ones(1)
@@ -102,7 +99,7 @@ def make_stand_in(contract: dict[str, Any]) -> type[torch.optim.Optimizer]:
             for group in self.param_groups:
                 _stand_in_step(self, group, grad_scaler)
 
-    FusedAdam.__module__ = f"{contract['package']}.optimizers"
+    FusedAdam.__module__ = f"{_PACKAGE}.optimizers"
     return FusedAdam
 
 
@@ -158,14 +155,14 @@ def _apply(kernel: Callable[..., None], noop: Tensor, lists: Any, *args: Any) ->
     kernel(65536, noop, lists, *args)
 
 
-def load_source(package: str, relative: str) -> Any:
-    """Return the module of an installed library's FusedAdam; its kernels are ``adam_kernel``.
+def load_source() -> Any:
+    """Return the module of the installed library's FusedAdam; its kernels are ``adam_kernel``.
 
     Returns None where the library's Python is not installed.
     """
-    spec = importlib.util.find_spec(package)
+    spec = importlib.util.find_spec(_PACKAGE)
     roots = [] if spec is None else list(spec.submodule_search_locations or [])
-    paths = [pathlib.Path(root) / relative for root in roots]
+    paths = [pathlib.Path(root) / _SOURCE for root in roots]
     path = next((path for path in paths if path.exists()), None)
     if path is None:
         return None
@@ -178,11 +175,9 @@ def load_source(package: str, relative: str) -> Any:
     replaced = {
         "torch": _TorchOnCpu("torch"),
         "transformer_engine_torch": kernels,
-        "amp_C": kernels,
         "multi_tensor_apply": applier,
-        "apex.multi_tensor_apply": applier,
     }
-    module = types.ModuleType(f"{package}.optimizers.fused_adam")
+    module = types.ModuleType(f"{_PACKAGE}.optimizers.fused_adam")
     module.__dict__["__builtins__"] = {**vars(__import__("builtins")), "__import__": None}
 
     def load(
@@ -190,7 +185,7 @@ def load_source(package: str, relative: str) -> Any:
     ) -> Any:
         if name in replaced:
             return replaced[name]
-        if level or name.startswith((package, "apex")):
+        if level or name.startswith(_PACKAGE):
             return _Anything(name)
         return __import__(name, scope, local, wanted, level)
 

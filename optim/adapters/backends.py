@@ -13,7 +13,7 @@ from graphfsdp.config import MixedPrecisionPolicy, Scope
 from graphfsdp.errors import ConfigError
 from graphfsdp.optim.adapters.as_made import TorchAdapter, is_as_made
 from graphfsdp.optim.adapters.baked import Adapter, BakedAdapter, Word
-from graphfsdp.optim.adapters.foreign import ForeignAdamAdapter, foreign_name
+from graphfsdp.optim.adapters.foreign import TransformerEngineAdapter, is_transformer_engines
 from graphfsdp.optim.adapters.precision import OptimizerFacts
 from graphfsdp.optim.fused.device_optimizer import DeviceOptimizer
 from graphfsdp.optim.fused.live_optimizer import LiveOptimizer
@@ -28,9 +28,8 @@ def adapt(optimizer: torch.optim.Optimizer) -> CapturableOptimizer:
             "its iteration is no fixed one. Remedy: an optimizer that steps without a closure"
         )
     if isinstance(optimizer, torch.optim.Optimizer):
-        name = foreign_name(optimizer)
-        if name is not None:
-            return ForeignAdamAdapter(optimizer, name)
+        if is_transformer_engines(optimizer):
+            return TransformerEngineAdapter(optimizer)
         return TorchAdapter(optimizer) if is_as_made(optimizer) else BakedAdapter(optimizer)
     raise ConfigError(
         f"expected a torch.optim.Optimizer, got {type(optimizer).__name__}; for a custom one, "

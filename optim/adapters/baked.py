@@ -345,7 +345,14 @@ class BakedAdapter(Adapter):
     def _check_inside_graph(
         self, named_params: Mapping[str, nn.Parameter], policy: MixedPrecisionPolicy
     ) -> None:
-        """Refuse an lr that would be read on the host."""
+        """Refuse an lr that would be read on the host, and apex."""
+        if self._name == "apex FusedAdam":
+            raise ConfigError(
+                "apex FusedAdam is not captured: in a graph it would read a parameter in its "
+                "gradient's dtype without a check, and leave the main weights of bfloat16 "
+                "parameters as they are. Ways out: graphfsdp.optim.FusedAdam; or "
+                "scope='forward_backward', which leaves the optimizer outside the graph"
+            )
         for index, group in enumerate(self.optimizer.param_groups):
             check_lr_device(
                 group,

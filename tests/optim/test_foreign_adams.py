@@ -1,6 +1,5 @@
-"""FusedAdams of Transformer Engine and apex: recorded contracts, captures, what is refused."""
+"""Transformer Engine's FusedAdam: its recorded contract, captures, what is refused."""
 
-import importlib
 import itertools
 from typing import Any
 
@@ -9,49 +8,43 @@ import torch
 from torch import Tensor, nn
 
 import graphfsdp
-from foreign_adams import CONTRACTS, load_source, make_stand_in, name_of
+from foreign_adams import CONTRACT, load_source, make_stand_in
 from graphfsdp.errors import GuardError
-from graphfsdp.optim.adapters.foreign import APEX, TE, Facts, _Steering, find_refusal
+from graphfsdp.optim.adapters.foreign import _Steering
 from helpers import quick_garbage_collection
 
-SOURCES = {
-    "transformer_engine": "pytorch/optimizers/fused_adam.py",
-    "apex": "optimizers/fused_adam.py",
-}
 BF16, FP32 = torch.bfloat16, torch.float32
 
 
-@pytest.mark.parametrize("contract", CONTRACTS, ids=name_of)
-def test_the_adapter_asks_for_nothing_that_a_contract_lacks(contract: dict[str, Any]) -> None:
-    constructor, attributes = set(contract["constructor"]), set(contract["attributes"])
-    # What the adapter reads without a default.
+@pytest.fixture(autouse=True)
+def newest(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        "graphfsdp.optim.adapters.foreign.installed_version", lambda _: tuple(CONTRACT["version"])
+    )
+
+
+def test_the_adapter_asks_for_nothing_that_the_contract_lacks() -> None:
+    constructor, attributes = set(CONTRACT["constructor"]), set(CONTRACT["attributes"])
     assert {"capturable", "master_weights", "_step_supports_amp_scaling"} <= attributes
-    assert "grad_scaler" in contract["step"]
-    assert set(contract["asks_grad_scaler_for"]) <= set(vars(_Steering))
-    # What it reads with a default is either an argument that is kept, or unknown.
-    for name in ("exp_avg_dtype", "exp_avg_sq_dtype", "master_weight_dtype", "use_decoupled_grad"):
-        assert (name in constructor) == (name in attributes)
-        assert contract["defaults"].get(name, "False") in ("torch.float32", "False")
+    assert "grad_scaler" in CONTRACT["step"]
+    assert set(CONTRACT["asks_grad_scaler_for"]) <= set(vars(_Steering))
+    defaults = {
+        **dict.fromkeys(("exp_avg_dtype", "exp_avg_sq_dtype", "master_weight_dtype"), str(FP32)),
+        **dict.fromkeys(("use_decoupled_grad", "store_param_remainders"), "False"),
+    }
+    assert defaults.keys() <= constructor & attributes
+    assert {name: CONTRACT["defaults"][name] for name in defaults} == defaults
 
 
-@pytest.mark.parametrize("contract", CONTRACTS, ids=name_of)
-def test_refusals_say_what_the_contract_does(contract: dict[str, Any]) -> None:
-    name = TE if contract["package"] == "transformer_engine" else APEX
-    version = tuple(contract["version"])
-
-    def captured(**facts: Any) -> bool:
-        return find_refusal(name, version, Facts(**facts)) is None
-
-    refusals = " ".join(contract["refusals"])
-    assert captured(dtensor=True) == contract["checks_dtensor_states"]
-    if "exp_avg_dtype" in contract["constructor"]:
-        assert captured(moments=(BF16, BF16)) == ("or both torch.bfloat16" in refusals)
-        assert captured(main=torch.float16, param=BF16, grad=BF16) == (
-            "only supports fp32 master weights" not in refusals
-        )
-    if "store_param_remainders" in contract["constructor"]:
-        assert "doesn't support storing param remainders" in refusals
-        assert not captured(param=BF16, grad=BF16, main=FP32, remainders=True)
+def test_the_adapter_refuses_what_the_contract_does() -> None:
+    refusals = " ".join(CONTRACT["refusals"])
+    for words in (
+        "only supports fp32 master weights",
+        "both torch.float32 or both torch.bfloat16",
+        "doesn't support storing param remainders",
+    ):
+        assert words in refusals
+    assert CONTRACT["checks_dtensor_states"]
 
 
 def train(cls: Any, scope: str, dtype: torch.dtype, **settings: Any) -> list[list[Tensor]]:
@@ -88,38 +81,24 @@ def assert_replays(cls: Any, dtype: torch.dtype, **settings: Any) -> None:
         assert moved == (after not in (1, 7)), after
 
 
-RUN = [c for c in CONTRACTS if tuple(c["version"]) in ((1, 10), (2, 20), (0, 1))]
+def test_a_replay_clips_skips_and_follows_lr_inside_its_kernel() -> None:
+    assert_replays(make_stand_in(CONTRACT), FP32)
 
 
-@pytest.mark.parametrize("contract", RUN, ids=name_of)
-def test_a_replay_clips_skips_and_follows_lr_inside_their_kernel(
-    contract: dict[str, Any],
-) -> None:
-    assert_replays(make_stand_in(contract), FP32)
-
-
-@pytest.mark.parametrize("package", SOURCES)
-def test_the_python_of_the_real_library_is_captured(
-    package: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    module = load_source(package, SOURCES[package])
+def test_the_python_of_the_real_library_is_captured() -> None:
+    module = load_source()
     if module is None:
-        pytest.skip(f"the Python of {package} is not installed")
+        pytest.skip("the Python of Transformer Engine is not installed")
     assert_replays(module.FusedAdam, FP32)
-    if package == "transformer_engine":
-        monkeypatch.setattr(
-            "graphfsdp.optim.adapters.foreign.installed_version", lambda package: (2, 20)
-        )
-        assert_replays(module.FusedAdam, BF16, master_weights=True)
+    assert_replays(module.FusedAdam, BF16, master_weights=True)
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("package", ["transformer_engine.pytorch", "apex"])
-def test_the_real_library_is_captured(package: str) -> None:
+def test_the_real_library_is_captured() -> None:
     def run(scope: str) -> Tensor:
         torch.manual_seed(0)
         model = nn.Linear(64, 64, device="cuda")
-        optimizer = module.FusedAdam(model.parameters(), lr=0.1, capturable=True)
+        optimizer = FusedAdam(model.parameters(), lr=0.1, capturable=True)
         with graphfsdp.capture(
             model, optimizer, scope=scope, loss_fn=lambda m, x: m(x).square().mean()
         ) as step:
@@ -129,7 +108,7 @@ def test_the_real_library_is_captured(package: str) -> None:
         return model.weight.detach().clone()
 
     try:
-        module = importlib.import_module(f"{package}.optimizers")
+        from transformer_engine.pytorch.optimizers import FusedAdam
     # Without its libraries the import of Transformer Engine ends in RuntimeError or OSError.
     except (ImportError, RuntimeError, OSError) as error:
         pytest.skip(str(error))
@@ -138,8 +117,7 @@ def test_the_real_library_is_captured(package: str) -> None:
 
 def test_a_changed_weight_decay_of_theirs_is_refused_by_name() -> None:
     model = nn.Linear(4, 4)
-    contract = next(c for c in CONTRACTS if c["version"] == [2, 20])
-    optimizer: Any = make_stand_in(contract)(model.parameters(), lr=0.1, capturable=True)  # type: ignore[call-arg]
+    optimizer: Any = make_stand_in(CONTRACT)(model.parameters(), lr=0.1, capturable=True)  # type: ignore[call-arg]
     with graphfsdp.capture(model, optimizer, loss_fn=lambda m, x: m(x).sum()) as step:
         for _ in range(4):
             step(torch.ones(2, 4))

@@ -1,5 +1,6 @@
-"""Which optimizer is refused with which precision: through the adapters, version by version."""
+"""Which optimizer is refused with which precision, through the adapters."""
 
+import re
 from collections.abc import Iterator
 from contextlib import nullcontext
 from functools import partial
@@ -14,58 +15,28 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 import graphfsdp
-from foreign_adams import CONTRACTS, make_stand_in
+from foreign_adams import CONTRACT, make_stand_in
 from graphfsdp import optim
 from graphfsdp.config import MixedPrecisionPolicy, Scope
 from graphfsdp.errors import ConfigError, PrecisionError
 from graphfsdp.optim import FusedAdam, FusedLion, FusedSGD
 from graphfsdp.optim.adapters import foreign as foreign_adapters
 from graphfsdp.optim.adapters.backends import adapt
-from graphfsdp.optim.adapters.foreign import APEX, REFUSALS, TE, Facts, Refusal, find_refusal
+from graphfsdp.optim.adapters.foreign import TE
 
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
-# How to come into each case from a plain float32 parameter, by a word of its name.
-CASES: dict[str, Facts] = {
-    "capturable=True": Facts(capturable=False),
-    "gradient's": Facts(grad=BF16),
-    "owns no": Facts(empty_shard=True),
-    "DTensors": Facts(dtensor=True),
-    "main weights that are": Facts(FP16, FP16, FP16),
-    "parameters with main": Facts(BF16, BF16, FP32),
-    "parameters without main": Facts(BF16, BF16),
-    "bfloat16 moments": Facts(moments=(BF16, BF16)),
-    "not both": Facts(moments=(FP32, BF16)),
-    "remainders": Facts(BF16, BF16, FP32, remainders=True),
+FULL = Scope.FULL_ITERATION
+# What Transformer Engine's has not in a graph: settings, dtype of a parameter, what is told of it.
+REFUSED: dict[str, tuple[dict[str, Any], torch.dtype, str]] = {
+    "on the host": ({"capturable": False}, FP32, r"made without capturable=True.*a replay would"),
+    "remainders": ({"store_param_remainders": True}, FP32, "store_param_remainders=True.*know no"),
+    "main weights": (
+        {"master_weights": True, "master_weight_dtype": FP16},
+        FP16,
+        r"main weights that are not float32.*master_weight_dtype=torch\.float32",
+    ),
+    "moments": ({"exp_avg_sq_dtype": BF16}, FP32, r"not both float32 or both bfloat16.*FusedAdam"),
 }
-
-
-def facts_of(refusal: Refusal) -> Facts:
-    (found,) = (facts for word, facts in CASES.items() if word in refusal.what)
-    return found
-
-
-def last_version(refusal: Refusal) -> tuple[int, ...]:
-    """Return the last one that it holds for."""
-    major, minor = refusal.before or (9, 1)
-    return major, minor - 1
-
-
-def refusal_name(refusal: Refusal) -> str:
-    return refusal.what
-
-
-@pytest.mark.parametrize(
-    ("name", "refusal"),
-    [(name, refusal) for name, found in REFUSALS.items() for refusal in found],
-    ids=lambda value: value if isinstance(value, str) else value.what,
-)
-def test_each_refusal_decides_its_case_in_its_versions(name: str, refusal: Refusal) -> None:
-    assert find_refusal(name, last_version(refusal), facts_of(refusal)) is refusal
-    assert refusal.why
-    assert refusal.remedy
-    assert find_refusal(name, (9, 1), Facts()) is None
-    if refusal.before:
-        assert find_refusal(name, refusal.before, facts_of(refusal)) is None
 
 
 @pytest.fixture
@@ -88,34 +59,10 @@ def make_foreign(package: str, params: list[nn.Parameter], **contract: Any) -> A
     return optimizer
 
 
-def parameter_of(facts: Facts) -> nn.Parameter:
-    shape = (0, 4) if facts.empty_shard else (2, 4)
-    local = torch.zeros(shape, dtype=facts.param)
-    if not facts.dtensor:
-        return nn.Parameter(local)
+def dtensor(shape: tuple[int, ...]) -> nn.Parameter:
     mesh = DeviceMesh("cpu", [0], _init_backend=False)
+    local = torch.zeros(shape)
     return nn.Parameter(DTensor.from_local(local, mesh, [Shard(0)], run_check=False))
-
-
-def use(package: str, facts: Facts) -> None:
-    param = parameter_of(facts)
-    contract: dict[str, Any] = {"capturable": facts.capturable}
-    if facts.main is not None:
-        contract |= {"master_weights": True, "master_weight_dtype": facts.main}
-    if package == "transformer_engine":
-        contract |= {
-            "exp_avg_dtype": facts.moments[0],
-            "exp_avg_sq_dtype": facts.moments[1],
-            "store_param_remainders": facts.remainders,
-            "use_decoupled_grad": True,
-        }
-    decoupled = bool(contract.get("use_decoupled_grad"))
-    policy = MixedPrecisionPolicy(main_grads_dtype=facts.grad, use_decoupled_grad=decoupled)
-    if not decoupled and facts.main is not None:
-        policy = MixedPrecisionPolicy()
-    adapter = adapt(make_foreign(package, [param], **contract))
-    adapter.check({"layer.weight": param}, policy, Scope.FORWARD_BACKWARD)
-    adapter.check({"layer.weight": param}, policy, Scope.FULL_ITERATION)
 
 
 class Quantised(nn.Parameter):
@@ -129,7 +76,7 @@ class Quantised(nn.Parameter):
     [
         *(
             partial(getattr(optim, name), lr=0.1)
-            for name in ("FusedAdam", "FusedSGD", "FusedLion", "Muon", "Adafactor")
+            for name in ("FusedAdam", "FusedSGD", "FusedLion", "Muon")
         ),
         partial(torch.optim.AdamW, lr=0.1, fused=True),
         partial(torch.optim.SGD, lr=0.1, fused=True),
@@ -155,48 +102,49 @@ def test_parameters_that_are_8_bit_numbers_are_refused_and_frozen_ones_not(make:
         adapter.check(named, MixedPrecisionPolicy(), Scope.FORWARD_BACKWARD)
 
 
-@pytest.mark.parametrize("refusal", REFUSALS[TE], ids=refusal_name)
-def test_transformer_engine_is_refused_until_the_version_that_can(
-    refusal: Refusal, monkeypatch: pytest.MonkeyPatch, mesh_of_one: None
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_transformer_engine_cannot_do_in_a_graph_is_refused_by_name(
+    name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    facts, version = facts_of(refusal), last_version(refusal)
-    monkeypatch.setattr(foreign_adapters, "installed_version", lambda _: version)
-    use("transformer_engine", Facts())
-    words = (f"{TE} {version[0]}.{version[1]} cannot", refusal.what, refusal.why, refusal.remedy)
-    with pytest.raises(PrecisionError) as caught:
-        use("transformer_engine", facts)
-    for part in (*words, "'layer.weight'"):
-        assert part in str(caught.value)
-    if refusal.before:
-        monkeypatch.setattr(foreign_adapters, "installed_version", lambda _: refusal.before)
-        use("transformer_engine", facts)
+    monkeypatch.setattr(foreign_adapters, "installed_version", lambda _: (2, 20))
+    settings, dtype, words = REFUSED[name]
+    param = nn.Parameter(torch.zeros(2, 4, dtype=dtype))
+    adapter = adapt(make_foreign("transformer_engine", [param], **settings))
+    adapter.check({"layer.weight": param}, MixedPrecisionPolicy(), Scope.FORWARD_BACKWARD)
+    with pytest.raises(PrecisionError, match=f"^{TE} 2.20 cannot.*'layer.weight'") as caught:
+        adapter.check({"layer.weight": param}, MixedPrecisionPolicy(), FULL)
+    assert re.search(words, str(caught.value))
 
 
-@pytest.mark.parametrize("refusal", REFUSALS[APEX], ids=refusal_name)
-def test_apex_is_refused_by_name(refusal: Refusal, mesh_of_one: None) -> None:
-    use("apex", Facts())
-    # Where two settings clash, the guard of gradients speaks first; see the next test.
-    earlier = "gradient's" in refusal.what or "parameters with main" in refusal.what
-    with pytest.raises(PrecisionError, match=None if earlier else refusal.what.split("(")[0]):
-        use("apex", facts_of(refusal))
+def test_transformer_engine_is_refused_before_the_version_that_can(
+    monkeypatch: pytest.MonkeyPatch, mesh_of_one: None
+) -> None:
+    policy = MixedPrecisionPolicy(main_grads_dtype=BF16, use_decoupled_grad=True)
+    settings: dict[str, Any] = {"use_decoupled_grad": True}
+    settings |= {"exp_avg_dtype": BF16, "exp_avg_sq_dtype": BF16}
+    for param in (nn.Parameter(torch.zeros(2, 4)), dtensor((2, 4)), dtensor((0, 4))):
+        adapter = adapt(make_foreign("transformer_engine", [param], **settings))
+        for version in ((2, 20), (2, 21), (3, 0)):
+            monkeypatch.setattr(foreign_adapters, "installed_version", lambda _, v=version: v)
+            adapter.check({"layer.weight": param}, policy, FULL)
+        monkeypatch.setattr(foreign_adapters, "installed_version", lambda _: (2, 19))
+        with pytest.raises(PrecisionError, match=f"^{TE} 2.19 .*Remedy: Transformer Engine 2.20"):
+            adapter.check({"layer.weight": param}, policy, FULL)
+        adapter.check({"layer.weight": param}, policy, Scope.FORWARD_BACKWARD)
 
 
-def test_apex_main_weights_and_mixed_gradients_are_refused() -> None:
-    param = nn.Parameter(torch.zeros(2, 4, dtype=BF16))
-    adapter = adapt(make_foreign("apex", [param], master_weights=True))
-    # The guard of gradients comes first: main weights are float32, so gradients should be.
-    policy = MixedPrecisionPolicy(main_params_dtype=FP32, main_grads_dtype=BF16)
-    with pytest.raises(PrecisionError, match="main_grads_dtype is bfloat16"):
-        adapter.check({"w": param}, policy, Scope.FULL_ITERATION)
-    policy = MixedPrecisionPolicy(main_params_dtype=FP32, main_grads_dtype=FP32)
-    with pytest.raises(PrecisionError, match="memory is corrupted"):
-        adapter.check({"w": param}, policy, Scope.FULL_ITERATION)
+def test_apex_is_refused_inside_a_graph_alone() -> None:
+    param = nn.Parameter(torch.zeros(2, 4))
+    adapter = adapt(make_foreign("apex", [param]))
+    adapter.check({"layer.weight": param}, MixedPrecisionPolicy(), Scope.FORWARD_BACKWARD)
+    with pytest.raises(ConfigError, match=r"apex FusedAdam .*'forward_backward'"):
+        adapter.check({"layer.weight": param}, MixedPrecisionPolicy(), FULL)
 
 
 def test_decoupled_gradients_of_a_foreign_optimizer_are_the_ones_that_are_scaled() -> None:
     param = nn.Parameter(torch.zeros(3))
     param.grad, param.decoupled_grad = torch.ones(3), torch.ones(3)  # type: ignore[attr-defined]
-    made: Any = make_stand_in(CONTRACTS[-2])
+    made: Any = make_stand_in(CONTRACT)
     adapter = adapt(made([param], lr=0.1, capturable=True, use_decoupled_grad=True))
     adapter.step(torch.tensor(0.5))
     assert param.decoupled_grad.tolist() == [0.5] * 3  # type: ignore[attr-defined]
@@ -228,17 +176,17 @@ def test_native_optimizers_are_captured_with_any_dtypes(
 def test_the_fused_sgd_of_torch_is_refused_on_dtensors_and_with_other_gradients(
     mesh_of_one: None,
 ) -> None:
-    def check(facts: Facts, policy: MixedPrecisionPolicy, *, fused: bool = True) -> None:
-        param = parameter_of(facts)
+    def check(param: nn.Parameter, policy: MixedPrecisionPolicy, *, fused: bool = True) -> None:
         adapter = adapt(torch.optim.SGD([param], lr=0.1, fused=fused))
         adapter.check({"layer.weight": param}, policy, Scope.FULL_ITERATION)
 
-    check(Facts(), MixedPrecisionPolicy())
-    check(Facts(dtensor=True), MixedPrecisionPolicy(), fused=False)
+    plain, cut = nn.Parameter(torch.zeros(2, 4)), dtensor((2, 4))
+    check(plain, MixedPrecisionPolicy())
+    check(cut, MixedPrecisionPolicy(), fused=False)
     with pytest.raises(ConfigError, match=r"'layer\.weight', which is a DTensor.*FusedSGD"):
-        check(Facts(dtensor=True), MixedPrecisionPolicy())
+        check(cut, MixedPrecisionPolicy())
     with pytest.raises(PrecisionError, match=r"'layer\.weight'"):
-        check(Facts(), MixedPrecisionPolicy(main_grads_dtype=BF16))
+        check(plain, MixedPrecisionPolicy(main_grads_dtype=BF16))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])

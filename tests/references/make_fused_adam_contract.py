@@ -1,29 +1,19 @@
-"""Writes fused_adam_contracts.json: what the FusedAdams of other libraries take and do.
+"""Writes fused_adam_contract.json: what Transformer Engine's FusedAdam takes and does.
 
-    python tests/references/make_fused_adam_contracts.py TRANSFORMER_ENGINE APEX WHEEL
+    python tests/references/make_fused_adam_contract.py WHEEL
 
-The first two are clones of github.com/NVIDIA/TransformerEngine and github.com/NVIDIA/apex, read
-through git, the last is transformer_engine-2.20.2-py3-none-any.whl of PyPI. Facts are read off the
-syntax tree; nothing is run. Only names, defaults and messages are kept.
+The wheel is transformer_engine-2.20.2-py3-none-any.whl of PyPI. Facts are read off the syntax tree;
+nothing is run. Only names, defaults and messages are kept.
 """
 
 import ast
 import json
 import pathlib
-import subprocess
 import sys
 import zipfile
 from typing import Any
 
-TAGS = ("v1.10", "v2.0", "v2.9", "v2.12", "v2.13", "v2.14", "v2.17", "v2.18")
 TE_PATH = "transformer_engine/pytorch/optimizers/fused_adam.py"
-APEX_PATH = "apex/optimizers/fused_adam.py"
-
-
-def shown(folder: str, revision: str, path: str) -> str:
-    """Return a file of a git repository."""
-    command = ["git", "-C", folder, "show", f"{revision}:{path}"]
-    return subprocess.run(command, check=True, capture_output=True, text=True).stdout
 
 
 def text_of(node: ast.expr) -> str:
@@ -73,36 +63,12 @@ def facts_of(source: str) -> dict[str, Any]:
 
 
 def main() -> None:
-    engine, apex, wheel = sys.argv[1:]
-    found = []
-    for tag in TAGS:
-        version = [int(part) for part in tag.removeprefix("v").split(".")]
-        source = f"github.com/NVIDIA/TransformerEngine, {TE_PATH}, tag {tag}"
-        facts = facts_of(shown(engine, tag, TE_PATH))
-        found.append(
-            {"package": "transformer_engine", "version": version, "source": source, **facts}
-        )
+    (wheel,) = sys.argv[1:]
     with zipfile.ZipFile(wheel) as archive:
         text = archive.read(TE_PATH).decode()
-    found.append(
-        {
-            "package": "transformer_engine",
-            "version": [2, 20],
-            "source": f"{pathlib.Path(wheel).name} of PyPI, {TE_PATH}",
-            **facts_of(text),
-        }
-    )
-    command = ["git", "-C", apex, "rev-parse", "HEAD"]
-    commit = subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
-    found.append(
-        {
-            "package": "apex",
-            "version": [0, 1],
-            "source": f"github.com/NVIDIA/apex, {APEX_PATH}, commit {commit}",
-            **facts_of(shown(apex, commit, APEX_PATH)),
-        }
-    )
-    target = pathlib.Path(__file__).with_name("fused_adam_contracts.json")
+    source = f"{pathlib.Path(wheel).name} of PyPI, {TE_PATH}"
+    found = {"version": [2, 20], "source": source, **facts_of(text)}
+    target = pathlib.Path(__file__).with_name("fused_adam_contract.json")
     target.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
 
 
