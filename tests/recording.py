@@ -1,13 +1,47 @@
 """Recording of any function on the CPU backend."""
 
 from collections.abc import Callable, Sequence
+from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
 
 from graphfsdp._capture.cpu.graph import CpuGraph, CpuGraphBackend
+from graphfsdp._capture.cpu.program import ProgramBuilder, ProgramSource
+from graphfsdp._capture.trace.values import Node
 
 CPU = torch.device("cpu")
+_POISON = 0xFF  # as bytes of a floating-point number a NaN, of an integer -1
+
+
+class _PoisoningBuilder(ProgramBuilder):
+    """Fills all of a program's memory with NaN patterns before each replay, and after last uses."""
+
+    _num_poisoned = -1  # nodes; -1: not even the memory as it was before the first
+
+    def _add_node(self, source: ProgramSource, node: Node) -> None:
+        if self._num_poisoned < 0:
+            self._poison(source, self.memory.pool)
+            self._num_poisoned = 0
+        super()._add_node(source, node)
+        lives = [*zip(self.memory._lives.values(), self.memory.plan.offsets, strict=True)]
+        index = next(index for index, each in enumerate(self.nodes) if each is node)
+        for life, offset in lives:
+            if self._num_poisoned <= life.end <= index and life.num_bytes:
+                self._poison(source, self.memory.pool[offset : offset + life.num_bytes])
+        self._num_poisoned = index + 1
+
+    def _poison(self, source: ProgramSource, memory: Tensor) -> None:
+        source.add(f"{self._constant(memory, 'a')}.fill_({_POISON})")
+
+
+class PoisoningBackend(CpuGraphBackend):
+    """Its programs overwrite their dead memory."""
+
+    def record(self, *args: Any, **kwargs: Any) -> Any:
+        with patch("graphfsdp._capture.cpu.graph.ProgramBuilder", _PoisoningBuilder):
+            return super().record(*args, **kwargs)
 
 
 def record(
@@ -18,7 +52,7 @@ def record(
     scratch: Sequence[Tensor] = (),
 ) -> tuple[CpuGraph, list[Tensor]]:
     """Record any function of no arguments."""
-    backend = CpuGraphBackend(CPU, poisons=poisons)
+    backend = (PoisoningBackend if poisons else CpuGraphBackend)(CPU)
     undo = backend.begin_undo(())
     try:
         with undo.watching():

@@ -227,12 +227,9 @@ class CpuGraphBackend:
         device: torch.device,
         *,
         compile: Compile = Compile.OFF,  # noqa: A002 (as torch has it)
-        poisons: bool = False,
     ) -> None:
-        """``poisons``, for tests: the program overwrites its dead memory with NaN patterns."""
         self.device = device
         self._compile = compile
-        self._poisons = poisons
         self.arena = Arena()
 
     def on_capture_stream(self) -> AbstractContextManager[None]:
@@ -282,7 +279,7 @@ class CpuGraphBackend:
         recording = finished(recorder, values)
         # The modes that see the iteration would slow down each call here, and see none of it.
         with torch._C._DisableTorchDispatch():
-            builder = ProgramBuilder(recording, scratch, self.arena, poisons=self._poisons)
+            builder = ProgramBuilder(recording, scratch, self.arena)
             recorder.forget_tensors()  # before the program is compiled, which takes as much again
             point = find_commit_point(builder.nodes, scratch)
             kept = [materialise(value, value.storage.get()) for value in point.kept]

@@ -180,14 +180,6 @@ class ProgramMemory:
         """Return the first byte in the arena of each planned storage, by id of its info."""
         return dict(zip(self._lives, self.plan.offsets, strict=True))
 
-    def dead_after(self, step: int) -> list[Tensor]:
-        """Return the memory, as bytes, of the planned storages whose last use is a step."""
-        return [
-            self.pool[offset : offset + life.num_bytes]
-            for life, offset in zip(self._lives.values(), self.plan.offsets, strict=True)
-            if life.end == step and life.num_bytes
-        ]
-
     def _fold(self, nodes: Sequence[Node]) -> set[int]:
         """Run the nodes that compute the same from constants in every replay, once and for all."""
         written = {id(v.storage) for node in nodes if node.effects for v in node.values}

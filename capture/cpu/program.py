@@ -25,7 +25,6 @@ Commit = Callable[[], None]
 
 _PART_LINES = 64
 _Held = list[Any]  # what one part of a program hands to the next
-POISON = 0xFF  # as bytes of a floating-point number a NaN, of an integer -1
 
 
 class ProgramSource:
@@ -124,18 +123,14 @@ class ProgramBuilder:
         program: Program,
         scratch: Sequence[Tensor],
         arena: Arena,
-        *,
-        poisons: bool = False,
     ) -> None:
         """Plan the program's memory.
 
         ``scratch`` are tensors from before the recording whose old contents nobody needs, ``arena``
-        is memory that no other program needs between two replays. ``poisons``, for tests: fill all
-        memory of the program with NaN patterns before each replay, and again after its last use.
+        is memory that no other program needs between two replays.
         """
         self._program = program
         self._outputs = program.outputs
-        self._poisons = poisons
         self._namespace: dict[str, Any] = {}
         self._names: dict[int, str] = {}  # by id of the Value
         self._constants: dict[int, str] = {}  # by id of the object
@@ -160,7 +155,6 @@ class ProgramBuilder:
         source = ProgramSource(self._namespace)
         call_commit = f"{self._constant(commit, 'commit')}()"
         call_clock = "" if clock is None else f"{self._constant(clock, 'clock')}()"
-        self._add_poison(source, -1)
         last_use = self._last_uses()
         for index, node in enumerate(self.nodes):
             if index == commit_node:
@@ -170,7 +164,6 @@ class ProgramBuilder:
             if not self.memory.needs_no_call(node):
                 self._add_node(source, node)
                 self.num_calls += 1
-            self._add_poison(source, index)
             dead = last_use.get(index, [])
             if dead:
                 source.drop(map(self._name, dead))
@@ -209,14 +202,6 @@ class ProgramBuilder:
             if not self.memory.is_fixed(value) and id(value) not in keep:
                 uses.setdefault(index, []).append(value)
         return uses
-
-    def _add_poison(self, source: ProgramSource, index: int) -> None:
-        """Overwrite what is dead after a node; all planned memory before any (-1)."""
-        if not self._poisons:
-            return
-        dead = self.memory.dead_after(index) if index >= 0 else [self.memory.pool]
-        for memory in dead:
-            source.add(f"{self._constant(memory, 'a')}.fill_({POISON})")
 
     def _name(self, value: Value) -> str:
         name = self._names.get(id(value))

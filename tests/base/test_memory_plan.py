@@ -11,9 +11,8 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from graphfsdp._capture.cpu.graph import CpuGraphBackend
 from graphfsdp.base.memory_plan import ALIGNMENT_BYTES, Lifetime, plan_memory
-from recording import record
+from recording import PoisoningBackend, record
 
 CPU = torch.device("cpu")
 
@@ -176,7 +175,7 @@ def test_what_a_failed_replay_must_put_back_is_written_by_its_own_copy() -> None
 
 
 def test_programs_of_one_backend_share_their_memory() -> None:
-    backend = CpuGraphBackend(CPU, poisons=True)
+    backend = PoisoningBackend(CPU)
     x, graphs = torch.randn(8, 8), []
 
     def iterate(size: int) -> list[Tensor]:

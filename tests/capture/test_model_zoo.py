@@ -1,14 +1,13 @@
 """Many kinds of models, captured: every number equals eager's bit for bit."""
 
-import functools
 import itertools
 
 import pytest
 import torch
 
 from graphfsdp._capture import choose_backend
-from graphfsdp._capture.cpu.graph import CpuGraphBackend
 from helpers import check_against_eager, run
+from recording import PoisoningBackend
 from zoo import ZOO
 
 
@@ -31,8 +30,7 @@ def test_replay_with_optimizers_of_torch_equals_eager(
 @pytest.fixture
 def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let every program on a CPU overwrite its dead memory."""
-    backend = functools.partial(CpuGraphBackend, poisons=True)
-    monkeypatch.setattr(choose_backend, "CpuGraphBackend", backend)
+    monkeypatch.setattr(choose_backend, "CpuGraphBackend", PoisoningBackend)
 
 
 @pytest.mark.usefixtures("poisoned")

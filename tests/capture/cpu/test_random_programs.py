@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import graphfsdp.api
-from graphfsdp._capture.cpu.graph import CpuGraphBackend
 from helpers import OPTIMIZERS, Case, assert_same_run, run
+from recording import PoisoningBackend
 from zoo import features
 
 WIDTH = 4
@@ -231,7 +231,7 @@ def check(
             patch.setattr(
                 graphfsdp.api,
                 "make_backend",
-                lambda name, device, *_: CpuGraphBackend(device, poisons=True),
+                lambda name, device, *_: PoisoningBackend(device),
             )
         got = run(case, scope, torch.device("cpu"), **options)
     assert_same_run(expected, got)
