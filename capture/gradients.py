@@ -14,7 +14,7 @@ from graphfsdp.base.dtensors import RankGroups, local_part, sharding_groups, wra
 from graphfsdp.base.flat_buffer import FlatBuffer, copy_all
 from graphfsdp.base.op_tensors import in_same_memory
 from graphfsdp.base.sharded import MainGrad
-from graphfsdp.errors import CaptureError, ConfigError
+from graphfsdp.errors import CaptureError
 
 # Gradients that wait to be copied together take memory beside their buffers, this much at most:
 # small ones until a backward pass is over, larger ones apart from them until it is reached.
@@ -270,8 +270,7 @@ class PersistentGradients:
         """Allocate the buffers and hook the parameters, each of which is named once.
 
         Gradients of ``sharded`` already have persistent buffers: the sharding binds these itself
-        after each reduction. ConfigError: this torch cannot hold a gradient of another dtype in
-        ``.grad``.
+        after each reduction.
         """
         sharded = sharded or {}
         groups: dict[tuple[torch.dtype, torch.device], list[tuple[str, nn.Parameter]]] = {}
@@ -291,7 +290,7 @@ class PersistentGradients:
             self.buffers.append(buffer)
             for (name, param), local_view in zip(members, buffer.views, strict=True):
                 view = wrap_like(local_view, param)
-                binding = _binding(name, param, dtype, use_decoupled_grad)
+                binding = _binding(param, dtype, use_decoupled_grad)
                 entries[name] = _Entry(name, param, view, binding)
                 if device.type == "cuda" and view is local_view:
                     kind = device, view.nbytes <= _SMALL_BYTES
@@ -466,19 +465,11 @@ def _landing(entry: _Entry) -> Callable[[Tensor], None]:
     return land
 
 
-def _binding(
-    name: str, param: nn.Parameter, dtype: torch.dtype, use_decoupled_grad: bool
-) -> Binding:
+def _binding(param: nn.Parameter, dtype: torch.dtype, use_decoupled_grad: bool) -> Binding:
     if use_decoupled_grad:
         return Binding.DECOUPLED_GRAD
     if dtype == param.dtype:
         return Binding.GRAD
-    if not hasattr(param, "grad_dtype"):
-        raise ConfigError(
-            f"the gradient of {name!r} must be {dtype} while the parameter is {param.dtype}, "
-            f"which .grad cannot hold in torch {torch.__version__}. Remedy: use decoupled "
-            "gradients (FusedAdam(use_decoupled_grad=True)) or torch >= 2.11"
-        )
     # None lifts autograd's demand that .grad has the parameter's dtype: autograd goes on
     # producing its own dtype, and the landing copy widens it.
     param.grad_dtype = None

@@ -73,16 +73,6 @@ class StepRunner:
         self._replays_before = 0  # the graphs that there are were captured
         self._first_states: FirstStates | None = None
 
-    @property
-    def grad_norm(self) -> Tensor | None:
-        """[] float32 of the last call, or None."""
-        return self._engine.grad_norm
-
-    @property
-    def skipped_steps(self) -> Tensor | None:
-        """[] float32, see ``CapturedStep.skipped_steps``."""
-        return self._engine.skipped_steps
-
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self.phase is Phase.EAGER or not self._ranks.is_collective:
             return self._run(args, kwargs)

@@ -33,6 +33,7 @@ class CapturedStep:
     def __init__(
         self, engine: Engine, options: CaptureOptions, example: ExampleBatch | None = None
     ) -> None:
+        self._engine = engine
         self._runner = StepRunner(engine, options)
         if example is not None:
             try:
@@ -151,7 +152,7 @@ class CapturedStep:
 
         None before the first call and without ``max_grad_norm``. Each call makes a new tensor.
         """
-        return self._runner.grad_norm
+        return self._engine.grad_norm
 
     @property
     def skipped_steps(self) -> Tensor | None:
@@ -160,7 +161,7 @@ class CapturedStep:
         None for an optimizer that counts none: torch's without ``skip_nonfinite``. Each look
         makes a new tensor, and reads nothing on the host.
         """
-        return self._runner.skipped_steps
+        return self._engine.skipped_steps
 
     def report(self, *, measure: bool = False) -> CaptureReport:
         """Return the facts of this step.

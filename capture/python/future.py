@@ -15,12 +15,13 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from types import FrameType
-from typing import Any, Protocol
+from typing import Any
 
 from graphfsdp._capture.python.clocks import ahead
 from graphfsdp._capture.python.places import Move, Place, Snapshot
 from graphfsdp._capture.python.series import further, steps_in
 from graphfsdp._capture.rules.constants import Program
+from graphfsdp._capture.trace.backend import Undo
 from graphfsdp._capture.trace.source import is_users_file, user_line_of
 from graphfsdp.base.hazards import HazardKind, SourceLine
 from graphfsdp.errors import CaptureError
@@ -53,17 +54,9 @@ class Run:
     error: Exception | None = None
 
 
-class Undoing(Protocol):
-    """What puts back the tensors that an iteration writes, as often as it is asked to."""
-
-    def watching(self) -> AbstractContextManager[None]: ...
-
-    def roll_back(self) -> None: ...
-
-
 def undone_run(
     iterate: Callable[[], object],
-    undo: Undoing,
+    undo: Undo,
     snapshot: Callable[[], Snapshot],
     noting: Callable[[], AbstractContextManager[Program | None]],
 ) -> Run:

@@ -64,10 +64,7 @@ class NativeAdapter(Adapter):
 
     def _baked_groups(self) -> Sequence[Mapping[str, Any]]:
         return [
-            {
-                "params": group["params"],
-                "lr": group["lr"] if isinstance(group["lr"], Tensor) else Word.NUMBER,
-            }
+            {"lr": group["lr"] if isinstance(group["lr"], Tensor) else Word.NUMBER}
             for group in self._native.param_groups
         ]
 
