@@ -37,9 +37,9 @@ def unwrapped(tensor: Tensor) -> Tensor:
     """Return what a wrapper that says itself what is gathered of it wraps; else the tensor."""
     if not hasattr(tensor, EXTENSION):
         return tensor
-    names, _ = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
-    inside: Tensor = getattr(tensor, names[0])
-    return inside
+    # __tensor_flatten__ would name it, but torchao's reads a scale's value there: a host sync.
+    held = (value for value in vars(tensor).values() if isinstance(value, Tensor))
+    return next(value for value in held if value.shape == tensor.shape)
 
 
 def sharding_groups(tensor: Tensor) -> RankGroups:
