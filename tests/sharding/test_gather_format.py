@@ -363,6 +363,14 @@ def test_a_live_graph_and_evaluations_compute_with_the_main_weights_of_now(
         fresh.load_state_dict(model.state_dict())
         assert not torch.equal(before, after)
         assert torch.equal(fresh(data(7)), after)
+        weights = [block.up.weight for block in model.blocks]
+        with torch.no_grad():  # what no counter of versions sees
+            weights[0].data.mul_(3)
+            torch._foreach_mul_(weights, 2.0)
+        fresh.load_state_dict(model.state_dict())
+        expected = fresh(data(7))
+        assert not torch.equal(expected, after)
+        assert torch.equal(step(data(7)), expected)
         model.load_state_dict(loaded)
         loss = step(data(9))
         other.load_state_dict(model.state_dict())
