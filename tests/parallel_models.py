@@ -28,10 +28,10 @@ from graphfsdp.base.collectives import all_gather_, reduce_scatter_
 from ranks import rank_device
 from sharding_helpers import (
     VOCABULARY,
-    Training,
     adam,
     assert_replayed,
     assert_same_training,
+    assert_trains_as_one,
     batches,
     hybrid_mesh,
     my_part,
@@ -43,7 +43,6 @@ NUM_EXPERTS = 4
 NUM_STEPS = 15  # 4 that are not replays
 TP_AXES = ("dp", "tp")
 EP_AXES = ("edp", "ep")
-RTOL, ATOL = 1e-9, 1e-11
 
 
 class Feed(nn.Module):
@@ -225,20 +224,6 @@ def part_of_axis(batch: Sequence[Tensor], mesh: DeviceMesh, axis: str) -> list[T
     rows = len(batch[0]) // mesh[axis].size()
     first = mesh.get_local_rank(axis) * rows
     return [part[first : first + rows] for part in batch]
-
-
-def assert_trains_as_one(got: Training, plain: Training, group: dist.ProcessGroup) -> None:
-    """Compare with the unsharded run; the mean loss of ``group`` is that of the whole batch."""
-    for mine, whole in zip(got.losses, plain.losses, strict=True):
-        mean = mine.clone()
-        dist.all_reduce(mean, op=dist.ReduceOp.AVG, group=group)
-        torch.testing.assert_close(mean, whole, rtol=RTOL, atol=ATOL)
-    for mine, whole in zip(got.norms, plain.norms, strict=True):
-        torch.testing.assert_close(mine, whole, rtol=1e-6, atol=0.0)  # a float32
-    assert list(got.params) == list(plain.params)
-    for name, whole in plain.params.items():
-        difference = float((got.params[name] - whole).abs().max())
-        assert difference <= ATOL + RTOL * float(whole.abs().max()), f"{name}: {difference}"
 
 
 def whole_batches() -> list[tuple[Tensor, Tensor]]:

@@ -32,6 +32,8 @@ NUM_SEQUENCES = 12  # divisible by 4 ranks times 3 microbatches
 NUM_POSITIONS = 5
 MAX_NORM = 0.5
 HYBRID_AXES = ("dp_replicate", "dp_shard")
+# Of two right runs in float64; a mistake is larger, and so is a rounding to float32.
+RTOL, ATOL = 1e-9, 1e-11
 ADAM_EPS = 1e-2  # large, so that Adam does not magnify the rounding of tiny gradients
 
 
@@ -117,10 +119,12 @@ def shard(model: nn.Module, strategy: str, **options: Any) -> nn.Module:
     return graphfsdp.fully_shard(model, strategy=strategy, **options)
 
 
-def make_net(strategy: str | None, dropout: float = 0.0, **options: Any) -> nn.Module:
+def make_net(
+    strategy: str | None, dropout: float = 0.0, dtype: torch.dtype = torch.float32, **options: Any
+) -> nn.Module:
     """Return a Net with a fixed seed on this rank's device, sharded unless strategy is None."""
     torch.manual_seed(0)
-    model = Net(dropout=dropout).to(rank_device())
+    model = Net(dropout=dropout).to(rank_device(), dtype)
     return model if strategy is None else shard(model, strategy, **options)
 
 
@@ -288,6 +292,32 @@ def replayed_as_eager(
     assert_same_training(*runs)
     assert_replayed(runs[1], num_steps)
     return runs[1]
+
+
+def assert_trains_as_one(got: Training, plain: Training, group: dist.ProcessGroup) -> None:
+    """Compare with the unsharded run; the mean loss of ``group`` is that of the whole batch."""
+    for mine, whole in zip(got.losses, plain.losses, strict=True):
+        mean = mine.clone()
+        dist.all_reduce(mean, op=dist.ReduceOp.AVG, group=group)
+        torch.testing.assert_close(mean, whole, rtol=RTOL, atol=ATOL)
+    for mine, whole in zip(got.norms, plain.norms, strict=True):
+        torch.testing.assert_close(mine, whole, rtol=1e-6, atol=0.0)  # a float32
+    assert list(got.params) == list(plain.params)
+    for name, whole in plain.params.items():
+        assert got.params[name].shape == whole.shape, name
+        if whole.numel():
+            difference = float((got.params[name] - whole).abs().max())
+            assert difference <= ATOL + RTOL * float(whole.abs().max()), f"{name}: {difference}"
+
+
+def assert_trains_as_whole(got: Training, optimizer: str = "fused_adam") -> None:
+    """Compare a Net's run in float64 with that of one process, of the whole model and batches."""
+    whole = make_net(None, dtype=torch.float64)
+    data = [tuple(part.to(rank_device()) for part in batch) for batch in batches(len(got.losses))]
+    expected = train(whole, adam(whole, optimizer), data=data, scope="none")
+    group = dist.group.WORLD
+    assert group is not None
+    assert_trains_as_one(got, expected, group)
 
 
 @contextmanager

@@ -18,7 +18,6 @@ from graphfsdp.errors import ConfigError
 from graphfsdp.optim.adapters.as_made import one_mesh_at_a_time
 from parallel_models import (
     TP_AXES,
-    assert_trains_as_one,
     part_of_axis,
     plain_model,
     tensor_parallel,
@@ -29,6 +28,7 @@ from sharding_helpers import (
     Training,
     assert_replayed,
     assert_same_training,
+    assert_trains_as_one,
     full_parameters,
     hybrid_mesh,
 )

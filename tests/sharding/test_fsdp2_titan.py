@@ -1,33 +1,116 @@
 """A loop in torchtitan's style, with tensor parallelism and mixed precision, on either import."""
 
-import pathlib
+import functools
 import warnings
 from typing import Any
 
 import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
 
-import titan_llama
+import graphfsdp
+from graphfsdp.training.gpt import GPT, GPTConfig
 from ranks import on_ranks
 from sharding_helpers import Training, adam, assert_same_training, train
 
-SOURCE = pathlib.Path(titan_llama.__file__).read_text()
-IMPORT = "from torch.distributed.fsdp import"
 NUM_STEPS = 8
+LLAMA = GPTConfig(
+    vocab_size=48,
+    seq_length=16,
+    num_layers=2,
+    hidden_size=32,
+    num_attention_heads=4,
+    position_embedding_type="rope",
+    normalization="RMSNorm",
+    swiglu=True,
+    untie_embeddings_and_output_weights=True,
+    disable_bias_linear=True,
+)
 
 
-def loop(package: str) -> dict[str, Any]:
-    assert SOURCE.count(IMPORT) == 1
-    found: dict[str, Any] = {"__name__": package}
-    source = SOURCE.replace(IMPORT, f"from {package} import")
-    exec(compile(source, f"loop of {package}", "exec"), found)
-    return found
+def apply_tp(model: GPT, mesh: DeviceMesh) -> None:
+    """Cut every weight; between layers each rank has a part of each sequence."""
+    parts, whole = Shard(1), Replicate()
+    plan: dict[str, Any] = {
+        "token_embedding": RowwiseParallel(input_layouts=whole, output_layouts=parts),
+        "final_norm": SequenceParallel(),
+        "output": ColwiseParallel(input_layouts=parts, output_layouts=whole),
+        "blocks.*.attention_norm": SequenceParallel(),
+        "blocks.*.attention": PrepareModuleInput(
+            input_layouts=(parts, None, None), desired_input_layouts=(whole, None, None)
+        ),
+        "blocks.*.attention.qkv": ColwiseParallel(output_layouts=whole),
+        "blocks.*.attention.out": ColwiseParallel(output_layouts=parts),
+        "blocks.*.ffn_norm": SequenceParallel(),
+        "blocks.*.ffn": PrepareModuleInput(input_layouts=(parts,), desired_input_layouts=(whole,)),
+        "blocks.*.ffn.gate": ColwiseParallel(),
+        "blocks.*.ffn.up": ColwiseParallel(),
+        "blocks.*.ffn.down": RowwiseParallel(output_layouts=parts),
+    }
+    parallelize_module(model, mesh, plan)
+
+
+def parallelized(shard: Any, tp: int) -> tuple[Any, DeviceMesh]:
+    size = torch.distributed.get_world_size()
+    mesh = init_device_mesh("cpu", (size // tp, tp), mesh_dim_names=("dp_shard", "tp"))
+    torch.manual_seed(0)
+    model = GPT(LLAMA)
+    apply_tp(model, mesh["tp"])
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    shard = functools.partial(shard, mesh=mesh["dp_shard"], mp_policy=policy)
+    shard(model.token_embedding, reshard_after_forward=True)
+    for block in model.blocks:
+        shard(block, reshard_after_forward=True)
+    shard([model.final_norm, model.output], reshard_after_forward=False)
+    shard(model)
+    return model, mesh
+
+
+def next_batch(index: int, mesh: DeviceMesh) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(31 * index + mesh["dp_shard"].get_local_rank())
+    starts = torch.randint(48, (4, 1), generator=generator)
+    tokens = (starts + 5 * torch.arange(17)) % 48
+    return tokens[:, :-1], tokens[:, 1:]
+
+
+def losses_of(shard: Any, tp: int, accumulation: int) -> list[float]:
+    """Return the losses of this rank."""
+    model, mesh = parallelized(shard, tp)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=False, foreach=True)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / 5))
+    losses = []
+    for step in range(NUM_STEPS):
+        optimizer.zero_grad()
+        for part in range(accumulation):
+            model.set_requires_gradient_sync(part == accumulation - 1)
+            loss = model(*next_batch(accumulation * step + part, mesh)) / accumulation
+            loss.backward()
+            losses.append(loss.item())
+        gradients = [param.grad for param in model.parameters() if param.grad is not None]
+        norm = nn.utils.get_total_norm(gradients, foreach=True)
+        if isinstance(norm, DTensor):
+            norm = norm.full_tensor()
+        nn.utils.clip_grads_with_norm_(model.parameters(), 1.0, norm, foreach=True)
+        optimizer.step()
+        scheduler.step()
+    return losses
 
 
 def compare(tp: int, accumulation: int) -> None:
-    packages = ("torch.distributed.fsdp", "graphfsdp")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # FSDP2's, of what its units return
-        theirs, ours = (loop(each)["train"](tp, NUM_STEPS, accumulation) for each in packages)
+        theirs, ours = (
+            losses_of(shard, tp, accumulation) for shard in (fully_shard, graphfsdp.fully_shard)
+        )
     assert theirs[-1] < theirs[0] * 0.75, theirs  # it learns
     # Until the first step weights are the same, and so is what is computed of them.
     assert ours[:accumulation] == theirs[:accumulation]
@@ -48,15 +131,12 @@ def test_losses_are_those_of_fsdp2_with_tensor_parallelism() -> None:
     compare(2, 2)
 
 
-def captured(tp: int, scope: str) -> Training:
-    ours = loop("graphfsdp")
-    model, mesh = ours["parallelized"](tp)
-    rank = mesh["dp_shard"].get_local_rank()
-    data = [ours["next_batch"](index, rank) for index in range(NUM_STEPS)]
-    options: dict[str, Any] = {"scope": scope, "warmup_steps": 1, "loss_fn": ours["loss_fn"]}
-    return train(model, adam(model), data=data, max_grad_norm=1.0, **options)
+def captured(scope: str) -> Training:
+    model, mesh = parallelized(graphfsdp.fully_shard, 2)
+    data = [next_batch(index, mesh) for index in range(NUM_STEPS)]
+    return train(model, adam(model), data=data, max_grad_norm=1.0, scope=scope, warmup_steps=1)
 
 
 @on_ranks("ranks2")
 def test_the_same_model_in_a_graph() -> None:
-    assert_same_training(*(captured(2, scope) for scope in ("none", "full_iteration")))
+    assert_same_training(*map(captured, ("none", "full_iteration")))

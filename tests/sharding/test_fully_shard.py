@@ -17,6 +17,7 @@ from sharding_helpers import (
     Training,
     adam,
     assert_equal_tensors,
+    assert_trains_as_whole,
     batches,
     buffers,
     full_parameters,
@@ -27,14 +28,13 @@ from sharding_helpers import (
     shard,
     units,
 )
-from sharding_reference import assert_close_to_reference, reference
 
 NUM_STEPS = 5
 
 
-def plain_loop(strategy: str, set_to_none: bool) -> Training:
+def plain_loop(strategy: str, set_to_none: bool) -> None:
     """Train as with FSDP2; the clipping is graphfsdp's."""
-    model = make_net(strategy)
+    model = make_net(strategy, dtype=torch.float64)
     optim = adam(model, "adamw")
     result = Training()
     for index, batch in enumerate(batches(NUM_STEPS)):
@@ -46,14 +46,14 @@ def plain_loop(strategy: str, set_to_none: bool) -> Training:
         optim.zero_grad(set_to_none=set_to_none)
         result.losses.append(loss.detach())
     result.params = full_parameters(model)
-    return result
+    assert_trains_as_whole(result, "adamw")
 
 
 @pytest.mark.parametrize(
     ("strategy", "set_to_none"), list(zip(STRATEGIES, (False, True, True, False), strict=True))
 )
 def test_the_loop_of_fsdp2_works(ranks2: RankPool, strategy: str, set_to_none: bool) -> None:
-    assert_close_to_reference(ranks2.run(plain_loop, strategy, set_to_none), reference(NUM_STEPS))
+    ranks2.run(plain_loop, strategy, set_to_none)
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)

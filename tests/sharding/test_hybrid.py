@@ -1,27 +1,22 @@
 """Two-axis meshes: cut over the inner ranks, repeated over the outer ones; or cut outside too."""
 
 import contextlib
-from collections import Counter
+import functools
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
 
 import graphfsdp
 from graphfsdp.optim import FusedAdam
-from helpers import OpNames
-from ranks import RankPool, on_ranks
+from ranks import on_ranks
 from sharding_helpers import (
     ADAM_EPS,
-    HYBRID_AXES,
-    STRATEGIES,
     Net,
-    Training,
+    assert_trains_as_whole,
     batches,
-    buffers,
     full_parameters,
     hybrid_mesh,
     hybrid_net,
@@ -30,87 +25,17 @@ from sharding_helpers import (
     replayed_as_eager,
     shard,
 )
-from sharding_reference import assert_close_to_reference, reference
-
-# Strategy inside, strategy outside.
-PAIRS = [
-    *((strategy, "no_shard") for strategy in STRATEGIES),
-    *((strategy, "optim") for strategy in STRATEGIES[1:]),
-]
-
-
-def both_scopes(strategy: str, outer: str, microbatches: int, num_steps: int) -> Training:
-    return replayed_as_eager(
-        lambda: hybrid_net(strategy, outer), num_steps=num_steps, microbatches=microbatches
-    )
 
 
 @pytest.mark.parametrize(
     ("strategy", "outer"),
     [("optim_grads", "no_shard"), ("optim_grads_params", "optim")],
 )
-def test_two_axes_train_as_one_rank_and_replay_as_eager(
-    ranks4: RankPool, strategy: str, outer: str
-) -> None:
+@on_ranks("ranks4")
+def test_two_axes_train_as_one_rank_and_replay_as_eager(strategy: str, outer: str) -> None:
     num_steps = num_steps_of(strategy, "optim_grads_params")
-    results = ranks4.run(both_scopes, strategy, outer, 3, num_steps)
-    assert_close_to_reference(results, reference(num_steps))
-
-
-class Collectives(OpNames):
-    """Counts collectives by the axis that they run over."""
-
-    def __init__(self, mesh: DeviceMesh, model: Any) -> None:
-        super().__init__()
-        self._axes: dict[str, str] = {mesh.get_group(axis).group_name: axis for axis in HYBRID_AXES}
-        for buffer in buffers(model):  # all-gathers have communicators of their own
-            self._axes[buffer.gather_group.group_name] = self._axes[buffer.mesh.inner.group_name]
-        self.counts: Counter[str] = Counter()
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        if func.namespace == "graphfsdp" and func._opname != "wait_":
-            group = next(arg for arg in args if isinstance(arg, str))
-            self.counts[f"{func._opname} {self._axes[group]}"] += 1
-        return super().__torch_dispatch__(func, types, args, kwargs)
-
-
-def collectives_of(strategy: str, outer: str) -> tuple[dict[str, int], int, int, int]:
-    """Count forward and backward of three microbatches."""
-    model = hybrid_net(strategy, outer)
-    cut = sum(buffer.sharded for buffer in buffers(model))
-    trainable = [buffer.sharded for buffer in buffers(model, trainable=True)]
-    part = my_part(batches(1)[0])
-    model.prepare_shards()
-    seen = Collectives(hybrid_mesh(), model)
-    with seen:
-        for index in range(3):
-            model.set_is_last_microbatch(index == 2)
-            model(*(leaf[index : index + 1] for leaf in part)).backward()
-            if index < 2:
-                assert all(param.grad is None for param in model.parameters())
-                assert not any("replicate" in key and "reduce" in key for key in seen.counts)
-    assert any(param.grad is not None for param in model.parameters())
-    return dict(seen.counts), cut, trainable.count(True), trainable.count(False)
-
-
-@pytest.mark.parametrize(("strategy", "outer"), PAIRS)
-def test_the_outer_axis_is_reduced_in_the_last_microbatch_only(
-    ranks4: RankPool, strategy: str, outer: str
-) -> None:
-    for counts, cut, sharded, whole in ranks4.run(collectives_of, strategy, outer):
-        inside = 3 if strategy in STRATEGIES[2:] else 1
-        assert counts.get("reduce_scatter_ dp_shard", 0) == inside * sharded
-        assert counts.get("all_reduce_ dp_shard", 0) == inside * whole
-        if outer == "optim":
-            assert counts["all_gather_ dp_replicate"] == cut  # once an iteration
-            assert counts["reduce_scatter_ dp_replicate"] == sharded
-            assert counts.get("all_reduce_ dp_replicate", 0) == whole
-        else:
-            assert "all_gather_ dp_replicate" not in counts
-            assert "reduce_scatter_ dp_replicate" not in counts
-            assert counts["all_reduce_ dp_replicate"] == sharded + whole
+    make = functools.partial(hybrid_net, strategy, outer, dtype=torch.float64)
+    assert_trains_as_whole(replayed_as_eager(make, num_steps=num_steps, microbatches=3))
 
 
 # Per backward pass: is it the last microbatch? "local": it runs under no_sync.
