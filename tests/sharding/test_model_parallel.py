@@ -15,9 +15,7 @@ import graphfsdp
 from graphfsdp import ConfigError
 from parallel_models import (
     EP_AXES,
-    NUM_EXPERTS,
     TP_AXES,
-    expert_parallel,
     part_of_axis,
     plain_model,
     tensor_parallel,
@@ -194,11 +192,3 @@ def test_axes_and_experts_that_do_not_fit_are_refused_by_name() -> None:
     )
     with raises_on_rank(ConfigError, "holds another model than rank"):
         uneven.prepare_shards()
-
-
-@on_ranks("ranks4")
-def test_a_parameter_of_experts_has_the_shape_of_all_of_them() -> None:
-    weight = expert_parallel().blocks[1].experts.weight
-    assert tuple(weight.shape) == (NUM_EXPERTS, 8, 8)
-    (part,) = part_of_axis([weight], hybrid_mesh((2, 2), EP_AXES), "ep")
-    assert part.shape[0] == NUM_EXPERTS // 2

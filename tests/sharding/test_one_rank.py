@@ -1,6 +1,5 @@
 """What one rank meets and the others do not: all of them do the same, at once."""
 
-import contextlib
 import time
 from typing import Any
 
@@ -11,7 +10,7 @@ from torch import Tensor, nn
 
 import graphfsdp
 import rank_steps
-from faults import FaultMode, World
+from faults import World
 from graphfsdp import CaptureError, Phase
 from graphfsdp.optim import FusedAdam
 from helpers import quick_garbage_collection
@@ -71,67 +70,40 @@ def test_a_number_that_one_rank_changes_before_the_capture_costs_all_one_more_wa
     assert torch.equal(first[2], second[2])
 
 
-def build(strategy: str, scope: str, **options: Any) -> tuple[Any, nn.Module, FusedAdam]:
-    # A failed iteration makes units forget their order, and the next one prefetches nothing: for
-    # the capture after it that is another path, which costs a warm-up or a refusal more.
-    step, model, optim = rank_steps.build(strategy, scope, nn.BatchNorm1d(WIDTH), **options)
-    for unit in units(model):
-        unit.schedule._prefetch = lambda entries: None  # type: ignore[method-assign]
-    return step, model, optim
-
-
-class OneRank:
-    """Training in which something goes wrong on one rank, again and again."""
-
-    def __init__(self, strategy: str, **options: Any) -> None:
-        eager, *_ = build(strategy, "none")
-        self.expected = [eager(batch(index)) for index in range(10)]
-        self.step, self.model, self.optim = build(strategy, "full_iteration", **options)
-        self.num_trained = 0
-
-    def train(self, mode: Any = None) -> None:
-        """Train once more; nothing that went wrong must have left a trace."""
-        x = batch(self.num_trained)
-        with mode or contextlib.nullcontext():
-            got = self.step(x)
-        assert torch.equal(got, self.expected[self.num_trained]), self.num_trained
-        self.num_trained += 1
-
-    def fail(
-        self,
-        kinds: tuple[type[BaseException], type[BaseException]],
-        message: str,
-        x: Tensor,
-        mode: FaultMode | None = None,
-        *,
-        without_gradients: bool = True,
-    ) -> None:
-        """Call once, with what this rank has to raise; the other rank names it."""
-        quick_garbage_collection()
-        world = World(self.model, self.optim)
-        started = time.monotonic()
-        inside = mode or contextlib.nullcontext()
-        with pytest.raises(kinds[dist.get_rank()], match=message), inside:
-            self.step(x)
-        assert time.monotonic() - started < GROUP_TIMEOUT_S / 3
-        world.assert_unchanged(message, without_gradients=without_gradients)
-
-
 @pytest.mark.parametrize("strategy", ["no_shard", "optim_grads_params"])
 @on_ranks("ranks2")
 def test_what_all_ranks_refuse_ends_the_call_and_training_goes_on(strategy: str) -> None:
-    training = OneRank(strategy)
-    x, short = batch(100), batch(101)[:2]
-    mismatch = (graphfsdp.BatchMismatchError,) * 2
-    training.train()
-    training.fail(mismatch, "^batch leaf", short, without_gradients=False)
-    training.train()
-    training.train()
-    assert training.step.phase is Phase.REPLAY
-    training.fail(mismatch, "^batch leaf", short)
-    training.train()
-    training.model.eval()
-    training.fail((graphfsdp.GuardError,) * 2, r"the model \(with .*was in train mode", x)
-    training.model.train()
-    training.train()
-    training.step.close()
+    eager, *_ = rank_steps.build(strategy, "none", nn.BatchNorm1d(WIDTH))
+    expected = [eager(batch(index)) for index in range(5)]
+    step, model, optim = rank_steps.build(strategy, "full_iteration", nn.BatchNorm1d(WIDTH))
+    # A failed iteration makes units forget their order, and the next one prefetches nothing: for
+    # the capture after it that is another path, which costs a warm-up or a refusal more.
+    for unit in units(model):
+        unit.schedule._prefetch = lambda entries: None  # type: ignore[method-assign]
+
+    def train(index: int) -> None:
+        """Nothing that went wrong must have left a trace."""
+        assert torch.equal(step(batch(index)), expected[index]), index
+
+    def fail(kind: type[Exception], message: str, x: Tensor, without_gradients: bool) -> None:
+        quick_garbage_collection()
+        world = World(model, optim)
+        started = time.monotonic()
+        with pytest.raises(kind, match=message):
+            step(x)
+        assert time.monotonic() - started < GROUP_TIMEOUT_S / 3
+        world.assert_unchanged(message, without_gradients=without_gradients)
+
+    short = batch(101)[:2]
+    train(0)
+    fail(graphfsdp.BatchMismatchError, "^batch leaf", short, False)
+    train(1)
+    train(2)
+    assert step.phase is Phase.REPLAY
+    fail(graphfsdp.BatchMismatchError, "^batch leaf", short, True)
+    train(3)
+    model.eval()
+    fail(graphfsdp.GuardError, r"the model \(with .*was in train mode", batch(100), True)
+    model.train()
+    train(4)
+    step.close()

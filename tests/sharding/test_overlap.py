@@ -9,11 +9,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from graphfsdp.base.collectives import Transfer, all_gather_, all_reduce_, reduce_scatter_
-from graphfsdp.errors import PhaseError
 from graphfsdp.sharding.module import unit_of
 from overlap_helpers import inputs, make_stack
-from ranks import on_ranks, rank_device, world_group
+from ranks import on_ranks
 from sharding_helpers import (
     STRATEGIES,
     adam,
@@ -23,7 +21,6 @@ from sharding_helpers import (
     buffers,
     make_net,
     num_steps_of,
-    raises_on_rank,
     train,
 )
 
@@ -191,24 +188,3 @@ def test_all_gathers_have_a_communicator_made_once() -> None:
     shared.prepare_shards()
     assert all(buffer.gather_group is buffer.mesh.inner for buffer in buffers(shared))
     assert len({id(group) for group in groups}) == 1
-
-
-@on_ranks("ranks2")
-def test_collectives_in_two_parts() -> None:
-    group = world_group()
-    rank, num_ranks, device = dist.get_rank(), dist.get_world_size(), rank_device()
-    shard_, whole = torch.full((3,), float(rank), device=device), torch.empty(3 * num_ranks)
-    whole = whole.to(device)
-    part, full = torch.empty(2, device=device), torch.ones(2 * num_ranks, device=device)
-    total = torch.ones(4, device=device)
-    transfers = [Transfer(whole, shard_), Transfer(part, full), Transfer(total, total)]
-    all_gather_(whole, shard_, group, transfers[0])
-    reduce_scatter_(part, full, group, reduction="sum", transfer=transfers[1])
-    all_reduce_(total, group, reduction="sum", transfer=transfers[2])
-    for transfer in reversed(transfers):  # in another order than they began
-        transfer.wait()
-    assert torch.equal(whole.view(num_ranks, 3)[:, 0].cpu(), torch.arange(float(num_ranks)))
-    assert torch.equal(part.cpu(), torch.full((2,), float(num_ranks)))
-    assert torch.equal(total.cpu(), torch.full((4,), float(num_ranks)))
-    with raises_on_rank(PhaseError, "not under way"):
-        transfers[0].wait()

@@ -5,14 +5,11 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import graphfsdp
 from graphfsdp.sharding.gradients import Gradients
 from graphfsdp.sharding.module import unit_of
-from graphfsdp.sharding.schedule import Order
 from overlap_helpers import NUM_BLOCKS, Journal, inputs, make_stack
 from ranks import RankPool, on_ranks
 from sharding_helpers import (
@@ -104,23 +101,6 @@ def ends_of_backward() -> None:
 @pytest.mark.gpu
 def test_a_backward_pass_ends_on_the_stream_that_it_was_called_on(gpu_ranks: RankPool) -> None:
     gpu_ranks.run(ends_of_backward)
-
-
-@on_ranks("ranks2")
-def test_a_third_reduction_waits_for_the_first() -> None:
-    for iteration in journals(True):
-        under_way: list[str] = []
-        most = 0
-        for line in iteration:
-            kind, _, name = line.rpartition(" ")
-            if kind == "begin reduce_scatter":
-                under_way.append(name)
-            elif kind == "wait" and name in under_way:
-                assert under_way[0].partition("/")[0] == name.partition("/")[0], "oldest first"
-                under_way.remove(name)
-            most = max(most, len({name.partition("/")[0] for name in under_way}))
-        assert most == 2
-        assert not under_way, "all are over when backward returns"
 
 
 @on_ranks("ranks2")
@@ -231,28 +211,3 @@ def test_inference_mode_before_and_between() -> None:
             each(x).backward()
         for left, right in zip(model.parameters(), plain.parameters(), strict=True):
             assert torch.equal(left.grad.to_local(), right.grad.to_local())
-
-
-class Item:
-    """Stands for a unit and for its only buffer."""
-
-
-@settings(max_examples=60, deadline=None)
-@given(st.lists(st.lists(st.integers(0, 4), max_size=8), min_size=1, max_size=4))
-def test_an_order_predicts_what_came_next_and_nothing_else(passes: list[list[int]]) -> None:
-    items: Any = [Item() for _ in range(5)]
-    order = Order()
-    before: list[int] = []
-    for sequence in passes:
-        order.begin()
-        for index, number in enumerate(sequence):
-            upcoming = [items.index(unit) for unit, _ in order.note(items[number], [items[number]])]
-            follows = before[: index + 1] == sequence[: index + 1]
-            rest = before[index + 1 :] if follows else []
-            for guess in upcoming:
-                assert guess in rest
-            others = [other for other in rest if other != number]
-            assert bool(others) <= bool(upcoming)
-            assert len({guess for guess in upcoming if guess != number}) <= 1
-        order.end()
-        before = sequence
