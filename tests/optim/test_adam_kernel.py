@@ -105,22 +105,6 @@ def test_neighbouring_memory_is_not_touched() -> None:
     assert not torch.equal(wide.bundles[0][0][1024:3001], before.bundles[0][0][1024:3001])
 
 
-def test_tables_map_every_block_to_its_run() -> None:
-    dtypes = FP32
-    block = step_kernel.BLOCK_NUMEL
-    case = make_case([1, block, block + 1, 0, 3 * block], dtypes)
-    tables = step_kernel.make_tables(
-        case.bundles, case.lane_of, [(step, 0) for step in case.steps], torch.device("cpu")
-    )
-    columns = dict(zip(step_kernel.RUN_COLUMNS, tables.runs.t().tolist(), strict=True))
-    assert columns["numel"] == [1, block, block + 1, 0, 3 * block]
-    assert columns["first_block"] == [0, 1, 2, 4, 4]
-    assert tables.block_to_run.tolist() == [0, 1, 2, 2, 4, 4, 4]
-    assert columns["param"] == [bundle[0].data_ptr() for bundle in case.bundles]
-    assert columns["max_exp_avg_sq"] == columns["main_param"] == [0] * 5
-    assert tables.odd_runs.numel() == 0
-
-
 def test_a_model_of_many_tensors_costs_one_launch(monkeypatch: pytest.MonkeyPatch) -> None:
     kernels = MagicMock()
     monkeypatch.setattr(step_kernel, "_kernels", lambda: kernels)

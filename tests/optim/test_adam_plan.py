@@ -73,25 +73,6 @@ def test_a_parameter_with_gaps_is_updated_and_its_neighbours_are_not(device: tor
     assert torch.equal(storage[:, 3:], before[:, 3:])
 
 
-def test_step_without_any_gradient_does_nothing() -> None:
-    params, before = make_twins()
-    optimizer = FusedAdam(params, weight_decay=0.1)
-    optimizer.step()
-    assert_equal(params, before)
-    assert not optimizer.state
-
-
-def test_decoupled_gradients_are_read_instead_of_grad() -> None:
-    (param,) = make_params([(4,)])
-    twin = nn.Parameter(param.detach().clone())
-    optimizer = FusedAdam([param], use_decoupled_grad=True)
-    param.grad = torch.full((4,), 100.0)
-    param.decoupled_grad = twin.grad = torch.randn(4)  # type: ignore[attr-defined]
-    optimizer.step()
-    FusedAdam([twin]).step()
-    assert_equal([param], [twin])
-
-
 @pytest.mark.parametrize("set_to_none", [True, False])
 def test_zero_grad_resets_both_kinds_of_gradient(set_to_none: bool) -> None:
     param, untouched = make_params([(4,), (4,)])

@@ -154,21 +154,6 @@ def test_replays_go_on_with_what_was_loaded(name: str, device: torch.device) -> 
     assert_same_states(states[0], states[1])
 
 
-def test_the_optimizer_goes_on_by_itself(device: torch.device) -> None:
-    model = net(device)
-    optim = torch.optim.AdamW(model.parameters(), lr=0.01)
-    x = torch.randn(4, 6, device=device)
-    with graphfsdp.capture(model, optim, loss_fn=loss_fn) as step:
-        for _ in range(6):
-            step(x)
-    before = snapshot(model, optim)
-    own_iteration(model, optim, x)
-    assert not torch.equal(
-        before["parameter 0.weight"], snapshot(model, optim)["parameter 0.weight"]
-    )
-    assert next(iter(optim.state.values()))["step"] == 7
-
-
 def test_a_step_that_was_taken_before_is_refused() -> None:
     """It would not find the lr that is kept live, and go on with that of the capture."""
     model = net(torch.device("cpu"))

@@ -1,15 +1,11 @@
 """Merging of neighbouring tensors into flat runs."""
 
-import math
-from typing import Any
-
-import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from graphfsdp.optim.fused.flat_runs import flat_view, is_dense, merge_neighbours, same_layout
+from graphfsdp.optim.fused.flat_runs import merge_neighbours
 
 
 def _slices(sizes: list[int], gaps: list[int], dtype: torch.dtype) -> list[Tensor]:
@@ -19,37 +15,6 @@ def _slices(sizes: list[int], gaps: list[int], dtype: torch.dtype) -> list[Tenso
         tensors.append(buffer[end : end + size])
         end += size + gap
     return tensors
-
-
-def _columns(*gaps: list[int] | None, dtypes: tuple[torch.dtype, ...]) -> list[Any]:
-    """Return bundles of three parameters; a column without gaps has no tensors."""
-    found = [
-        [None] * 3 if gap is None else _slices([4, 6, 2], gap, dtype)
-        for gap, dtype in zip(gaps, dtypes, strict=True)
-    ]
-    return list(zip(*found, strict=True))
-
-
-@pytest.mark.parametrize(
-    ("gaps", "members"),
-    [
-        (([0, 0, 0], [0, 0, 0]), [(0, 1, 2)]),
-        (([0, 0, 0], [0, 3, 0]), [(0, 1), (2,)]),
-        (([0, 0, 0], None), [(0, 1, 2)]),
-    ],
-)
-def test_what_are_neighbours_in_all_columns_becomes_one_run(gaps: Any, members: Any) -> None:
-    bundles = _columns(*gaps, dtypes=(torch.bfloat16, torch.float32))
-    runs = merge_neighbours(bundles)
-    assert [run.members for run in runs] == members
-    for run in runs:
-        first = bundles[run.members[0]]
-        for column, tensor in enumerate(run.tensors):
-            if tensor is not None:
-                assert tensor.shape == (sum(bundles[i][0].numel() for i in run.members),)
-                assert tensor.data_ptr() == first[column].data_ptr()
-    backwards = merge_neighbours(bundles[::-1])
-    assert [tuple(2 - i for i in run.members) for run in backwards] == members
 
 
 def test_what_only_touches_is_not_merged() -> None:
@@ -92,37 +57,3 @@ def test_runs_cover_every_element_once_and_are_maximal(
             inside, gap_before = True, 0
         gap_before += gap
     assert len(runs) == num_stretches
-
-
-@pytest.mark.parametrize(
-    ("tensor", "expected"),
-    [
-        (torch.zeros(3, 4), True),
-        (torch.zeros(3, 4).t(), True),
-        (torch.zeros(2, 3, 4, 5).to(memory_format=torch.channels_last), True),
-        (torch.zeros(()), True),
-        (torch.zeros(0, 3), True),
-        (torch.zeros(4, 4)[:, :2], False),
-        (torch.zeros(1).expand(5), False),
-        (torch.zeros(6)[::2], False),
-    ],
-)
-def test_dense_means_one_stretch_each_element_once(tensor: Tensor, expected: bool) -> None:
-    assert is_dense(tensor.shape, tensor.stride()) is expected
-
-
-@given(st.lists(st.integers(1, 3), min_size=0, max_size=4), st.randoms())
-def test_every_permutation_of_a_contiguous_tensor_is_dense(
-    shape: list[int], random: object
-) -> None:
-    dims = list(range(len(shape)))
-    random.shuffle(dims)  # type: ignore[attr-defined]
-    tensor = torch.zeros(shape).permute(dims)
-    assert is_dense(tensor.shape, tensor.stride())
-    assert flat_view(tensor).numel() == math.prod(shape)
-
-
-def test_layouts_differ_by_strides_but_not_by_those_of_single_elements() -> None:
-    assert same_layout(torch.zeros(3, 1), torch.zeros(1, 3).t())
-    assert not same_layout(torch.zeros(3, 3), torch.zeros(3, 3).t())
-    assert not same_layout(torch.zeros(3), torch.zeros(4))

@@ -5,10 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
-from torch import Tensor, nn
 
-import graphfsdp
 from adam_helpers import (
     assert_equal,
     copies_of,
@@ -22,7 +19,6 @@ from adam_helpers import (
 )
 from graphfsdp.errors import ConfigError
 from graphfsdp.optim import Muon
-from ranks import RankPool
 
 SHAPES: list[tuple[int, ...]] = [(20, 10), (7, 16), (5, 5), (1, 3)]
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -82,42 +78,6 @@ def test_groups_without_muon_take_the_steps_of_adamw(device: torch.device) -> No
         theirs.step()
     for param, twin in zip(params[1:], twins[1:], strict=True):
         torch.testing.assert_close(param, twin, rtol=1e-5, atol=1e-6)
-
-
-def step_sharded(sharded: bool) -> list[Tensor]:
-    """Return whole weights after steps on the same gradients."""
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(6, 9, bias=False), nn.Linear(9, 3, bias=False))
-    if sharded:
-        graphfsdp.fully_shard(model)
-    params: list[Any] = list(model.parameters())
-    optimizer = Muon(params, lr=0.02)
-    for _ in range(3):
-        for param in params:
-            grad = torch.randn(param.shape)
-            if sharded:
-                rows = grad.narrow(0, *param.placements[0].rows_of(dist.get_rank()))
-                # A rank without rows has no gradient.
-                local = torch.distributed.tensor.DTensor.from_local(
-                    rows, param.device_mesh, param.placements, run_check=False,
-                    shape=param.shape, stride=param.stride(),
-                )  # fmt: skip
-                param.grad = local if rows.numel() else None
-            else:
-                param.grad = grad
-        optimizer.step()
-    weights = [param.detach() for param in params]
-    return [weight.full_tensor() for weight in weights] if sharded else weights
-
-
-@pytest.mark.parametrize("pool", ["ranks2", "ranks4"])
-def test_shards_step_as_whole_matrices_bit_for_bit(
-    pool: str, request: pytest.FixtureRequest
-) -> None:
-    ranks: RankPool = request.getfixturevalue(pool)
-    expected = ranks.run(step_sharded, False)[0]
-    for weights in ranks.run(step_sharded, True):
-        assert_equal(weights, expected)
 
 
 def test_a_state_loads_in_place_and_goes_on() -> None:

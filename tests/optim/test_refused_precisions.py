@@ -12,14 +12,13 @@ import torch.distributed as dist
 from torch import nn
 from torch._C._distributed_c10d import HashStore
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-import graphfsdp
 from foreign_adams import CONTRACT, make_stand_in
 from graphfsdp import optim
 from graphfsdp.config import MixedPrecisionPolicy, Scope
 from graphfsdp.errors import ConfigError, PrecisionError
-from graphfsdp.optim import FusedAdam, FusedLion, FusedSGD
+from graphfsdp.optim import FusedAdam
 from graphfsdp.optim.adapters import foreign as foreign_adapters
 from graphfsdp.optim.adapters.backends import adapt
 from graphfsdp.optim.adapters.foreign import TE
@@ -151,28 +150,6 @@ def test_decoupled_gradients_of_a_foreign_optimizer_are_the_ones_that_are_scaled
     assert param.grad.tolist() == [1.0] * 3
 
 
-@pytest.mark.parametrize("kind", [FusedAdam, FusedSGD, FusedLion])
-@pytest.mark.parametrize("param", [FP32, BF16, FP16])
-@pytest.mark.parametrize("grad", [FP32, BF16])
-def test_native_optimizers_are_captured_with_any_dtypes(
-    kind: Any, param: torch.dtype, grad: torch.dtype
-) -> None:
-    model = nn.Linear(4, 4).to(param)
-    optimizer = kind(model.parameters(), master_weights=True, use_decoupled_grad=True)
-    policy = MixedPrecisionPolicy(main_grads_dtype=grad, use_decoupled_grad=True)
-    before = model.weight.detach().clone()
-    with graphfsdp.capture(
-        model,
-        optimizer,
-        mp_policy=policy,
-        loss_fn=lambda m, x: m(x.to(param)).float().square().sum(),
-        warmup_steps=1,
-    ) as step:
-        for _ in range(12):
-            step(torch.randn(2, 4))
-    assert not torch.equal(model.weight, before)
-
-
 def test_the_fused_sgd_of_torch_is_refused_on_dtensors_and_with_other_gradients(
     mesh_of_one: None,
 ) -> None:
@@ -203,3 +180,18 @@ def test_a_kernel_of_torch_that_reads_unwritten_memory_is_refused(dtype: torch.d
     refused = nullcontext() if dtype == torch.float32 else pytest.raises(ConfigError, match="wei")
     with refused:
         check()
+
+
+def test_scaled_moments_need_a_dtensor_that_is_sharded_by_rows(mesh_of_one: None) -> None:
+    weight, mesh = torch.randn(40, 40), DeviceMesh("cpu", [0])
+    by_columns, by_rows = (
+        nn.Parameter(distribute_tensor(weight, mesh, [Shard(dim)])) for dim in (1, 0)
+    )
+    with pytest.raises(ConfigError, match=r"'w' is a DTensor with .*expected Shard\(0\)"):
+        FusedAdam([("w", by_columns)], exp_avg_dtype=torch.float16)
+    optimizer = FusedAdam([by_rows], exp_avg_dtype=torch.float16)
+    by_rows.grad = distribute_tensor(weight, mesh, [Shard(0)])
+    optimizer.step()
+    scale = optimizer.state[by_rows]["exp_avg_scale"]
+    assert isinstance(scale, DTensor)
+    assert (scale.shape, scale.placements) == ((40, 1), (Shard(0),))

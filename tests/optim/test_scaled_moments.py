@@ -23,9 +23,7 @@ from adam_kernel_cases import (
     needs_triton,
     pairwise,
     stored,
-    use_interpreter,
 )
-from graphfsdp.optim.fused import kernel as step_kernel
 from graphfsdp.optim.fused.settings import Flags
 from graphfsdp.optim.fused.storage import (
     SCALE_BLOCK_NUMEL,
@@ -100,26 +98,6 @@ def test_interpreted_kernel_equals_the_tensor_code_bit_for_bit(dtypes: Dtypes) -
     assert_kernel_is_tensor_code(SHAPES, dtypes, Flags())
 
 
-@needs_triton
-def test_interpreter_leaves_tritons_language_as_it_was() -> None:
-    """A changed one would make later compilations fail, unless Triton's cache has the kernel."""
-    import triton.language as tl
-
-    places = (tl, tl.core, tl.math, tl.core.tensor, tl.core.dtype, tl.standard)
-    before = [dict(vars(place)) for place in places]
-    dtypes = in_dtypes(FP32, (FP8, FP8))
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        use_interpreter(monkeypatch)
-        make_case([(2, 300)], dtypes).launch(dtypes, None, Flags())
-    changed = [
-        f"{place.__name__}.{name}"
-        for place, kept in zip(places, before, strict=True)
-        for name, value in vars(place).items()
-        if kept.get(name) is not value and not name.startswith("__")
-    ]
-    assert not changed
-
-
 @interpreted
 @pytest.mark.parametrize("pair", [(FP8, FP16), (FP16, FP8)])
 def test_interpreted_kernel_keeps_the_largest_moment_and_skips(
@@ -148,18 +126,6 @@ def test_interpreted_kernel_stores_extreme_values_as_the_tensor_code_does(bad: f
     found.launch(dtypes, None, Flags())
     expected.update(None, Flags())
     assert_same(found, expected)
-
-
-@needs_triton
-def test_rows_and_addresses_of_whole_words_are_apart_from_the_others() -> None:
-    case = make_case([(4, 256), (4, 264), (3, 512)], in_dtypes(FP32, (FP8, FP8)))
-    tables = step_kernel.make_tables(
-        case.bundles, case.lane_of, [(step, 0) for step in case.steps], torch.device("cpu")
-    )
-    columns = dict(zip(step_kernel.RUN_COLUMNS, tables.runs.t().tolist(), strict=True))
-    assert columns["row_numel"] == [256, 512]
-    assert columns["first_block"] == [0, 1]
-    assert tables.odd_block_to_run.tolist() == [0] * (8 // step_kernel.SCALES_PER_BLOCK)
 
 
 @pytest.mark.gpu

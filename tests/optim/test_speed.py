@@ -216,18 +216,3 @@ def test_a_step_is_as_fast_as_memory(
         text, slow = judge(windows, moved, ceiling, by_graph=by_graph)
         record_property(f"{num_params / 1e6:.1f}M parameters, {way}", text)
         assert not slow
-
-
-def test_a_step_is_judged_by_bandwidth_and_speed() -> None:
-    times = dict(zip(("torch", "FusedAdam, fp32", MAIN_WEIGHTS), (2.0, 1.0, 4.0), strict=True))
-    moved = dict.fromkeys(times, 8.0)
-
-    def too_slow(ceiling: float, *, by_graph: bool) -> list[str]:
-        windows = {name: [Window((ms,), 0.0, 0.0)] * 2 for name, ms in times.items()}
-        return judge(windows, moved, ceiling, by_graph=by_graph)[1]
-
-    assert too_slow(8.5, by_graph=True) == [MAIN_WEIGHTS]  # 8 and 2 bytes per second
-    assert too_slow(8.5, by_graph=False) == []
-    assert too_slow(9.0, by_graph=True) == ["FusedAdam, fp32", MAIN_WEIGHTS]
-    times["FusedAdam, fp32"] = 2.5
-    assert too_slow(1.0, by_graph=True) == ["FusedAdam, fp32"]

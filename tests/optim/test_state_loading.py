@@ -280,15 +280,6 @@ def test_a_state_tensor_that_was_replaced_is_used() -> None:
     assert_equal(params, twins)
 
 
-def test_step_counts_are_float32_scalars_of_one_storage(device: torch.device) -> None:
-    params = make_params(device=device)
-    optimizer = FusedAdam(params)
-    take_steps(1, optimizer)
-    steps = [optimizer.state[param]["step"] for param in params]
-    assert {(step.shape, step.dtype) for step in steps} == {(torch.Size([]), FP32)}
-    assert len({step.untyped_storage().data_ptr() for step in steps}) == 1
-
-
 def te_state_of(optimizer: FusedAdam, step: Any) -> dict[str, Any]:
     """Return a state as the FusedAdam of Transformer Engine or apex saves it: step per group."""
     state = copy.deepcopy(optimizer.state_dict())
