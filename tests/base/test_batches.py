@@ -1,6 +1,5 @@
 """Batches in any form and of any device, microbatches, and optimizers that stay eager."""
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -10,44 +9,12 @@ from torch import Tensor, nn
 import graphfsdp
 from graphfsdp.optim import FusedAdam
 from helpers import (
-    assert_same_state,
     make_optimizer,
     run,
     set_lr,
-    snapshot,
 )
 from zoo import ZOO
-from zoo_models import GPT, WIDTH, Squared
-
-
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda params: torch.optim.Adagrad(params, lr=0.01),
-        lambda params: torch.optim.AdamW(params, lr=0.01, foreach=True),
-        lambda params: torch.optim.AdamW(params, lr=0.01, foreach=False),
-        lambda params: torch.optim.RMSprop(params, lr=0.01, momentum=0.5, centered=True),
-        lambda params: torch.optim.NAdam(params, lr=0.01),
-        lambda params: torch.optim.SGD(params, lr=0.01, momentum=0.9, nesterov=True),
-    ],
-    ids=["adagrad", "adamw_foreach", "adamw_loop", "rmsprop", "nadam", "sgd_nesterov"],
-)
-def test_forward_backward_leaves_any_optimizer_eager(
-    make: Callable[[Any], torch.optim.Optimizer], device: torch.device
-) -> None:
-    def train(scope: str) -> dict[str, Tensor]:
-        torch.manual_seed(0)
-        model = GPT().to(device)
-        optim = make(model.parameters())
-        generator = torch.Generator().manual_seed(1)
-        with graphfsdp.capture(model, optim, scope=scope, max_grad_norm=0.1) as step:
-            for index in range(14):
-                set_lr(optim, 0.02 / (1 + index))
-                step(*ZOO["gpt"].batch(generator).to(device).args)
-            assert step.report().num_captures == (scope != "none")
-        return snapshot(model, optim)
-
-    assert_same_state(train("none"), train("forward_backward"))
+from zoo_models import WIDTH, Squared
 
 
 def test_microbatches_average_gradients_and_losses(device: torch.device) -> None:

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from graphfsdp.base.flat_buffer import (
     FlatBuffer,
-    contiguous_stride,
     is_dense,
 )
 from graphfsdp.base.memory_plan import VECTOR_BYTES
@@ -42,16 +41,6 @@ def test_views_lie_apart_aligned_and_inside(
     assert buffer.num_bytes == buffer.flat.numel() * dtype.itemsize
 
 
-@given(st.lists(shapes, min_size=1, max_size=5))
-def test_writing_one_view_changes_no_other(wanted: list[tuple[int, ...]]) -> None:
-    buffer = FlatBuffer([torch.empty(shape) for shape in wanted], dtype=torch.float32, device=CPU)
-    assert not buffer.flat.any()
-    for index, view in enumerate(buffer.views):
-        view.fill_(index + 1.0)
-    for index, view in enumerate(buffer.views):
-        assert torch.equal(view, torch.full(wanted[index], index + 1.0))
-
-
 @given(shapes, st.randoms(use_true_random=False))
 def test_dense_strides_are_kept(shape: tuple[int, ...], random: object) -> None:
     order = list(range(len(shape)))
@@ -80,8 +69,3 @@ def test_strides_with_gaps_or_overlaps_become_contiguous(tensor: Tensor) -> None
     (view,) = FlatBuffer([tensor], dtype=torch.float32, device=CPU).views
     assert view.shape == tensor.shape
     assert view.is_contiguous()
-
-
-@given(shapes)
-def test_contiguous_stride_is_that_of_torch(shape: tuple[int, ...]) -> None:
-    assert contiguous_stride(shape) == torch.empty(shape).stride()

@@ -42,13 +42,6 @@ def test_buffers_that_live_at_a_time_do_not_overlap(buffers: list[Lifetime]) -> 
         assert offset + buffer.num_bytes <= plan.num_bytes
 
 
-def test_the_last_step_of_a_buffer_may_not_be_the_first_of_its_heir() -> None:
-    plan = plan_memory([Lifetime(0, 2, 64), Lifetime(2, 3, 64), Lifetime(3, 3, 64)])
-    assert plan.offsets[0] != plan.offsets[1]
-    assert plan.offsets[0] == plan.offsets[2]
-    assert plan.num_bytes == plan.peak_bytes == 128
-
-
 def test_activations_of_a_deep_network_are_packed_without_loss() -> None:
     """Forward results live until their own backward; gradients are passed on at once."""
     depth = 50
