@@ -40,10 +40,3 @@ def test_leaves_are_those_of_pytree_for_each_batch_of_one_form(first: Any, secon
         assert found == other
     if other_spec == spec and found is None:
         pytest.fail("the same nesting was not recognised")
-
-
-@pytest.mark.parametrize(
-    "batch", [deque([1, 2]), Pair(1, 2), OrderedDict(a=1), [deque([1])], {"a": Pair(1, 2)}]
-)
-def test_other_containers_are_left_to_pytree(batch: Any) -> None:
-    assert BatchForm.of(((batch,), {}), pytree.tree_leaves(((batch,), {}))) is None

@@ -69,15 +69,6 @@ def test_phases_follow_one_another(device: torch.device) -> None:
     assert step.phase is Phase.CLOSED
 
 
-def test_scope_none_never_captures(device: torch.device) -> None:
-    step, _, _, next_batch = make_step(device, scope="none")
-    for _ in range(6):
-        assert step.phase is Phase.EAGER
-        step(*next_batch())
-    assert step.report().num_captures == 0
-    assert step.report().num_calls == {"eager": 6}
-
-
 def test_closing_is_idempotent_and_final(device: torch.device) -> None:
     for num_calls in (0, 1, 4, 6):
         step, model, _, next_batch = make_step(device)

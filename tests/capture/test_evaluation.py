@@ -189,24 +189,6 @@ def test_an_evaluation_that_cannot_be_captured_is_refused_and_leaves_no_trace(
         step.evaluate(x)
 
 
-@on_ranks("ranks2")
-def test_evaluation_of_a_sharded_model() -> None:
-    def run(evaluates: bool, scope: str) -> list[Tensor]:
-        torch.manual_seed(0)
-        model = make_net("optim_grads_params", dropout=0.2)
-        optimizer = FusedAdam(model.parameters(), lr=1e-2)
-        results = []
-        with graphfsdp.capture(model, optimizer, scope=scope) as step:
-            for batch in token_batches(12):
-                results.append(step(*my_part(batch)))
-                values = [step.evaluate(*my_part(batch)) for _ in range(2 if evaluates else 0)]
-                assert all(torch.equal(values[0], value) for value in values)
-        return results
-
-    pairs = zip(run(False, "none"), run(True, "full_iteration"), strict=True)
-    assert all(torch.equal(a, b) for a, b in pairs)
-
-
 def counted(model: nn.Module, optimizer: FusedAdam, numbers: list[float]) -> graphfsdp.CapturedStep:
     """Return a step whose evaluation takes a new number from Python each time."""
 

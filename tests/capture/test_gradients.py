@@ -234,22 +234,6 @@ def test_microbatches_add_up_in_the_gradients_dtype(device: torch.device) -> Non
         assert float(grad) > 1.002
 
 
-def test_bindings_can_be_saved_and_put_back() -> None:
-    model = nn.Linear(2, 2)
-    gradients = persistent(model)
-    mine = torch.ones(2, 2)
-    model.weight.grad = mine
-    restore = gradients.save_bindings()
-    gradients.begin()
-    model(torch.ones(1, 2)).sum().backward()
-    gradients.finish()
-    assert list(gradients.without_gradient()) == []
-    restore()
-    assert model.weight.grad is mine
-    assert model.bias.grad is None
-    assert list(gradients.without_gradient()) == ["weight", "bias"]
-
-
 def test_gradients_of_different_dtypes_lie_in_buffers_of_their_own() -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2).double())
     gradients = persistent(model)

@@ -182,19 +182,3 @@ def test_baked_values_are_free_while_the_optimizer_is_eager(device: torch.device
         train(scope, device, each_call(change), make) for scope in ("none", "forward_backward")
     )
     assert_same_states(eager, captured)
-
-
-def test_a_change_during_warm_up_is_what_the_capture_sees(device: torch.device) -> None:
-    """Baked optimizers bake the values of the recording, not those of the first call."""
-
-    def change(optim: torch.optim.Optimizer, index: int) -> None:
-        if index < 3:
-            optim.param_groups[0]["lr"] = 0.1 / (index + 1)
-
-    def make(groups: Any) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(groups, lr=0.01, fused=True, capturable=device.type == "cuda")
-
-    eager, captured = (
-        train(scope, device, each_call(change), make) for scope in ("none", "full_iteration")
-    )
-    assert_same_states(eager, captured)

@@ -1,5 +1,6 @@
 """How far a replay can be undone: what is kept for it, and what is not."""
 
+import pytest
 import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -17,33 +18,24 @@ def writes(*tensors: Tensor) -> Node:
     return Node(op, [values, 1.0], {}, [], "none")
 
 
-def test_small_writes_before_the_first_large_one_are_kept() -> None:
-    statistics, weight = torch.zeros(4), torch.zeros(1 << 19)
-    nodes = [writes(statistics), writes(weight)]
-    point = find_commit_point(nodes, [])
-    assert point.node == 1
-    assert [value.geometry for value in point.kept] == [geometry_of(statistics)]
+SMALL, LARGE, HALF = 4, 1 << 19, 1 << 17
 
 
-def test_nothing_is_kept_of_an_operator_that_writes_too_much_in_all() -> None:
-    statistics, weights = torch.zeros(4), [torch.zeros(1 << 17) for _ in range(4)]
-    nodes = [writes(statistics), writes(*weights)]
-    point = find_commit_point(nodes, [])
-    assert point.node == 1
-    assert [value.geometry for value in point.kept] == [geometry_of(statistics)]
-
-
-def test_nothing_is_kept_of_an_operator_that_writes_too_many_tensors() -> None:
-    held = [torch.zeros(1) for _ in range(9)]
-    nodes = [writes(*held)]
-    point = find_commit_point(nodes, [])
-    assert point.node == 0
-    assert not point.kept
-
-
-def test_all_is_kept_where_all_is_small() -> None:
-    held = [torch.zeros(size) for size in (2, 3, 4)]
-    nodes = [writes(*held[:2]), writes(held[2])]
-    point = find_commit_point(nodes, [])
-    assert point.node is None
-    assert len(point.kept) == 3
+@pytest.mark.parametrize(
+    ("nodes", "commits_at", "num_kept"),
+    [
+        ([[SMALL], [LARGE]], 1, 1),  # small writes before the first large one
+        ([[SMALL], [HALF] * 4], 1, 1),  # too much in all
+        ([[1] * 9], 0, 0),  # too many tensors
+        ([[2, 3], [4]], None, 3),  # all is small
+    ],
+)
+def test_what_is_written_before_the_first_large_write_is_kept(
+    nodes: list[list[int]], commits_at: int | None, num_kept: int
+) -> None:
+    held = [[torch.zeros(size) for size in sizes] for sizes in nodes]
+    point = find_commit_point([writes(*tensors) for tensors in held], [])
+    assert point.node == commits_at
+    first = [geometry_of(tensor) for tensors in held[:commits_at] for tensor in tensors]
+    assert [value.geometry for value in point.kept] == first
+    assert len(first) == num_kept

@@ -38,15 +38,6 @@ def test_values_cross_any_number_of_parts() -> None:
         assert len(ticks) == 2 * NUM_FILLERS * (first + 1)
 
 
-@pytest.mark.parametrize("num_results", [0, 1])
-def test_a_program_without_lines_returns_what_it_is_given(num_results: int) -> None:
-    x = torch.ones(2)
-    replay = ProgramSource({"x": x}).finish(["x"] * num_results)
-    results = replay()
-    assert len(results) == num_results
-    assert all(result is x for result in results)
-
-
 def test_a_value_dies_where_it_is_dropped_and_not_with_the_program() -> None:
     refs: list[weakref.ref[Tensor]] = []
     alive: list[bool] = []

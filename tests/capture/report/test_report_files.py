@@ -112,18 +112,6 @@ def test_page_is_well_formed_and_loads_nothing(
         subprocess.run(["node", "--check", "page.js"], cwd=tmp_path, check=True)
 
 
-def test_every_colour_of_the_page_is_defined_for_light_and_dark(
-    report: graphfsdp.CaptureReport, tmp_path: Path
-) -> None:
-    report.html(tmp_path / "report.html")
-    text = (tmp_path / "report.html").read_text(encoding="utf-8")
-    themes = [set(re.findall(r"--([a-z]+):", block)) for block in re.findall(r"\{([^{}]*)\}", text)]
-    light, system_dark, dark = [names for names in themes if "back" in names]
-    assert light == system_dark == dark
-    data = report.to_dict()
-    assert {node["kind"] for node in data["nodes"]} | set(data["by_phase"]) <= light
-
-
 def test_trace_has_every_node_in_order_inside_its_module_and_phase(
     report: graphfsdp.CaptureReport, tmp_path: Path
 ) -> None:
