@@ -1,6 +1,5 @@
 """`graphfsdp.save` and `graphfsdp.load` in one process: bits, addresses, live graphs, reports."""
 
-import ast
 import json
 import unittest.mock
 from pathlib import Path
@@ -207,18 +206,6 @@ def test_nothing_in_a_checkpoint_is_a_pickle(tmp_path: Path) -> None:
     safetensors = pytest.importorskip("safetensors.torch")
     read = safetensors.load_file(folder / "data-00000.safetensors")
     assert torch.equal(read["model/first.weight"], model.first.weight)
-
-
-def test_no_code_of_ours_unpickles_objects() -> None:
-    """The one call of torch.load reads tensors and collections alone."""
-    loads = []
-    for path in sorted(Path(graphfsdp.__file__).parent.glob("checkpoint/*.py")):
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.Import | ast.ImportFrom):
-                assert "pickle" not in ast.unparse(node), path
-            if isinstance(node, ast.Call) and ast.unparse(node.func) == "torch.load":
-                loads.append({keyword.arg: ast.unparse(keyword.value) for keyword in node.keywords})
-    assert [call["weights_only"] for call in loads] == ["True"]
 
 
 class Opaque:

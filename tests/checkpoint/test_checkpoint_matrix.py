@@ -71,13 +71,6 @@ def check(root: Path, pairs: Mapping[Way, Iterable[Way]], pools: dict[int, RankP
                 assert got.keys() == expected.keys()
 
 
-def test_the_set_has_every_two_strategies_ranks_and_precisions() -> None:
-    met = [(a, b) for b, sources in PAIRS.items() for a in sources]
-    assert len({(a.strategy, b.strategy) for (_, a), (_, b) in met}) == 16
-    assert len({(a, b) for (a, _), (b, _) in met}) == 9
-    assert len({(a.precision, b.precision) for (_, a), (_, b) in met}) == 4
-
-
 @pytest.mark.parametrize(
     "pairs",
     [
