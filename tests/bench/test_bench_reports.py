@@ -1,15 +1,13 @@
 import dataclasses
-import io
 import pathlib
 import re
 from typing import get_args
 
 import pytest
-from rich.console import Console
 
 from bench_results import case, result
-from graphfsdp.bench import records, report, tables
-from graphfsdp.bench.options import BenchOptions, make_parser, parse_bench_arguments
+from graphfsdp.bench import report, tables
+from graphfsdp.bench.options import BenchOptions, parse_bench_arguments
 from graphfsdp.bench.records import Spread
 from graphfsdp.bench.report import make_directory, write_directory
 from graphfsdp.bench.workloads import SuiteName, suite
@@ -29,15 +27,6 @@ from graphfsdp.errors import ConfigError
 )
 def test_a_ratio_near_one_is_called_so(spread: Spread, word: str) -> None:
     assert tables.verdict(spread) == word
-
-
-def test_differences_of_losses_are_said_with_their_size() -> None:
-    parity = records.ParityRecord(20, 0.0, True, None, 0.0, 1.0)
-    assert tables.parity_text(parity) == "equal bit for bit (20 steps)"
-    apart = records.ParityRecord(20, 0.25, False, 3, 1e-6, 1.0)
-    assert tables.parity_text(apart) == "1.0e-06 in the first steps, 2.5e-01 in 20"
-    lost = records.ParityRecord(20, None, False, 3, 1e-6, None)
-    assert tables.parity_text(lost) == "not finite"
 
 
 def cell(table: tables.Table, row: str, column: str) -> str:
@@ -60,14 +49,6 @@ def test_the_tables_show_the_numbers_of_the_records() -> None:
     overview = tables.overview(result())
     assert overview.heading == ("workload", "eager", "full_iteration")
     assert overview.rows == (("gpt-tiny fp32, 4 x 32 tokens", "5.00", "1.50 (2.50x)"),)
-
-
-def test_who_ran_in_no_case_is_told_with_the_first_reason() -> None:
-    tried = dataclasses.replace(
-        case(), not_run=(records.NotRun("fsdp2", "", "no group"), records.NotRun("eager", "", "x"))
-    )
-    found = tables.reasons(result(cases=(case(), tried, tried)))
-    assert found == {"compile": "no compiler", "fsdp2": "no group"}
 
 
 def test_the_markdown_has_every_table_and_what_is_missing() -> None:
@@ -99,23 +80,6 @@ def test_without_matplotlib_the_rest_is_written(
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     write_directory(result(), tmp_path)
     assert {path.suffix for path in tmp_path.iterdir()} == {".json", ".md"}
-
-
-def test_a_terminal_gets_a_table_that_fits() -> None:
-    out = io.StringIO()
-    Console(file=out, width=160).print(tables.short_table(case()).rich())
-    assert "2.50 (2.00 to 3.00)" in out.getvalue()
-
-
-def test_the_environment_is_told_in_one_sentence() -> None:
-    facts = dataclasses.replace(
-        result().environment, gpu="NVIDIA Z", driver="1", cuda="13.0", load_average=3.0
-    )
-    assert tables.environment_text(facts) == (
-        "Measured 2026-01-02 on NVIDIA Z, torch 2.13.0, CUDA 13.0, driver 1, Python 3.11; other "
-        "programs ran meanwhile (load average 3.0)."
-    )
-    assert "on some CPU (2 cores), 1 thread," in tables.environment_text(result().environment)
 
 
 def test_flags_make_the_product_of_workloads_precisions_and_batch_sizes() -> None:
@@ -169,9 +133,3 @@ def test_the_table_of_cpu_time_is_there_on_a_cpu_alone() -> None:
     assert row == ("gpt-tiny fp32, 4 x 32 tokens", "2.00", "2.00 (1.00x)")
     facts = dataclasses.replace(result().environment, gpu="NVIDIA Z")
     assert tables.cpu_overview(result(environment=facts)).rows == ()
-
-
-def test_the_help_names_every_workload_and_contender() -> None:
-    text = make_parser().format_help()
-    for name in ("gpt2-124m", "moe-180m", "zoo-conv", "full_iteration", "megatron_fsdp"):
-        assert name in text

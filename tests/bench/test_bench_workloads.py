@@ -1,21 +1,16 @@
-import itertools
-
 import pytest
 import torch
 from torch import Tensor
 
 from graphfsdp.bench.batches import BatchSource, batch_source
 from graphfsdp.bench.contenders import (
-    CONTENDERS,
     OwnContender,
     Setting,
     initial_model,
-    learning_rate,
 )
 from graphfsdp.bench.machine import COUNTED, PALM_FORMULA, find_peak, model_flops, num_parameters
 from graphfsdp.bench.workloads import Case, DtypeName, find_workload, workloads
 from graphfsdp.config import Scope
-from graphfsdp.errors import ConfigError
 from graphfsdp.training.ranks import Ranks
 
 TINY = ("gpt-tiny", "llama-tiny", "moe-tiny", "zoo-encoder", "zoo-conv")
@@ -99,12 +94,6 @@ def test_weights_of_a_bf16_case_begin_with_values_that_bf16_has() -> None:
         assert torch.equal(param, param.bfloat16().float())
 
 
-def test_the_learning_rate_is_another_one_in_each_step() -> None:
-    rates = [learning_rate(step) for step in range(200)]
-    assert all(after != before for before, after in itertools.pairwise(rates))
-    assert max(rates) == rates[9]
-
-
 def test_a_larger_vocabulary_of_the_text_makes_the_model_larger() -> None:
     for name in TINY[:3]:
         grown = find_workload(name).with_vocabulary(1000)
@@ -112,29 +101,3 @@ def test_a_larger_vocabulary_of_the_text_makes_the_model_larger() -> None:
         assert num_parameters(Case(grown, "fp32", 1)) > before
     conv = find_workload("zoo-conv")
     assert conv.with_vocabulary(1000) == conv
-
-
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (lambda: find_workload("gpt-huge"), "no workload 'gpt-huge'; expected one of gpt-tiny"),
-        (lambda: Case(find_workload("gpt-tiny"), "fp32", 0), "at least 1, got 0"),
-        (lambda: Case(find_workload("gpt-tiny"), "fp8", 1), "fp32, bf16, got 'fp8'"),  # type: ignore[arg-type]
-    ],
-)
-def test_impossible_cases_are_refused(make: object, message: str) -> None:
-    assert callable(make)
-    with pytest.raises(ConfigError, match=message):
-        make()
-
-
-def test_names_of_contenders_and_workloads_are_unique() -> None:
-    assert len({spec.name for spec in CONTENDERS}) == len(CONTENDERS)
-    names = [workload.name for workload in workloads()]
-    assert len(set(names)) == len(names)
-    assert {workload.family for workload in workloads()} == {
-        "gpt",
-        "llama",
-        "moe",
-        "zoo",
-    }

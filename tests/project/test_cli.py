@@ -26,15 +26,6 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out == f"graphfsdp {graphfsdp.__version__}\n"
 
 
-def test_train_help_explains_flags_and_presets(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["train", "--help"]) == 0
-    shown = capsys.readouterr().out
-    assert "--cuda-graph-scope {none,forward_backward,full_iteration}" in shown
-    assert "gpt2-124m" in shown
-    assert "100%" not in shown
-    assert "5% of the tokens" in shown
-
-
 def test_the_package_runs_as_a_module() -> None:
     program = "import runpy; runpy.run_module('graphfsdp', None, '__main__')"
     done = forked.run_source(program, "--version")
@@ -46,10 +37,6 @@ def test_the_package_runs_as_a_module() -> None:
     [
         ("", "no command given; expected train"),
         ("fly", "unknown command 'fly'; expected train"),
-        ("train --preset huge", "--preset huge: there is no such preset"),
-        ("train --no-such-flag", "unrecognized arguments: --no-such-flag"),
-        ("train --hidden-size 50 --num-attention-heads 4", "--num-attention-heads 4"),
-        ("train --micro-batch-size 4 --global-batch-size 6", "--global-batch-size 6"),
         ("train --bf16 --main-grads-dtype bf16", "add --use-precision-aware-optimizer"),
         ("train --data {tmp}/absent", "--data {tmp}/absent: cannot be read"),
         ("train --data {tmp}/empty", "--data {tmp}/empty: holds no text"),
@@ -81,16 +68,6 @@ def test_bad_input_is_one_line_with_exit_code_2_and_no_directory(
     assert shown.err.count("\n") == 1
     assert message.format(tmp=tmp_path) in shown.err
     assert not out.exists()
-
-
-def test_a_directory_that_holds_another_run_is_kept_as_it_is(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "config.json").write_text("precious")
-    assert main(["train", "--out", str(tmp_path)]) == 2
-    assert "holds another run (config.json)" in capsys.readouterr().err
-    assert [path.name for path in tmp_path.iterdir()] == ["config.json"]
-    assert (tmp_path / "config.json").read_text() == "precious"
 
 
 def test_several_processes_without_a_launcher_are_refused(

@@ -85,24 +85,6 @@ def test_no_part_takes_the_seconds_of_later_ones(
     assert list(budgets)[-1] == gpu_check.REDUCE_OVERHEAD
 
 
-def test_on_a_gpu_only_its_tests_run_and_on_several_processes(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    seen: list[Any] = []
-
-    def run_pytest(arguments: Any, limit_s: float) -> tuple[list[Any], str]:
-        seen.extend([limit_s, list(arguments)])
-        return [], ""
-
-    monkeypatch.setattr(gpu_check, "run_pytest", run_pytest)
-    monkeypatch.setattr("benchmarks.gpu_check.importlib.util.find_spec", lambda name: name)
-    monkeypatch.setattr("benchmarks.gpu_check.os.cpu_count", lambda: 16)
-    gpu_check.suite_part(["tests"], 100, torch.device("cuda"), spreads=True)
-    wanted = ["-m", "gpu or multi_gpu", "-p", "xdist", "-n", "6", "--dist", "loadfile"]
-    wanted.append("tests")
-    assert seen == [100, wanted]
-
-
 def fake_bench(monkeypatch: pytest.MonkeyPatch, returncode: int = 0) -> list[list[str]]:
     """Put a result that nobody measured in the place of the command's; returns its arguments."""
     calls: list[list[str]] = []
@@ -198,11 +180,3 @@ def test_a_suite_that_cannot_be_collected_is_not_taken_for_a_good_one(
     part = gpu_check.suite_part([str(tmp_path / "missing.py")], 60, torch.device("cpu"))
     assert part["error"]
     assert not part["rows"][0]["ok"]
-
-
-def test_the_message_of_a_traceback_is_found() -> None:
-    assert gpu_check.last_line("def f():\nE   ValueError: no\nE   more\n\nx.py:3: E") == (
-        "ValueError: no"
-    )
-    assert gpu_check.last_line("Traceback\n  line\nRuntimeError: CUDA\n") == "RuntimeError: CUDA"
-    assert gpu_check.last_line("") == ""

@@ -114,17 +114,6 @@ def test_every_dtype_and_shape_is_read_by_safetensors(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == [path]
 
 
-def test_tied_weights_are_written_once_and_load_again(tmp_path: Path, device: torch.device) -> None:
-    safetensors = pytest.importorskip("safetensors.torch")
-    model, other = (GPT(CONFIG).to(device) for _ in range(2))
-    path = tmp_path / "model.safetensors"
-    write_state(path, model.state_dict(keep_vars=True))
-    assert "output.weight" not in safetensors.load_file(path)
-    safetensors.load_model(other, path)
-    for name, param in model.state_dict().items():
-        assert torch.equal(param, other.state_dict()[name])
-
-
 @pytest.mark.parametrize("untied", [False, True])
 def test_the_formula_agrees_with_counting_matrix_products(untied: bool) -> None:
     config = dataclasses.replace(
