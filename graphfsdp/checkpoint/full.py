@@ -54,7 +54,7 @@ def full_state_dict(
     module: nn.Module = as_module(model)
     names_elsewhere(module, members)  # which refuses names that two stages use
 
-    sink, facts = members.together(lambda: describe_state(module, optimizer, members))
+    _, sink, facts = members.together(lambda: describe_state(module, optimizer, members))
     facts = joined_facts(module, facts, members)
     tensors = _gather(sink.parts, members)
     return {} if members.rank else full_state(facts, tensors, tensors.__getitem__)

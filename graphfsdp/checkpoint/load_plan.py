@@ -13,7 +13,7 @@ from torch import Tensor
 
 from graphfsdp.checkpoint.manifest import Manifest, SavedTensor
 from graphfsdp.checkpoint.named import MODEL, OPTIMIZER, NamedModel
-from graphfsdp.checkpoint.parts import NamedPart, Part, whole
+from graphfsdp.checkpoint.parts import NamedPart, Part, part_of, whole
 from graphfsdp.eight_bit.delayed import HISTORY, SCALE
 from graphfsdp.errors import CheckpointMismatchError
 from graphfsdp.optim.fused.storage import join_remainder
@@ -91,7 +91,7 @@ def plan_model(plan: LoadPlan) -> None:
             continue
         main_key = f"{OPTIMIZER}{name}/{MAIN}"
         main = plan.manifest.tensors.get(main_key)
-        _plan_weight(plan, key, main_key, main, plan.model.part(tensor, tensor))
+        _plan_weight(plan, key, main_key, main, part_of(tensor))
     for key in plan.manifest.tensors:
         if key.startswith(MODEL) and key not in used and not _is_of_8_bits(key):
             plan.problems.append(

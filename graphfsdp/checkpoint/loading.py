@@ -23,11 +23,10 @@ from graphfsdp.checkpoint.objects import (
     BufferState,
     RandomState,
     Stateful,
-    TensorSink,
     check_objects,
 )
 from graphfsdp.checkpoint.optimizer import plan_optimizer
-from graphfsdp.checkpoint.parts import NamedPart, Part
+from graphfsdp.checkpoint.parts import NamedPart, Part, part_of
 from graphfsdp.checkpoint.reading import CheckpointFiles, name_last_good, read_parts
 from graphfsdp.checkpoint.saving import BUFFERS, RANDOM
 from graphfsdp.checkpoint.stages import as_module, names_elsewhere, narrowed
@@ -291,9 +290,7 @@ def _read_object(plan: LoadPlan, living: Mapping[str, Tensor], key: str) -> Tens
     """Plan to read a tensor of an object: in place if it is a DTensor there, else a new one."""
     if key not in living:
         return plan.read_whole(key)
-    sink = TensorSink(plan.model)
-    sink.store(key, living[key])
-    plan.parts += sink.parts
+    plan.parts.append((key, part_of(living[key])))
     return living[key]
 
 

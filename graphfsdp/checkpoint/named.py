@@ -25,8 +25,6 @@ class NamedModel:
     tensors: dict[str, Tensor]
     aliases: dict[str, str]  # other names of the same tensors
     extra: dict[str, tuple[nn.Module, Any]]  # what modules give as get_extra_state
-    # By id of a parameter that fully_shard has cut, where the part here begins.
-    offsets: dict[int, tuple[int, ...]]
 
     def buffers(self) -> dict[str, Tensor]:
         """Return the plain buffers, of which each rank may have other values."""
@@ -36,29 +34,12 @@ class NamedModel:
             if not isinstance(tensor, nn.Parameter) and not is_dtensor(tensor)
         }
 
-    def part(self, param: Tensor, value: Tensor) -> Part:
-        """A state is a DTensor too, or a plain tensor: this rank's rows if it has as many as these.
-
-        Rows may have another length, as the scales of moments do.
-        """
-        offsets = self.offsets.get(id(param))
-        if is_dtensor(value) or not is_dtensor(param):
-            return part_of(value, offsets if value.shape[:1] == param.shape[:1] else None)
-        mine = part_of(param, offsets)
-        if value.shape == mine.local.shape and value.shape != param.shape:
-            return mine.like(value.detach())
-        if offsets and value.shape[:1] == mine.local.shape[:1]:
-            rest = tuple(value.shape[1:])
-            place = (offsets[0], *[0] * len(rest))
-            return Part(value.detach(), place, (param.shape[0], *rest))
-        return part_of(value)
-
 
 def name_model(model: nn.Module) -> NamedModel:
     """Find everything that ``state_dict`` gives, under names without those of wrappers."""
     if isinstance(model, nn.parallel.DistributedDataParallel):
         model = model.module
-    offsets = _offsets(model)
+    _refuse_whole_units(model)
     found: dict[str, Tensor] = {}
     extra: dict[str, tuple[nn.Module, Any]] = {}
     for raw_name, value in model.state_dict(keep_vars=True).items():
@@ -71,7 +52,26 @@ def name_model(model: nn.Module) -> NamedModel:
             continue
         found[name] = value
     tensors, aliases = once_each(found)
-    return NamedModel(tensors, aliases, extra, offsets)
+    return NamedModel(tensors, aliases, extra)
+
+
+def state_part(param: Tensor, value: Tensor) -> Part:
+    """A state is a DTensor too, or a plain tensor: this rank's rows if it has as many as these.
+
+    Rows may have another length, as the scales of moments do.
+    """
+    if not is_dtensor(param):
+        return part_of(value)
+    if is_dtensor(value):
+        return part_of(value, param if value.shape[:1] == param.shape[:1] else None)
+    mine = part_of(param)
+    if value.shape == mine.local.shape and value.shape != param.shape:
+        return mine.like(value.detach())
+    if param.dim() and value.shape[:1] == mine.local.shape[:1]:
+        rest = tuple(value.shape[1:])
+        place = (mine.offsets[0], *[0] * len(rest))
+        return Part(value.detach(), place, (param.shape[0], *rest))
+    return part_of(value)
 
 
 def model_parts(model: NamedModel, *, with_buffers: bool = True) -> Iterator[NamedPart]:
@@ -79,7 +79,7 @@ def model_parts(model: NamedModel, *, with_buffers: bool = True) -> Iterator[Nam
     for name, tensor in model.tensors.items():
         if name in buffers and not with_buffers:
             continue
-        yield f"{MODEL}{name}", model.part(tensor, tensor)
+        yield f"{MODEL}{name}", part_of(tensor)
 
 
 def name_parameters(
@@ -96,29 +96,17 @@ def name_parameters(
     ]
 
 
-def _offsets(model: nn.Module) -> dict[int, tuple[int, ...]]:
-    """Return where this rank's part begins of every parameter that ``fully_shard`` has cut.
-
-    From the layout alone: no rank is asked.
-    """
-    if not any(hasattr(module, "prepare_shards") for module in model.modules()):
-        return {}
-    from graphfsdp.sharding.module import FSDPModule, unit_of
-
-    found: dict[int, tuple[int, ...]] = {}
+def _refuse_whole_units(model: nn.Module) -> None:
     for name, module in model.named_modules():
-        if not isinstance(module, FSDPModule):
+        if not hasattr(module, "prepare_shards"):
             continue
-        unit = unit_of(module)
-        if unit.is_whole:
+        from graphfsdp.sharding.module import unit_of
+
+        if unit_of(module).is_whole:
             raise CheckpointError(
                 f"unit {name!r} is unsharded, so the model holds copies of its weights. Remedy: "
                 "reshard() it, and save and load between two iterations"
             )
-        for item in unit.group.managed:
-            if item.buffer.sharded or item.axes is not None:
-                found[id(item.param)] = item.offsets()
-    return found
 
 
 def states_by_index(

@@ -11,7 +11,13 @@ from torch import Tensor
 
 from graphfsdp.base.dtensors import local_part, wrap_like, wrap_rows_like
 from graphfsdp.checkpoint.load_plan import MAIN, LoadPlan
-from graphfsdp.checkpoint.named import OPTIMIZER, NamedModel, name_parameters, states_by_index
+from graphfsdp.checkpoint.named import (
+    OPTIMIZER,
+    NamedModel,
+    name_parameters,
+    state_part,
+    states_by_index,
+)
 from graphfsdp.checkpoint.parts import NamedPart
 from graphfsdp.checkpoint.values import Json, StoreTensor, decode, encode, tensor_under
 from graphfsdp.errors import ConfigError
@@ -54,7 +60,7 @@ def describe_optimizer(
         for key, value in state_dict["state"].get(index, {}).items():
             # A step count is a number beside the others, also that of a 0-D parameter.
             is_like = isinstance(value, Tensor) and name in model.tensors and key != "step"
-            part = model.part(param, value) if is_like else None
+            part = state_part(param, value) if is_like else None
             where = f"{OPTIMIZER}{name}/{key}"
             if part is not None and part.whole_shape[:1] == tuple(param.shape[:1]):
                 parts.append((where, part))
@@ -250,12 +256,12 @@ class _StateReader:
             self._fill(found[key], saved_key)
 
     def _fill(self, target: Tensor, saved_key: str) -> None:
-        self._plan.parts.append((saved_key, self._plan.model.part(self._param, target)))
+        self._plan.parts.append((saved_key, state_part(self._param, target)))
 
     def _shape(self, key: str, saved: tuple[int, ...]) -> tuple[int, ...]:
         existing = self._entries.get(key)
         if isinstance(existing, Tensor):
-            return self._plan.model.part(self._param, existing).whole_shape
+            return state_part(self._param, existing).whole_shape
         if key.endswith("_scale") or key in _FACTORS:  # rows of their own length
             return (*self._param.shape[:1], *saved[1:])
         return tuple(self._param.shape)
@@ -286,7 +292,7 @@ class _StateReader:
             if remainder and not same and self._in_model:
                 assert weight_key is not None
                 found[MAIN] = self._new(torch.float32)
-                part = self._plan.model.part(self._param, found[MAIN])
+                part = state_part(self._param, found[MAIN])
                 self._plan.join(weight_key, encoded["key"], part)
             else:
                 self._read_entry(MAIN, found)

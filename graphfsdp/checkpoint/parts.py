@@ -46,20 +46,17 @@ def whole(tensor: Tensor) -> Part:
     return Part(tensor.detach(), (0,) * tensor.dim(), tuple(tensor.shape))
 
 
-def part_of(tensor: Tensor, offsets: tuple[int, ...] | None = None) -> Part:
-    """``offsets`` say where the part of a DTensor begins whose rows are cut unevenly.
+def part_of(tensor: Tensor, like: Tensor | None = None) -> Part:
+    """``like`` is a DTensor with the same rows, which knows better where they begin.
 
-    They have as many dims as are cut; None is for a DTensor that is cut as torch does it.
+    Older versions of torch make DTensors of ours that say that torch has cut them.
     """
     if not is_dtensor(tensor):
         return whole(tensor)
-    shape = tuple(tensor.shape)
-    known: Sequence[int] = () if offsets is None else offsets[: len(shape)]
-    if offsets is None:
-        from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-        dtensor: Any = tensor
-        _, known = compute_local_shape_and_global_offset(
-            dtensor.shape, dtensor.device_mesh, dtensor.placements
-        )
-    return Part(local_part(tensor), (*known, *[0] * (len(shape) - len(known))), shape)
+    cut: Any = tensor if like is None else like
+    shape = tuple(tensor.shape)
+    _, known = compute_local_shape_and_global_offset(cut.shape, cut.device_mesh, cut.placements)
+    offsets = (*known, *[0] * len(shape))[: len(shape)]
+    return Part(local_part(tensor), offsets, shape)

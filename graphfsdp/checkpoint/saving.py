@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from graphfsdp.checkpoint.folder import begin
 from graphfsdp.checkpoint.members import Members
-from graphfsdp.checkpoint.named import model_parts, name_model
+from graphfsdp.checkpoint.named import NamedModel, model_parts, name_model
 from graphfsdp.checkpoint.objects import (
     BufferState,
     RandomState,
@@ -113,9 +113,9 @@ def _begin(
     names_elsewhere(module, members)  # which refuses names that two stages use
 
     def take_snapshot() -> Snapshot:
-        sink, facts = describe_state(module, optimizer, members)
-        if members.size > 1 and sink.model.buffers() and not isinstance(module, Stages):
-            things[BUFFERS] = BufferState(sink.model)
+        named, sink, facts = describe_state(module, optimizer, members)
+        if members.size > 1 and named.buffers() and not isinstance(module, Stages):
+            things[BUFFERS] = BufferState(named)
         encoded = encode_objects(things, sink)
         return keep(Snapshot(tuple(sink.parts), facts, encoded))
 
@@ -127,17 +127,17 @@ def _begin(
 
 def describe_state(
     module: nn.Module, optimizer: torch.optim.Optimizer | None, members: Members
-) -> tuple[TensorSink, dict[str, Json]]:
+) -> tuple[NamedModel, TensorSink, dict[str, Json]]:
     """Return views of the living tensors, and the facts of model and optimizer."""
     named = name_model(module)
     with_buffers = isinstance(module, Stages) or members.rank == 0
-    sink = TensorSink(named, list(model_parts(named, with_buffers=with_buffers)))
+    sink = TensorSink(list(model_parts(named, with_buffers=with_buffers)))
     extra = {name: state for name, (_, state) in named.extra.items()}
     facts = {"aliases": named.aliases, "extra": encode(extra, "extra", sink.store)}
     if optimizer is not None:
         facts["optimizer"], parts = describe_optimizer(named, optimizer, sink.store)
         sink.parts += parts
-    return sink, facts
+    return named, sink, facts
 
 
 class AsyncSaver:

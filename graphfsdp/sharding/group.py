@@ -92,13 +92,6 @@ class ManagedParameter:
         over_data = self.buffer.mesh.cut_groups if self.buffer.sharded else ()
         return (*over_model, *over_data)
 
-    def offsets(self) -> tuple[int, ...]:
-        first = self.buffer.local_rows(self.slot).first_row
-        inside = (first, *[0] * (len(self.slot.shape) - 1)) if self.slot.shape else ()
-        if self.axes is None:
-            return inside
-        return tuple(at + self.axes.offset(dim) for dim, at in enumerate(inside))
-
 
 @dataclass(frozen=True)
 class UnitOptions:
