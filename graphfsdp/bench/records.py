@@ -250,9 +250,9 @@ class CaseResult:
         ratios = self.ratios(name, base)
         return Spread.of(ratios) if ratios else None
 
-    def cpu_ratios(self, name: str, base: str = REFERENCE) -> tuple[float, ...]:
+    def cpu_ratios(self, name: str) -> tuple[float, ...]:
         """As ``ratios``, of CPU time; other programs hardly change it, unlike a clock's."""
-        return self._over(name, base, lambda timing: timing.cpu_ms)
+        return self._over(name, REFERENCE, lambda timing: timing.cpu_ms)
 
     def _over(
         self, name: str, base: str, ms: Callable[[TimingRecord], tuple[float, ...]]
@@ -284,9 +284,6 @@ class BenchResult:
     left_out: Mapping[str, str] = field(default_factory=dict)
     kind: str = KIND
     schema_version: int = SCHEMA_VERSION
-
-    def find(self, key: str) -> CaseResult | None:
-        return next((case for case in self.cases if case.workload.key == key), None)
 
 
 def to_data(record: object) -> Any:

@@ -16,9 +16,8 @@ from torch import Tensor, nn
 
 from graphfsdp.checkpoint.manifest import Manifest, SavedTensor
 from graphfsdp.checkpoint.members import Members
-from graphfsdp.checkpoint.named import MODEL, OPTIMIZER
+from graphfsdp.checkpoint.named import MODEL, OPTIMIZER, NamedPart, box
 from graphfsdp.checkpoint.optimizer import optimizer_facts
-from graphfsdp.checkpoint.parts import NamedPart, box
 from graphfsdp.checkpoint.safetensors_file import once_each, read_state
 from graphfsdp.checkpoint.saving import describe_state
 from graphfsdp.checkpoint.stages import as_module, joined_facts, names_elsewhere

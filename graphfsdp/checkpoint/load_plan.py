@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 
 from graphfsdp.checkpoint.manifest import Manifest, SavedTensor
-from graphfsdp.checkpoint.named import MODEL, OPTIMIZER, NamedModel
-from graphfsdp.checkpoint.parts import NamedPart, Part, part_of, whole
+from graphfsdp.checkpoint.named import MODEL, OPTIMIZER, NamedModel, NamedPart, Part, part_of, whole
 from graphfsdp.eight_bit.delayed import HISTORY, SCALE
 from graphfsdp.errors import CheckpointMismatchError
 from graphfsdp.optim.fused.storage import join_remainder

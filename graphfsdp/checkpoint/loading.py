@@ -18,7 +18,7 @@ from graphfsdp.checkpoint.full import describe_full, read_full_file
 from graphfsdp.checkpoint.load_plan import LoadPlan, plan_model
 from graphfsdp.checkpoint.manifest import Manifest, read_manifest
 from graphfsdp.checkpoint.members import Members
-from graphfsdp.checkpoint.named import name_model
+from graphfsdp.checkpoint.named import NamedPart, Part, name_model, part_of
 from graphfsdp.checkpoint.objects import (
     BufferState,
     RandomState,
@@ -26,7 +26,6 @@ from graphfsdp.checkpoint.objects import (
     check_objects,
 )
 from graphfsdp.checkpoint.optimizer import plan_optimizer
-from graphfsdp.checkpoint.parts import NamedPart, Part, part_of
 from graphfsdp.checkpoint.reading import CheckpointFiles, name_last_good, read_parts
 from graphfsdp.checkpoint.saving import BUFFERS, RANDOM
 from graphfsdp.checkpoint.stages import as_module, names_elsewhere, narrowed

@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from graphfsdp.base.dtensors import is_dtensor
-from graphfsdp.checkpoint.named import NamedModel
-from graphfsdp.checkpoint.parts import NamedPart, part_of
+from graphfsdp.checkpoint.named import NamedModel, NamedPart, part_of
 from graphfsdp.checkpoint.safetensors_file import raw_bytes
 from graphfsdp.checkpoint.values import Json, encode
 from graphfsdp.errors import CheckpointError, ConfigError

@@ -14,11 +14,11 @@ from graphfsdp.checkpoint.load_plan import MAIN, LoadPlan
 from graphfsdp.checkpoint.named import (
     OPTIMIZER,
     NamedModel,
+    NamedPart,
     name_parameters,
     state_part,
     states_by_index,
 )
-from graphfsdp.checkpoint.parts import NamedPart
 from graphfsdp.checkpoint.values import Json, StoreTensor, decode, encode, tensor_under
 from graphfsdp.errors import ConfigError
 from graphfsdp.optim.adapters.baked import make_skip_counter, skip_counter

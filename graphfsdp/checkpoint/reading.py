@@ -12,7 +12,7 @@ from torch import Tensor
 from graphfsdp.checkpoint.folder import entries
 from graphfsdp.checkpoint.manifest import BLOCK_BYTES, Manifest, SavedPiece, read_manifest
 from graphfsdp.checkpoint.members import Members
-from graphfsdp.checkpoint.parts import Box, NamedPart, Part, box
+from graphfsdp.checkpoint.named import Box, NamedPart, Part, box
 from graphfsdp.checkpoint.safetensors_file import map_file, view_bytes
 from graphfsdp.checkpoint.values import Json
 from graphfsdp.errors import CheckpointDamagedError, CheckpointError

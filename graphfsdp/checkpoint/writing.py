@@ -29,7 +29,7 @@ from graphfsdp.checkpoint.manifest import (
     SavedTensor,
 )
 from graphfsdp.checkpoint.members import Members
-from graphfsdp.checkpoint.parts import NamedPart, Part
+from graphfsdp.checkpoint.named import NamedPart, Part
 from graphfsdp.checkpoint.safetensors_file import make_header, order_of, raw_bytes
 from graphfsdp.checkpoint.values import Json
 from graphfsdp.errors import CheckpointError
