@@ -4,18 +4,18 @@ What the layout decides comes from the functions that lay out the real run, so i
 byte. Nothing here allocates: the model may lie on the meta device.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from graphfsdp.base.memory_plan import neighbour_starts, round_up
 from graphfsdp.config import MixedPrecisionPolicy, ShardingStrategy
 from graphfsdp.errors import ConfigError
 from graphfsdp.planning.rehearsal import PlannedBuffers, PlannedMesh, RunForward, rehearse
 from graphfsdp.sharding.layout import BufferLayout
-from graphfsdp.sharding.plan import BufferPlan, ParameterKind, linear_weights, plan_buffers
+from graphfsdp.sharding.plan import BufferPlan
 
 ROOT = "(root)"
 _NORM_BYTES = 8  # the squared norm, as float64
@@ -58,8 +58,8 @@ class UnitPlan:
 class ModelPlan:
     """Where the parameters of a model will lie.
 
-    ``units`` are in the order of the modules, the root first; so they lie in memory. ``whole`` is
-    None if no forward pass was given to find it by.
+    ``units`` are in the order of the modules, the root first; so they lie in memory. Bytes are of
+    one rank, and equal on every rank.
     """
 
     units: tuple[UnitPlan, ...]
@@ -68,7 +68,9 @@ class ModelPlan:
     num_microbatches: int
     reshard_after_forward: bool
     module_buffer_bytes: int
-    whole: PlannedBuffers | None = None
+    main_weight_bytes: int
+    main_grad_bytes: int
+    whole: PlannedBuffers
 
     @property
     def num_ranks(self) -> int:
@@ -93,23 +95,6 @@ class ModelPlan:
             unit.mesh.num_expert_ranks * count(buffer.layout)
             for unit in self.units
             for buffer in unit.buffers
-        )
-
-    @property
-    def main_weight_bytes(self) -> int:
-        """Bytes of one rank's main weights: equal on every rank."""
-        return sum(
-            _bytes_together(members, dtype.itemsize)
-            for (dtype, _), members in _by_storage(self.buffers).items()
-        )
-
-    @property
-    def main_grad_bytes(self) -> int:
-        """Bytes of one rank's main grads: equal on every rank."""
-        return sum(
-            _bytes_together(members, members[0].dtypes.grad.itemsize)
-            for (_, trainable), members in _by_storage(self.buffers).items()
-            if trainable
         )
 
     @property
@@ -222,6 +207,7 @@ class ModelPlan:
 def plan_model(
     model: nn.Module,
     units: Sequence[str],
+    run: RunForward,
     *,
     num_ranks: int,
     num_outer: int = 1,
@@ -233,37 +219,29 @@ def plan_model(
     num_microbatches: int = 1,
     reshard_after_forward: bool = True,
     overlap: bool = True,
-    run: RunForward | None = None,
 ) -> ModelPlan:
     """Lay a model out as ``fully_shard`` would, without ranks and without memory.
 
     ``units`` are in the order of wrapping; the root comes last by itself. ``run(copy)`` is the
-    forward pass of a micro-batch of a copy on the meta device, and returns the loss; so the memory
-    of whole weights and gradients is found to the byte. ``num_outer`` of the ranks hold the same
-    shard; with ``cuts_outside`` main weights, main grads and optimizer state are cut over these
-    too. ``num_expert_ranks`` share out the experts in ``expert_units``, of which the model has
-    those of one rank.
+    forward pass of a micro-batch of a copy on the meta device, and returns the loss. ``num_outer``
+    of the ranks hold the same shard; with ``cuts_outside`` main weights, main grads and optimizer
+    state are cut over these too. ``num_expert_ranks`` share out the experts in ``expert_units``, of
+    which the model has those of one rank.
     """
     if num_ranks < 1 or num_microbatches < 1:
         raise ConfigError(
             f"num_ranks and num_microbatches must be at least 1, got {num_ranks} and "
             f"{num_microbatches}"
         )
+    modules = dict(model.named_modules())
+    unknown = [name for name in units if name not in modules]
+    if unknown:
+        raise ConfigError(f"the model has no module {unknown[0]!r}; units are full names")
     parsed, policy = ShardingStrategy.parse(strategy), mp_policy or MixedPrecisionPolicy()
     mesh = PlannedMesh(num_ranks, num_outer, cuts_outside and num_outer > 1)
     apart = PlannedMesh(num_ranks, num_expert_ranks=num_expert_ranks)
     meshes = {"": mesh} | dict.fromkeys(expert_units, apart)
-    plan = ModelPlan(
-        units=_plan_units(model, units, policy, parsed, meshes),
-        strategy=parsed,
-        mesh=mesh,
-        num_microbatches=num_microbatches,
-        reshard_after_forward=reshard_after_forward,
-        module_buffer_bytes=sum(buffer.nbytes for buffer in model.buffers()),
-    )
-    if run is None:
-        return plan
-    whole = rehearse(
+    shards, whole = rehearse(
         model,
         units,
         run,
@@ -274,37 +252,30 @@ def plan_model(
         reshard_after_forward=reshard_after_forward,
         overlap=overlap,
     )
-    return replace(plan, whole=whole)
+    buffers = [buffer for unit in shards.units for buffer in unit.group.buffers]
+    return ModelPlan(
+        units=tuple(
+            UnitPlan(
+                unit.group.name,
+                tuple(buffer.plan for buffer in unit.group.buffers),
+                meshes.get(unit.group.name, mesh),
+            )
+            for unit in shards.units
+        ),
+        strategy=parsed,
+        mesh=mesh,
+        num_microbatches=num_microbatches,
+        reshard_after_forward=reshard_after_forward,
+        module_buffer_bytes=sum(buffer.nbytes for buffer in model.buffers()),
+        main_weight_bytes=_storage_bytes(buffer.main for buffer in buffers),
+        main_grad_bytes=_storage_bytes(b.grad for b in buffers if b.grad is not None),
+        whole=whole,
+    )
 
 
-def _plan_units(
-    model: nn.Module,
-    names: Sequence[str],
-    policy: MixedPrecisionPolicy,
-    strategy: ShardingStrategy,
-    meshes: Mapping[str, PlannedMesh],
-) -> tuple[UnitPlan, ...]:
-    """Return the units of a model in the order of its modules, the root first."""
-    modules = dict(model.named_modules())
-    unknown = [name for name in names if name not in modules]
-    if unknown:
-        raise ConfigError(f"the model has no module {unknown[0]!r}; units are full names")
-    taken: set[int] = set()
-    linear = linear_weights(modules.values())
-    plans = []
-    for name in (*(name for name in names if name), ""):
-        params = {
-            inner: param
-            for inner, param in modules[name].named_parameters()
-            if id(param) not in taken
-        }
-        taken |= {id(param) for param in params.values()}
-        kinds = {inner: ParameterKind.of(param, linear) for inner, param in params.items()}
-        mesh = meshes.get(name, meshes[""])
-        buffers = plan_buffers(kinds, policy=policy, strategy=strategy, num_ranks=mesh.num_parts)
-        plans.append(UnitPlan(name, tuple(buffers), mesh))
-    order = {name: index for index, name in enumerate(modules)}
-    return tuple(sorted(plans, key=lambda plan: order[plan.name]))
+def _storage_bytes(tensors: Iterable[Tensor]) -> int:
+    storages = {tensor.untyped_storage()._cdata: tensor.untyped_storage() for tensor in tensors}
+    return sum(storage.nbytes() for storage in storages.values())
 
 
 def _by_storage(
@@ -315,10 +286,6 @@ def _by_storage(
     for buffer in buffers:
         found.setdefault((buffer.dtypes.main, buffer.trainable), []).append(buffer)
     return found
-
-
-def _bytes_together(buffers: Sequence[BufferPlan], itemsize: int) -> int:
-    return neighbour_starts((buffer.main_numel for buffer in buffers), itemsize)[-1] * itemsize
 
 
 def _pieces(

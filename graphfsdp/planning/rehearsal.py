@@ -162,8 +162,8 @@ def rehearse(
     num_microbatches: int,
     reshard_after_forward: bool,
     overlap: bool,
-) -> PlannedBuffers:
-    """Run iterations of a copy on the meta device; see ``plan_model``.
+) -> tuple[ModelShards, PlannedBuffers]:
+    """Run iterations of a copy on the meta device; see ``plan_model``. Return its units, too.
 
     ``meshes`` are the units', by name; the root's is that of all others.
     """
@@ -181,7 +181,7 @@ def rehearse(
         _iterate(root, shards, run, min(num_microbatches, MAX_MICROBATCHES))
     whole_bytes = lives.peak_bytes
     iteration_bytes = peak_of(lambda: _iterate(root, shards, run, min(num_microbatches, 2)))
-    return PlannedBuffers(whole_bytes, iteration_bytes)
+    return shards, PlannedBuffers(whole_bytes, iteration_bytes)
 
 
 def _planned(

@@ -137,7 +137,6 @@ class TrainingPlan:
             return MemoryLine("activations", self.stage_bytes, False, note)
         # What an iteration takes besides; few weights are whole when activations are most.
         whole = self.model.whole
-        assert whole is not None
         num_bytes = max(0, whole.iteration_bytes - whole.whole_bytes)
         return MemoryLine("activations", num_bytes, False, "when all of it is most")
 
@@ -169,7 +168,7 @@ class TrainingPlan:
             "rank": self.rank,
             "memory": [dataclasses.asdict(line) for line in self.memory()],
             "total_bytes": self.total_bytes,
-            "whole": None if model.whole is None else dataclasses.asdict(model.whole),
+            "whole": dataclasses.asdict(model.whole),
             "collectives": [
                 dataclasses.asdict(call) | {"wire_bytes": call.wire_bytes}
                 for call in self.collectives()
@@ -220,6 +219,7 @@ def plan_training(
     plan = plan_model(
         part,
         [*experts, *units],
+        run,
         num_ranks=batch.num_ranks,
         num_outer=config.num_distributed_optimizer_instances,
         cuts_outside=config.outer_dp_sharding_strategy == "optim",
@@ -229,7 +229,6 @@ def plan_training(
         mp_policy=config.mp_policy,
         # Those of a pipeline gather and reduce once for all.
         num_microbatches=1 if is_cut else batch.num_microbatches,
-        run=run,
     )
     flops = flops_per_token(model) * batch.num_tokens // num_ranks
     used = speeds or Speeds()
@@ -307,7 +306,6 @@ def _forward_of(config: TrainConfig, *, with_targets: bool = True) -> RunForward
 
 
 def _whole_lines(model: ModelPlan) -> Iterator[MemoryLine]:
-    assert model.whole is not None
     note = "gathered, or not reduced yet; the most at one time"
     yield MemoryLine("whole weights and grads", model.whole.whole_bytes, True, note)
     if model.cast_bytes:

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 import graphfsdp
 from graphfsdp.optim import FusedAdam
 from graphfsdp.planning.model_plan import plan_model
-from graphfsdp.planning.rehearsal import PlannedBuffers, WholeBuffers
+from graphfsdp.planning.rehearsal import WholeBuffers
 from graphfsdp.sharding.buffer import ShardBuffer
 from graphfsdp.training.gpt import GPT
 from ranks import RankPool
@@ -154,6 +154,7 @@ def planned_peaks(
         plan = plan_model(
             model,
             units,
+            lambda copy: copy(tokens, tokens),
             num_ranks=num_ranks,
             num_outer=1 if outer is None else 2,
             cuts_outside=outer == "optim",
@@ -161,10 +162,8 @@ def planned_peaks(
             mp_policy=POLICIES[policy],
             num_microbatches=microbatches,
             overlap=overlap,
-            run=lambda copy: copy(tokens, tokens),
             reshard_after_forward=options.get("reshard_after_forward", True),
         )
-        assert plan.whole is not None
         found[strategy, policy, overlap, microbatches] = plan.whole.whole_bytes
     return found
 
@@ -214,8 +213,7 @@ def test_a_plan_touches_neither_the_model_nor_torch() -> None:
     model = Odd()
     before = {name: param.detach().clone() for name, param in model.named_parameters()}
     tokens = torch.empty((2, 5), dtype=torch.int64, device="meta")
-    plan = plan_model(model, ["blocks.0"], num_ranks=64, run=lambda copy: copy(tokens, tokens))
-    assert isinstance(plan.whole, PlannedBuffers)
+    plan = plan_model(model, ["blocks.0"], lambda copy: copy(tokens, tokens), num_ranks=64)
     assert plan.whole.whole_bytes > 0
     assert not dist.is_initialized()
     assert type(model) is Odd
@@ -223,7 +221,6 @@ def test_a_plan_touches_neither_the_model_nor_torch() -> None:
     for name, param in model.named_parameters():
         assert torch.equal(param, before[name])
         assert param.grad is None
-    assert plan_model(model, ["blocks.0"], num_ranks=64).whole is None
 
 
 def test_more_microbatches_than_three_change_nothing() -> None:

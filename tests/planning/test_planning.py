@@ -57,6 +57,12 @@ def make_model(device: str) -> GPT:
         return GPT(SHAPE)
 
 
+def run_on_meta(model: nn.Module) -> Tensor:
+    tokens = torch.empty((SEQUENCES, POSITIONS), dtype=torch.int64, device="meta")
+    loss: Tensor = model(tokens, tokens)
+    return loss
+
+
 def storage_bytes(tensors: list[Tensor]) -> int:
     return sum({t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}.values())
 
@@ -133,6 +139,7 @@ def check(
     plan = plan_model(
         make_model("meta"),
         [f"blocks.{index}" for index in range(2)],
+        run_on_meta,
         num_ranks=pool.num_ranks,
         num_outer=1 if outer is None else 2,
         cuts_outside=outer == "optim",
@@ -210,14 +217,14 @@ def test_plan_is_what_two_instances_of_two_ranks_really_hold(
 def test_a_plan_needs_modules_and_ranks_that_exist() -> None:
     model = nn.Sequential(nn.Linear(2, 2))
     with pytest.raises(ConfigError, match="no module 'blocks'"):
-        plan_model(model, ["blocks"], num_ranks=2)
+        plan_model(model, ["blocks"], run_on_meta, num_ranks=2)
     with pytest.raises(ConfigError, match="at least 1, got 0 and 1"):
-        plan_model(model, ["0"], num_ranks=0)
+        plan_model(model, ["0"], run_on_meta, num_ranks=0)
     assert not dist.is_initialized()
 
 
 def test_a_unit_that_is_planned_alone_is_the_whole_model() -> None:
-    plan = plan_model(make_model("meta"), [], num_ranks=1, strategy="no_shard")
+    plan = plan_model(make_model("meta"), [], run_on_meta, num_ranks=1, strategy="no_shard")
     numel = sum(param.numel() for param in make_model("meta").parameters())
     assert plan.num_parameters == numel
     assert [unit.name for unit in plan.units] == [""]
@@ -261,7 +268,6 @@ def test_an_iteration_takes_less_than_its_parts_at_their_most() -> None:
     line += " --data-parallel-sharding-strategy optim_grads_params"
     plan = plan_training(parse_train_arguments(line.split()), num_ranks=8)
     whole = plan.model.whole
-    assert whole is not None
     assert whole.iteration_bytes == sum(item.num_bytes for item in plan.memory()[-2:])
     # Above the stand-in for a driver, torch's own allocator has counted 14,938 MiB.
     assert round(whole.iteration_bytes / 2**20) == 14_938
