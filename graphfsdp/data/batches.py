@@ -12,8 +12,9 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from graphfsdp.data.corpus import Corpus, Part
+from graphfsdp.data.corpus import Corpus
 from graphfsdp.data.order import EpochOrder
+from graphfsdp.data.token_file import TokenArray
 from graphfsdp.errors import ConfigError
 
 # What torch's cross-entropy leaves out.
@@ -65,11 +66,11 @@ class TokenBatches:
             positions: Give the place of each token in its document.
             mask_first: A document's first token is no target: nothing before it tells of it.
         """
-        for part, name in ((corpus.training, "training"), (corpus.held_out, "held-out")):
-            if len(part.tokens) < seq_length + 1:
+        for tokens, name in ((corpus.train, "training"), (corpus.validation, "held-out")):
+            if len(tokens) < seq_length + 1:
                 raise ConfigError(
                     f"--seq-length {seq_length} needs {seq_length + 1} tokens in a row, but the "
-                    f"{name} part of {corpus.name} has {len(part.tokens)}; give a smaller "
+                    f"{name} part of {corpus.name} has {len(tokens)}; give a smaller "
                     f"--seq-length or a larger --data"
                 )
         if (positions or mask_first) and eod_token is None and corpus.document_starts is None:
@@ -101,7 +102,7 @@ class TokenBatches:
     def batch(self, first_sample: int) -> Batch:
         """Return this rank's part of the batch that begins with a sample, counted from 0."""
         windows = self._order(first_sample + self._part)
-        return self._cut(self._corpus.training, windows * self._seq_length)
+        return self._cut(self._corpus.train, 0, windows * self._seq_length)
 
     @property
     def epochs(self) -> float:
@@ -123,11 +124,12 @@ class TokenBatches:
 
         Of all batches only those with the chosen numbers, if these are given.
         """
-        last_start = len(self._corpus.validation) - self._seq_length - 1
+        held_out, border = self._corpus.validation, len(self._corpus.train)
+        last_start = len(held_out) - self._seq_length - 1
         starts = np.linspace(0, last_start, num_batches * batch_size).astype(np.int64)
         batches = starts.reshape(num_batches, batch_size)
         for number in range(num_batches) if chosen is None else chosen:
-            yield self._cut(self._corpus.held_out, batches[number])
+            yield self._cut(held_out, border, batches[number])
 
     def prompt(self, num_tokens: int) -> Tensor:  # [1, num_tokens] int64
         """Return tokens of the held-out part for a sample to continue, near its start."""
@@ -139,9 +141,10 @@ class TokenBatches:
         tokens = held_out[start : start + num_tokens].astype(np.int64)
         return torch.from_numpy(tokens)[None]
 
-    def _cut(self, part: Part, starts: npt.NDArray[np.int64]) -> Batch:
+    def _cut(self, part: TokenArray, offset: int, starts: npt.NDArray[np.int64]) -> Batch:
+        """Cut windows out of a part of the corpus, which begins at ``offset``."""
         places = starts[:, None] + np.arange(self._seq_length + 1)
-        windows = part.tokens[places].astype(np.int64)
+        windows = part[places].astype(np.int64)
         if (
             self._vocab_size is not None
             and not 0 <= windows.min() <= windows.max() < self._vocab_size
@@ -153,7 +156,7 @@ class TokenBatches:
         tokens, targets = windows[:, :-1].copy(), windows[:, 1:].copy()
         if not (self._positions or self._mask_first):
             return torch.from_numpy(tokens), torch.from_numpy(targets)
-        first = self._first_of_documents(windows, places + part.start)
+        first = self._first_of_documents(windows, places + offset)
         if self._mask_first:
             targets[first[:, 1:]] = IGNORED_TARGET
         arrays = [tokens, targets]

@@ -5,7 +5,6 @@ import sysconfig
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -26,13 +25,6 @@ _SKIPPED_IN_LIBRARY = frozenset({"site-packages", "dist-packages", "test", "test
 _LOOKED_AT_BYTES = 8000
 
 
-class Part(NamedTuple):
-    """Tokens of a corpus to train on, or those that are held out."""
-
-    tokens: TokenArray
-    start: int  # in the whole corpus
-
-
 @dataclass(frozen=True)
 class Corpus:
     """Tokens, cut into what is trained on and what is held out, and what is known of them."""
@@ -46,16 +38,6 @@ class Corpus:
     is_bytes: bool  # of text, so that a sample can be printed as text
     document_starts: npt.NDArray[np.int64] | None = None  # ascending, None if nobody has said
     is_counted: bool = True  # every token of it; of huge files only some are
-
-    @property
-    def training(self) -> Part:
-        """What is trained on."""
-        return Part(self.train, 0)
-
-    @property
-    def held_out(self) -> Part:
-        """What follows it."""
-        return Part(self.validation, len(self.train))
 
 
 def load_corpus(path: str | None, *, held_out_percent: float = _HELD_OUT_PERCENT) -> Corpus:
