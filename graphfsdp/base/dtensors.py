@@ -71,36 +71,15 @@ def wrap_rows_like(local: Tensor, like: Tensor) -> Tensor:
     return _wrap(local, like, shape, contiguous_stride(shape))
 
 
-def as_dtensor(
-    local: Tensor,
-    mesh: Any,
-    placements: Sequence[Any],
-    shape: Sequence[int],
-    stride: tuple[int, ...] | None = None,
-) -> Any:
-    """Return the DTensor of that shape whose part here is ``local``; autograd goes through."""
-    from torch.distributed.tensor import DTensor
-
-    stride = contiguous_stride(shape) if stride is None else stride
-    return DTensor.from_local(
-        local, mesh, placements, run_check=False, shape=torch.Size(shape), stride=stride
-    )
-
-
 def _wrap(local: Tensor, like: Tensor, shape: torch.Size, stride: tuple[int, ...]) -> Tensor:
     if not is_dtensor(like):
         return local
-    dtensor: Any = like
-    return can_be_copied(_of_kind(dtensor, local.detach(), shape, stride))
-
-
-def _of_kind(like: Any, local: Tensor, shape: torch.Size, stride: tuple[int, ...]) -> Tensor:
-    """Return a DTensor of the same class and placements as another."""
     from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
-    spec = DTensorSpec(like.device_mesh, like.placements, TensorMeta(shape, stride, local.dtype))
-    found: Tensor = type(like)(local, spec, requires_grad=False)
-    return found
+    dtensor: Any = like
+    meta = TensorMeta(shape, stride, local.dtype)
+    spec = DTensorSpec(dtensor.device_mesh, dtensor.placements, meta)
+    return can_be_copied(type(dtensor)(local.detach(), spec, requires_grad=False))
 
 
 def can_be_copied(tensor: Tensor) -> Tensor:

@@ -9,6 +9,7 @@ checkpoints.
 
 from dataclasses import dataclass
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -16,7 +17,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.distributed.tensor.placement_types import Placement
 
-from graphfsdp.base.dtensors import as_dtensor
+from graphfsdp.base.flat_buffer import contiguous_stride
 from graphfsdp.errors import ConfigError
 from graphfsdp.sharding.layout import BufferLayout, Slot
 from graphfsdp.sharding.placement import RowShard
@@ -216,8 +217,13 @@ class ModelAxes:
         """Return this rank's part as the module computes with it; autograd goes through."""
         if not self.wraps:
             return local
-        seen: Tensor = as_dtensor(local, self.mesh, self.placements, self.shape)
-        return seen
+        shape = torch.Size(self.shape)
+        return DTensor.from_local(
+            *(local, self.mesh, self.placements),
+            run_check=False,
+            shape=shape,
+            stride=contiguous_stride(shape),
+        )
 
 
 def find_model_axes(name: str, param: nn.Parameter, experts: DeviceMesh | None) -> ModelAxes | None:
