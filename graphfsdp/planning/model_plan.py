@@ -4,25 +4,22 @@ What the layout decides comes from the functions that lay out the real run, so i
 byte. Nothing here allocates: the model may lie on the meta device.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
-from graphfsdp.base.memory_plan import neighbour_starts, round_up
 from graphfsdp.config import MixedPrecisionPolicy, ShardingStrategy
 from graphfsdp.errors import ConfigError
+from graphfsdp.optim import FusedAdam
 from graphfsdp.planning.rehearsal import PlannedBuffers, PlannedMesh, RunForward, rehearse
 from graphfsdp.sharding.layout import BufferLayout
 from graphfsdp.sharding.plan import BufferPlan
+from graphfsdp.sharding.unit import Unit
 
 ROOT = "(root)"
 _NORM_BYTES = 8  # the squared norm, as float64
-_NUM_MOMENTS = 2
-_MOMENT_BYTES = 4  # of an element, float32
-_COUNT_BYTES = 4  # the step count of a parameter
-_BORDER_NUMEL = 64  # optimizer state that does not continue its neighbour starts on such a border
 
 
 @dataclass(frozen=True)
@@ -59,7 +56,7 @@ class ModelPlan:
     """Where the parameters of a model will lie.
 
     ``units`` are in the order of the modules, the root first; so they lie in memory. Bytes are of
-    one rank, and equal on every rank.
+    one rank, and but for those of the optimizer's state equal on every rank.
     """
 
     units: tuple[UnitPlan, ...]
@@ -70,6 +67,7 @@ class ModelPlan:
     module_buffer_bytes: int
     main_weight_bytes: int
     main_grad_bytes: int
+    state_bytes: int
     whole: PlannedBuffers
 
     @property
@@ -133,22 +131,6 @@ class ModelPlan:
         keeps = self.strategy.stage >= 2 and self.num_microbatches > 1
         return sum(waiting) if keeps else max(waiting, default=0)
 
-    def state_bytes(self, rank: int = 0) -> int:
-        """Return the bytes of FusedAdam's state on a rank, step counts included.
-
-        It keeps a moment in one buffer per dtype, in the order of the main weights; what does not
-        continue its neighbour starts on a border. Exact for a FusedAdam whose groups are the
-        matrices and the vectors, as the trainer makes it; other groups move a few borders.
-        """
-        num_params = sum(len(buffer.names) for buffer in self.buffers if buffer.trainable)
-        numel = 0
-        parts = {id(each): unit.mesh.part(rank) for unit in self.units for each in unit.buffers}
-        for (dtype, trainable), members in _by_storage(self.buffers).items():
-            if trainable:
-                pieces = sorted(_pieces(members, dtype.itemsize, parts))
-                numel += _numel_on_borders(pieces)
-        return _NUM_MOMENTS * _MOMENT_BYTES * numel + _COUNT_BYTES * num_params
-
     def collectives(self) -> tuple[Collective, ...]:
         """Return what ranks do together in one iteration, the norm of the gradients included.
 
@@ -210,6 +192,7 @@ def plan_model(
     run: RunForward,
     *,
     num_ranks: int,
+    rank: int = 0,
     num_outer: int = 1,
     cuts_outside: bool = False,
     expert_units: Sequence[str] = (),
@@ -246,6 +229,7 @@ def plan_model(
         units,
         run,
         meshes=meshes,
+        rank=rank,
         strategy=parsed,
         policy=policy,
         num_microbatches=num_microbatches,
@@ -269,6 +253,7 @@ def plan_model(
         module_buffer_bytes=sum(buffer.nbytes for buffer in model.buffers()),
         main_weight_bytes=_storage_bytes(buffer.main for buffer in buffers),
         main_grad_bytes=_storage_bytes(b.grad for b in buffers if b.grad is not None),
+        state_bytes=_state_bytes(shards.units),
         whole=whole,
     )
 
@@ -278,39 +263,16 @@ def _storage_bytes(tensors: Iterable[Tensor]) -> int:
     return sum(storage.nbytes() for storage in storages.values())
 
 
-def _by_storage(
-    buffers: Sequence[BufferPlan],
-) -> dict[tuple[torch.dtype, bool], list[BufferPlan]]:
-    """Return which buffers lie side by side once all units are together: dtype, trainable."""
-    found: dict[tuple[torch.dtype, bool], list[BufferPlan]] = {}
-    for buffer in buffers:
-        found.setdefault((buffer.dtypes.main, buffer.trainable), []).append(buffer)
-    return found
+def _state_bytes(units: Iterable[Unit]) -> int:
+    """Return the bytes of a FusedAdam's state, step counts included.
 
-
-def _pieces(
-    buffers: Sequence[BufferPlan], itemsize: int, parts: Mapping[int, int]
-) -> Iterator[tuple[int, int, int]]:
-    """Yield a rank's part of each parameter: the optimizer's group, first element, elements.
-
-    ``parts`` says which part of each buffer the rank has, by the buffer's id.
+    Its groups are the matrices and the vectors, as the trainer makes it; others move a few borders.
     """
-    starts = neighbour_starts((buffer.main_numel for buffer in buffers), itemsize)
-    for buffer, start in zip(buffers, starts, strict=False):
-        for slot in buffer.layout.slots:
-            group = 0 if len(slot.shape) >= 2 else 1  # matrices, vectors
-            if buffer.sharded:
-                rows = buffer.layout.local_rows(slot, parts[id(buffer)])
-                yield group, start + rows.shard_offset, rows.numel
-            else:
-                yield group, start + slot.offset, slot.numel
-
-
-def _numel_on_borders(pieces: Sequence[tuple[int, int, int]]) -> int:
-    end, follows = 0, -1
-    for _, start, numel in pieces:
-        if start != follows:
-            end = round_up(end, _BORDER_NUMEL)
-        end += numel
-        follows = start + numel
-    return end
+    managed = (item for unit in units for item in unit.group.managed if item.trains)
+    held = [item.buffer.local_view(item.buffer.main, item.slot).detach() for item in managed]
+    if not held:
+        return 0
+    matrices, vectors = ([t for t in held if (t.dim() >= 2) == wide] for wide in (True, False))
+    optimizer = FusedAdam([{"params": matrices}, {"params": vectors}])
+    optimizer.create_missing(held)
+    return _storage_bytes(value for state in optimizer.state.values() for value in state.values())

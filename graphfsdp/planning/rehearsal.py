@@ -58,14 +58,14 @@ class PlannedMesh:
         """Ranks that a unit's gathered weights come from."""
         return self.num_ranks // self.num_outer // self.num_expert_ranks
 
-    @property
-    def num_parts(self) -> int:
-        """Into how many parts main weights and optimizer state are cut."""
-        return self.num_ranks if self.cuts_outside else self.num_inner
-
-    def part(self, rank: int) -> int:
-        outer, inner = divmod(rank // self.num_expert_ranks, self.num_inner)
-        return inner * self.num_outer + outer if self.cuts_outside else inner
+    def of_rank(self, rank: int) -> UnitMesh:
+        """Return the mesh as a unit on that rank sees it."""
+        place, inner_rank = divmod(rank // self.num_expert_ranks, self.num_inner)
+        inner = cast(dist.ProcessGroup, PlannedRanks(self.num_inner, inner_rank))
+        outer = None
+        if self.num_outer > 1:
+            outer = cast(dist.ProcessGroup, PlannedRanks(self.num_outer, place))
+        return UnitMesh(cast(DeviceMesh, None), inner, outer, cuts_outside=self.cuts_outside)
 
 
 @dataclass(frozen=True)
@@ -102,14 +102,14 @@ class PlannedRanks:
 
     group_name = "planned"
 
-    def __init__(self, num_ranks: int) -> None:
-        self._num_ranks = num_ranks
+    def __init__(self, num_ranks: int, rank: int = 0) -> None:
+        self._num_ranks, self._rank = num_ranks, rank
 
     def size(self) -> int:
         return self._num_ranks
 
     def rank(self) -> int:
-        return 0
+        return self._rank
 
 
 class _PlannedBuffer(ShardBuffer):
@@ -157,6 +157,7 @@ def rehearse(
     run: RunForward,
     *,
     meshes: Mapping[str, PlannedMesh],
+    rank: int,
     strategy: ShardingStrategy,
     policy: MixedPrecisionPolicy,
     num_microbatches: int,
@@ -168,35 +169,24 @@ def rehearse(
     ``meshes`` are the units', by name; the root's is that of all others.
     """
     options = UnitOptions(
-        mesh=_unit_mesh(meshes[""]),
+        mesh=meshes[""].of_rank(rank),
         strategy=strategy,
         policy=policy,
         reshard_after_forward=reshard_after_forward,
         overlap=overlap,
     )
     lives = WholeBuffers()
-    root, shards = _planned(model, units, options, meshes, lives)
+    root = _on_meta(model)
+    for name in (*(name for name in units if name), ""):
+        module, mesh = root.get_submodule(name), meshes.get(name, meshes[""]).of_rank(rank)
+        make_unit([module], _PlannedGroup([module], replace(options, mesh=mesh), lives))
+    shards = join_units(root, _PlannedShards)
     # Whoever knows the order of units runs otherwise than the first iteration.
     for _ in range(_NUM_BEFORE):
         _iterate(root, shards, run, min(num_microbatches, MAX_MICROBATCHES))
     whole_bytes = lives.peak_bytes
     iteration_bytes = peak_of(lambda: _iterate(root, shards, run, min(num_microbatches, 2)))
     return shards, PlannedBuffers(whole_bytes, iteration_bytes)
-
-
-def _planned(
-    model: nn.Module,
-    units: Sequence[str],
-    options: UnitOptions,
-    meshes: Mapping[str, PlannedMesh],
-    lives: WholeBuffers,
-) -> tuple[nn.Module, ModelShards]:
-    root = _on_meta(model)
-    for name in (*(name for name in units if name), ""):
-        module = root.get_submodule(name)
-        own = replace(options, mesh=_unit_mesh(meshes.get(name, meshes[""])))
-        make_unit([module], _PlannedGroup([module], own, lives))
-    return root, join_units(root, _PlannedShards)
 
 
 def _iterate(root: nn.Module, shards: ModelShards, run: RunForward, num_microbatches: int) -> None:
@@ -210,12 +200,6 @@ def _iterate(root: nn.Module, shards: ModelShards, run: RunForward, num_microbat
             root.set_is_last_microbatch(index == num_microbatches - 1)
             run(root).backward()
     root.finish_microbatches()
-
-
-def _unit_mesh(mesh: PlannedMesh) -> UnitMesh:
-    inner = cast(dist.ProcessGroup, PlannedRanks(mesh.num_inner))
-    outer = cast(dist.ProcessGroup, PlannedRanks(mesh.num_outer)) if mesh.num_outer > 1 else None
-    return UnitMesh(cast(DeviceMesh, None), inner, outer, cuts_outside=mesh.cuts_outside)
 
 
 def _on_meta(model: nn.Module) -> nn.Module:

@@ -104,7 +104,6 @@ class TrainingPlan:
     model: ModelPlan
     batch: IterationBatch
     rank: int  # whose optimizer state is counted; all else is equal on every rank
-    state_bytes: int  # of the optimizer on that rank
     stage_bytes: int | None  # activations on a rank of a pipeline, estimated
     flops: int  # of one rank in one iteration
     speeds: Speeds
@@ -121,7 +120,7 @@ class TrainingPlan:
         return (
             MemoryLine("main weights", model.main_weight_bytes, True, "what the optimizer updates"),
             MemoryLine("main grads", model.main_grad_bytes, True, "persistent gradient buffers"),
-            MemoryLine("optimizer state", self.state_bytes, True, "two moments, step counts"),
+            MemoryLine("optimizer state", model.state_bytes, True, "two moments, step counts"),
             MemoryLine("model's own buffers", model.module_buffer_bytes, True, "such as tables"),
             MemoryLine("static inputs", inputs, True, "tokens and targets of an iteration"),
             *_whole_lines(model),
@@ -221,6 +220,7 @@ def plan_training(
         [*experts, *units],
         run,
         num_ranks=batch.num_ranks,
+        rank=rank % batch.num_ranks,
         num_outer=config.num_distributed_optimizer_instances,
         cuts_outside=config.outer_dp_sharding_strategy == "optim",
         expert_units=experts,
@@ -241,7 +241,6 @@ def plan_training(
         model=plan,
         batch=batch,
         rank=rank,
-        state_bytes=plan.state_bytes(rank % batch.num_ranks),
         stage_bytes=activation_bytes(config, vocab_size, batch, part.rank)
         if isinstance(part, GPTPart)
         else None,

@@ -3,7 +3,7 @@
 import dataclasses
 import json
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -129,6 +129,19 @@ def what_is_there(model: GPT, microbatches: int) -> dict[str, Any]:
     }
 
 
+def what_is_planned(plan: ModelPlan, calls: Sequence[Collective]) -> dict[str, Any]:
+    collectives: Counter[tuple[str, int]] = Counter()
+    for call in calls:
+        collectives[call.op, call.buffer_bytes] += call.count
+    return {
+        "main": plan.main_weight_bytes,
+        "grads": plan.main_grad_bytes,
+        "states": plan.state_bytes,
+        "collectives": collectives,
+        "buffers": [(b.layout, b.sharded, b.dtypes) for b in plan.buffers],
+    }
+
+
 def check(
     pool: RankPool,
     strategy: str,
@@ -136,35 +149,20 @@ def check(
     microbatches: int,
     outer: str | None = None,
 ) -> None:
-    plan = plan_model(
-        make_model("meta"),
-        [f"blocks.{index}" for index in range(2)],
-        run_on_meta,
-        num_ranks=pool.num_ranks,
-        num_outer=1 if outer is None else 2,
-        cuts_outside=outer == "optim",
-        strategy=strategy,
-        mp_policy=POLICIES[policy],
-        num_microbatches=microbatches,
-    )
-    worlds = pool.run(real_world, strategy, policy, microbatches, outer)
-    assert_planned(plan, plan.collectives(), worlds)
-
-
-def assert_planned(
-    plan: ModelPlan, collectives: Iterable[Collective], worlds: list[dict[str, Any]]
-) -> None:
-    planned: Counter[tuple[str, int]] = Counter()
-    for call in collectives:
-        planned[call.op, call.buffer_bytes] += call.count
-    for rank, real in enumerate(worlds):
-        assert real == {
-            "buffers": [(b.layout, b.sharded, b.dtypes) for b in plan.buffers],
-            "main": plan.main_weight_bytes,
-            "grads": plan.main_grad_bytes,
-            "states": plan.state_bytes(rank),
-            "collectives": planned,
-        }
+    for rank, real in enumerate(pool.run(real_world, strategy, policy, microbatches, outer)):
+        plan = plan_model(
+            make_model("meta"),
+            [f"blocks.{index}" for index in range(2)],
+            run_on_meta,
+            num_ranks=pool.num_ranks,
+            rank=rank,
+            num_outer=1 if outer is None else 2,
+            cuts_outside=outer == "optim",
+            strategy=strategy,
+            mp_policy=POLICIES[policy],
+            num_microbatches=microbatches,
+        )
+        assert real == what_is_planned(plan, plan.collectives())
 
 
 def test_plan_is_what_ranks_that_share_experts_out_really_hold(ranks4: RankPool) -> None:
@@ -178,8 +176,9 @@ def test_plan_is_what_ranks_that_share_experts_out_really_hold(ranks4: RankPool)
         global_batch_size=SEQUENCES * 4,
         data_parallel_sharding_strategy="optim_grads_params",
     )
-    plan = plan_training(config, num_ranks=4)
-    assert_planned(plan.model, plan.collectives(), ranks4.run(world_of_experts, config))
+    for rank, real in enumerate(ranks4.run(world_of_experts, config)):
+        plan = plan_training(config, num_ranks=4, rank=rank)
+        assert real == what_is_planned(plan.model, plan.collectives())
     whole = sum(param.numel() for param in GPT(config.gpt(37)).parameters())
     assert plan.model.num_parameters == whole
 
