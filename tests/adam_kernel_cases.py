@@ -16,19 +16,15 @@ from graphfsdp.optim.fused import kernel as step_kernel
 from graphfsdp.optim.fused.settings import Flags
 from graphfsdp.optim.fused.step import StepArgs, run_cpu
 from graphfsdp.optim.fused.storage import (
-    SCALE_BLOCK_NUMEL,
     Dtypes,
     StepTensors,
-    has_scales,
     join_remainder,
     make_columns,
-    quantize_,
-    scale_shape,
     split_remainder_,
 )
 from graphfsdp.optim.fused.update import adam_coefficients, adam_update_
 
-FP8, FP16, BF16 = torch.float8_e4m3fn, torch.float16, torch.bfloat16
+BF16 = torch.bfloat16
 FLOATS = [torch.float32, torch.bfloat16, torch.float16]
 MOMENTS = [torch.float32, torch.bfloat16]
 COMBINATIONS = [
@@ -155,8 +151,7 @@ class Case(NamedTuple):
         sizes = [self.lane_of.count(lane) for lane in lanes]
         run_cpu(
             StepArgs(
-                columns, steps, self.hyper, lanes, sizes, lanes, scale, None, None, [],
-                None, 0, True, flags=flags,
+                columns, steps, self.hyper, lanes, sizes, lanes, scale, None, None, [], True, flags
             )
         )  # fmt: skip
 
@@ -165,32 +160,17 @@ def make_moment(
     shape: Sequence[int],
     dtype: torch.dtype | None,
     device: torch.device | str,
-    *,
-    positive: bool,
-    wild: bool,
-) -> tuple[Tensor | None, Tensor | None]:
-    """Return a moment as it is stored, and its scales if the dtype has some."""
-    if dtype is None:
-        return None, None
-    draw = torch.rand if positive else torch.randn
-    moment = draw(shape, device=device)
-    if not has_scales(dtype):
-        return moment.to(dtype), None
-    # Some blocks with small and large numbers side by side, and one of zeros.
-    if wild and moment.numel():
-        moment *= 10.0 ** torch.randint(-12, 2, shape, device=device)
-        moment.view(-1)[:SCALE_BLOCK_NUMEL] = 0
-    return stored(moment, dtype, positive=positive)
+    draw: Callable[..., Tensor],
+) -> Tensor | None:
+    return None if dtype is None else draw(shape, device=device).to(dtype)
 
 
 def make_case(
     shapes: Sequence[int | tuple[int, ...]],
     dtypes: Dtypes,
     device: torch.device | str = "cpu",
-    *,
-    wild: bool = True,
 ) -> Case:
-    """Return random tensors; with ``wild``, moments that have scales lie far apart."""
+    """Return random tensors."""
     hyper = torch.tensor(
         [[1e-2, 0.9, 0.999, 1e-8, 0.1], [3e-1, 0.0, 0.5, 1e-3, 0.0], [1e-3, 0.8, 0.95, 0.0, 1.0]],
         dtype=torch.float64,
@@ -208,25 +188,12 @@ def make_case(
         elif dtypes.main_param is not None:
             main = weight
         grad = torch.randn(shape, device=device).to(dtypes.grad)
-        first, first_scale = make_moment(shape, dtypes.exp_avg, device, positive=False, wild=wild)
-        second, second_scale = make_moment(
-            shape, dtypes.exp_avg_sq, device, positive=True, wild=wild
-        )
-        largest, largest_scale = make_moment(
-            shape, dtypes.max_exp_avg_sq, device, positive=True, wild=wild
-        )
-        scales = (first_scale, second_scale, largest_scale)
-        bundles.append(StepTensors(param, grad, first, second, largest, main, *scales))
+        first = make_moment(shape, dtypes.exp_avg, device, torch.randn)
+        second = make_moment(shape, dtypes.exp_avg_sq, device, torch.rand)
+        largest = make_moment(shape, dtypes.max_exp_avg_sq, device, torch.rand)
+        bundles.append(StepTensors(param, grad, first, second, largest, main))
     steps = [torch.tensor(float(count), device=device) for count in (1, 7, 1000)]
     return Case(bundles, [index % 3 for index in range(len(shapes))], steps, hyper)
-
-
-def stored(moment: Tensor, dtype: torch.dtype, *, positive: bool) -> tuple[Tensor, Tensor]:
-    """Return a moment's codes in a dtype that has scales, and those scales."""
-    codes = torch.empty_like(moment, dtype=dtype)
-    scales = torch.empty(scale_shape(moment.shape), device=moment.device)
-    quantize_(codes, scales, moment, positive=positive)
-    return codes, scales
 
 
 def assert_same(
@@ -244,8 +211,6 @@ def assert_same(
             close = rtol, atol
             if left.dtype == torch.int16:
                 left, right = (join_remainder(b.param, cast(Tensor, b[5])) for b in (ours, theirs))
-            elif left.dtype == FP8:
-                left, right = left.view(torch.uint8), right.view(torch.uint8)
             elif left.dtype == BF16:
                 close = max(rtol, torch.finfo(BF16).eps), max(atol, 1e-30)
             torch.testing.assert_close(
@@ -270,11 +235,4 @@ def assert_kernel_is_tensor_code(
     assert all(tensor.float().isfinite().all() for tensor in tensors)
     # The interpreter has no fused multiply-add; a GPU may round a sum of ten operations otherwise.
     exact = device == "cpu"
-    codes = () if exact else [name for name in ("exp_avg", "exp_avg_sq") if scaled(dtypes, name)]
-    assert_same(
-        found, expected, rtol=0 if exact else 16 * 2.0**-23, atol=0 if exact else 1e-6, but=codes
-    )
-
-
-def scaled(dtypes: Dtypes, moment: str) -> bool:
-    return has_scales(getattr(dtypes, moment))
+    assert_same(found, expected, rtol=0 if exact else 16 * 2.0**-23, atol=0 if exact else 1e-6)

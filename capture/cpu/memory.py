@@ -13,7 +13,6 @@ from graphfsdp._capture.cpu.calls import can_write_into
 from graphfsdp._capture.trace.elision import elided_copies, is_plain
 from graphfsdp._capture.trace.values import (
     Node,
-    StorageInfo,
     Value,
     geometry_of,
     materialise,
@@ -21,7 +20,7 @@ from graphfsdp._capture.trace.values import (
 )
 from graphfsdp.base.host_memory import advise_huge_pages
 from graphfsdp.base.memory_plan import ALIGNMENT_BYTES, Lifetime, MemoryPlan, plan_memory
-from graphfsdp.base.op_tensors import is_empty, scratch_places
+from graphfsdp.base.op_tensors import is_empty
 
 _FOLDED_BYTES = 1 << 16  # larger constants are made anew in each replay: memory counts more
 
@@ -102,7 +101,7 @@ class ProgramMemory:
         scratch: Sequence[Tensor],
         arena: Arena,
     ) -> None:
-        """Plan for ``nodes``, none of them dead; those that ask for scratch memory are given it.
+        """Plan for ``nodes``, none of them dead.
 
         The storages of ``outputs`` belong to the caller and are not planned; ``escapes`` are copied
         out at the end; ``scratch`` may be written earlier than the recording did.
@@ -119,8 +118,7 @@ class ProgramMemory:
         touched = (value.storage for node in nodes for value in node.values)
         self._external = {id(info): info for info in touched if info.external}.values()
         self._over = self._fold(nodes)  # by id of the Node
-        planned = self._planned(nodes) | _give_scratch(nodes)
-        lives = self._lifetimes(nodes, planned)
+        lives = self._lifetimes(nodes, self._planned(nodes))
         elided = elided_copies(nodes, lives, scratch, ALIGNMENT_BYTES)
         self._lives = {key: life for key, life in lives.items() if key not in elided}
         self._into = set(lives)
@@ -250,25 +248,3 @@ class ProgramMemory:
             key: Lifetime(first, len(nodes) if key in self._ends else last, sizes[key])
             for key, (first, last) in uses.items()
         }
-
-
-def _give_scratch(nodes: Sequence[Node]) -> set[int]:
-    """Give operators that ask for scratch memory some of the program's; return its storages.
-
-    Note [Scratch]: such an operator has two arguments, ``scratch`` and ``scratch_bytes``. In eager
-    mode it is given none and makes its own. In a program it is planned like the result of an
-    operator, so that it lies where activations were, and a replay allocates nothing for it.
-    """
-    given = set()
-    for index, node in enumerate(nodes):
-        # Of operators of ours alone: what has been asked for is kept, a compiled piece would be.
-        places = scratch_places(node.op) if node.op.namespace == "graphfsdp" else None
-        if places is not None and node.args[places[1]] and node.args[places[0]] is None:
-            # Of no storage that there is: no operator has made it.
-            storage = torch.empty(0, device="cpu").untyped_storage()
-            info = StorageInfo(StorageWeakRef(storage), False, False)
-            geometry = (0, (node.args[places[1]],), (1,), torch.uint8, False, False)
-            node.args[places[0]] = value = Value(info, geometry, index)
-            node.inputs.append(value)
-            given.add(id(info))
-    return given

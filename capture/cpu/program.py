@@ -5,7 +5,7 @@ intermediate is dropped after its last use, so the memory peak is near that of t
 """
 
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -134,8 +134,7 @@ class ProgramBuilder:
         self._namespace: dict[str, Any] = {}
         self._names: dict[int, str] = {}  # by id of the Value
         self._constants: dict[int, str] = {}  # by id of the object
-        # Other programs of the same nodes have scratch memory of their own.
-        self.nodes = [_with_own_arguments(node) for node in program.nodes]
+        self.nodes = program.nodes
         outputs, escapes = program.outputs, program.escapes
         self.memory = ProgramMemory(self.nodes, outputs, escapes, scratch, arena)
         self.num_calls = 0
@@ -321,12 +320,6 @@ def _if_alive(value: Value) -> Tensor | None:
         return materialise(value, value.storage.get())
     except ReferenceError:
         return None
-
-
-def _with_own_arguments(node: Node) -> Node:
-    if node.op.namespace != "graphfsdp":
-        return node
-    return replace(node, args=[*node.args])
 
 
 def _without_dead(nodes: Sequence[Node], roots: Sequence[Value]) -> list[Node]:

@@ -8,12 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from graphfsdp.base.op_tensors import (
-    OpCall,
-    OperatorMode,
-    flat_tensors,
-    scratch_places,
-)
+from graphfsdp.base.op_tensors import OpCall, OperatorMode, flat_tensors
 
 # What they leave has no contents yet.
 _EMPTY = frozenset(
@@ -87,11 +82,8 @@ def base_name(name: str) -> str:
 def _digest_of(call: OpCall, result: Any) -> OpDigest:
     inputs = set(map(_storage, call.tensors))
     made = [tensor for tensor in flat_tensors([result]) if _storage(tensor) not in inputs]
-    places = scratch_places(call.op)
-    scratch = None if places is None else call.args[places[0]]
-    written = [tensor for tensor in call.written if tensor is not scratch]
     name = call.schema_name.partition("::")[2]
-    tensors = [] if name in _EMPTY else [*written, *made]
+    tensors = [] if name in _EMPTY else [*call.written, *made]
     # In another order where the results are among the arguments (out=), so sorted.
     parts = sorted((tuple(tensor.shape), _contents(tensor)) for tensor in tensors)
     digest = hashlib.blake2b(b"".join(contents for _, contents in parts)).digest()

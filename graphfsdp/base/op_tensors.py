@@ -105,15 +105,6 @@ def _written_places(op: torch._ops.OpOverload) -> tuple[list[tuple[int, str]], b
     return places, op._schema.name in SILENT_WRITERS
 
 
-@functools.cache
-def scratch_places(op: torch._ops.OpOverload) -> tuple[int, int] | None:
-    """Return where an operator of ours takes memory without contents, and how much; or None."""
-    if op.namespace != "graphfsdp":
-        return None
-    names = [argument.name for argument in op._schema.arguments]
-    return (names.index("scratch"), names.index("scratch_bytes")) if "scratch" in names else None
-
-
 class _OpFacts(NamedTuple):
     """What an operator's calls have in common; see the attributes of ``OpCall``."""
 

@@ -10,7 +10,6 @@ from graphfsdp.base.dtensors import is_dtensor, local_part
 from graphfsdp.errors import ConfigError, NotCopyableError
 from graphfsdp.optim.fused.flat_runs import is_dense, same_layout
 from graphfsdp.optim.fused.settings import StepSettings
-from graphfsdp.optim.fused.storage import fits_scales, has_scales, scale_of, scale_shape
 
 
 def parameter_name(groups: Sequence[Mapping[str, Any]]) -> Callable[[int, int], str]:
@@ -29,8 +28,6 @@ def check_params(groups: Sequence[Mapping[str, Any]], row: int, settings: StepSe
     name_of = parameter_name(groups)
     for index, param in enumerate(groups[row]["params"]):
         check_parameter(local_part(param), name_of(row, index))
-        if settings.uses_scales:
-            check_rows(param, name_of(row, index))
     check_devices(groups, settings)
 
 
@@ -88,52 +85,19 @@ def check_lr_device(group: Mapping[str, Any], owner: str, remedy: str) -> None:
             )
 
 
-def check_rows(param: Tensor, name: str) -> None:
-    """Refuse a parameter whose moments are to have scales, but whose memory has no rows."""
-    if not fits_scales(param):
-        return
-    remedy = "Remedy: exp_avg_dtype and exp_avg_sq_dtype of torch.float32 or torch.bfloat16"
-    what = "moments in float16 or float8 have scales by rows"
-    check_placements(param, name, what, f"Shard(0) or Replicate(). {remedy}", dim=0)
-    local = local_part(param)
-    if not local.is_contiguous():
-        raise ConfigError(
-            f"{what}, but {name} (shape "
-            f"{tuple(local.shape)}, strides {local.stride()}) is not contiguous. {remedy}, or a "
-            "contiguous parameter"
-        )
-
-
-def check_placements(
-    param: Tensor, name: str, what: str, expected: str, *, dim: int | None
-) -> None:
-    """Refuse a DTensor that is neither replicated nor cut, along ``dim`` if it is given."""
-    placements: Sequence[Any] = getattr(param, "placements", ())
-    if not all(place.is_replicate() or place.is_shard(dim) for place in placements):
-        raise ConfigError(
-            f"{what}, but {name} is a DTensor with {tuple(placements)}; expected {expected}"
-        )
-
-
 def check_state(
     param: Tensor, state: Mapping[str, Tensor], name: str, settings: StepSettings
 ) -> None:
     local = local_part(param)
     dense = is_dense(local.shape, local.stride())
     like = local if dense else torch.empty_like(local, device="meta")
-    dtypes = settings.state_dtypes(param)
-    expected = {key: (like, dtype) for key, dtype in dtypes.items()}
-    scaled = [key for key, dtype in dtypes.items() if has_scales(dtype)]
-    if scaled:
-        scale = torch.empty(scale_shape(local.shape), device="meta")
-        expected |= {scale_of(key): (scale, torch.float32) for key in scaled}
-    for key, (wanted, dtype) in expected.items():
+    for key, dtype in settings.state_dtypes(param).items():
         tensor = state.get(key)
         if (
             tensor is None
             or tensor.dtype != dtype
             or tensor.device != local.device
-            or not same_layout(tensor, wanted)
+            or not same_layout(tensor, like)
         ):
             got = "missing"
             if tensor is not None:
@@ -142,8 +106,8 @@ def check_state(
                     f"{tensor.dtype}, on {tensor.device}"
                 )
             raise ConfigError(
-                f"the state {key!r} of {name} is {got}; expected shape {tuple(wanted.shape)}, "
-                f"strides {wanted.stride()}, {dtype}, on {local.device}. It does not fit the "
+                f"the state {key!r} of {name} is {got}; expected shape {tuple(like.shape)}, "
+                f"strides {like.stride()}, {dtype}, on {local.device}. It does not fit the "
                 "parameter any more: was the model moved or cast after the first step? "
                 "load_state_dict copies values into the right places"
             )

@@ -60,15 +60,13 @@ def continues(left: Tensor, right: Tensor) -> bool:
 def slices_like(
     tensors: Sequence[Tensor],
     allocate: Callable[[int], Tensor],  # makes a 1-D buffer of so many elements
-    *,
-    apart: bool = False,  # none are neighbours
 ) -> list[Tensor]:
     """Tensors shaped and strided like these in one buffer, neighbours where these are in memory."""
     offsets: list[int] = []
     end = 0
     previous: Tensor | None = None
     for tensor in tensors:
-        if previous is None or apart or not continues(previous, tensor):
+        if previous is None or not continues(previous, tensor):
             end = -(-end // BORDER_NUMEL) * BORDER_NUMEL
         offsets.append(end)
         end += tensor.numel()

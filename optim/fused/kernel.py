@@ -13,31 +13,18 @@ import torch
 from torch import Tensor
 
 from graphfsdp.optim.fused.settings import Flags
-from graphfsdp.optim.fused.storage import (
-    MOMENTS,
-    SCALE_BLOCK_NUMEL,
-    SMALLEST,
-    TOPS,
-    Dtypes,
-    StepTensors,
-    has_scales,
-    rows_of,
-)
+from graphfsdp.optim.fused.storage import Dtypes, StepTensors
 from graphfsdp.optim.fused.update import AdamCoefficients
 
 # Elements that one program of the kernel updates; 8 for each of 128 threads, which is one access
-# of 16 bytes to 16-bit numbers. With scales it is as many blocks of a row as are as long, the last
-# ones of a row being shorter.
+# of 16 bytes to 16-bit numbers. Those at the end of a run are updated in parts.
 BLOCK_NUMEL = 1024
-SCALES_PER_BLOCK = BLOCK_NUMEL // SCALE_BLOCK_NUMEL
+PART_NUMEL = 256
 NUM_WARPS = 4
 
-# Columns of the run table; a missing tensor has address 0. The row's length says where the blocks
-# of scales are.
+# Columns of the run table; a missing tensor has address 0.
 ADDRESSES = StepTensors._fields
-RUN_COLUMNS = (*ADDRESSES, "numel", "lane", "row_numel", "first_block")
-# Tensors that are read and written whole words at a time.
-_WIDE_COLUMNS = ("param", "grad", *MOMENTS, "main_param")
+RUN_COLUMNS = (*ADDRESSES, "numel", "lane", "first_block")
 NUM_COEFFICIENTS = len(AdamCoefficients._fields)
 
 _KERNEL_DTYPES = frozenset({torch.float32, torch.bfloat16, torch.float16})
@@ -47,9 +34,9 @@ class Tables(NamedTuple):
     """What the kernel knows about the runs, on the device; addresses are in bytes."""
 
     lanes: Tensor  # [L, 2] int64, address of a step count and row of the hyper-parameter table
-    runs: Tensor  # [R, 13] int64, see RUN_COLUMNS; addresses are multiples of 16
+    runs: Tensor  # [R, 9] int64, see RUN_COLUMNS; addresses are multiples of 16
     block_to_run: Tensor  # [B] int32, the run that each block belongs to
-    odd_runs: Tensor  # [R, 13] int64, the runs with an address, or with scales a row, that is none
+    odd_runs: Tensor  # [R, 9] int64, the runs with an address that is none
     odd_block_to_run: Tensor  # [B] int32
 
 
@@ -65,7 +52,7 @@ def supports(dtypes: Dtypes) -> bool:
         floats.append(dtypes.main_param or dtypes.param)
     moments = (dtypes.exp_avg, dtypes.exp_avg_sq)
     return all(dtype in _KERNEL_DTYPES for dtype in floats) and all(
-        dtype is None or dtype in _KERNEL_DTYPES or has_scales(dtype) for dtype in moments
+        dtype is None or dtype in _KERNEL_DTYPES for dtype in moments
     )
 
 
@@ -80,29 +67,18 @@ def make_tables(
     odd: list[list[int]] = []
     for run, lane in zip(runs, lane_of_run, strict=True):
         addresses = [0 if tensor is None else tensor.data_ptr() for tensor in run]
-        row_numel = rows_of(run.param.shape)[1]
-        wide = [run._fields.index(name) for name in _WIDE_COLUMNS]
-        on_border = not any(addresses[column] % 16 for column in wide)
-        if run.is_scaled:
-            on_border = on_border and row_numel % 16 == 0
-        (even if on_border else odd).append([*addresses, run.param.numel(), lane, row_numel])
-    is_scaled = any(run.is_scaled for run in runs)
+        on_border = not any(address % 16 for address in addresses)
+        (even if on_border else odd).append([*addresses, run.param.numel(), lane])
     lane_table = np.array([[step.data_ptr(), row] for step, row in lanes], dtype=np.int64)
-    arrays = [lane_table, *_run_arrays(even, is_scaled), *_run_arrays(odd, is_scaled)]
+    arrays = [lane_table, *_run_arrays(even), *_run_arrays(odd)]
     return Tables(*(torch.from_numpy(array).to(device) for array in arrays))
 
 
-def _run_arrays(
-    rows: list[list[int]], is_scaled: bool
-) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
+def _run_arrays(rows: list[list[int]]) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
     table = np.zeros((len(rows), len(RUN_COLUMNS)), dtype=np.int64)
     if rows:
         table[:, :-1] = rows
-    numel, row_numel = (table[:, RUN_COLUMNS.index(name)] for name in ("numel", "row_numel"))
-    num_blocks = -(-numel // BLOCK_NUMEL)
-    if is_scaled:
-        num_scales = numel // np.maximum(row_numel, 1) * -(-row_numel // SCALE_BLOCK_NUMEL)
-        num_blocks = -(-num_scales // SCALES_PER_BLOCK)
+    num_blocks = -(-table[:, RUN_COLUMNS.index("numel")] // BLOCK_NUMEL)
     table[:, -1] = np.cumsum(num_blocks) - num_blocks
     return table, np.repeat(np.arange(len(rows), dtype=np.int32), num_blocks)
 
@@ -179,11 +155,8 @@ def constants(
         torch.bfloat16: "bfloat16",
         torch.float16: "float16",
         torch.int16: "int16",
-        # Its bits are made and read by hand: GPUs before sm_89 have no instruction for them.
-        torch.float8_e4m3fn: "uint8",
     }
     halves = dtypes.main_param == torch.int16
-    moments = {"FIRST": dtypes.exp_avg, "SECOND": dtypes.exp_avg_sq}
     return {
         # With remainders, the model weight is the upper half of an integer.
         "PARAM_DTYPE": language.int16 if halves else getattr(language, names[dtypes.param]),
@@ -193,17 +166,9 @@ def constants(
         "MAIN_DTYPE": getattr(language, names[dtypes.main_param]),
         "HAS_MAIN": dtypes.main_param is not None and not halves,
         "HALVES": halves,
-        # What the largest element of a block is stored as; 0: there are no scales.
-        **{
-            f"{name}_TOP": TOPS[dtype] if has_scales(dtype) else 0.0
-            for name, dtype in moments.items()
-        },
-        "SECOND_SMALLEST": SMALLEST[dtypes.exp_avg_sq] if has_scales(dtypes.exp_avg_sq) else 0.0,
         "HAS_FIRST": dtypes.exp_avg is not None,
         "RULE": flags.rule,
         "NESTEROV": flags.nesterov,
-        "SCALED": any(map(has_scales, moments.values())),
-        "SCALE_BLOCK_NUMEL": SCALE_BLOCK_NUMEL,
         "AMSGRAD": dtypes.max_exp_avg_sq is not None,
         "HAS_SCALE": has_scale,
         "HAS_SKIP": has_skip,
@@ -211,7 +176,7 @@ def constants(
         "MAXIMIZE": flags.maximize,
         "ALIGNED": aligned,
         "BLOCK_NUMEL": BLOCK_NUMEL,
-        "PART_NUMEL": SCALE_BLOCK_NUMEL,
+        "PART_NUMEL": PART_NUMEL,
     }
 
 

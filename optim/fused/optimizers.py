@@ -13,7 +13,7 @@ from torch.optim.optimizer import ParamsT
 from graphfsdp.errors import ConfigError
 from graphfsdp.optim.fused.device_optimizer import DeviceOptimizer
 from graphfsdp.optim.fused.grad_scaler import DeviceGradScaler
-from graphfsdp.optim.fused.settings import Flags, StepSettings, check_main_dtype, moment_dtype
+from graphfsdp.optim.fused.settings import Flags, StepSettings, check_main_dtype
 
 
 class FusedAdam(DeviceOptimizer):
@@ -24,8 +24,7 @@ class FusedAdam(DeviceOptimizer):
 
     State per parameter: ``step`` [] float32, ``exp_avg`` and ``exp_avg_sq`` [...], with amsgrad
     ``max_exp_avg_sq`` [...], and with main weights ``master_param`` [...] float32, or int16 with
-    remainders. A moment in float16 or float8 has a neighbour, ``exp_avg_scale`` and so on,
-    [rows, blocks of a row] float32. State is made at the first step.
+    remainders. State is made at the first step.
     """
 
     def __init__(
@@ -69,8 +68,7 @@ class FusedAdam(DeviceOptimizer):
                 the gradient's dtype need not be the parameter's.
             master_weights: Keep float32 main weights for bfloat16 and float16 parameters.
             master_weight_dtype: torch.float32.
-            exp_avg_dtype: Dtype in which the first moment is stored: float32, bfloat16, or
-                float16 or float8_e4m3fn with a scale for each 256 elements of a row.
+            exp_avg_dtype: Dtype in which the first moment is stored: float32 or bfloat16.
             exp_avg_sq_dtype: The same for the second moment.
             store_param_remainders: Keep the main weight of a bfloat16 parameter as the 16 bits
                 that the parameter lacks, in int16: exact, and half of the memory.
@@ -93,8 +91,8 @@ class FusedAdam(DeviceOptimizer):
             skip_nonfinite or grad_scaler is not None,
             max_grad_norm,
             norm_type,
-            moment_dtype(exp_avg_dtype),
-            moment_dtype(exp_avg_sq_dtype),
+            exp_avg_dtype,
+            exp_avg_sq_dtype,
             amsgrad,
         )
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
@@ -158,7 +156,7 @@ class FusedSGD(DeviceOptimizer):
             skip_nonfinite or grad_scaler is not None,
             max_grad_norm,
             norm_type,
-            moment_dtype(momentum_dtype),
+            momentum_dtype,
             has_moments=any(momenta),
         )
         if nesterov and (dampening or not all(momenta)):
@@ -222,7 +220,7 @@ class FusedLion(DeviceOptimizer):
             skip_nonfinite or grad_scaler is not None,
             max_grad_norm,
             norm_type,
-            moment_dtype(exp_avg_dtype),
+            exp_avg_dtype,
         )
         defaults = {"lr": lr, "betas": betas, "weight_decay": weight_decay}
         super().__init__(params, defaults, settings, grad_scaler)

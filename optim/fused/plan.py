@@ -20,7 +20,6 @@ from graphfsdp.optim.fused import kernel
 from graphfsdp.optim.fused.checks import (
     check_devices,
     check_gradient,
-    check_rows,
     check_state,
     parameter_name,
 )
@@ -28,16 +27,12 @@ from graphfsdp.optim.fused.control import NormParts, norm_parts
 from graphfsdp.optim.fused.flat_runs import flat_view, is_dense, merge_neighbours, same_layout
 from graphfsdp.optim.fused.settings import Flags, StepSettings
 from graphfsdp.optim.fused.state import State
-from graphfsdp.optim.fused.step import fused_adam_, scratch_bytes
-from graphfsdp.optim.fused.storage import Columns, Dtypes, StepTensors, make_columns, scale_of
+from graphfsdp.optim.fused.step import fused_adam_
+from graphfsdp.optim.fused.storage import Columns, Dtypes, StepTensors, make_columns
 
 # Where a state is not called as its column is.
 _COLUMN_OF_STATE: Mapping[str, str] = MappingProxyType(
-    {
-        "master_param": "main_param",
-        "momentum_buffer": "exp_avg",
-        scale_of("momentum_buffer"): scale_of("exp_avg"),
-    }
+    {"master_param": "main_param", "momentum_buffer": "exp_avg"}
 )
 
 
@@ -80,7 +75,6 @@ class Batch:
     hyper: Tensor  # [G, 5] float64
     tables: list[Tensor]  # of the kernel, if it is used
     dense: bool  # see Member
-    scratch_bytes: int  # what a step that scales gradients needs besides, on a CPU
 
     def collect(self, grads: Sequence[Tensor | None]) -> list[Tensor]:
         if self.merged:
@@ -148,8 +142,6 @@ class Plan:
                 _on(device, found_inf),
                 skipped if counts else None,
                 batch.tables,
-                None,  # whoever runs the recorded operation again may have memory for it
-                0 if grad_scale is None else batch.scratch_bytes,
                 batch.dense,
                 *flags,
             )
@@ -198,8 +190,6 @@ def find_stepped(
                 check_gradient(local_part(param), grad, name)
                 if states.get(param):
                     check_state(param, local_state(states[param]), name, settings)
-                elif settings.uses_scales:
-                    check_rows(param, name)
                 found.append(Stepped(index, row, param, grad))
             index += 1
     return found
@@ -254,7 +244,6 @@ def _make_batch(
         steps += _step_slices([member.step for member in lane])
     columns = make_columns(found)
     merged = len(found) < sum(1 for member in members if member.tensors.param.numel())
-    on_cpu, dense = members[0].tensors.param.is_cpu, members[0].dense
     return Batch(
         columns=columns if merged else columns._replace(grads=[]),
         grad_indices=grad_indices,
@@ -263,8 +252,7 @@ def _make_batch(
         lanes=lanes,
         hyper=hyper,
         tables=_make_tables(found, steps, lanes, hyper) if _uses_kernel(members[0]) else [],
-        dense=dense,
-        scratch_bytes=scratch_bytes(columns, lanes.sizes) if dense and on_cpu else 0,
+        dense=members[0].dense,
     )
 
 
@@ -288,8 +276,7 @@ def _merge_lane(lane: list[Member]) -> list[tuple[int, StepTensors]]:
     same, and gradients that follow one another in memory do so in the call.
     """
     found = [member.tensors for member in lane]
-    # The blocks of scales start where a parameter does.
-    if not lane[0].dense or found[0].is_scaled:
+    if not lane[0].dense:
         return [(m.position, m.tensors) for m in lane if m.tensors.param.numel()]
     return [
         (

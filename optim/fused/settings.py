@@ -8,10 +8,9 @@ from torch import Tensor
 
 from graphfsdp.errors import ConfigError
 from graphfsdp.optim.fused.hyper_table import RULES
-from graphfsdp.optim.fused.storage import fits_scales, has_scales
 
 _LOW_PRECISION = (torch.bfloat16, torch.float16)
-_MOMENT_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn)
+_MOMENT_DTYPES = (torch.float32, torch.bfloat16)
 _NORM_TYPES = (2.0, float("inf"))
 
 
@@ -43,11 +42,7 @@ class StepSettings:
         for name in ("exp_avg_dtype", "exp_avg_sq_dtype"):
             dtype = getattr(self, name)
             if dtype not in _MOMENT_DTYPES:
-                raise ConfigError(
-                    f"{name} must be torch.float32, torch.bfloat16, torch.float16 or "
-                    f"torch.float8_e4m3fn (or torch.uint8, Transformer Engine's word for it), "
-                    f"got {dtype}"
-                )
+                raise ConfigError(f"{name} must be torch.float32 or torch.bfloat16, got {dtype}")
         if self.store_param_remainders and not self.master_weights:
             raise ConfigError(
                 "store_param_remainders=True stores main weights in a smaller form; expected "
@@ -68,11 +63,8 @@ class StepSettings:
         return torch.float32 if wide else param.dtype
 
     def state_dtypes(self, param: Tensor) -> dict[str, torch.dtype]:
-        """Without step count and scales. A DTensor is given as it is: its whole shape counts."""
-        first, second = (
-            torch.float32 if has_scales(dtype) and not fits_scales(param) else dtype
-            for dtype in (self.exp_avg_dtype, self.exp_avg_sq_dtype)
-        )
+        """Without step count."""
+        first, second = self.exp_avg_dtype, self.exp_avg_sq_dtype
         if param.dtype == torch.float64:
             first = second = torch.float64
         dtypes = dict(zip(self.moments, (first, second), strict=False))
@@ -88,14 +80,6 @@ class StepSettings:
     def steers(self) -> bool:
         """Whether a step depends on the norm of all gradients."""
         return self.skip_nonfinite or self.max_grad_norm is not None
-
-    @property
-    def uses_scales(self) -> bool:
-        return has_scales(self.exp_avg_dtype) or has_scales(self.exp_avg_sq_dtype)
-
-
-def moment_dtype(dtype: torch.dtype) -> torch.dtype:
-    return torch.float8_e4m3fn if dtype == torch.uint8 else dtype
 
 
 def check_main_dtype(master_weight_dtype: torch.dtype) -> None:

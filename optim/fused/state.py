@@ -10,20 +10,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from graphfsdp.base.dtensors import local_part, wrap_like, wrap_rows_like
+from graphfsdp.base.dtensors import local_part, wrap_like
 from graphfsdp.base.host_memory import zeros_flat
 from graphfsdp.errors import ConfigError
 from graphfsdp.optim.fused.flat_runs import slices_like
 from graphfsdp.optim.fused.settings import StepSettings
-from graphfsdp.optim.fused.storage import (
-    dequantize,
-    has_scales,
-    join_remainder,
-    quantize_,
-    scale_of,
-    scale_shape,
-    split_remainder_,
-)
+from graphfsdp.optim.fused.storage import join_remainder, split_remainder_
 
 State = dict[str, Tensor]
 # The saved state of each parameter; None where nothing was saved.
@@ -48,9 +40,8 @@ def create_states(
 
     Moments have the dtypes of the settings (float64 for a float64 parameter) and the parameter's
     strides, and start at zero. A main weight starts as the parameter, so a remainder as zero. Step
-    counts ([] float32) are slices of one buffer, so that advancing all of them is one operation. A
-    moment's scales have ``_scale`` behind its name: [rows, blocks of a row] float32. All but
-    ``step`` are DTensors where the parameter is one.
+    counts ([] float32) are slices of one buffer, so that advancing all of them is one operation.
+    All but ``step`` are DTensors where the parameter is one.
     """
     locals_ = {local: param for _, param in params for local in [local_part(param)]}
     ordered = sorted(
@@ -69,35 +60,18 @@ def create_states(
             for name_and_dtype in settings.state_dtypes(locals_[param]).items():
                 wanted.setdefault(name_and_dtype, []).append(param)
         for (name, dtype), owners in sorted(wanted.items(), key=lambda item: str(item[0])):
-            # Parameters with scales are no neighbours to the kernel.
-            tensors = slices_like(
-                owners, partial(zeros_flat, dtype=dtype, device=device), apart=has_scales(dtype)
-            )
+            tensors = slices_like(owners, partial(zeros_flat, dtype=dtype, device=device))
             for param, tensor in zip(owners, tensors, strict=True):
                 states[param][name] = tensor
                 if name == "master_param" and dtype != torch.int16:
                     tensor.copy_(param.detach())
-            if has_scales(dtype):
-                for param, scale in zip(owners, _scales(owners), strict=True):
-                    states[param][scale_of(name)] = scale
     return {param: wrap_state(states[local], param) for local, param in locals_.items()}
 
 
 def wrap_state(state: State, param: Tensor) -> State:
     return {
-        key: value
-        if key == "step"
-        else (wrap_rows_like if key.endswith("_scale") else wrap_like)(value, param)
-        for key, value in state.items()
+        key: value if key == "step" else wrap_like(value, param) for key, value in state.items()
     }
-
-
-def _scales(params: Sequence[Tensor]) -> list[Tensor]:
-    """Return zeros [rows, blocks of a row] for each parameter, as slices of one buffer."""
-    shapes = [scale_shape(param.shape) for param in params]
-    sizes = [rows * blocks for rows, blocks in shapes]
-    buffer = torch.zeros(sum(sizes), dtype=torch.float32, device=params[0].device)
-    return [part.view(shape) for part, shape in zip(buffer.split(sizes), shapes, strict=True)]
 
 
 def step_classes(states: Mapping[Tensor, State], known: Mapping[Tensor, int]) -> dict[Tensor, int]:
@@ -157,36 +131,12 @@ def copy_states(loaded: Loaded, states: Mapping[Tensor, dict[str, Tensor]]) -> N
         saved = source or {}
         kept = states.get(param) or {}
         for key, tensor in kept.items():
-            if key.endswith("_scale"):
-                continue  # goes with its moment
             if key == "master_param":
                 _copy_main(param, tensor, saved.get(key))
-            elif scale_of(key) in kept or scale_of(key) in saved:
-                _copy_scaled(key, kept, saved)
             elif key in saved:
                 tensor.copy_(saved[key])
             else:  # saved before its first step
                 tensor.zero_()
-
-
-def _copy_scaled(key: str, kept: Mapping[str, Tensor], saved: Mapping[str, Tensor]) -> None:
-    """Copy a moment that has scales where it was saved, where it is kept, or in both places."""
-    if key not in saved:
-        kept[key].zero_()  # saved before its first step: whatever the scales are
-        return
-    store, value = local_part(kept[key]), local_part(saved[key]).to(kept[key].device)
-    scale, value_scale = (tensors.get(scale_of(key)) for tensors in (kept, saved))
-    if scale is not None and value_scale is not None and store.dtype == value.dtype:
-        store.copy_(value)
-        local_part(scale).copy_(local_part(value_scale))
-        return
-    if value_scale is not None:
-        value = dequantize(value.contiguous(), local_part(value_scale).to(store.device))
-    if scale is not None:
-        positive = key.endswith("_sq")
-        quantize_(store, local_part(scale), value.float().contiguous(), positive=positive)
-    else:
-        store.copy_(value)
 
 
 def _copy_main(param: Tensor, main: Tensor, saved: Tensor | None) -> None:
@@ -268,13 +218,12 @@ def match_entries(saved: Saved, settings: StepSettings) -> State:
     largest = ("max_exp_avg_sq",) if settings.amsgrad else ()
     for key in (*settings.moments, *largest):
         found[key] = saved_tensor(entries, key, param.shape, name)
-        scale = scale_of(key)
-        if entries.get(scale) is not None:
-            found[scale] = saved_tensor(entries, scale, scale_shape(param.shape), name)
-        elif found[key].dtype.itemsize == 1:
+        if f"{key}_scale" in entries or found[key].dtype.itemsize == 1:
             raise ConfigError(
-                f"the saved {key!r} of {name} is in {found[key].dtype}, but {scale!r} is missing; "
-                "expected a state that FusedAdam has saved"
+                f"the saved {key!r} of {name} is in {found[key].dtype} with scales, which no "
+                f"optimizer of this version has; expected torch.float32 or torch.bfloat16. Remedy: "
+                "load it with the version that has saved it, into one with float32 moments, and "
+                "save that"
             )
     if entries.get("master_param") is not None:
         found["master_param"] = saved_tensor(entries, "master_param", param.shape, name)

@@ -16,10 +16,8 @@ from graphfsdp.optim.fused.flat_runs import flat_view
 from graphfsdp.optim.fused.settings import Flags
 from graphfsdp.optim.fused.storage import (
     Columns,
-    by_rows,
     read_moments,
     read_weights,
-    rows_of,
     store_moments,
     store_weights,
 )
@@ -31,7 +29,6 @@ from graphfsdp.optim.fused.update import adam_coefficients, adam_update_
 _CHUNK_SHARE = 8
 _SMALLEST_CHUNK = 1 << 17
 _LARGEST_CHUNK = 1 << 20
-_FIRST_SCALE = Columns._fields.index("exp_avg_scales")
 
 # Note [Lanes]
 # A lane is a stretch of the tensor lists with one row of the hyper-parameter table and one step
@@ -52,10 +49,6 @@ class StepArgs(NamedTuple):
     found_inf: Tensor | None  # [] float; unless it is zero, the step is skipped
     skipped: Tensor | None  # [] float32, counts what is skipped; None: another call does
     tables: list[Tensor]  # of the kernel; empty: tensor code
-    # [scratch_bytes] uint8 for scaled gradients; None: the step makes it. In a replay it lies where
-    # activations were.
-    scratch: Tensor | None
-    scratch_bytes: int  # what it would be of use to have
     dense: bool  # no tensor has gaps
     flags: Flags
 
@@ -64,12 +57,10 @@ _LIBRARY = torch.library.Library("graphfsdp", "FRAGMENT")  # a registration live
 _LIBRARY.define(
     "fused_adam_(Tensor(a!)[] params, Tensor[] grads, Tensor(b!)[] exp_avgs, "
     "Tensor(c!)[] exp_avg_sqs, Tensor(d!)[] max_exp_avg_sqs, Tensor(e!)[] main_params, "
-    "Tensor(h!)[] exp_avg_scales, Tensor(i!)[] exp_avg_sq_scales, "
-    "Tensor(j!)[] max_exp_avg_sq_scales, "
     "Tensor(f!)[] steps, Tensor hyper, int[] lane_rows, int[] lane_sizes, int[] lane_steps, "
     "Tensor? grad_scale, Tensor? found_inf, Tensor(g!)? skipped, Tensor[] tables, "
-    "Tensor(k!)? scratch, int scratch_bytes, bool dense, bool adam_w_mode, "
-    "bool bias_correction, bool maximize, str rule, bool nesterov) -> ()"
+    "bool dense, bool adam_w_mode, bool bias_correction, bool maximize, str rule, "
+    "bool nesterov) -> ()"
 )
 
 
@@ -158,10 +149,10 @@ def run_cpu(args: StepArgs) -> None:
     wide_dtype = torch.promote_types(args.columns.params[0].dtype, torch.float32)
     scale = 1.0 if args.grad_scale is None else args.grad_scale.item()
     as_is = scale == 1.0 and args.columns.grads[0].dtype == wide_dtype
-    scratch = None if as_is else args.scratch
-    if scratch is None and not as_is:
-        num_bytes = scratch_bytes(args.columns, args.lane_sizes)
-        scratch = torch.empty(num_bytes, dtype=torch.uint8, device="cpu")
+    scratch: Tensor | None = None
+    if not as_is:
+        numel = _scratch_numel(args.columns, args.lane_sizes)
+        scratch = torch.empty(numel, dtype=wide_dtype, device="cpu")
     # Stored as the kernel takes them, all tensors of a lane go into one call.
     whole = as_is and all(column[0].dtype == wide_dtype for column in args.columns if column)
     rows = args.hyper.tolist()
@@ -178,7 +169,7 @@ def run_cpu(args: StepArgs) -> None:
         start += size
         for part in [lane] if whole else _chunks(lane):
             if scratch is not None:  # unnamed, so that it is freed before the next one is made
-                part = part._replace(grads=_scaled(part.grads, scale, scratch.view(wide_dtype)))
+                part = part._replace(grads=_scaled(part.grads, scale, scratch))
             _update(part, step, rows[row], args.flags, wide_dtype)
 
 
@@ -236,12 +227,9 @@ def _are_neighbours(grads: list[Tensor], sizes: list[int]) -> bool:
 
 
 def _chunks(columns: Columns) -> Iterator[Columns]:
-    """Cut columns of dense tensors into parts of few elements, or of one row."""
+    """Cut columns of dense tensors into parts of few elements."""
     sizes = [tensor.numel() for tensor in columns.params]
     limit = _chunk_numel(sum(sizes))
-    if columns.exp_avg_scales or columns.exp_avg_sq_scales:
-        yield from _row_chunks(columns, limit)
-        return
     start, total = 0, 0
     for index, size in enumerate(sizes):
         if start < index and total + size > limit:
@@ -264,31 +252,14 @@ def _chunk_numel(total: int) -> int:
     return min(max(share, _SMALLEST_CHUNK), _LARGEST_CHUNK)
 
 
-def scratch_bytes(columns: Columns, lane_sizes: Sequence[int]) -> int:
-    """Return the memory that the gradients of one part need once they are scaled or widened."""
-    if not columns.params:
-        return 0
+def _scratch_numel(columns: Columns, lane_sizes: Sequence[int]) -> int:
+    """Return how many gradients of one part there are at most."""
     most, start = 0, 0
     for size in lane_sizes:
         total = sum(param.numel() for param in columns.params[start : start + size])
         most = max(most, min(total, _chunk_numel(total)))
         start += size
-    if columns.exp_avg_scales or columns.exp_avg_sq_scales:  # no row is cut
-        most = max(most, *(rows_of(param.shape)[1] for param in columns.params))
-    return most * torch.promote_types(columns.params[0].dtype, torch.float32).itemsize
-
-
-def _row_chunks(columns: Columns, limit: int) -> Iterator[Columns]:
-    """Cut tensors between rows, since scales belong to rows."""
-    for index, param in enumerate(columns.params):
-        num_rows, row_numel = rows_of(param.shape)
-        views = [
-            [column[index] if kind >= _FIRST_SCALE else by_rows(column[index])] if column else []
-            for kind, column in enumerate(columns)
-        ]
-        step = max(1, limit // row_numel)
-        for row in range(0, num_rows, step):
-            yield Columns(*([view[row : row + step] for view in column] for column in views))
+    return most
 
 
 fused_adam_ = torch.ops.graphfsdp.fused_adam_.default

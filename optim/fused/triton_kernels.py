@@ -12,70 +12,6 @@ import triton.language as tl
 
 
 @triton.jit
-def _decode_e4m3(code):  # [...] uint8, no NaN
-    bits = code.to(tl.int32)
-    magnitude = bits & 0x7F
-    # Below 2**-6 the code counts steps of 2**-9; above, it is a float with another bias.
-    small = magnitude.to(tl.float32) * 0.001953125
-    large = ((magnitude << 20) + 0x3C000000).to(tl.float32, bitcast=True)
-    value = tl.where(magnitude < 8, small, large)
-    return tl.where(bits >= 128, -value, value)
-
-
-@triton.jit
-def _encode_e4m3(value):  # [...] float32, of a magnitude that rounds to at most 448
-    bits = value.to(tl.int32, bitcast=True)
-    magnitude = bits & 0x7FFFFFFF
-    # Half to even, at the 20th bit.
-    large = ((magnitude + 0x7FFFF + ((magnitude >> 20) & 1)) >> 20) - 960
-    # The unit in the last place of 2**14 is 2**-9, so the addition rounds.
-    shifted = magnitude.to(tl.float32, bitcast=True) + 16384.0
-    small = shifted.to(tl.int32, bitcast=True) - 0x46800000
-    code = tl.where(magnitude < 0x3C800000, small, large)
-    return (code | ((bits >> 24) & 0x80)).to(tl.uint8)
-
-
-@triton.jit
-def load_moment(ptr, scale_ptr, offsets, mask, blocks, blocks_mask, TOP: tl.constexpr):
-    """Return a moment in float32; with scales it is [blocks, elements of a block]."""
-    stored = tl.load(ptr + offsets, mask=mask)
-    value = _decode_e4m3(stored) if stored.dtype == tl.uint8 else stored.to(tl.float32)
-    if TOP > 0:
-        value = value * tl.load(scale_ptr + blocks, mask=blocks_mask)[:, None]
-    return value
-
-
-@triton.jit
-def store_moment(
-    ptr,
-    scale_ptr,
-    value,
-    offsets,
-    mask,
-    blocks,
-    blocks_mask,
-    TOP: tl.constexpr,
-    SMALLEST: tl.constexpr,
-):
-    """Store a moment, with new scales where it has some; see Note [Scaled moments]."""
-    if TOP > 0:
-        magnitude = tl.where(value == value, tl.abs(value), float("inf"))
-        if mask is not None:
-            magnitude = tl.where(mask, magnitude, 0.0)
-        scale = tl.maximum(tl.div_rn(tl.max(magnitude, axis=1), TOP), 1.1754943508222875e-38)
-        tl.store(scale_ptr + blocks, scale, mask=blocks_mask)
-        scaled = tl.div_rn(value, tl.broadcast_to(scale[:, None], value.shape))
-        scaled = tl.where(scaled == scaled, scaled, 0.0)
-        if SMALLEST > 0:
-            scaled = tl.where(value > 0, tl.maximum(scaled, SMALLEST), scaled)
-        value = scaled
-    if ptr.dtype.element_ty == tl.uint8:
-        tl.store(ptr + offsets, _encode_e4m3(value), mask=mask)
-    else:
-        tl.store(ptr + offsets, value.to(ptr.dtype.element_ty), mask=mask)
-
-
-@triton.jit
 def load_weight(param_ptr, main_ptr, offsets, mask, HAS_MAIN: tl.constexpr, HALVES: tl.constexpr):
     if HALVES:
         # See Note [Remainders].
@@ -204,13 +140,8 @@ def _update_block(
     pointers,
     offsets,
     mask,
-    blocks,
-    blocks_mask,
     coefficients_ptr,
     scale_ptr,
-    FIRST_TOP: tl.constexpr,
-    SECOND_TOP: tl.constexpr,
-    SECOND_SMALLEST: tl.constexpr,
     HAS_FIRST: tl.constexpr,
     HAS_MAIN: tl.constexpr,
     HALVES: tl.constexpr,
@@ -222,45 +153,35 @@ def _update_block(
     NESTEROV: tl.constexpr,
 ):
     """Update some elements; ``mask`` is None where all of them are there."""
-    param, grad_ptr, first_ptr, second_ptr, largest_ptr, main, first_s, second_s, largest_s = (
-        pointers
-    )
+    param, grad_ptr, first_ptr, second_ptr, largest_ptr, main = pointers
     grad = tl.load(grad_ptr + offsets, mask=mask).to(tl.float32)
     weight = load_weight(param, main, offsets, mask, HAS_MAIN, HALVES)
     first = grad
     if HAS_FIRST:
-        first = load_moment(first_ptr, first_s, offsets, mask, blocks, blocks_mask, FIRST_TOP)
+        first = tl.load(first_ptr + offsets, mask=mask).to(tl.float32)
     if HAS_SCALE:
         grad = grad * tl.load(scale_ptr)
     if MAXIMIZE:
         grad = -grad
     if RULE == "adam":
-        second = load_moment(second_ptr, second_s, offsets, mask, blocks, blocks_mask, SECOND_TOP)
+        second = tl.load(second_ptr + offsets, mask=mask).to(tl.float32)
         weight, first, second = _update_moments(
             weight, grad, first, second, coefficients_ptr, ADAM_W_MODE
         )
         divisor = second
         if AMSGRAD:
-            largest = load_moment(
-                largest_ptr, largest_s, offsets, mask, blocks, blocks_mask, SECOND_TOP
-            )
+            largest = tl.load(largest_ptr + offsets, mask=mask).to(tl.float32)
             # NaN stays NaN, as in torch.maximum.
             divisor = tl.where((largest >= second) | (largest != largest), largest, second)
-            store_moment(
-                largest_ptr, largest_s, divisor, offsets, mask, blocks, blocks_mask,
-                SECOND_TOP, SECOND_SMALLEST,
-            )  # fmt: skip
+            tl.store(largest_ptr + offsets, divisor.to(largest_ptr.dtype.element_ty), mask=mask)
         weight = _update_weight(weight, first, divisor, coefficients_ptr)
-        store_moment(
-            second_ptr, second_s, second, offsets, mask, blocks, blocks_mask,
-            SECOND_TOP, SECOND_SMALLEST,
-        )  # fmt: skip
+        tl.store(second_ptr + offsets, second.to(second_ptr.dtype.element_ty), mask=mask)
     else:
         weight, first = _update_by_momentum(
             weight, grad, first, coefficients_ptr, RULE, HAS_FIRST, NESTEROV
         )
     if HAS_FIRST:
-        store_moment(first_ptr, first_s, first, offsets, mask, blocks, blocks_mask, FIRST_TOP, 0.0)
+        tl.store(first_ptr + offsets, first.to(first_ptr.dtype.element_ty), mask=mask)
     store_weight(param, main, weight, offsets, mask, HAS_MAIN, HALVES)
 
 
@@ -288,18 +209,12 @@ def _load_pointers(
         second_ptr = tl.multiple_of(second_ptr, 16)
         largest_ptr = tl.multiple_of(largest_ptr, 16)
         main_ptr = tl.multiple_of(main_ptr, 16)
-    first_scale = tl.load(run + 6).to(tl.pointer_type(tl.float32))
-    second_scale = tl.load(run + 7).to(tl.pointer_type(tl.float32))
-    largest_scale = tl.load(run + 8).to(tl.pointer_type(tl.float32))
-    return (
-        param_ptr, grad_ptr, first_ptr, second_ptr, largest_ptr, main_ptr,
-        first_scale, second_scale, largest_scale,
-    )  # fmt: skip
+    return param_ptr, grad_ptr, first_ptr, second_ptr, largest_ptr, main_ptr
 
 
 @triton.jit
 def update_kernel(
-    runs_ptr,  # [R, 13] int64, nine addresses, numel, lane, length of a row, first block
+    runs_ptr,  # [R, 9] int64, six addresses, numel, lane, first block
     block_to_run_ptr,  # [B] int32
     coefficients_ptr,  # [L, 10] float32
     scale_ptr,  # [] float32, multiplies every gradient; not read without HAS_SCALE
@@ -309,11 +224,6 @@ def update_kernel(
     FIRST_DTYPE: tl.constexpr,
     SECOND_DTYPE: tl.constexpr,
     MAIN_DTYPE: tl.constexpr,
-    FIRST_TOP: tl.constexpr,
-    SECOND_TOP: tl.constexpr,
-    SECOND_SMALLEST: tl.constexpr,
-    SCALED: tl.constexpr,
-    SCALE_BLOCK_NUMEL: tl.constexpr,
     HAS_FIRST: tl.constexpr,
     HAS_MAIN: tl.constexpr,
     HALVES: tl.constexpr,
@@ -333,60 +243,31 @@ def update_kernel(
     Capture: addresses come from the run table, so the table must stay as it is.
     """
     block = tl.program_id(0)
-    run = runs_ptr + tl.load(block_to_run_ptr + block).to(tl.int64) * 13
+    run = runs_ptr + tl.load(block_to_run_ptr + block).to(tl.int64) * 9
     pointers = _load_pointers(
         run, PARAM_DTYPE, GRAD_DTYPE, FIRST_DTYPE, SECOND_DTYPE, MAIN_DTYPE, ALIGNED
     )
-    numel = tl.load(run + 9)
-    coefficients = coefficients_ptr + tl.load(run + 10) * 10
-    block -= tl.load(run + 12)
+    numel = tl.load(run + 6)
+    coefficients = coefficients_ptr + tl.load(run + 7) * 10
+    block -= tl.load(run + 8)
     if HAS_SKIP:
         # A run without elements: every load and store is masked off, so no memory is moved.
         numel = tl.where(tl.load(skip_ptr) == 0.0, numel, 0)
-    if SCALED:
-        row_numel = tl.load(run + 11)
-        blocks_per_row = (row_numel + SCALE_BLOCK_NUMEL - 1) // SCALE_BLOCK_NUMEL
-        num_scales = numel // row_numel * blocks_per_row
-        num_blocks: tl.constexpr = BLOCK_NUMEL // SCALE_BLOCK_NUMEL
-        first = block * num_blocks
-        is_full = (row_numel % SCALE_BLOCK_NUMEL == 0) & (first + num_blocks <= num_scales)
-    else:
-        start = block * BLOCK_NUMEL
-        is_full = start + BLOCK_NUMEL <= numel
+    start = block * BLOCK_NUMEL
     # A full block needs no mask, and only without one can loads be 16 bytes wide.
-    if is_full:
-        if SCALED:
-            blocks = first + tl.arange(0, num_blocks)
-            firsts = blocks * SCALE_BLOCK_NUMEL  # rows are whole blocks, one after the other
-            if ALIGNED:
-                firsts = tl.multiple_of(firsts, 16)
-            offsets = firsts[:, None] + tl.arange(0, SCALE_BLOCK_NUMEL)[None, :]
-        else:
-            blocks = 0
-            offsets = start + tl.arange(0, BLOCK_NUMEL)
+    if start + BLOCK_NUMEL <= numel:
+        offsets = start + tl.arange(0, BLOCK_NUMEL)
         _update_block(
-            pointers, offsets, None, blocks, None, coefficients, scale_ptr,
-            FIRST_TOP, SECOND_TOP, SECOND_SMALLEST, HAS_FIRST, HAS_MAIN, HALVES, AMSGRAD,
+            pointers, offsets, None, coefficients, scale_ptr,
+            HAS_FIRST, HAS_MAIN, HALVES, AMSGRAD,
             HAS_SCALE, ADAM_W_MODE, MAXIMIZE, RULE, NESTEROV,
         )  # fmt: skip
     else:
         # In parts: as a whole it would need more registers than all the rest.
         for part in range(BLOCK_NUMEL // PART_NUMEL):
-            if SCALED:
-                blocks = first + part + tl.arange(0, 1)
-                rows = blocks // blocks_per_row
-                starts = (blocks - rows * blocks_per_row) * SCALE_BLOCK_NUMEL
-                columns = starts[:, None] + tl.arange(0, SCALE_BLOCK_NUMEL)[None, :]
-                offsets = (rows * row_numel)[:, None] + columns
-                blocks_mask = blocks < num_scales
-                mask = blocks_mask[:, None] & (columns < row_numel)
-            else:
-                blocks = 0
-                blocks_mask = None
-                offsets = start + part * PART_NUMEL + tl.arange(0, PART_NUMEL)
-                mask = offsets < numel
+            offsets = start + part * PART_NUMEL + tl.arange(0, PART_NUMEL)
             _update_block(
-                pointers, offsets, mask, blocks, blocks_mask, coefficients, scale_ptr,
-                FIRST_TOP, SECOND_TOP, SECOND_SMALLEST, HAS_FIRST, HAS_MAIN, HALVES, AMSGRAD,
+                pointers, offsets, offsets < numel, coefficients, scale_ptr,
+                HAS_FIRST, HAS_MAIN, HALVES, AMSGRAD,
                 HAS_SCALE, ADAM_W_MODE, MAXIMIZE, RULE, NESTEROV,
             )  # fmt: skip

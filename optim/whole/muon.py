@@ -4,7 +4,7 @@ Shapes: A, B = rows and columns of a matrix; [] is a 0-D tensor.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -15,12 +15,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from graphfsdp.base.dtensors import is_dtensor, local_part, wrap_like
 from graphfsdp.base.streams import is_capturing
 from graphfsdp.errors import CaptureError, ConfigError
-from graphfsdp.optim.fused.checks import (
-    check_gradient,
-    check_parameter,
-    check_placements,
-    parameter_name,
-)
+from graphfsdp.optim.fused.checks import check_gradient, check_parameter, parameter_name
 from graphfsdp.optim.fused.control import StepControl
 from graphfsdp.optim.fused.hyper_table import (
     Row,
@@ -139,8 +134,12 @@ class Muon(LiveOptimizer):
                     f"{tuple(param.shape)}. Remedy: a group with use_muon=False, which AdamW "
                     "steps on"
                 )
-            what = "Muon gathers rows and columns"
-            check_placements(param, name, what, "Shard or Replicate", dim=None)
+            placements: Sequence[Any] = getattr(param, "placements", ())
+            if not all(place.is_replicate() or place.is_shard() for place in placements):
+                raise ConfigError(
+                    f"Muon gathers rows and columns, but {name} is a DTensor with "
+                    f"{tuple(placements)}; expected Shard or Replicate"
+                )
 
     def _take_step(self, grad_scale: Tensor | None, found_inf: Tensor | None) -> None:
         """Take the step, and take it back if the flag is set."""

@@ -44,11 +44,10 @@ def _elsewhere(device: torch.device) -> torch.device:
     [
         (lambda params: FusedAdam(params), {"max_grad_norm": 1.0, "skip_nonfinite": True}),
         (lambda params: FusedAdam(params, bias_correction=False), {"microbatches": 2}),
-        (lambda params: FusedAdam(params, exp_avg_dtype=torch.uint8), {}),
         (lambda params: Muon([{"params": params}], lr=0.1), {"evaluates": True}),
         (lambda params: torch.optim.AdamW(params), {"max_grad_norm": 1.0}),
     ],
-    ids=["adam", "no correction", "scaled", "muon", "torch"],
+    ids=["adam", "no correction", "muon", "torch"],
 )
 def test_a_default_device_changes_no_bit(
     device: torch.device,

@@ -43,7 +43,6 @@ LIVE: dict[str, dict[str, Any]] = {
     "plain": {},
     "amsgrad": {"amsgrad": True},
     "bf16": {"exp_avg_dtype": torch.bfloat16},
-    "fp8": {"exp_avg_dtype": torch.float8_e4m3fn, "exp_avg_sq_dtype": torch.float16},
     "control": {"max_grad_norm": 0.1, "skip_nonfinite": True},
     "remainders": {"master_weights": True, "store_param_remainders": True},
 }

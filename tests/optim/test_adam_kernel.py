@@ -203,13 +203,6 @@ COMPILED = (
         exp_avg_sq=torch.bfloat16,
     ),
     MIXED._replace(main_param=torch.int16, max_exp_avg_sq=torch.float32),
-    MIXED._replace(
-        main_param=torch.int16,
-        exp_avg=torch.float8_e4m3fn,
-        exp_avg_sq=torch.float16,
-        max_exp_avg_sq=torch.float16,
-    ),
-    FP32._replace(exp_avg=torch.bfloat16, exp_avg_sq=torch.float8_e4m3fn),
 )
 
 

@@ -79,7 +79,8 @@ def adam(**settings: Any) -> Any:
 @pytest.mark.parametrize(
     ("made", "words"),
     [
-        (adam(exp_avg_dtype=torch.float8_e5m2), "exp_avg_dtype .* got .*e5m2"),
+        (adam(exp_avg_dtype=torch.float8_e4m3fn), "exp_avg_dtype .*bfloat16, got .*e4m3fn"),
+        (adam(exp_avg_sq_dtype=torch.float16), "exp_avg_sq_dtype .*bfloat16, got .*float16"),
         (adam(exp_avg_sq_dtype=torch.int8), "exp_avg_sq_dtype .* got torch.int8"),
         (adam(master_weight_dtype=torch.float16), "master_weight_dtype must"),
         (adam(store_param_remainders=True), "master_weights=True, got False"),

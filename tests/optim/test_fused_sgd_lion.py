@@ -63,7 +63,6 @@ CASES = [
     FP32._replace(exp_avg_sq=None),
     MIXED._replace(exp_avg_sq=None),
     MIXED._replace(main_param=torch.int16, exp_avg_sq=None),
-    FP32._replace(exp_avg=torch.float8_e4m3fn, exp_avg_sq=None),
 ]
 
 

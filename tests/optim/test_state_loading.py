@@ -31,11 +31,6 @@ from helpers import same_bits
 
 FP32, BF16 = torch.float32, torch.bfloat16
 NARROW = {"exp_avg_dtype": BF16, "exp_avg_sq_dtype": BF16, "store_param_remainders": True}
-SCALED = {
-    "exp_avg_dtype": torch.float8_e4m3fn,
-    "exp_avg_sq_dtype": torch.float16,
-    "store_param_remainders": True,
-}
 # The dtype of the parameters, and settings of FusedAdam beside main weights.
 ADAMS: dict[str, tuple[torch.dtype, dict[str, Any]]] = {
     "float32": (FP32, {}),
@@ -43,9 +38,7 @@ ADAMS: dict[str, tuple[torch.dtype, dict[str, Any]]] = {
     "float16": (torch.float16, {}),
     "narrow float32": (FP32, NARROW),
     "narrow bfloat16": (BF16, NARROW),
-    "scaled bfloat16": (BF16, SCALED),
 }
-# Some rows are long enough for moments with scales.
 SHAPES: list[tuple[int, ...]] = [(20, 100), (100,), (3, 16, 5, 5), (0, 40), (), (6, 3)]
 
 
