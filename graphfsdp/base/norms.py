@@ -1,6 +1,6 @@
 """The global gradient norm over whole and sharded tensors alike, and clipping by it."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -37,7 +37,7 @@ def global_norm(
         groups: _local_norm([part for part in tensors if part.numel()], device).double().square()
         for groups, tensors in sharded.items()
     }
-    return reduce_parts(squares, torch.add, reduction="sum").sqrt().float()
+    return _sum_over_ranks(squares).sqrt().float()
 
 
 def clip_coefficient(
@@ -53,17 +53,11 @@ def clip_coefficient(
     return (max_norm / (norm + _EPS)).clamp(max=1.0)
 
 
-def reduce_parts(
-    parts: Mapping[RankGroups, Tensor],  # [] each
-    join: Callable[[Tensor, Tensor], Tensor],
-    *,
-    reduction: str,
-) -> Tensor:
-    """Return [], one number out of the numbers of all ranks.
+def _sum_over_ranks(parts: Mapping[RankGroups, Tensor]) -> Tensor:
+    """Return [], the sum of the numbers of all ranks.
 
-    ``parts`` are this rank's, by the groups of ranks that have others; () for a number that all
-    ranks have in common. The same keys in the same order on every rank. ``join`` makes one out of
-    two of this rank, ``reduction`` ("sum" or "max") one out of those of a group.
+    ``parts`` are this rank's, [] each, by the groups of ranks that have others; () for a number
+    that all ranks have in common. The same keys in the same order on every rank.
 
     Capture: no host sync; one collective per group.
     """
@@ -76,11 +70,11 @@ def reduce_parts(
         group = next(groups for groups in waiting if len(groups) == depth)[-1]
         ready = [groups for groups in waiting if groups[-1] is group]
         packed = torch.stack([waiting.pop(groups) for groups in ready])
-        all_reduce_(packed, group, reduction=reduction)
+        all_reduce_(packed, group, reduction="sum")
         for groups, part in zip(ready, packed, strict=True):
             rest = groups[:-1]
             held = waiting if rest else found
-            held[rest] = join(held[rest], part) if rest in held else part
+            held[rest] = held[rest] + part if rest in held else part
     return found[()]
 
 

@@ -3,7 +3,6 @@
 Shapes: [...] a parameter's shape; [] is a 0-D tensor.
 """
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -11,7 +10,7 @@ import torch
 from torch import Tensor
 
 from graphfsdp.base.dtensors import RankGroups, sharding_groups
-from graphfsdp.base.norms import clip_coefficient, global_norm, reduce_parts
+from graphfsdp.base.norms import clip_coefficient, global_norm
 from graphfsdp.errors import ConfigError
 from graphfsdp.optim.fused.grad_scaler import DeviceGradScaler
 
@@ -46,13 +45,11 @@ class StepControl:
         self,
         skip_nonfinite: bool = False,
         max_grad_norm: float | None = None,
-        norm_type: float = 2.0,
         grad_scaler: DeviceGradScaler | None = None,
     ) -> None:
         """Make the scalars on the CPU; ``place`` moves them."""
         self._skip_nonfinite = skip_nonfinite
         self._max_grad_norm = max_grad_norm
-        self._norm_type = norm_type
         self.grad_scaler = grad_scaler
         self.skipped_steps = torch.zeros((), device="cpu")
         self.grad_norm = torch.zeros((), device="cpu")
@@ -108,7 +105,7 @@ class StepControl:
             grad_scale = unscale if grad_scale is None else grad_scale * unscale
         if parts is None:
             return grad_scale, found_inf
-        norm = _grad_norm(parts, self.grad_norm.device, self._norm_type)
+        norm = global_norm(parts.whole, parts.sharded, self.grad_norm.device)
         if found_inf is None and self._skip_nonfinite:
             found_inf = norm.isfinite().logical_not_().to(torch.float32)
         if grad_scale is not None:
@@ -135,22 +132,3 @@ class StepControl:
         saved = state_dict.get("grad_scaler")
         if self.grad_scaler is not None and saved is not None:
             self.grad_scaler.load_state_dict(saved)
-
-
-def _grad_norm(parts: NormParts, device: torch.device, norm_type: float) -> Tensor:
-    """Return [] float32, the norm over all elements of all gradients on all ranks."""
-    if norm_type == 2:
-        return global_norm(parts.whole, parts.sharded, device)
-    # Not every backend's maximum keeps a NaN.
-    found = {(): _largest(parts.whole, device)} | {
-        groups: _largest(tensors, device).nan_to_num(nan=math.inf)
-        for groups, tensors in parts.sharded.items()
-    }
-    return reduce_parts(found, torch.maximum, reduction="max")
-
-
-def _largest(tensors: list[Tensor], device: torch.device) -> Tensor:
-    if not tensors:
-        return torch.zeros((), device=device)
-    norms = torch._foreach_norm(tensors, math.inf)
-    return torch.stack([norm.float() for norm in norms]).max()

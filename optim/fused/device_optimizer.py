@@ -41,9 +41,7 @@ class DeviceOptimizer(LiveOptimizer):
         grad_scaler: DeviceGradScaler | None,
     ) -> None:
         self._settings = settings
-        control = StepControl(
-            settings.skip_nonfinite, settings.max_grad_norm, settings.norm_type, grad_scaler
-        )
+        control = StepControl(settings.skip_nonfinite, settings.max_grad_norm, grad_scaler)
         super().__init__(params, defaults, control)
 
     def _reset(self) -> None:

@@ -48,7 +48,6 @@ class FusedAdam(DeviceOptimizer):
         maximize: bool = False,
         skip_nonfinite: bool = False,
         max_grad_norm: float | None = None,
-        norm_type: float = 2.0,
         grad_scaler: DeviceGradScaler | None = None,
     ) -> None:
         """Set up the optimizer.
@@ -76,7 +75,6 @@ class FusedAdam(DeviceOptimizer):
             skip_nonfinite: Leave everything as it is where a gradient, or the norm of all of them
                 in float32, is not finite.
             max_grad_norm: Clip the gradients' global norm, inside the update.
-            norm_type: 2 or infinity.
             grad_scaler: Unscales the gradients; implies ``skip_nonfinite``.
 
         Raises:
@@ -90,7 +88,6 @@ class FusedAdam(DeviceOptimizer):
             store_param_remainders,
             skip_nonfinite or grad_scaler is not None,
             max_grad_norm,
-            norm_type,
             exp_avg_dtype,
             exp_avg_sq_dtype,
             amsgrad,
@@ -122,7 +119,6 @@ class FusedSGD(DeviceOptimizer):
         store_param_remainders: bool = False,
         skip_nonfinite: bool = False,
         max_grad_norm: float | None = None,
-        norm_type: float = 2.0,
         grad_scaler: DeviceGradScaler | None = None,
     ) -> None:
         """Set up the optimizer.
@@ -155,7 +151,6 @@ class FusedSGD(DeviceOptimizer):
             store_param_remainders,
             skip_nonfinite or grad_scaler is not None,
             max_grad_norm,
-            norm_type,
             momentum_dtype,
             has_moments=any(momenta),
         )
@@ -194,7 +189,6 @@ class FusedLion(DeviceOptimizer):
         store_param_remainders: bool = False,
         skip_nonfinite: bool = False,
         max_grad_norm: float | None = None,
-        norm_type: float = 2.0,
         grad_scaler: DeviceGradScaler | None = None,
     ) -> None:
         """Set up the optimizer.
@@ -219,7 +213,6 @@ class FusedLion(DeviceOptimizer):
             store_param_remainders,
             skip_nonfinite or grad_scaler is not None,
             max_grad_norm,
-            norm_type,
             exp_avg_dtype,
         )
         defaults = {"lr": lr, "betas": betas, "weight_decay": weight_decay}

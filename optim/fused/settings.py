@@ -11,7 +11,6 @@ from graphfsdp.optim.fused.hyper_table import RULES
 
 _LOW_PRECISION = (torch.bfloat16, torch.float16)
 _MOMENT_DTYPES = (torch.float32, torch.bfloat16)
-_NORM_TYPES = (2.0, float("inf"))
 
 
 class Flags(NamedTuple):
@@ -32,7 +31,6 @@ class StepSettings:
     store_param_remainders: bool
     skip_nonfinite: bool
     max_grad_norm: float | None
-    norm_type: float
     exp_avg_dtype: torch.dtype = torch.float32
     exp_avg_sq_dtype: torch.dtype = torch.float32
     amsgrad: bool = False
@@ -48,8 +46,6 @@ class StepSettings:
                 "store_param_remainders=True stores main weights in a smaller form; expected "
                 "master_weights=True, got False"
             )
-        if self.norm_type not in _NORM_TYPES:
-            raise ConfigError(f"norm_type must be 2 or infinity, got {self.norm_type!r}")
         if self.max_grad_norm is not None and not self.max_grad_norm > 0:
             raise ConfigError(f"max_grad_norm must be a positive number, got {self.max_grad_norm}")
 

@@ -1,5 +1,6 @@
 """example_batch: a graph before the first batch, and training as if it had not been."""
 
+import itertools
 from typing import Any
 
 import pytest
@@ -8,7 +9,7 @@ from torch import Tensor, nn
 
 import graphfsdp
 from graphfsdp import Phase
-from graphfsdp.optim import FusedAdam
+from graphfsdp.optim import FusedAdam, Muon
 from helpers import (
     assert_same_state,
     assert_same_states,
@@ -47,6 +48,9 @@ def optimizer_for(name: str, model: nn.Module, device: torch.device) -> torch.op
     params = list(model.parameters())
     if name == "fused_adam":
         return FusedAdam(params, lr=1e-2, weight_decay=0.1, amsgrad=True, skip_nonfinite=True)
+    if name == "muon":
+        matrices, others = ([p for p in params if (p.dim() == 2) is kind] for kind in (True, False))
+        return Muon([{"params": matrices}, {"params": others, "use_muon": False}], lr=1e-2)
     if name == "adamw":
         return torch.optim.AdamW(params, lr=lr, fused=True, capturable=on_gpu)
     assert name == "sgd"  # its first step is not one from a momentum of zero
@@ -78,7 +82,7 @@ def train(
         after = snapshot(model, optimizer)
         for state in (before, after):
             state.pop("attribute .kept")  # of the example: nobody reads it before the first step
-        if name == "fused_adam" and not trained_before:
+        if name in ("fused_adam", "muon") and not trained_before:
             after = {key: value for key, value in after.items() if not key.startswith("state ")}
             assert all(
                 not value.any() for value in optimizer.state.values() for value in value.values()
@@ -94,8 +98,10 @@ def train(
         return states, step.report()
 
 
-@pytest.mark.parametrize("trained_before", [False, True])
-@pytest.mark.parametrize("name", ["fused_adam", "adamw", "sgd"])
+@pytest.mark.parametrize(
+    ("name", "trained_before"),
+    [*itertools.product(["fused_adam", "adamw", "sgd"], [False, True]), ("muon", False)],
+)
 def test_training_is_the_one_that_captured_on_its_way(
     name: str, trained_before: bool, device: torch.device
 ) -> None:
@@ -105,7 +111,7 @@ def test_training_is_the_one_that_captured_on_its_way(
     got, report = train(name, device, example=(example,), **options)
     assert_same_states(expected, got)
     assert report.num_captures == 1
-    eager = 0 if trained_before or name == "fused_adam" else 1
+    eager = 0 if trained_before or name in ("fused_adam", "muon") else 1
     assert report.num_calls.get("eager", 0) == eager
     assert report.num_calls["replay"] == NUM_STEPS - eager
 

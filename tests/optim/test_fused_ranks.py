@@ -20,7 +20,7 @@ CLIP = {"skip_nonfinite": True, "max_grad_norm": 0.5}
 OPTIMIZERS: Mapping[str, tuple[Callable[..., DeviceOptimizer], dict[str, Any]]] = MappingProxyType(
     {
         "adam": (FusedAdam, {"lr": 0.1, **CLIP}),
-        "adam, largest": (FusedAdam, {"lr": 0.1, "norm_type": math.inf, "amsgrad": True, **CLIP}),
+        "amsgrad": (FusedAdam, {"lr": 0.1, "amsgrad": True, **CLIP}),
         "sgd": (FusedSGD, {"lr": 0.05, "momentum": 0.9, "weight_decay": 0.1, **CLIP}),
         "nesterov": (FusedSGD, {"lr": 0.05, "momentum": 0.9, "nesterov": True, **CLIP}),
         "lion": (FusedLion, {"lr": 0.01, "weight_decay": 0.1, **CLIP}),

@@ -55,7 +55,6 @@ MODES: dict[str, dict[str, Any]] = {
 # Clipping and skipping are its own, and not those of the capture.
 OWN: dict[str, dict[str, Any]] = {
     "own norm": {"max_grad_norm": 0.1, "skip_nonfinite": True},
-    "own largest": {"max_grad_norm": 0.01, "norm_type": math.inf, "skip_nonfinite": True},
 }
 
 
