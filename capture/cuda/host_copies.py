@@ -1,7 +1,7 @@
 """Undoes an iteration on a GPU: copies of all state in host memory."""
 
 from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 
 import torch
 from torch import Tensor
@@ -29,11 +29,7 @@ class PinnedMemory:
         fitting = [chunk for chunk in self._spare if chunk.numel() == size][:wanted]
         self._spare = []
         missing = wanted - len(fitting)
-        made = [
-            torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=True)
-            for _ in range(missing)
-        ]
-        return fitting + made
+        return fitting + [_chunk(size) for _ in range(missing)]
 
     def give_back(self, chunks: list[Tensor]) -> None:
         if self._is_over:
@@ -98,6 +94,13 @@ class HostCopies:
     def _wait(self) -> None:
         for device in {contents.device for contents in self._contents if contents.is_cuda}:
             torch.cuda.current_stream(device).synchronize()
+
+
+def _chunk(num_bytes: int) -> Tensor:
+    """Of pageable memory where the system grants no more of the other: slower, and as good."""
+    with suppress(RuntimeError):
+        return torch.empty(num_bytes, dtype=torch.uint8, device="cpu", pin_memory=True)
+    return torch.empty(num_bytes, dtype=torch.uint8, device="cpu")
 
 
 def _as_bytes(storage: torch.UntypedStorage) -> Tensor:
