@@ -44,16 +44,16 @@ TESTS, BENCH, REDUCE_OVERHEAD = "tests", "bench", "reduce-overhead"
 # In order, each with its own seconds.
 BUDGETS_S: Mapping[str, float] = MappingProxyType(
     {
-        "smoke": 90,
-        "parity": 70,
+        "smoke": 80,
+        "parity": 60,
         "broken": 20,
-        TESTS: 180,
-        "overlap": 40,
-        "compile": 20,
-        "optimizer": 50,
-        BENCH: 70,
+        TESTS: 150,
+        "overlap": 45,
+        "compile": 35,
+        "optimizer": 45,
+        BENCH: 80,
         # Last: it leaves graphs behind in its process that may take the memory of others.
-        REDUCE_OVERHEAD: 20,
+        REDUCE_OVERHEAD: 45,
     }
 )
 # What a part runs; DEVICE is that of the check. A CUDA error makes every later call in a process
@@ -173,19 +173,14 @@ def run_pytest(arguments: Sequence[str], limit_s: float) -> tuple[list[ElementTr
 
 
 def suite_part(
-    paths: Sequence[str], limit_s: float, device: torch.device, *, spreads: bool = False
+    paths: Sequence[str], limit_s: float, device: torch.device, options: Sequence[str] = ()
 ) -> dict[str, Any]:
-    """On a GPU only the tests that need one, over several processes if it ``spreads``.
+    """On a GPU only the tests that need one.
 
     What a test has recorded by ``record_property`` is a row.
     """
-    options: list[str] = []
-    if device.type == "cuda":
-        options += ["-m", "gpu or multi_gpu"]
-        if spreads and importlib.util.find_spec("xdist") is not None:
-            # By file, since many tests of a file share what is slow to make.
-            options += ["-p", "xdist", "-n", str(_num_processes()), "--dist", "loadfile"]
-    cases, error = run_pytest([*options, *paths], limit_s)
+    marked = ["-m", "gpu or multi_gpu"] if device.type == "cuda" else []
+    cases, error = run_pytest([*marked, *options, *paths], limit_s)
     rows: list[dict[str, Any]] = []
     failures: dict[str, str] = {}
     skips: dict[str, str] = {}
@@ -208,28 +203,49 @@ def suite_part(
     return {"rows": rows, "error": error or None, "failures": failures, "skips": skips}
 
 
+def spread_part(paths: Sequence[str], limit_s: float, device: torch.device) -> dict[str, Any]:
+    """Run a suite on several processes, by file, since tests of a file share what is slow to make.
+
+    With pytest-xdist another process goes on where one has lost its device.
+    """
+    count = _num_processes()
+    if importlib.util.find_spec("xdist") is not None:
+        return suite_part(
+            paths, limit_s, device, ("-p", "xdist", "-n", str(count), "--dist", "loadfile")
+        )
+    files: list[str] = []
+    for path in paths:
+        found = sorted((ROOT / path).rglob("test_*.py"))
+        files += map(str, found) if found else [path]
+    groups = [files[first::count] for first in range(min(count, len(files)))]
+    return alone_part(groups, limit_s, limit_s, device)
+
+
 def alone_part(
-    tests: Sequence[str], limit_s: float, test_limit_s: float, device: torch.device
+    groups: Sequence[Sequence[str]], limit_s: float, group_limit_s: float, device: torch.device
 ) -> dict[str, Any]:
-    """Run tests, each in a process of its own, some at a time."""
+    """Run groups of tests, each in a process of its own, some at a time."""
     deadline = time.monotonic() + limit_s
 
-    def run(test: str) -> dict[str, Any]:
-        left_s = min(test_limit_s, deadline - time.monotonic())
+    def run(group: Sequence[str]) -> dict[str, Any]:
+        left_s = min(group_limit_s, deadline - time.monotonic())
         if left_s < 1:
-            row = {"what": f"pytest {test}", "result": f"left out: {limit_s:.0f} s are over"}
-            return {"rows": [{**row, "ok": False}], "error": None, "failures": {}}
-        return suite_part([test], left_s, device)
+            text = f"left out: {limit_s:.0f} s are over"
+            row = {"what": f"pytest {' '.join(group)}", "result": text, "ok": False}
+            return {"rows": [row], "error": None, "failures": {}}
+        return suite_part(group, left_s, device)
 
     with concurrent.futures.ThreadPoolExecutor(_num_processes()) as pool:
-        found = dict(zip(tests, pool.map(run, tests), strict=True))
-    wrong = [f"{test}:\n{part['error']}" for test, part in found.items() if part["error"]]
+        parts = [*pool.map(run, groups)]
+    wrong = [
+        f"{' '.join(group)}:\n{part['error']}"
+        for group, part in zip(groups, parts, strict=True)
+        if part["error"]
+    ]
     return {
-        "rows": [row for part in found.values() for row in part["rows"]],
+        "rows": [row for part in parts for row in part["rows"]],
         "error": "\n\n".join(wrong) or None,
-        "failures": {
-            name: text for part in found.values() for name, text in part["failures"].items()
-        },
+        "failures": {name: text for part in parts for name, text in part["failures"].items()},
     }
 
 
@@ -377,9 +393,12 @@ def check(
         else:
             paths = [test.replace("DEVICE", device.type) for test in tests[name]]
             if name in ALONE:
-                part = alone_part(paths, limit_s, TEST_LIMIT_S * times, device)
+                limits = limit_s, TEST_LIMIT_S * times
+                part = alone_part([[path] for path in paths], *limits, device)
+            elif name == TESTS and device.type == "cuda":
+                part = spread_part(paths, limit_s, device)
             else:
-                part = suite_part(paths, limit_s, device, spreads=name == TESTS)
+                part = suite_part(paths, limit_s, device)
         good = part["error"] is None and all(row["ok"] for row in part["rows"])
         seconds = round(time.monotonic() - start, 1)
         document["parts"].append({"name": name, "ok": good, "seconds": seconds, **part})

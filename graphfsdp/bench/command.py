@@ -37,7 +37,7 @@ from graphfsdp.training.ranks import Ranks, find_ranks, process_group
 
 _BUSY = 0.5
 # No case ends in less: Python and torch have to start.
-_SHORTEST_CASE_S = 20.0
+SHORTEST_CASE_S = 20.0
 _NO_LIMIT_S = 24 * 3600.0
 
 
@@ -131,9 +131,9 @@ class _Bench:
     def _measure(self, planned: PlannedCase, num_left: int, say: Say) -> CaseResult:
         """The case may take three times its share of the time left."""
         left_s = self._ranks.exchange(self._left_s())[0]
-        if left_s < _SHORTEST_CASE_S:
+        if left_s < SHORTEST_CASE_S:
             raise CaseFailedError(f"the budget of {self._options.budget:g} min was spent")
-        limit_s = min(left_s, max(3 * left_s / num_left, _SHORTEST_CASE_S))
+        limit_s = min(left_s, max(3 * left_s / num_left, SHORTEST_CASE_S))
         job = self._job(planned, limit_s)
         if not self._ranks.launched:
             return run_case(job, say)
@@ -151,7 +151,7 @@ class _Bench:
         for own in found.contenders:
             say("memory", own.name)
             record = None
-            if self._left_s() > _SHORTEST_CASE_S:
+            if self._left_s() > SHORTEST_CASE_S:
                 record = run_memory(self._job(planned, self._left_s()), own.name)
             measured.append(dataclasses.replace(own, memory=record))
         return dataclasses.replace(found, contenders=tuple(measured))

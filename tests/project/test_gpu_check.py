@@ -10,6 +10,7 @@ import torch
 import bench_results
 import forked
 from benchmarks import gpu_check
+from graphfsdp.bench.command import SHORTEST_CASE_S
 from graphfsdp.bench.records import NotRun
 from graphfsdp.bench.report import write_directory
 
@@ -78,11 +79,42 @@ def test_no_part_takes_the_seconds_of_later_ones(
     gpu_check.check(torch.device("cpu"), names, path, times=2.0, tests=tests)
     budgets = gpu_check.BUDGETS_S
     assert sum(budgets.values()) <= gpu_check.TOTAL_LIMIT_S
+    least = min(budgets[name] for name in (gpu_check.BENCH, gpu_check.REDUCE_OVERHEAD))
+    assert least - gpu_check.BENCH_START_S > SHORTEST_CASE_S
     for index, name in enumerate(names):
         later = sum(budgets[other] for other in names[index + 1 :])
         assert 0 < 2 * (gpu_check.TOTAL_LIMIT_S - later) - limits[name] < 30
     assert next(iter(budgets)) == "smoke"
     assert list(budgets)[-1] == gpu_check.REDUCE_OVERHEAD
+
+
+@pytest.mark.parametrize("has_xdist", [True, False])
+def test_on_a_gpu_only_its_tests_run_and_on_several_processes(
+    has_xdist: bool, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for index in range(8):
+        (tmp_path / f"test_{index}.py").touch()
+    seen: list[tuple[list[str], float]] = []
+
+    def run_pytest(arguments: Any, limit_s: float) -> tuple[list[Any], str]:
+        seen.append((list(arguments), limit_s))
+        return [], ""
+
+    monkeypatch.setattr(gpu_check, "run_pytest", run_pytest)
+    monkeypatch.setattr(
+        "benchmarks.gpu_check.importlib.util.find_spec", lambda name: name if has_xdist else None
+    )
+    monkeypatch.setattr("benchmarks.gpu_check.os.cpu_count", lambda: 16)
+    gpu_check.spread_part([str(tmp_path), "tests/x.py"], 100, torch.device("cuda"))
+    marked = ["-m", "gpu or multi_gpu"]
+    if has_xdist:
+        wanted = [*marked, "-p", "xdist", "-n", "6", "--dist", "loadfile"]
+        assert seen == [([*wanted, str(tmp_path), "tests/x.py"], 100)]
+        return
+    files = [*(f"{tmp_path}/test_{index}.py" for index in range(8)), "tests/x.py"]
+    given = [arguments[2:] for arguments, _ in seen]
+    assert sorted(given) == sorted(files[index::6] for index in range(6))
+    assert all(arguments[:2] == marked and 99 < limit_s <= 100 for arguments, limit_s in seen)
 
 
 def fake_bench(monkeypatch: pytest.MonkeyPatch, returncode: int = 0) -> list[list[str]]:
@@ -160,7 +192,7 @@ def test_a_part_that_fails_does_not_stop_the_others(tmp_path: pathlib.Path) -> N
     assert "test_dies:\npytest ended with 7" in smoke["error"]
     assert "def test_bad" in next(iter(smoke["failures"].values()))
     assert tests["ok"]
-    late = gpu_check.alone_part(parts["tests"], 0, 100, torch.device("cpu"))
+    late = gpu_check.alone_part([parts["tests"]], 0, 100, torch.device("cpu"))
     assert late["rows"][0]["result"].startswith("left out")
 
 
