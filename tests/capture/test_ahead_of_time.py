@@ -50,7 +50,8 @@ def optimizer_for(name: str, model: nn.Module, device: torch.device) -> torch.op
         return FusedAdam(params, lr=1e-2, weight_decay=0.1, amsgrad=True, skip_nonfinite=True)
     if name == "muon":
         matrices, others = ([p for p in params if (p.dim() == 2) is kind] for kind in (True, False))
-        return Muon([{"params": matrices}, {"params": others, "use_muon": False}], lr=1e-2)
+        groups: list[dict[str, Any]] = [{"params": matrices}, {"params": others, "use_muon": False}]
+        return Muon(groups, lr=1e-2)
     if name == "adamw":
         return torch.optim.AdamW(params, lr=lr, fused=True, capturable=on_gpu)
     assert name == "sgd"  # its first step is not one from a momentum of zero

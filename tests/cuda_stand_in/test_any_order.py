@@ -57,7 +57,7 @@ pytestmark = [
 ]
 
 NUM_EAGER = 3  # the capture is the first launch
-OVERLAP = {"overlap": True, "reshard_after_forward": True}
+OVERLAP: dict[str, Any] = {"overlap": True, "reshard_after_forward": True}
 
 
 def sharded(strategy: str, scope: str, num_steps: int, **options: Any) -> Training:

@@ -51,7 +51,8 @@ def sgd(params: Any) -> torch.optim.Optimizer:
 def muon_of(params: Any, lr: float) -> Muon:
     params = list(params)
     matrices, others = ([p for p in params if (p.dim() == 2) is wanted] for wanted in (True, False))
-    return Muon([{"params": matrices}, {"params": others, "use_muon": False}], lr=lr)
+    groups: list[dict[str, Any]] = [{"params": matrices}, {"params": others, "use_muon": False}]
+    return Muon(groups, lr=lr)
 
 
 @pytest.mark.parametrize("way", WAYS)
