@@ -1,6 +1,7 @@
 """Weights with fsdp_pre_all_gather and fsdp_post_all_gather: torchao's, as FSDP2 runs them."""
 
 import importlib.util
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp import MixedPrecisionPolicy as theirs  # noqa: N813
 from torch.distributed.fsdp import fully_shard as fsdp2
 
 import graphfsdp
@@ -44,13 +46,21 @@ class Net(nn.Module):
         return out
 
 
-def make(shard: Any = graphfsdp.fully_shard, **options: Any) -> Any:
-    from torchao.float8 import Float8LinearConfig, convert_to_float8_training
-
+def make(shard: Any = graphfsdp.fully_shard, kind: str = "float8", **options: Any) -> Any:
     torch.manual_seed(0)
     model = Net().to(rank_device())
-    config = Float8LinearConfig(enable_fsdp_float8_all_gather=True, emulate=True)
-    convert_to_float8_training(model.blocks, config=config)
+    if kind == "float8":
+        from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+
+        chosen = Float8LinearConfig(enable_fsdp_float8_all_gather=True, emulate=True)
+        convert_to_float8_training(model.blocks, config=chosen)
+    else:
+        from torchao.prototype.moe_training.config import MXFP8TrainingOpConfig
+        from torchao.quantization import quantize_
+        from torchao.quantization.quantize_.common import KernelPreference
+
+        config = MXFP8TrainingOpConfig(kernel_preference=KernelPreference.EMULATED)
+        quantize_(model.blocks, config, filter_fn=lambda each, _: isinstance(each, nn.Linear))
     for block in model.blocks:
         shard(block, **options)
     return shard(model, **options)
@@ -58,7 +68,7 @@ def make(shard: Any = graphfsdp.fully_shard, **options: Any) -> Any:
 
 def data(index: int) -> Tensor:
     generator = torch.Generator().manual_seed(100 * index + dist.get_rank())
-    return torch.randn(12, 32, generator=generator).to(rank_device())
+    return torch.randn(64, 32, generator=generator).to(rank_device())
 
 
 def trained(model: Any, scope: str, **options: Any) -> Training:
@@ -67,23 +77,32 @@ def trained(model: Any, scope: str, **options: Any) -> Training:
 
 
 @torchao
+@pytest.mark.parametrize("kind", ["float8", "mxfp8"])
 @on_ranks("ranks2")
-def test_losses_are_those_of_fsdp2() -> None:
-    losses: dict[Any, list[Tensor]] = {fsdp2: [], graphfsdp.fully_shard: []}
-    for shard, found in losses.items():
-        model = make(shard)
+def test_losses_are_those_of_fsdp2(kind: str) -> None:
+    dtypes: dict[str, Any] = {}
+    if kind == "mxfp8":  # whose wrapper asks for the dtype to gather in
+        dtypes = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
+    warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
+    found = []
+    for shard, policy in ((fsdp2, theirs), (graphfsdp.fully_shard, MixedPrecisionPolicy)):
+        model = make(shard, kind, mp_policy=policy(**dtypes))
         optim = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        losses = []
         for index in range(5):
             loss = model(data(index))
             loss.backward()
             optim.step()
             optim.zero_grad()
-            found.append(loss.detach())
-    assert_equal_tensors(*losses.values())
+            losses.append(loss.detach())
+        found.append(losses)
+    assert_equal_tensors(*found)
 
 
 @torchao
-@pytest.mark.parametrize("options", [{}, {"strategy": "optim"}, {"strategy": "no_shard"}])
+@pytest.mark.parametrize(
+    "options", [{}, {"strategy": "optim"}, {"strategy": "no_shard"}, {"kind": "mxfp8"}]
+)
 @on_ranks("ranks2")
 def test_replays_equal_eager(options: dict[str, Any]) -> None:
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
