@@ -168,12 +168,14 @@ class TorchAdapter(BakedAdapter):
     def _run_step(
         self, step: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        with self._as_capturable(), one_mesh_at_a_time(self.optimizer):
+        with self._as_capturable() as rates, one_mesh_at_a_time(self.optimizer):
             self._is_stepping = True
             try:
                 if not self._is_plain or any(args) or any(kwargs.values()):
                     return super()._run_step(step, args, kwargs)  # as in a closure: theirs
-                with LiveScalars(self._live_rates()):
+                # Where counts are tensors, numbers meet these, too, and in Python's precision.
+                counts = isinstance(self.optimizer, _NEED_FLAG)
+                with LiveScalars(() if counts else rates):
                     return step()
             finally:
                 self._is_stepping = False
@@ -196,8 +198,11 @@ class TorchAdapter(BakedAdapter):
             hook.remove()
 
     @contextmanager
-    def _as_capturable(self) -> Iterator[None]:
-        """Have the flags and the live lr in the groups while the body runs, in these very dicts."""
+    def _as_capturable(self) -> Iterator[list[Tensor | None]]:
+        """Have the flags and the live lr in the groups while the body runs, in these very dicts.
+
+        Yield [] for each group, its live lr: the groups no longer tell it from a tensor of theirs.
+        """
         groups = self.optimizer.param_groups
         rates = self._live_rates()
         given = [
@@ -212,7 +217,7 @@ class TorchAdapter(BakedAdapter):
             group.update(new)
         try:
             with _supported_on_cpu(self.optimizer):
-                yield
+                yield rates
         finally:
             for group, new, old in zip(groups, given, before, strict=True):
                 group.update({key: old[key] for key in new if group.get(key) is new[key]})

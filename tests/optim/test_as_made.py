@@ -43,7 +43,8 @@ MAKERS: dict[str, Make] = {
         params, lr, momentum=0.9, centered=True, weight_decay=0.1
     ),
     "ASGD": lambda params, lr: OPTIM.ASGD(params, lr, t0=5),
-    "Rprop": lambda params, lr: OPTIM.Rprop(params, lr),
+    # Its mask of a parameter without dimensions is read on the host, which is refused.
+    "Rprop": lambda params, lr: OPTIM.Rprop([p for p in params if p.dim()], lr),
     "Muon": lambda params, lr: OPTIM.Muon([p for p in params if p.dim() == 2], lr),
 }
 
@@ -59,8 +60,19 @@ def with_tensor(kind: Make, params: Iterable[nn.Parameter], lr: float) -> torch.
 OTHER_BITS = ("RAdam", "NAdam, foreach")
 
 
+class Scale(nn.Module):
+    """Has a parameter without dimensions, which takes the dtype of 0-D numbers that it meets."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.factor = nn.Parameter(torch.tensor(1.3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.factor
+
+
 def net(device: torch.device) -> nn.Module:
-    layers = nn.Sequential(nn.Linear(6, 8, bias=False), nn.Dropout(0.2), nn.Linear(8, 1))
+    layers = nn.Sequential(nn.Linear(6, 8, bias=False), nn.Dropout(0.2), nn.Linear(8, 1), Scale())
     return layers.to(device)
 
 
