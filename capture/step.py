@@ -176,16 +176,6 @@ class CapturedStep:
         with DeferredInterrupts():
             return self._runner.report(measure=measure)
 
-    def debug_dump(self, path: str | os.PathLike[str]) -> None:
-        """Write the CUDA driver's own drawing of the graph, with the parameters of every node.
-
-        ``report().html(path)`` shows the recorded program instead, with module names.
-
-        Raises:
-            PhaseError: there is no graph yet, or it runs on a CPU.
-        """
-        self._runner.graph_to("draw").debug_dump(os.fspath(path))
-
     def close(self) -> None:
         """Give graph and static inputs back and unhook the parameters; idempotent.
 

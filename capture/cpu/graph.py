@@ -29,7 +29,7 @@ from graphfsdp._capture.undo.copy_on_write import CopyOnWrite
 from graphfsdp.base.collector import YOUNG, without_collector
 from graphfsdp.base.op_tensors import OpCall, OperatorMode
 from graphfsdp.config import Compile
-from graphfsdp.errors import CaptureError, PhaseError
+from graphfsdp.errors import CaptureError
 
 # A worker thread needs microseconds; what lives longer than this is kept by somebody.
 _RELEASE_S = 0.1
@@ -179,12 +179,6 @@ class CpuGraph:
         finally:
             clock.undo.roll_back()
         return clock.times_us
-
-    def debug_dump(self, path: str) -> None:
-        raise PhaseError(
-            "debug_dump writes the CUDA driver's drawing of a graph, and this one runs on a CPU. "
-            "Remedy: report().html(path) shows the recorded program"
-        )
 
     def _run(self, replay: Replay | None) -> list[Tensor]:
         if replay is None:

@@ -6,7 +6,6 @@ import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -76,17 +75,6 @@ class CudaGraph:
             "under torch.profiler or nsys (--cuda-graph-trace=node); report() without measure "
             "tells which module each kernel belongs to"
         )
-
-    def debug_dump(self, path: str) -> None:
-        if self._graph is None:
-            raise CaptureError("the graph is closed")
-        Path(path).unlink(missing_ok=True)
-        with warnings.catch_warnings(record=True) as said:  # torch announces each dump so
-            warnings.simplefilter("always")
-            self._graph.debug_dump(path)
-        if not Path(path).is_file():
-            words = "; ".join(str(warning.message) for warning in said)
-            raise OSError(f"the CUDA driver has written no drawing of the graph to {path}: {words}")
 
     def close(self) -> None:
         """Give the graph back, and then the pool that its tensors lie in."""

@@ -80,10 +80,6 @@ class Graph(Protocol):
         """Replay, undo it, and return microseconds by node; PhaseError where a graph cannot."""
         ...
 
-    def debug_dump(self, path: str) -> None:
-        """Write the driver's own drawing in Graphviz's language; PhaseError without a driver."""
-        ...
-
     def close(self) -> None:
         """Give the memory back; no replay after this."""
         ...

@@ -112,7 +112,7 @@ model.compile()
 with graphfsdp.capture(model, FusedAdam(model.parameters())) as step:
     for _ in range(5):
         step(torch.randn(12, 8).cuda())
-    step.debug_dump("graph.dot")
+    step._runner.graph_to("draw")._graph.debug_dump("graph.dot")
 """
 
 

@@ -2,7 +2,6 @@
 
 import dataclasses
 import itertools
-from pathlib import Path
 
 import pytest
 import torch
@@ -232,8 +231,3 @@ def test_a_report_outlives_its_step() -> None:
     step.close()
     del step
     assert report.to_json() == text
-
-
-def test_the_drivers_drawing_is_for_cuda(tmp_path: Path) -> None:
-    with captured() as step, pytest.raises(graphfsdp.PhaseError, match=r"report\(\)\.html\(path\)"):
-        step.debug_dump(tmp_path / "graph.dot")
