@@ -449,9 +449,9 @@ class Closures:
             if len(self._handed) == num_handed:
                 return found.places
 
-    def values(self) -> dict[str, object]:
+    def values(self, outside: Iterable[nn.Module] = ()) -> dict[str, object]:
         """Return all values by title; a tensor that the iteration drops must not live here."""
-        found = self.find().items()
+        found = self.find(outside).items()
         return {title: without_tensors(place.value) for title, place in found}
 
 

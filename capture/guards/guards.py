@@ -17,6 +17,7 @@ from graphfsdp._capture.guards.optimizer import OptimizerGuard
 from graphfsdp._capture.guards.settings import SettingsGuard
 from graphfsdp._capture.guards.tensors import TensorGuard
 from graphfsdp._capture.trace.attribute_log import AttributeLog
+from graphfsdp._capture.trace.source import definition_of
 from graphfsdp.base.changes import Change
 
 
@@ -68,10 +69,16 @@ class Guards:
         self._before = contents(self._model)
         self._values = self._closures.values()
         own = set(map(id, self._model.modules()))
+        kinds: set[type[nn.Module]] = set()
 
         def meet(module: nn.Module) -> None:
-            if id(module) not in own and "_modules" in vars(module):  # one that is made
-                self._before |= contents(module)
+            if id(module) in own or "_modules" not in vars(module):  # it is being made
+                return
+            self._before |= contents(module)
+            if type(module) not in kinds and definition_of(module) is not None:
+                kinds.add(type(module))
+                # What was there before is older than what is there now.
+                self._values = self._closures.values([module]) | self._values
 
         with self._log.noting(meet):
             yield

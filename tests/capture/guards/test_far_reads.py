@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from surrounding_cases import (
     Around,
@@ -38,6 +38,13 @@ class Doubles(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Tensor:
         return grad * Factor.weight
+
+
+class Criterion(nn.Module):
+    """A module beside the model, whose forward names a class."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * Factor.weight
 
 
 class Schedule:
@@ -68,6 +75,12 @@ class Made:
 
 def backward_of_a_function() -> Around:
     loss_fn: Loss = lambda model, x: Doubles.apply(model(x))  # type: ignore[no-untyped-call]  # noqa: E731
+    return Around(loss_fn, *sets(Factor, "weight", 2.0), "Factor.weight")
+
+
+def forward_beside_the_model() -> Around:
+    criterion = Criterion()
+    loss_fn: Loss = lambda model, x: criterion(model(x))  # noqa: E731
     return Around(loss_fn, *sets(Factor, "weight", 2.0), "Factor.weight")
 
 
@@ -204,7 +217,7 @@ def typed(filename: str) -> Around:
     return Around(names["loss_fn"], *changes, "'weight' of global variable 'table'")
 
 
-class Criterion:
+class OfItsClass:
     """Has what its class has, until it gets something of its own."""
 
     weight = 1.0
@@ -218,7 +231,7 @@ class Criterion:
 
 
 def of_its_own(name: str, value: Any) -> Around:
-    criterion = Criterion()
+    criterion = OfItsClass()
     return Around(
         criterion.loss,
         lambda: setattr(criterion, name, value),
@@ -229,6 +242,7 @@ def of_its_own(name: str, value: Any) -> Around:
 
 CASES: dict[str, Callable[[], Around]] = {
     "backward_of_a_function": backward_of_a_function,
+    "forward_beside_the_model": forward_beside_the_model,
     "behind_a_property": lambda: of_a_schedule(
         lambda schedule: lambda model, x: model(x) * schedule.weight
     ),
