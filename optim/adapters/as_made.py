@@ -14,7 +14,6 @@ from contextlib import contextmanager
 from types import MappingProxyType
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
@@ -25,7 +24,7 @@ from graphfsdp.config import MixedPrecisionPolicy, Scope
 from graphfsdp.errors import ConfigError
 from graphfsdp.optim.adapters.baked import BakedAdapter, Word
 from graphfsdp.optim.adapters.live_numbers import LiveScalars
-from graphfsdp.optim.fused.hyper_table import plain_lr
+from graphfsdp.optim.fused.hyper_table import LiveMemory, plain_lr
 
 _LOG = logging.getLogger("graphfsdp")
 # Those that have a fused kernel, with the names that operators have.
@@ -289,7 +288,7 @@ class _LiveRates:
 
     def __init__(self) -> None:
         self._numbers: list[float | None] = []
-        self._host = np.zeros(0)
+        self._memory = LiveMemory(0)
         self._slots: list[Tensor] = []  # [] each
 
     def of(self, groups: Sequence[Mapping[str, Any]]) -> list[Tensor | None]:
@@ -299,37 +298,21 @@ class _LiveRates:
         """
         numbers = [plain_lr(group) for group in groups]
         if len(numbers) != len(self._slots):
-            self._make(groups)
+            # Kernels of a CPU take what Python's float would be.
+            self._memory = LiveMemory(len(groups), dtype=torch.float32)
+            devices = (next((p.device for p in g["params"]), torch.device("cpu")) for g in groups)
+            self._slots = [self._memory.on(device)[row] for row, device in enumerate(devices)]
+            self._numbers = []
         if numbers != self._numbers:
-            self._write(numbers)
+            for row, number in enumerate(numbers):
+                if number is not None:
+                    self._memory.host[row] = number
+            self._memory.upload()
+            self._numbers = numbers
         return [
             None if number is None else slot
             for number, slot in zip(numbers, self._slots, strict=True)
         ]
-
-    def _make(self, groups: Sequence[Mapping[str, Any]]) -> None:
-        # On a CPU the tensors are the host's memory: writing it is no operation that a recording
-        # could see and replay. Kernels there take what Python's float would be.
-        self._host = np.zeros(len(groups))
-        host = torch.from_numpy(self._host)
-        self._slots = []
-        for row, group in enumerate(groups):
-            device = next((p.device for p in group["params"]), torch.device("cpu"))
-            on_cpu = device.type == "cpu"
-            self._slots.append(
-                host[row] if on_cpu else torch.zeros((), dtype=torch.float32, device=device)
-            )
-        self._numbers = []
-
-    def _write(self, numbers: list[float | None]) -> None:
-        with torch.no_grad(), _disable_current_modes():
-            for row, number in enumerate(numbers):
-                if number is None:
-                    continue
-                self._host[row] = number
-                if self._slots[row].device.type != "cpu":
-                    self._slots[row].fill_(number)
-        self._numbers = numbers
 
 
 @contextmanager

@@ -14,7 +14,6 @@ from functools import partialmethod
 from types import MappingProxyType
 from typing import Any, cast
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
@@ -22,6 +21,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from graphfsdp.base.hazards import HazardKind
 from graphfsdp.errors import CaptureError
+from graphfsdp.optim.fused.hyper_table import LiveMemory
 
 _Compute = Callable[[], Any]
 _BLOCK = 256  # numbers
@@ -125,47 +125,42 @@ def _compute_of(operand: object) -> _Compute:
 
 
 class Slots:
-    """Memory that recordings read numbers from, on each device in blocks that stay where they are.
-
-    On a CPU it is the host's: writing it is no operation that a recording could see.
-    """
+    """Memory that recordings read numbers from, in blocks that stay where they are."""
 
     def __init__(self) -> None:
-        self._hosts: list[np.ndarray[Any, Any]] = []  # [_BLOCK] float64 each
-        self._blocks: list[Tensor] = []  # likewise, on the device
+        self._blocks: list[LiveMemory] = []  # [_BLOCK] each
         self._changed: set[int] = set()  # blocks
 
     def write(self, index: int, value: float) -> None:
         block, place = divmod(index, _BLOCK)
-        if self._hosts[block][place] != value:
-            self._hosts[block][place] = value
+        host = self._blocks[block].host
+        if host[place] != value:
+            host[place] = value
             self._changed.add(block)
 
     def upload(self) -> None:
         """Bring to the device what was written. Capture: no part of it."""
-        with torch.no_grad(), _disable_current_modes():
-            for block in self._changed:
-                if self._blocks[block].device.type != "cpu":
-                    self._blocks[block].copy_(torch.from_numpy(self._hosts[block]))
+        for block in self._changed:
+            self._blocks[block].upload()
         self._changed.clear()
 
     def get(self, index: int, value: float, device: torch.device) -> Tensor:
         """Return [] float64 with a value."""
         block, place = divmod(index, _BLOCK)
+        if block == len(self._blocks):
+            self._blocks.append(LiveMemory(_BLOCK))
+        memory = self._blocks[block].on(device)
+        self.write(index, value)
+        if self._changed and device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            raise CaptureError(
+                "the optimizer's step computes other numbers in the capture than its last "
+                "warm-up would have; a replay would write these for ever. Remedy: "
+                "scope='forward_backward', which leaves the optimizer outside the graph",
+                kind=HazardKind.OPTIMIZER,
+            )
+        self.upload()
         with torch.no_grad(), _disable_current_modes():
-            if block == len(self._blocks):
-                self._hosts.append(np.zeros(_BLOCK))
-                self._blocks.append(torch.from_numpy(self._hosts[block]).to(device))
-            self.write(index, value)
-            if self._changed and device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-                raise CaptureError(
-                    "the optimizer's step computes other numbers in the capture than its last "
-                    "warm-up would have; a replay would write these for ever. Remedy: "
-                    "scope='forward_backward', which leaves the optimizer outside the graph",
-                    kind=HazardKind.OPTIMIZER,
-                )
-            self.upload()
-            return self._blocks[block][place]
+            return memory[place]
 
 
 class Tape:

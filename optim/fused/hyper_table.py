@@ -99,6 +99,40 @@ RULES: Mapping[str, Rule] = MappingProxyType(
 )
 
 
+class LiveMemory:
+    """Numbers of Python in memory that kernels read: what is written there, replays see.
+
+    On a CPU it is the host's memory itself: writing it is no operation that a recording could see
+    and replay. To other devices it is copied; on CUDA the driver stages the copy from pageable
+    memory, so that the host's may be written again at once.
+
+    Attributes:
+        host: [...] float64, the numbers.
+    """
+
+    def __init__(self, *shape: int, dtype: torch.dtype = torch.float64) -> None:
+        """``dtype`` is that of other devices than a CPU."""
+        self.host = np.zeros(shape)
+        self._dtype = dtype
+        self._copies: dict[torch.device, Tensor] = {}
+
+    def on(self, device: torch.device) -> Tensor:
+        """Return the numbers on a device, [...]; the address stays."""
+        if device not in self._copies:
+            with torch.no_grad(), _disable_current_modes():
+                host = torch.from_numpy(self.host)
+                on_cpu = device.type == "cpu"
+                self._copies[device] = host if on_cpu else host.to(device, self._dtype)
+        return self._copies[device]
+
+    def upload(self) -> None:
+        """Copy what was written to the devices. Capture: nothing is recorded."""
+        with torch.no_grad(), _disable_current_modes():
+            for device, copy in self._copies.items():
+                if device.type != "cpu":
+                    copy.copy_(torch.from_numpy(self.host), non_blocking=True)
+
+
 class HyperTable:
     """One float64 row per group (see ``HYPER_COLUMNS``), on every device that has parameters.
 
@@ -109,56 +143,42 @@ class HyperTable:
     def __init__(self, rule: Rule) -> None:
         self._rule = rule
         self._rows: list[Row] = []
-        self._host = np.zeros((0, len(HYPER_COLUMNS)))
-        self._tables: dict[torch.device, Tensor] = {}
+        self._memory = LiveMemory(0, len(HYPER_COLUMNS))
         self._lr_slots: list[tuple[int, Tensor]] = []
 
     def on(self, device: torch.device) -> Tensor:
         """Return the [G, 5] float64 table on a device; its address stays until a group is added."""
-        return self._tables[device]
+        return self._memory.on(device)
 
     def refresh(self, groups: Sequence[Mapping[str, Any]]) -> None:
         """Copy the Python numbers to the devices where they changed; make the tables if need be.
 
-        Capture: nothing is recorded; called before each replay. On CUDA the copy from pageable
-            memory is staged by the driver, so that the host memory may be reused at once.
+        Capture: nothing is recorded; called before each replay.
         """
         rows = [self._rule.read(group) for group in groups]
         if rows != self._rows:
-            with torch.no_grad(), _disable_current_modes():
-                self._upload(groups, rows)
+            self._upload(groups, rows)
 
     def _upload(self, groups: Sequence[Mapping[str, Any]], rows: list[Row]) -> None:
         for index, group in enumerate(groups):
             self._rule.check(group, index)
-        if not self._tables:
-            self._make_tables(groups)
+        if not len(self._memory.host):
+            self._memory = LiveMemory(len(groups), len(HYPER_COLUMNS))
+        devices = dict.fromkeys(param.device for group in groups for param in group["params"])
+        tables = list(map(self._memory.on, devices))
         if [row[0] is None for row in rows] != [row[0] is None for row in self._rows]:
             self._lr_slots = [
                 (row, table[row, 0])
                 for row, group in enumerate(groups)
                 if isinstance(group["lr"], Tensor)
-                for table in self._tables.values()
+                for table in tables
             ]
         for index, values in enumerate(rows):
             if values[0] is not None:
-                self._host[index, 0] = values[0]
-            self._host[index, 1:] = values[1:]
-        for device, table in self._tables.items():
-            if device.type != "cpu":
-                table.copy_(torch.from_numpy(self._host), non_blocking=True)
+                self._memory.host[index, 0] = values[0]
+            self._memory.host[index, 1:] = values[1:]
+        self._memory.upload()
         self._rows = rows
-
-    def _make_tables(self, groups: Sequence[Mapping[str, Any]]) -> None:
-        devices = {param.device for group in groups for param in group["params"]}
-        self._host = np.zeros((len(groups), len(HYPER_COLUMNS)))
-        host = torch.from_numpy(self._host)
-        # The CPU table is the host memory itself: writing it is no operation that a CPU
-        # recording could see and replay.
-        self._tables = {
-            device: host if device.type == "cpu" else torch.zeros_like(host, device=device)
-            for device in devices
-        }
 
     def copy_tensor_lrs(self, groups: Sequence[Mapping[str, Any]]) -> None:
         """Capture: one small copy per group and device, recorded: replays see new values."""
