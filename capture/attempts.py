@@ -245,13 +245,9 @@ def _naming(error: BaseException, moves: Sequence[Move]) -> BaseException:
         return error
     hazard = error.hazard
     remedy = f". Remedy: {hazard.fix}" if hazard.fix else ""
-    return CaptureError(
+    return error.saying(
         f"{hazard.why}. What the iteration moves in Python: "
-        f"{'; '.join(map(str, moves[:_MOST_NAMED]))}{remedy}",
-        op=error.op,
-        module_path=error.module_path,
-        source=error.source,
-        kind=error.kind,
+        f"{'; '.join(map(str, moves[:_MOST_NAMED]))}{remedy}"
     )
 
 

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from graphfsdp._capture.trace.out_forms import COPIES, WITH_OUT, out_overload, short_name
+from graphfsdp.base.op_tensors import is_empty
 
 # Their Python binding picks the same overload, given the recorded arguments (and out=), and parses
 # them faster than an OpOverload does: 0.4 to 2 microseconds a call.
@@ -30,12 +31,6 @@ _METHODS = frozenset(
         *("transpose.int", "unsqueeze", "view", "zero_"),
     }
 )
-_EMPTY = frozenset(
-    {
-        *("empty.memory_format", "empty_like", "empty_permuted", "empty_strided", "new_empty"),
-        *("new_empty_strided",),
-    }
-)
 _ZEROS = frozenset({"zeros", "zeros_like", "new_zeros"})
 _ONES = frozenset({"ones", "ones_like", "new_ones"})
 _FULL = MappingProxyType({"full": 1, "full_like": 1, "new_full": 2})  # position of the number
@@ -51,7 +46,7 @@ _RENAMED: Mapping[str, tuple[str, tuple[str, ...]]] = MappingProxyType(
     }
 )
 
-_OTHER_FORMS = _EMPTY | _ZEROS | _ONES | COPIES | _FULL.keys() | _RENAMED.keys()
+_OTHER_FORMS = _ZEROS | _ONES | COPIES | _FULL.keys() | _RENAMED.keys()
 
 Constant = Callable[[object, str], str]  # gives an object a name in the program
 
@@ -93,7 +88,7 @@ def can_write_into(op: torch._ops.OpOverload) -> bool:
     name = short_name(op)
     if name in WITH_OUT:
         return out_overload(op) is not None
-    return name in _OTHER_FORMS
+    return name in _OTHER_FORMS or is_empty(op)
 
 
 def call_into(

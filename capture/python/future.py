@@ -253,11 +253,9 @@ class Future:
             found = None if first is None else self._difference(first, run)
             if found is not None and read:
                 name, source = read[0]
-                found = _located(
+                found = found.located(None, source).saying(
                     f"the iteration reads the clock {name}, and does something else {seconds:g} "
-                    f"seconds later: {found.hazard.why}. Remedy: {REMEDY}",
-                    found,
-                    source,
+                    f"seconds later: {found.hazard.why}. Remedy: {REMEDY}"
                 )
             first = first or run
             if self._is_told(found):
@@ -297,21 +295,10 @@ def _error(found: CaptureError, num_runs: int, start: Snapshot, now: Snapshot) -
     moves = sorted(start.moves_to(now), key=lambda move: move.kind != "value")
     named = "; ".join(map(str, moves[:_MOST_NAMED]))
     more = f" and {len(moves) - _MOST_NAMED} more" if len(moves) > _MOST_NAMED else ""
-    return _located(
+    return found.saying(
         f"the iteration moves Python, which no replay runs, and decides by it what is computed: "
         f"{named}{more}. After {num_runs} more iterations it is another one: "
-        f"{found.hazard.why}. Remedy: {REMEDY}",
-        found,
-    )
-
-
-def _located(message: str, found: CaptureError, source: SourceLine | None = None) -> CaptureError:
-    return CaptureError(
-        message,
-        op=found.op,
-        module_path=found.module_path,
-        source=found.source or source,
-        kind=found.kind,
+        f"{found.hazard.why}. Remedy: {REMEDY}"
     )
 
 

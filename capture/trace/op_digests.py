@@ -8,15 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from graphfsdp.base.op_tensors import OpCall, OperatorMode, flat_tensors
+from graphfsdp.base.op_tensors import OpCall, OperatorMode, flat_tensors, is_empty
 
-# What they leave has no contents yet.
-_EMPTY = frozenset(
-    {
-        *("empty", "empty_like", "empty_strided", "empty_permuted"),
-        *("new_empty", "new_empty_strided", "resize_"),
-    }
-)
 # A program has some of its own: for constants, for what outlives it, for ones_like and its kin.
 _OWN = frozenset({"copy", "clone", "fill", "zero"})
 
@@ -83,7 +76,8 @@ def _digest_of(call: OpCall, result: Any) -> OpDigest:
     inputs = set(map(_storage, call.tensors))
     made = [tensor for tensor in flat_tensors([result]) if _storage(tensor) not in inputs]
     name = call.schema_name.partition("::")[2]
-    tensors = [] if name in _EMPTY else [*call.written, *made]
+    has_contents = not is_empty(call.op) and name != "resize_"
+    tensors = [*call.written, *made] if has_contents else []
     # In another order where the results are among the arguments (out=), so sorted.
     parts = sorted((tuple(tensor.shape), _contents(tensor)) for tensor in tensors)
     digest = hashlib.blake2b(b"".join(contents for _, contents in parts)).digest()
