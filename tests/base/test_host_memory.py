@@ -2,14 +2,12 @@
 
 import mmap
 import pathlib
-import pickle
 
 import pytest
 import torch
 
 from graphfsdp._capture.cpu.memory import Arena
 from graphfsdp.base.host_memory import advise_huge_pages, zeros_flat
-from graphfsdp.optim import FusedAdam
 
 LARGE = 5 * 2**20
 DTYPES = [torch.float32, torch.bfloat16, torch.int16, torch.float8_e4m3fn]
@@ -64,18 +62,3 @@ def test_large_memory_is_advised_also_when_a_programs_pool_has_grown() -> None:
     small = torch.zeros(16)
     advise_huge_pages(small.untyped_storage())
     assert small.sum() == 0
-
-
-def test_large_states_step_and_are_copied_as_small_ones() -> None:
-    param = torch.nn.Parameter(torch.randn(1200, 1000))
-    rows = [torch.nn.Parameter(part.clone()) for part in param.detach().split(300)]
-    whole, cut = FusedAdam([param], lr=0.1), FusedAdam(rows, lr=0.1)
-    for _ in range(3):
-        param.grad = torch.randn_like(param)
-        for row, grad in zip(rows, param.grad.split(300), strict=True):
-            row.grad = grad
-        whole.step()
-        cut.step()
-    assert torch.equal(param, torch.cat([row.detach() for row in rows]))
-    state = pickle.loads(pickle.dumps(whole.state_dict()))["state"][0]
-    assert torch.equal(state["exp_avg"], whole.state[param]["exp_avg"])
