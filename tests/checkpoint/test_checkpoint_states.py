@@ -1,5 +1,7 @@
 """States that are harder than moments: wrappers, extra state, a state on each rank."""
 
+import functools
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import graphfsdp
+from graphfsdp.optim import FusedLion, FusedSGD, Muon
 from ranks import RankPool
 
 
@@ -16,7 +19,8 @@ def step_on(model: nn.Module, optimizer: torch.optim.Optimizer, num_steps: int) 
     for index in range(num_steps):
         generator = torch.Generator().manual_seed(index)
         optimizer.zero_grad()
-        model(torch.randn(4, 4, generator=generator)).square().sum().backward()
+        x = torch.randn(4, 4, generator=generator).to(next(model.parameters()).dtype)
+        model(x).square().sum().backward()
         optimizer.step()
 
 
@@ -141,19 +145,40 @@ def test_a_unit_that_is_unsharded_is_refused(tmp_path: Path, ranks2: RankPool) -
     ranks2.run(unsharded_by_hand, tmp_path)
 
 
-@pytest.mark.parametrize("name", ["SGD", "RMSprop", "Adagrad", "NAdam", "Adamax", "Adafactor"])
-def test_other_optimizers_of_torch_come_back(name: str, tmp_path: Path) -> None:
+def muon(params: Iterable[nn.Parameter], lr: float) -> Muon:
+    weight, bias = params
+    groups: list[dict[str, Any]] = [{"params": [weight]}, {"params": [bias], "use_muon": False}]
+    return Muon(groups, lr=lr)
+
+
+HALVES: dict[str, Any] = {"master_weights": True, "store_param_remainders": True}
+OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
+    "SGD": functools.partial(torch.optim.SGD, momentum=0.9),
+    **{
+        name: getattr(torch.optim, name)
+        for name in ("RMSprop", "Adagrad", "NAdam", "Adamax", "Adafactor")
+    },
+    "FusedSGD": functools.partial(FusedSGD, momentum=0.9, nesterov=True, **HALVES),
+    "FusedLion": functools.partial(FusedLion, weight_decay=0.1, maximize=True, **HALVES),
+    "Muon": muon,
+}
+
+
+@pytest.mark.parametrize("num_before", [0, 1])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_other_optimizers_come_back(name: str, num_before: int, tmp_path: Path) -> None:
+    dtype = torch.bfloat16 if name.startswith("Fused") else torch.float32
+
     def run(seed: int, num_steps: int) -> tuple[nn.Module, torch.optim.Optimizer]:
         torch.manual_seed(seed)
-        model = nn.Linear(4, 3)
-        options = {"momentum": 0.9} if name == "SGD" else {}
-        optimizer = getattr(torch.optim, name)(model.parameters(), lr=0.01, **options)
+        model = nn.Linear(4, 3, dtype=dtype)
+        optimizer = OPTIMIZERS[name](model.parameters(), lr=0.01)
         step_on(model, optimizer, num_steps)
         return model, optimizer
 
     model, optimizer = run(0, 3)
     graphfsdp.save(tmp_path, model, optimizer)
-    other, its_optimizer = run(1, 1)
+    other, its_optimizer = run(1, num_before)
     graphfsdp.load(tmp_path, other, its_optimizer)
     for each in ((model, optimizer), (other, its_optimizer)):
         step_on(*each, 3)

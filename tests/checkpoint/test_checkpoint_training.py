@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from graphfsdp.cli import main
-from graphfsdp.data import Feed, TokenBatches
+from graphfsdp.data import Feed
 from graphfsdp.training.checkpoints import RunState
 from ranks import RankPool
 from train_on_ranks import FORKS, Plan, Run, torchrun
@@ -66,38 +66,6 @@ def test_forty_iterations_are_twenty_and_a_kill_and_twenty_more(
     assert_same_run(out, reference)
     names = sorted(path.name for path in folder.iterdir())
     assert names == ["latest", "step-00000036", "step-00000040"]
-
-
-@pytest.mark.parametrize(
-    ("saved", "resumed"),
-    [("full_iteration", "none"), ("none", "full_iteration")],
-)
-def test_either_side_may_be_captured(
-    saved: str,
-    resumed: str,
-    device: torch.device,
-    reference: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    folder = tmp_path / "checkpoints"
-    original = TokenBatches.batch
-
-    def interrupted(batches: TokenBatches, first_sample: int) -> Any:
-        if first_sample == 4 * 23:
-            raise KeyboardInterrupt
-        return original(batches, first_sample)
-
-    flags = ["--save", str(folder), "--save-interval", "20", "--cuda-graph-scope"]
-    with monkeypatch.context() as patch:
-        patch.setattr(TokenBatches, "batch", interrupted)
-        assert main(arguments(device, tmp_path / "run", *flags, saved)) == 130
-    assert len(numbers(tmp_path / "run")) == 23
-    command = arguments(device, tmp_path / "run", *flags, resumed, "--load", str(folder))
-    assert main(command) == 0
-    assert_same_run(tmp_path / "run", reference)
-    assert "resumed from" in capsys.readouterr().out
 
 
 def test_other_flags_are_used_and_told(
