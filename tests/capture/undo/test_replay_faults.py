@@ -7,10 +7,9 @@ import torch
 from torch import Tensor
 
 import graphfsdp
-from fault_training import Training, expected, without_kept
+from fault_training import Training, expected
 from faults import FAULTS, Fault, FaultMode
 from graphfsdp import CapturedStep, Phase
-from helpers import assert_same_state, snapshot
 
 
 def fail_replay_everywhere(training: Training, index: int) -> int:
@@ -83,20 +82,4 @@ def test_a_replay_without_the_optimizer_is_always_undone() -> None:
         world.assert_unchanged(f"{mode.fired} at {position}", without_gradients=True)
         num_undone += 1
     assert num_undone > 15
-    assert training.step.phase is Phase.REPLAY
-
-
-@pytest.mark.parametrize("name", ["fused", "eager_optimizer"])
-def test_ctrl_c_waits_until_a_replay_is_over(name: str) -> None:
-    reference = expected(name)
-    training = Training(name)
-    for index, (loss, state) in enumerate(reference):
-        batch = training.batch(index)
-        if index < 4:
-            assert torch.equal(training.step(batch), loss)
-        else:
-            with pytest.raises(KeyboardInterrupt), FaultMode(10, Fault.INTERRUPT, after=True):
-                training.step(batch)
-        now = without_kept(snapshot(training.model, training.optim))
-        assert_same_state(state, now, f"call {index}")
     assert training.step.phase is Phase.REPLAY
