@@ -340,7 +340,7 @@ def gradients(model: nn.Module) -> dict[str, Tensor]:
         for item in unit.group.trainable:
             holder: Any = item.main_grad
             rows = 0 if holder is None or item.param.grad is None else 1
-            held = torch.tensor(float(rows))
+            held = torch.tensor(float(rows), device=rank_device())
             dist.all_reduce(held)
             if float(held):
                 name = f"{unit.group.name}.{item.name}".lstrip(".")

@@ -16,7 +16,10 @@ from graphfsdp.sharding.module import FSDPModule, shards_of, unit_of
 def begin_forward(
     module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Give a module whole weights, and return its arguments as its policy casts them."""
+    """Give a module whole weights, and return its arguments as its policy casts them.
+
+    Those of a root on a GPU are moved there, as by FSDP2.
+    """
     shards_of(module)
     unit = unit_of(module)
     unit.enter_forward(module)
@@ -24,6 +27,9 @@ def begin_forward(
     assert divisor == unit.group.reduction.divisor
     policy = unit.group.options.policy
     casted: tuple[tuple[Any, ...], dict[str, Any]] = (args, kwargs)
+    gpu = unit.group.options.mesh.gpu
+    if unit.is_root and gpu is not None:
+        casted = _moved(casted, gpu)
     if policy.cast_forward_inputs:
         casted = _cast(casted, policy.param_dtype)
     return casted
@@ -68,6 +74,13 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
         return end_forward(module, args, output)
 
     setattr(module, method_name, around)
+
+
+def _moved(values: Any, device: torch.device) -> Any:
+    def move(leaf: Any) -> Any:
+        return leaf.to(device) if isinstance(leaf, Tensor) and leaf.is_cpu else leaf
+
+    return pytree.tree_map(move, values)
 
 
 def _cast(values: Any, dtype: torch.dtype | None) -> Any:

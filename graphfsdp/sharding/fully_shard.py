@@ -1,6 +1,6 @@
 """`fully_shard`: ZeRO on a module, in FSDP2's words."""
 
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Collection, Sequence, Set
 from typing import Any, TypeVar
 
 import torch
@@ -10,6 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy as CPUOffloadPolicy
 from torch.distributed.fsdp import MixedPrecisionPolicy as TorchPolicy
 from torch.distributed.fsdp import OffloadPolicy as OffloadPolicy
+from torch.distributed.tensor import DTensor
 
 from graphfsdp.base.dtensors import can_be_copied
 from graphfsdp.base.recut import recut_hook
@@ -58,7 +59,8 @@ def fully_shard(
     """Shard a module's parameters, gradients and so its optimizer state over the ranks of a mesh.
 
     Call it on inner modules first, on the root last; each call makes one unit, which is gathered
-    and reduced as a whole. Its parameters become DTensors over this rank's rows. Make the
+    and reduced as a whole. Its parameters become DTensors over this rank's rows; what lies in the
+    CPU's memory while ranks communicate by NCCL is moved to the current GPU first. Make the
     optimizer afterwards, or before: ``graphfsdp.capture`` then puts the new parameters into its
     groups.
 
@@ -133,6 +135,8 @@ def fully_shard(
     )
     for param in ignored:
         setattr(param, IGNORED, True)
+    if axes.gpu is not None:
+        _move(modules, axes.gpu, ignored)
     make_unit(modules, ShardGroup(modules, options))
     return module
 
@@ -241,11 +245,21 @@ def _default_mesh(modules: Sequence[nn.Module]) -> DeviceMesh:
             "start with torchrun and call torch.distributed.init_process_group(), or pass a mesh"
         )
     params = [param for module in modules for param in module.parameters()]
-    kinds = [param.device.type for param in params if not param.is_meta]
-    if not kinds:  # on meta: where the ranks can talk
-        on_gpu = torch.cuda.is_available() and "nccl" in dist.get_backend_config()
-        kinds = ["cuda" if on_gpu else "cpu"]
-    return init_device_mesh(kinds[0], (dist.get_world_size(),))
+    kinds = [param.device.type for param in params if not param.is_meta] or ["cpu"]
+    on_gpu = torch.cuda.is_available() and "nccl" in dist.get_backend_config()
+    kind = "cuda" if on_gpu and kinds[0] == "cpu" else kinds[0]
+    return init_device_mesh(kind, (dist.get_world_size(),))
+
+
+def _move(
+    modules: Sequence[nn.Module], device: torch.device, ignored: Collection[nn.Parameter]
+) -> None:
+    """Move what lies in the CPU's memory, as FSDP2 does, but for what other units keep there."""
+    for module in modules:
+        for tensor in (*module.parameters(), *module.buffers()):
+            is_taken = isinstance(tensor, DTensor) or tensor in ignored
+            if tensor.device.type == "cpu" and not is_taken:
+                tensor.data = tensor.to(device)
 
 
 def _check_embeddings(module: nn.Module) -> None:

@@ -39,6 +39,14 @@ class UnitMesh:
     experts: DeviceMesh | None = None
 
     @property
+    def gpu(self) -> torch.device | None:
+        """This rank's, if they communicate from GPU to GPU."""
+        planned: object = self.mesh  # None where nobody communicates
+        if planned is None or self.mesh.device_type != "cuda":
+            return None
+        return torch.device("cuda", torch.cuda.current_device())
+
+    @property
     def num_outer(self) -> int:
         return 1 if self.outer is None else self.outer.size()
 

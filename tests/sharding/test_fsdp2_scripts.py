@@ -98,6 +98,23 @@ def test_the_largest_gradient_where_a_rank_has_no_rows() -> None:
     torch.testing.assert_close(total.full_tensor(), largest)
 
 
+@pytest.mark.gpu
+@on_ranks("gpu_ranks")
+def test_a_model_and_a_batch_in_the_cpus_memory_are_moved_to_the_gpu() -> None:
+    outputs = []
+    for shard in (torch_fsdp.fully_shard, graphfsdp.fully_shard):
+        torch.manual_seed(0)
+        model: Any = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8)).eval()
+        ignored = model[1].bias.to(rank_device())
+        model[1].bias = nn.Parameter(ignored)
+        shard(model[0])
+        shard(model, ignored_params={model[1].bias})
+        held = (*model.parameters(), *model.buffers())
+        assert {tensor.device for tensor in held} == {rank_device()}
+        outputs.append(model(torch.linspace(0, 1, 32, device="cpu").view(4, 8)))
+    assert_equal_tensors(*([output.detach()] for output in outputs))
+
+
 def test_all_that_a_script_may_import_is_in_the_table() -> None:
     """Also what the installed release of torch has and the one that this was written for not."""
     text = TABLE.read_text()
@@ -157,7 +174,7 @@ def renamed() -> Any:
 
 
 def ignoring() -> Any:
-    model = everyday_scripts.whole_model()
+    model = everyday_scripts.whole_model().to(rank_device())  # nobody moves what is ignored
     return graphfsdp.fully_shard(model, ignored_params={model[1][0].bias.requires_grad_(False)})
 
 
