@@ -85,7 +85,7 @@ PARTS: Mapping[str, Sequence[str]] = MappingProxyType(
                 for name in ("adam", "sgd", "lion", "muon")
             ),
             "tests/optim/test_precision.py::test_accepted_precisions_replay_as_eager_runs"
-            "[DEVICE-1-main_weights]",
+            "[DEVICE-main_weights-1]",
             "tests/optim/test_skipped_steps.py::test_float16_with_a_loss_scale_and_the_plain_loss"
             "_beside_it[DEVICE]",
             "tests/base/test_recompute.py::test_recomputation_in_every_microbatch[DEVICE]",
