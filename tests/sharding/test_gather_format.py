@@ -120,6 +120,7 @@ DECOUPLED = {
     "main_grads_dtype": torch.bfloat16,
     "use_decoupled_grad": True,
 }
+MAINS_IN_BF16 = {"param_dtype": torch.bfloat16, "main_params_dtype": torch.bfloat16}
 
 
 @pytest.mark.parametrize(
@@ -137,7 +138,7 @@ DECOUPLED = {
         ("ranks2", "float8_rowwise", "float8_rowwise", 2, {"recompute": True, "overlap": False}),
         ("ranks2", "mxfp8", "mxfp8", 2, {"fp8_format": "hybrid"}),
         ("ranks2", None, "float8", 1, {}),
-        ("ranks2", "mxfp8", "float8", 1, {"recompute": True}),
+        ("ranks2", "mxfp8", "float8", 1, {"recompute": True, "policy": MAINS_IN_BF16}),
         ("ranks4", "float8_rowwise", "float8_rowwise", 2, {"policy": DECOUPLED}),
         ("ranks4", "mxfp8", None, 1, {"outer_strategy": "optim"}),
     ],
