@@ -9,7 +9,7 @@ from types import MappingProxyType
 import torch
 from torch import Tensor
 
-from graphfsdp._capture.compiled.bounds import allowances, beyond, is_weight
+from graphfsdp._capture.compiled.bounds import allowances, beyond, is_rounded, is_weight, wide
 from graphfsdp._capture.engine import Engine
 from graphfsdp._capture.python.future import REMEDY as MOVING_REMEDY
 from graphfsdp._capture.python.places import Move
@@ -249,7 +249,7 @@ def first_difference(
             return Difference(name, numel, numel, math.nan)
         unequal = beyond(one, other, allowed[name]) if name in allowed else _unequal(one, other)
         if unequal.any():
-            gap = (_wide(one)[unequal] - _wide(other)[unequal]).abs().max()
+            gap = (wide(one)[unequal] - wide(other)[unequal]).abs().max()
             return Difference(name, int(unequal.sum()), one.numel(), float(gap))
     return None
 
@@ -257,10 +257,6 @@ def first_difference(
 def _unequal(left: Tensor, right: Tensor) -> Tensor:
     bits = [t.contiguous().reshape(*t.shape, 1).view(torch.uint8) for t in (left, right)]
     unequal = (bits[0] != bits[1]).any(dim=-1)
-    if left.is_floating_point() or left.is_complex():
-        unequal &= ~(_wide(left).isnan() & _wide(right).isnan())
+    if is_rounded(left):
+        unequal &= ~(wide(left).isnan() & wide(right).isnan())
     return unequal
-
-
-def _wide(tensor: Tensor) -> Tensor:
-    return tensor.to(torch.complex128 if tensor.is_complex() else torch.float64)

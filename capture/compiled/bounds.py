@@ -3,10 +3,11 @@
 Note [The bound]: compiled kernels add in another order, keep float32 where eager mode rounds to 16
 bits in between, and fuse multiply with add. Each of these is a rounding or two of an operator's own
 size, and what an iteration does to them is to add them up along its longest chain of operators. So
-a tensor may differ by ``BOUNDS[dtype]`` times the largest number among what belongs together: all
-gradients, since one that is zero but for rounding has no digits of its own; all first moments; else
-the tensor itself. The numbers are 2^8 roundings of float32 and float64, and 2^4 of 16 bits, whose
-sums eager mode keeps in float32 too.
+a tensor may differ by ``BOUNDS[dtype]`` times the largest number among what belongs together, since
+one that is zero but for rounding (a loss that is a difference, a mean of what is centred) has no
+digits of its own: all gradients; these and all results; all first moments; what lies in one module
+beside its parameters. The numbers are 2^8 roundings of float32 and float64, and 2^4 of 16 bits,
+whose sums eager mode keeps in float32 too.
 
 Integers, booleans, step counts and the state of generators must be equal.
 """
@@ -25,16 +26,18 @@ BOUNDS: Mapping[torch.dtype, float] = MappingProxyType(
         torch.float16: 2.0**-7,
         torch.bfloat16: 2.0**-4,
         torch.float8_e4m3fn: 2.0**-2,
+        torch.complex128: 2.0**-45,
+        torch.complex64: 2.0**-16,
     }
 )
 
-_MAIN = "main_param"
+_MAIN = "master_param"
 _CHUNK = 1 << 16
 
 
 def largest(tensor: Tensor) -> float:
     """Return the largest finite magnitude, 0 if there is none."""
-    finite = (part.double().abs().nan_to_num(0.0, 0.0, 0.0) for part in chunks(tensor))
+    finite = (wide(part).abs().nan_to_num(0.0, 0.0, 0.0) for part in chunks(tensor))
     return max((float(part.max()) for part in finite if part.numel()), default=0.0)
 
 
@@ -44,15 +47,23 @@ def chunks(tensor: Tensor) -> tuple[Tensor, ...]:
     return parts
 
 
+def wide(tensor: Tensor) -> Tensor:
+    return tensor.to(torch.complex128 if tensor.is_complex() else torch.float64)
+
+
+def is_rounded(tensor: Tensor) -> bool:
+    return tensor.is_floating_point() or tensor.is_complex()
+
+
 def beyond(
     expected: Tensor,  # [...]
     got: Tensor,  # [...]
     allowed: float,
 ) -> Tensor:
-    """Return [...] bool: which elements differ by more; no integer may, and NaN equals NaN."""
-    if not expected.is_floating_point():
-        return expected != got
-    left, right = expected.double(), got.double()
+    """Return [...] bool: which elements differ by more, any integer; NaN equals NaN."""
+    if not is_rounded(expected):
+        return (expected != got) & math.isfinite(allowed)
+    left, right = wide(expected), wide(got)
     same = (left == right) | (left.isnan() & right.isnan())
     return ~(same | ((left - right).abs() <= allowed))
 
@@ -72,15 +83,16 @@ def allowances(
     """
     scales: dict[str, float] = {}
     for name, tensor in expected.items():
-        if tensor.is_floating_point():
+        if is_rounded(tensor):
             kind = _kind(name)
             scales[kind] = max(scales.get(kind, 0.0), largest(tensor))
+    scales["result"] = max(scales.get("result", 0.0), scales.get("the gradient", 0.0))
     allowed = {}
     for name, tensor in expected.items():
-        if tensor.is_floating_point():
+        if is_rounded(tensor):
             allowed[name] = max(bound, bound_of([tensor.dtype])) * scales[_kind(name)]
             if name in before:
-                step = largest(tensor.double() - before[name].double())
+                step = largest(wide(tensor) - wide(before[name]))
                 allowed[name] += 2 * step
         elif _MAIN in name:  # the low halves of main weights are no numbers
             allowed[name] = math.inf
@@ -93,5 +105,7 @@ def is_weight(name: str) -> bool:
 
 
 def _kind(name: str) -> str:
-    """Return what tensors have in common that are on one scale: gradients, a kind of state."""
-    return name.partition(" of ")[0]
+    """Return what tensors have in common that are on one scale; see Note [The bound]."""
+    if name.startswith(("buffer ", "attribute ")):
+        return name.rpartition(".")[0]  # with the module's path
+    return "result" if name.startswith("result ") else name.partition(" of ")[0]

@@ -16,6 +16,7 @@ from contextlib import suppress
 from importlib.machinery import ExtensionFileLoader
 from importlib.util import module_from_spec, spec_from_loader
 from pathlib import Path
+from selectors import EVENT_READ, DefaultSelector
 from types import TracebackType
 from typing import Any
 
@@ -28,6 +29,7 @@ from graphfsdp.errors import ConfigError
 Compiled = Callable[[list[Tensor]], list[Tensor]]
 
 _WORKER = Path(__file__).with_name("worker.py")
+_WAIT_S = 0.1
 _DATA_POINTER = "_TORCHINDUCTOR_PYOBJECT_TENSOR_DATA_PTR"  # where a library finds torch's function
 
 
@@ -66,7 +68,9 @@ class Compiler:
     graph's text and of all that decides what is made of it. A file that is damaged is made anew.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, while_waiting: Callable[[], object] = lambda: None) -> None:
+        """``while_waiting`` is called now and then while Inductor works, and may raise."""
+        self._while_waiting = while_waiting
         self._folder = _cache_folder()
         self._surroundings = _surroundings()
         self._process: subprocess.Popen[str] | None = None
@@ -106,6 +110,10 @@ class Compiler:
         with suppress(BrokenPipeError):
             process.stdin.write(json.dumps([str(self._folder), key, text]) + "\n")
             process.stdin.flush()
+        with DefaultSelector() as answers:
+            answers.register(process.stdout, EVENT_READ)
+            while not answers.select(_WAIT_S):
+                self._while_waiting()
         answer = process.stdout.readline()
         if not answer:
             code = self._end()
@@ -198,6 +206,7 @@ def _surroundings() -> str:
     return json.dumps(
         {
             "threads": torch.get_num_threads(),
+            "deterministic": torch.get_deterministic_debug_mode(),
             "torch": [torch.__version__, torch.version.git_version],
             "python": sysconfig.get_config_var("SOABI"),
             "processor": [platform.machine(), *sorted(processor)],

@@ -109,12 +109,6 @@ def is_part(value: Value, whole: Value) -> bool:
     return fits and 0 < 2 * length <= span(*whole.geometry[1:3])
 
 
-def flat(value: Value) -> Value:
-    """Return all memory from the first to the last element of a value."""
-    first, shape, stride, *_ = value.geometry
-    return _stretch_of(value, first, first + span(shape, stride))
-
-
 def _stretch_of(value: Value, first: int, stop: int) -> Value:
     geometry = (first, (stop - first,), (1,), value.geometry[3], False, False)
     return Value(value.storage, geometry, None)

@@ -66,12 +66,14 @@ def _listen(requests: Iterable[str], waiting: "SimpleQueue[str]") -> None:
 
 
 def _make(folder: str, key: str, text: str) -> None:
-    surroundings, *lines = text.splitlines()
+    first, *lines = text.splitlines()
+    surroundings = json.loads(first)
+    torch.set_deterministic_debug_mode(surroundings["deterministic"])
     graph = Graph(lines)
     made: dict[str, Any] = {"library": "", "constants": [], "refused": graph.refused}
     if not graph.refused:
         graph.widen()
-        path, made["constants"] = _compiled(graph, json.loads(surroundings)["threads"])
+        path, made["constants"] = _compiled(graph, surroundings["threads"])
         with open(path, "rb") as file:
             library = file.read()
         made["library"] = hashlib.sha256(library).hexdigest()
@@ -143,6 +145,10 @@ class Graph:
         self.refused.setdefault(number, why)
         return None if form is None else _stand_in(*form)
 
+    def computes_in(self, dtype: torch.dtype) -> bool:
+        fakes = (fake for fake in self._fake_of.values() if isinstance(fake, Tensor))
+        return any(fake.dtype == dtype for fake in fakes)
+
     def widen(self) -> None:
         """Let attention compute in float32 what it is slower at in 16 bits."""
         for entry in self._graph.find_nodes(op="call_function", target=_ATTENTION_BACKWARD):
@@ -191,7 +197,12 @@ def _compiled(graph: Graph, num_threads: int) -> tuple[str, list[Tensor]]:
         return output
 
     # The number of threads is part of the code, and so of the cache's key.
-    options = {**_OPTIONS, "cpp.threads": num_threads}
+    options = {
+        **_OPTIONS,
+        "cpp.threads": num_threads,
+        # What overflows in eager mode has to, also between two operators: steps are skipped by it.
+        "emulate_precision_casts": graph.computes_in(torch.float16),
+    }
     # The graph that is given is not traced from code, so a cache by code would mix up graphs.
     with functorch_config.patch(enable_autograd_cache=False), config.patch(options):
         compile_fx(graph.module, graph.fakes, inner_compile=inner)

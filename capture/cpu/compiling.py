@@ -20,11 +20,11 @@ from graphfsdp._capture.compiled.cutting import Stretch
 from graphfsdp._capture.compiled.inductor import Compiled, Compiler, RefusedError
 from graphfsdp._capture.compiled.pieces import Piece, find_pieces
 from graphfsdp._capture.compiled.stretch_graph import in_one_line
-from graphfsdp._capture.compiled.views import flat, regions
 from graphfsdp._capture.cpu.memory import Arena
 from graphfsdp._capture.cpu.program import Commit, Program, ProgramBuilder, Replay
-from graphfsdp._capture.trace.values import Node, materialise, values_among
-from graphfsdp._capture.undo.interrupts import DeferredInterrupts
+from graphfsdp._capture.trace.elision import places
+from graphfsdp._capture.trace.values import Node, StorageInfo, as_bytes, values_among
+from graphfsdp._capture.undo.interrupts import DeferredInterrupts, deliver_waiting
 from graphfsdp.base.op_tensors import OpCall, is_empty
 from graphfsdp.base.progress import say
 from graphfsdp.config import Compile
@@ -107,7 +107,7 @@ class _Compiling:
         roots = [*program.outputs, *program.escapes]
         refused: dict[int, str] = {}
         made: dict[str, Compiled | str] = {}  # or why not; equal layers are one function
-        with Compiler() as compiler:
+        with Compiler(deliver_waiting) as compiler:
             num_refused = -1
             while num_refused < len(refused):
                 commit_node = self._recorded.commit_node
@@ -138,15 +138,17 @@ class _Compiling:
                     self._functions[index] = function
 
     def _written(self) -> list[Tensor]:
-        """Return all external memory that the program writes."""
-        values = [
-            value
-            for node in self._program.nodes
-            for value in values_among(OpCall(node.op, node.args, node.kwargs).written_arguments())
-            if value.storage.external
-        ]
+        """Return all external memory that the program writes, as bytes."""
+        ends: dict[int, tuple[StorageInfo, int, int]] = {}
+        for node in self._program.nodes:
+            written = OpCall(node.op, node.args, node.kwargs).written_arguments()
+            for value in values_among(written):
+                info, (begin, end) = value.storage, places(value)
+                if info.external:
+                    _, first, last = ends.get(id(info), (info, begin, end))
+                    ends[id(info)] = info, min(begin, first), max(end, last)
         # With the gaps: torch's fused kernels write there.
-        return [materialise(flat(whole), whole.storage.get()) for whole, _ in regions(values)]
+        return [as_bytes(info.get())[begin:end] for info, begin, end in ends.values()]
 
     def _try(self, written: Sequence[Tensor], restore: Callable[[], None]) -> None:
         expected = list(map(_digest, [*_run(self._as_today), *written]))
@@ -179,11 +181,11 @@ class _Compiling:
         for index, place in places.items():
             if not _pays(*([run[place] for run in each] for each in runs)):
                 del self._functions[index]
-        if self._functions:
-            runs, _ = self._race(restore)
-            # What a piece takes of the caches, others pay for.
-            if not _pays(*([sum(run) for run in each] for each in runs)):
-                self._functions.clear()
+        # Also where none is left: collectives are in there, and another rank may have some.
+        runs, _ = self._race(restore)
+        # What a piece takes of the caches, others pay for.
+        if not _pays(*([sum(run) for run in each] for each in runs)):
+            self._functions.clear()
         return before - len(self._functions)
 
     def _race(self, restore: Callable[[], None]) -> tuple[list[list[list[int]]], dict[int, int]]:
@@ -367,12 +369,15 @@ def _undone(
 
 def _copy(tensor: Tensor) -> Tensor:
     """Return a copy of the same strides, whatever lies between the elements."""
-    copied = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
+    copied = torch.empty_strided(
+        tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device
+    )
     return copied.copy_(tensor)
 
 
 def _digest(tensor: Tensor) -> bytes:
-    numbers: Any = tensor.detach().reshape(-1).view(torch.uint8).numpy()
+    plain = tensor.detach().resolve_conj().resolve_neg()
+    numbers: Any = plain.reshape(-1).view(torch.uint8).numpy()
     return hashlib.blake2b(memoryview(numbers)).digest()
 
 

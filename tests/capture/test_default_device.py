@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import graphfsdp
+from compiling import compiling_by
 from graphfsdp import MixedPrecisionPolicy
 from graphfsdp.optim import FusedAdam, Muon
 from ranks import RankPool
@@ -46,8 +47,9 @@ def _elsewhere(device: torch.device) -> torch.device:
         (lambda params: FusedAdam(params, bias_correction=False), {"microbatches": 2}),
         (lambda params: Muon([{"params": params}], lr=0.1), {"evaluates": True}),
         (lambda params: torch.optim.AdamW(params), {"max_grad_norm": 1.0}),
+        (lambda params: torch.optim.AdamW(params), {"compile": True}),
     ],
-    ids=["adam", "no correction", "muon", "torch"],
+    ids=["adam", "no correction", "muon", "torch", "compiled"],
 )
 def test_a_default_device_changes_no_bit(
     device: torch.device,
@@ -57,6 +59,7 @@ def test_a_default_device_changes_no_bit(
 ) -> None:
     options = dict(options)
     evaluates = options.pop("evaluates", False)
+    options["compile"] = "compile" in options and device.type == "cpu"
 
     def trained(default: torch.device | None, folder: Path) -> list[Tensor]:
         torch.manual_seed(0)
@@ -64,6 +67,7 @@ def test_a_default_device_changes_no_bit(
         model, optimizer = model.to(device), make([*model.to(device).parameters()])
         batches = [torch.randn(4, 4).to(device) for _ in range(7)]
         with (
+            compiling_by(),
             _default(default),
             graphfsdp.capture(
                 model, optimizer, loss_fn=lambda model, x: model(x).square().mean(), **options
@@ -76,6 +80,7 @@ def test_a_default_device_changes_no_bit(
             graphfsdp.load(folder, model, optimizer)
             seen.append(step(batches[0]))
             assert step.phase.value == "replay"
+            assert not any("else" in line for line in step.report().compiled)
         return [*seen, *(param.detach() for param in model.parameters())]
 
     expected = trained(None, tmp_path / "expected")

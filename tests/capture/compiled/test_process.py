@@ -25,13 +25,17 @@ needs_compiler = pytest.mark.skipif(
 # The first compilation on a machine compiles torch's headers, too.
 LIMIT_S = 300
 FORM = "((4, 5), (5, 1), torch.float32)"
+HALF = FORM.replace("32", "16")
 TEXT = "\n".join(
     [
         f"('x0', 'placeholder', (), {{}}, {FORM}, None)",
         f"('x1', 'placeholder', (), {{}}, {FORM}, None)",
+        f"('half', torch.ops.aten._to_copy.default, (x0,), {{'dtype': torch.float16}}, {HALF}, 2)",
+        f"('square', torch.ops.aten.mul.Tensor, (half, half), {{}}, {HALF}, 3)",
+        f"('less', torch.ops.aten.mul.Tensor, (square, 0.01), {{}}, {HALF}, 4)",
         f"('sin', torch.ops.aten.sin.default, (x0,), {{}}, {FORM}, 0)",
         f"('add', torch.ops.aten.add.Tensor, (sin, x1), {{'alpha': 2}}, {FORM}, 1)",
-        "('output', 'output', ((add,),), {}, None, None)",
+        "('output', 'output', ((add, less),), {}, None, None)",
     ]
 )
 TRAINING = """
@@ -60,6 +64,8 @@ WAITING = """
 import sys
 from pathlib import Path
 from types import SimpleNamespace
+import torch
+import graphfsdp
 from graphfsdp._capture.compiled import inductor
 
 inductor._cache_folder = lambda: Path(sys.argv[2])
@@ -69,8 +75,14 @@ def told():
     print(process.pid, flush=True)
     return process
 inductor._begin = told
-with inductor.Compiler() as compiler:
-    compiler.compile(SimpleNamespace(text=sys.argv[1]))
+compile = inductor.Compiler.compile
+text = SimpleNamespace(text=sys.argv[1])
+inductor.Compiler.compile = lambda compiler, graph: compile(compiler, text)
+model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.GELU(), torch.nn.Linear(4, 4))
+optimizer = graphfsdp.optim.FusedAdam(model.parameters())
+step = graphfsdp.capture(model, optimizer, loss_fn=lambda m, x: m(x).sin().sum(), compile=True)
+for _ in range(5):
+    step(torch.ones(3, 4))
 """
 
 
@@ -94,8 +106,10 @@ def begins_no_process() -> Any:
 
 def check(function: Callable[[list[Tensor]], list[Tensor]]) -> None:
     one, other = torch.randn(4, 5), torch.randn(4, 5)
-    [result] = function([one, other])
+    one[0] = 1000
+    result, less = function([one, other])
     torch.testing.assert_close(result, one.sin() + 2 * other)
+    assert torch.equal(less, one.half() * one.half() * 0.01)  # infinite in the first row
 
 
 @needs_compiler
@@ -121,7 +135,7 @@ def test_what_is_damaged_is_made_anew(
     # Inductor's constants come last.
     torch.save({**torch.load(made), "constants": [torch.ones(4, 5)]}, made)
     with Compiler() as compiler:
-        [result] = compiler.compile(graph())([torch.zeros(4, 5)])
+        result, _ = compiler.compile(graph())([torch.zeros(4, 5)])
     assert torch.equal(result, torch.full((4, 5), 2.0))
     assert capfd.readouterr().out == ""
 
@@ -131,7 +145,7 @@ def test_what_is_damaged_is_made_anew(
 def test_what_is_refused_is_so_without_a_process_the_next_time(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    text = TEXT.replace("sin.default", "mm.default").replace("(x0,)", "(x0, x1)")
+    text = TEXT.replace("sin.default, (x0,)", "mm.default, (x0, x1)")
     *first, add, output = text.splitlines()
     text = "\n".join([*first, add.replace("(5, 1)", "(1, 4)"), output])
     found = []
@@ -151,9 +165,12 @@ def test_what_is_refused_is_so_without_a_process_the_next_time(
 def test_what_inductor_raises_and_how_its_process_ends_is_told(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
+    monkeypatch.setattr(torch, "get_deterministic_debug_mode", lambda: 1)
     with Compiler() as compiler:
         with pytest.raises(RuntimeError, match="SyntaxError"):
             compiler.compile(graph(f"{TEXT}\n("))
+        with pytest.raises(RuntimeError, match="ZeroDivisionError"):
+            compiler.compile(graph("1 / (1 - torch.get_deterministic_debug_mode())"))
         worker = tmp_path / "worker.py"
         text = TEXT + "#" * (1 << 20)  # more than a pipe holds
         for last, how in (("sys.exit(3)", "exit code 3"), ("os.kill(os.getpid(), 9)", "SIGKILL")):
