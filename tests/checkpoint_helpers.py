@@ -107,15 +107,6 @@ def _whole(tensor: Tensor) -> Tensor:
     return plain
 
 
-def whole_numbers(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """Return whole parameters and states as they are, by name and key."""
-    return {
-        f"{name} {key}": _whole(value).clone()
-        for name, param in model.named_parameters()
-        for key, value in {"": param, **optimizer.state[param]}.items()
-    }
-
-
 def addresses(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, int]:
     """Return where parameters and states lie on this rank, by name."""
     tensors = dict(model.named_parameters())

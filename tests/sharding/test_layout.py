@@ -139,19 +139,6 @@ def test_one_rank_holds_one_buffer_and_no_padding_but_for_alignment(
     assert sum(buffer.total_numel for buffer in buffers) * itemsize <= aligned
 
 
-@given(
-    rows=st.lists(st.integers(1, 300), min_size=1, max_size=8),
-    width=st.sampled_from([8, 64, 4096]),
-    num_ranks=NUM_RANKS,
-)
-def test_tensors_of_one_row_length_share_a_buffer_in_the_order_of_parameters(
-    rows: list[int], width: int, num_ranks: int
-) -> None:
-    (buffer,) = plan_unit([(count, width) for count in rows], num_ranks=num_ranks, itemsize=2)
-    assert [slot.index for slot in buffer.slots] == list(range(len(rows)))
-    assert buffer.shard_numel == math.ceil(sum(rows) / num_ranks) * width
-
-
 def test_the_drawing_in_the_module_is_the_layout() -> None:
     (buffer,) = plan_unit([(5, 4), (5,), (4, 4)], num_ranks=3, itemsize=4)
     letters = ["."] * buffer.total_numel
@@ -166,19 +153,6 @@ def test_the_drawing_in_the_module_is_the_layout() -> None:
         LocalRows(first_row=1, num_rows=3, shard_offset=0, numel=12),
     ]
     assert buffer.num_padding == 7
-
-
-def test_row_lengths_share_a_buffer_only_while_that_costs_one_percent() -> None:
-    llama = UNITS["Llama-2-7B layer"]
-    few, many = (plan_unit(llama, num_ranks=ranks, itemsize=2) for ranks in (64, 512))
-    (merged,) = few
-    assert merged.shard_numel % math.lcm(4096, 11008) == 0
-    assert [{slot.row_numel for slot in buffer.slots} for buffer in many] == [
-        {4096},
-        {11008},
-        {1},
-    ]
-    assert not any(buffer.num_padding for buffer in many)
 
 
 def test_short_tensors_lie_uncut_whatever_their_rows() -> None:

@@ -1,4 +1,4 @@
-"""What lies where: each rank's rows of each parameter, and what all of them come to together."""
+"""What the rows of all ranks come to together: norms, values that are not finite, bytes."""
 
 import math
 from typing import Any
@@ -14,12 +14,12 @@ from ranks import RankPool
 from sharding_helpers import (
     adam,
     batches,
+    buffers,
     check_slices,
     full_parameters,
     hybrid_net,
     make_net,
     my_part,
-    units,
 )
 
 # One axis; two, cut over the inner ranks; two, cut over all of them.
@@ -109,54 +109,17 @@ def test_values_that_are_not_finite_are_counted_on_all_ranks(
     request.getfixturevalue(ranks).run(look_for_nonfinite, outer)
 
 
-def places_in(outer: str | None) -> dict[str, Any]:
+def bytes_held(outer: str | None) -> int:
     model: Any = make(outer=outer)
     model.prepare_shards()
     check_slices(model)
-    held = {
-        unit.group.full_name(item): item for unit in units(model) for item in unit.group.managed
-    }
-    assert held.keys() == {name for name, _ in model.named_parameters()}
-    return {
-        "bytes": sum(
-            buffer.main.nbytes + (0 if buffer.grad is None else buffer.grad.nbytes)
-            for unit in units(model)
-            for buffer in unit.group.buffers
-        ),
-        "rows": {
-            name: (
-                item.buffer.sharded,
-                item.slot.shape,
-                item.slot.offset,
-                item.buffer.local_rows(item.slot),
-                local_part(item.param).shape[0] if item.slot.shape else 1,
-            )
-            for name, item in held.items()
-        },
-    }
-
-
-@pytest.mark.parametrize(("ranks", "outer"), WORLDS)
-def test_ranks_hold_the_rows_of_every_parameter_one_after_the_other(
-    request: pytest.FixtureRequest, ranks: str, outer: str | None
-) -> None:
-    results = request.getfixturevalue(ranks).run(places_in, outer)
-    for result in results:
-        for _, shape, _, here, num_rows in result["rows"].values():
-            assert num_rows == here.num_rows or not math.prod(shape)
-    tables = [result["rows"] for result in results[: 4 if outer == "optim" else 2]]
-    assert any(sharded for sharded, *_ in tables[0].values())
-    for name, (sharded, shape, offset, *_) in tables[0].items():
-        found = [table[name] for table in tables]
-        assert all(each[:3] == (sharded, shape, offset) for each in found)
-        places = sorted((own.first_row, own.num_rows) for *_, own, _ in found if own.num_rows)
-        if sharded and math.prod(shape):
-            ends = [first + num_rows for first, num_rows in places]
-            assert [first for first, _ in places] == [0, *ends[:-1]]
-            assert ends[-1] == (shape or (1,))[0]
+    return sum(
+        buffer.main.nbytes + (0 if buffer.grad is None else buffer.grad.nbytes)
+        for buffer in buffers(model)
+    )
 
 
 def test_two_axes_hold_half_of_what_one_holds(ranks4: RankPool) -> None:
-    inside, both = (ranks4.run(places_in, outer)[0]["bytes"] for outer in ("no_shard", "optim"))
+    inside, both = (ranks4.run(bytes_held, outer)[0] for outer in ("no_shard", "optim"))
     # Half, and what the layout may round up: a border of 16 bytes for each buffer and kind.
     assert both <= 0.5 * inside + 16 * 2 * 8

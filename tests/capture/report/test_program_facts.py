@@ -93,24 +93,6 @@ def test_a_tensor_that_the_model_keeps_outlives_the_iteration() -> None:
     ]
 
 
-def test_kinds_of_nodes() -> None:
-    x = torch.rand(4, 4)
-
-    def iterate() -> list[Tensor]:
-        noise = torch.rand(4, 4)
-        zeros = torch.zeros(4, 4)
-        q = x.view(1, 1, 4, 4)
-        attention = nn.functional.scaled_dot_product_attention(q, q, q)
-        return [torch.cat([noise, zeros, attention.view(4, 4)])]
-
-    found = {node.op.split(".")[1]: node.kind for node in facts_of(record(iterate)[0])[1]}
-    assert found["rand"] is NodeKind.RANDOM
-    assert found["zeros"] is NodeKind.FILL
-    assert found["cat"] is NodeKind.COPY
-    attention = [kind for op, kind in found.items() if "attention" in op]
-    assert attention == [NodeKind.COMPUTE]  # it may draw, but has no dropout here
-
-
 def test_constant_tensors_are_shown_by_value() -> None:
     x = torch.ones(2)
 
