@@ -12,13 +12,12 @@ import torch.distributed as dist
 from torch import nn
 from torch._C._distributed_c10d import HashStore
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Shard
 
 from foreign_adams import CONTRACT, make_stand_in
 from graphfsdp import optim
 from graphfsdp.config import MixedPrecisionPolicy, Scope
 from graphfsdp.errors import ConfigError, PrecisionError
-from graphfsdp.optim import FusedAdam
 from graphfsdp.optim.adapters import foreign as foreign_adapters
 from graphfsdp.optim.adapters.backends import adapt
 from graphfsdp.optim.adapters.foreign import TE
@@ -180,18 +179,3 @@ def test_a_kernel_of_torch_that_reads_unwritten_memory_is_refused(dtype: torch.d
     refused = nullcontext() if dtype == torch.float32 else pytest.raises(ConfigError, match="wei")
     with refused:
         check()
-
-
-def test_scaled_moments_need_a_dtensor_that_is_sharded_by_rows(mesh_of_one: None) -> None:
-    weight, mesh = torch.randn(40, 40), DeviceMesh("cpu", [0])
-    by_columns, by_rows = (
-        nn.Parameter(distribute_tensor(weight, mesh, [Shard(dim)])) for dim in (1, 0)
-    )
-    with pytest.raises(ConfigError, match=r"'w' is a DTensor with .*expected Shard\(0\)"):
-        FusedAdam([("w", by_columns)], exp_avg_dtype=torch.float16)
-    optimizer = FusedAdam([by_rows], exp_avg_dtype=torch.float16)
-    by_rows.grad = distribute_tensor(weight, mesh, [Shard(0)])
-    optimizer.step()
-    scale = optimizer.state[by_rows]["exp_avg_scale"]
-    assert isinstance(scale, DTensor)
-    assert (scale.shape, scale.placements) == ((40, 1), (Shard(0),))
