@@ -2,23 +2,29 @@
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from graphfsdp._capture.guards.around import AroundGuard, modules_outside
 from graphfsdp._capture.guards.asks import Ask, Asked, Guard, hold
 from graphfsdp._capture.guards.closures import ClosureGuard, Closures
-from graphfsdp._capture.guards.hooks import HookGuard, tables_of, users_hooks
-from graphfsdp._capture.guards.modules import AttributeGuard, StructureGuard, contents
+from graphfsdp._capture.guards.hooks import HookGuard, tables_of, tables_of_modules, users_hooks
+from graphfsdp._capture.guards.modules import (
+    AttributeGuard,
+    NamedModules,
+    StructureGuard,
+    contents,
+    join,
+)
 from graphfsdp._capture.guards.optimizer import OptimizerGuard
 from graphfsdp._capture.guards.settings import SettingsGuard
 from graphfsdp._capture.guards.tensors import TensorGuard
 from graphfsdp._capture.trace.attribute_log import AttributeLog
 from graphfsdp._capture.trace.source import definition_of
-from graphfsdp.base.changes import Change
+from graphfsdp.base.changes import Change, ChangeKind
 
 
 class Guards:
@@ -60,6 +66,9 @@ class Guards:
         self._closures = Closures(functions, model)
         self._values: dict[str, object] = {}  # around functions, before the recording
         self._before: dict[int, tuple[Any, Any]] = {}  # containers of modules, with copies
+        # Of modules and tensors that the iteration reads beside the model: a frozen teacher, a
+        # criterion with class weights.
+        self._outside: tuple[Guard, ...] = ()
         self._asks: dict[Guard, list[Ask]] = {}
         self._asked = Asked(())
 
@@ -92,11 +101,17 @@ class Guards:
         self._log.stop()
         modules = list(self._model.named_modules())
         attributes = AttributeGuard(modules, self._log, was_read, self._before)
-        outside = modules_outside(self._model, self._log)
+        outside = _modules_outside(self._model, self._log)
         find = partial(self._closures.find, [module for _, module in outside])
         closures = ClosureGuard(find, self._values, self._log, was_read)
-        tensors = closures.named_tensors()
-        around = AroundGuard(outside, self._log, was_read, tensors, self._before)
+        beside = AttributeGuard(outside, self._log, was_read, self._before, every_mode=False)
+        weights = [each for each in _weights(outside) if was_read(each[1])]
+        self._outside = (
+            StructureGuard(outside),
+            beside,
+            HookGuard(list(tables_of_modules(outside))),
+            TensorGuard([*weights, *beside.named_tensors(), *closures.named_tensors()]),
+        )
         self._values, self._before = {}, {}
         names = {id(param): name for name, param in self._named_params.items()}
         guards: tuple[Guard, ...] = (
@@ -108,7 +123,7 @@ class Guards:
             ),
             attributes,
             HookGuard(list(tables_of(self._model, self._named_params, self._optimizers))),
-            around,
+            *self._outside,
             closures,
             SettingsGuard(self._device.type),
             *(OptimizerGuard(optimizer, names) for optimizer in self._optimizers),
@@ -123,14 +138,18 @@ class Guards:
         if self._asked.hold():
             return []
         doubted = [guard for guard, asks in self._asks.items() if not hold(asks)]
-        found = [change for guard in doubted for change in guard.changes()]
+        found = [
+            _beside(change) if guard in self._outside else change
+            for guard in doubted
+            for change in guard.changes()
+        ]
         if not found:
             self._ask(doubted)
         return list(dict.fromkeys(found))
 
     def close(self) -> None:
         """Let go of everything."""
-        self._asks, self._asked = {}, Asked(())
+        self._asks, self._asked, self._outside = {}, Asked(()), ()
 
     def _ask(self, guards: Iterable[Guard]) -> None:
         self._asks |= {guard: list(guard.asks()) for guard in guards}
@@ -140,3 +159,31 @@ class Guards:
         yield from ((f"parameter {name!r}", p) for name, p in self._named_params.items())
         yield from ((f"parameter {name!r}", p) for name, p in self._model.named_parameters())
         yield from ((f"buffer {name!r}", b) for name, b in self._model.named_buffers())
+
+
+def _beside(change: Change) -> Change:
+    # It has no part in what the model's own modules decide: which gradients there are, and in which
+    # mode an evaluation runs.
+    return replace(change, kind=ChangeKind.ATTRIBUTE, name=f"{change.name} outside of the model")
+
+
+def _modules_outside(model: nn.Module, log: AttributeLog) -> NamedModules:
+    """Return those that the log has seen reads of, named by the class of the outermost one."""
+    inside = set(map(id, model.modules()))
+    read = {id(module): module for module in log.modules() if id(module) not in inside}
+    below = {id(child) for module in read.values() for child in module.children()}
+    roots = [module for key, module in read.items() if key not in below]
+    found: dict[int, tuple[str, nn.Module]] = {}
+    for root in roots or read.values():
+        for path, module in root.named_modules():
+            if id(module) in read:
+                found.setdefault(id(module), (f"{type(root).__name__}.{path}".rstrip("."), module))
+    return list(found.values())
+
+
+def _weights(around: NamedModules) -> Iterator[tuple[str, Tensor]]:
+    for path, module in around:
+        for kind, table in (("parameter", module._parameters), ("buffer", module._buffers)):
+            for name, tensor in table.items():
+                if tensor is not None:
+                    yield f"{kind} {join(path, name)!r}", tensor
