@@ -287,7 +287,6 @@ class _LiveRates:
     """The learning rates of groups in memory that a graph reads."""
 
     def __init__(self) -> None:
-        self._numbers: list[float | None] = []
         self._memory = LiveMemory(0)
         self._slots: list[Tensor] = []  # [] each
 
@@ -302,13 +301,12 @@ class _LiveRates:
             self._memory = LiveMemory(len(groups), dtype=torch.float32)
             devices = (next((p.device for p in g["params"]), torch.device("cpu")) for g in groups)
             self._slots = [self._memory.on(device)[row] for row, device in enumerate(devices)]
-            self._numbers = []
-        if numbers != self._numbers:
-            for row, number in enumerate(numbers):
-                if number is not None:
-                    self._memory.host[row] = number
+        host = self._memory.host
+        changed = [(row, n) for row, n in enumerate(numbers) if n is not None and host[row] != n]
+        for row, number in changed:
+            host[row] = number
+        if changed:
             self._memory.upload()
-            self._numbers = numbers
         return [
             None if number is None else slot
             for number, slot in zip(numbers, self._slots, strict=True)
