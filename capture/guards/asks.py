@@ -6,9 +6,10 @@ import operator
 import types
 import weakref
 from array import array
-from collections import deque
+from collections import ChainMap, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import chain
 from typing import Any, Protocol
 
@@ -21,10 +22,12 @@ from torch.overrides import TorchFunctionMode
 from graphfsdp.base.changes import Change, ChangeKind
 
 MISSING = object()
-SCALARS = (bool, int, float, complex, str, torch.dtype, torch.device, torch.Generator)
 FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType, types.MethodType, type)
 CONTAINERS = (dict, list, set, deque, bytearray, array)
-_PLAIN = (*SCALARS, type(None), bytes, range, slice, enum.Enum, np.generic)
+_PLAIN = (
+    *(bool, int, float, complex, str, bytes, type(None), range, slice, enum.Enum, np.generic),
+    *(torch.dtype, torch.device, torch.Generator),
+)
 _IDENTITIES = (*FUNCTIONS, types.CodeType, types.ModuleType, Tensor, nn.Module)
 
 
@@ -155,8 +158,8 @@ class Place:
         title: Its name for messages.
         holder: A dict, the attributes of a class, or an object whose attribute it is.
         key: The key in there, or the attribute.
-        value: What was found; of a container or an array with ``live``, a copy of what it held.
-        live: The container or array itself.
+        value: What was found; with ``live``, a copy of what that held.
+        live: What is looked at itself; see ``copy_of``.
         is_exact: Another object in its place is a change, equal or not.
     """
 
@@ -237,7 +240,7 @@ class Places:
 
 def _way_to(place: Place) -> Callable[..., Any]:
     if place.live is not None:
-        return copy_of if isinstance(place.live, np.ndarray) else operator.getitem
+        return operator.getitem if isinstance(place.live, CONTAINERS) else copy_of
     for kind in (dict, types.MappingProxyType):
         if isinstance(place.holder, kind):
             return kind.get
@@ -261,29 +264,26 @@ def is_plain(value: object) -> bool:
     return isinstance(value, _PLAIN)
 
 
-def is_scalar(value: object) -> bool:
-    """Tell whether a value is a number, string, dtype, device, generator, or a tuple of these."""
-    if isinstance(value, tuple):
-        return all(isinstance(item, SCALARS) for item in value)
-    return isinstance(value, SCALARS)
-
-
 def copy_of(live: Any) -> Any:
-    """Return what a container or an array holds, by the built-in type's own method."""
+    """Return what a container holds, by the built-in type's own method.
+
+    Or an array, a context variable, a view of dicts that others hold; what a function tells.
+    """
+    if isinstance(live, contextvars.ContextVar):
+        try:
+            return live.get()
+        except LookupError:
+            return MISSING
+    if isinstance(live, (types.MappingProxyType, ChainMap)):
+        return dict(live)
+    if isinstance(live, partial):
+        return live()
     if isinstance(live, np.ndarray):
         return live.tobytes(), live.shape, live.dtype
     if isinstance(live, array):
         return live[:]
     kind: Any = next(kind for kind in CONTAINERS if isinstance(live, kind))
     return kind.copy(live)
-
-
-def content_of(variable: contextvars.ContextVar[Any]) -> Any:
-    """Return what a context variable holds; ``MISSING`` if nothing."""
-    try:
-        return variable.get()
-    except LookupError:
-        return MISSING
 
 
 def same(old: Any, new: Any) -> bool:

@@ -32,7 +32,6 @@ from graphfsdp._capture.guards.asks import (
     Place,
     Places,
     change_of,
-    content_of,
     copy_of,
     is_plain,
     same,
@@ -50,17 +49,6 @@ _MAX_OBJECTS = 1_000  # in one container
 _MAX_FUNCTIONS = 1_000
 _MAX_DEPTH = 4
 _SIMPLE_FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType)
-
-
-class _Told:
-    """Something that is asked for by a call, as an attribute."""
-
-    def __init__(self, tell: Callable[[], Any]) -> None:
-        self._tell = tell
-
-    @property
-    def told(self) -> Any:
-        return self._tell()
 
 
 class _Search:
@@ -142,8 +130,7 @@ class _Search:
         registry = getattr(function, "registry", None)  # of functools.singledispatch
         if isinstance(registry, types.MappingProxyType):
             called = getattr(function, "__qualname__", title)
-            kinds = _Told(lambda: dict(registry))
-            self._note(f"what is registered for {called}", kinds, "told", kinds.told)
+            self._look(f"what is registered for {called}", registry)
             self._named += [(each, None, "") for each in registry.values()]
 
     def _reads(self, code: types.CodeType) -> Reads:
@@ -306,8 +293,7 @@ class _Search:
     ) -> None:
         """Note the items of a container, and what is read of an object."""
         if isinstance(value, contextvars.ContextVar):
-            tell = partial(content_of, value)
-            self._note(f"the value of {title}", _Told(tell), "told", tell())
+            self._look(f"the value of {title}", value)
             return
         if isinstance(value, operator.attrgetter):
             paths: Any = value.__reduce__()[1]
@@ -315,9 +301,8 @@ class _Search:
         if callable(value) and not isinstance(value, (type, Tensor, nn.Module)):
             self._named.append((value, None, title))
         if isinstance(value, (types.MappingProxyType, ChainMap)):  # of dicts that others hold
-            items = _Told(partial(dict, value))
-            self._note(f"the items of {title}", items, "told", items.told)
-            self._objects_in(title, items.told, deeper, depth)
+            self._look(f"the items of {title}", value)
+            self._objects_in(title, dict(value), deeper, depth)
             return
         if not isinstance(value, (type, Tensor, nn.Module)) and self._is_new("special", value):
             for base, name in special_methods(type(value)):
@@ -369,25 +354,28 @@ class _Search:
 
     def _items(self, title: str, live: Any) -> None:
         if len(live) > _MAX_ITEMS:
-            self._note(f"the length of {title}", _Told(lambda: len(live)), "told", len(live))
+            self._look(f"the length of {title}", partial(len, live))
             return
         items = dict.values(live) if isinstance(live, dict) else live
         if not any(isinstance(item, Tensor) for item in items):
-            self._note(f"the items of {title}", None, None, copy_of(live), live)
+            self._look(f"the items of {title}", live)
         elif isinstance(live, dict):  # a cache may get more of them
             for key, item in dict.items(live):
                 self._note(f"{key!r} of {title}", live, key, item)
 
-    def _note(self, title: str, holder: Any, key: Any, value: Any, live: Any = None) -> None:
+    def _note(self, title: str, holder: Any, key: Any, value: Any) -> None:
         if isinstance(value, np.ndarray):
-            if value.dtype == object or value.size > _MAX_ITEMS:
-                return
-            title, live = f"the values of {title}", value
-            holder, key, value = None, None, copy_of(live)
-        at = live if holder is None else holder
-        at = title if isinstance(at, types.MappingProxyType) else at  # another one each time
+            if value.dtype != object and value.size <= _MAX_ITEMS:
+                self._look(f"the values of {title}", value)
+            return
+        at = title if isinstance(holder, types.MappingProxyType) else holder  # another each time
         if self._is_new("place", at, repr(key)):
-            self.found.add(Place(title, holder, key, value, live))
+            self.found.add(Place(title, holder, key, value))
+
+    def _look(self, title: str, live: Any) -> None:
+        """Note what something holds or tells, by looking at it; see ``copy_of``."""
+        if self._is_new("place", live):
+            self.found.add(Place(title, None, None, copy_of(live), live))
 
     def _is_new(self, what: str, *parts: object) -> bool:
         key = (what, *(part if isinstance(part, str) else id(part) for part in parts))

@@ -10,12 +10,11 @@ from graphfsdp._capture.guards.asks import (
     CONTAINERS,
     FUNCTIONS,
     MISSING,
-    SCALARS,
     Ask,
     Place,
     Places,
     copy_of,
-    is_scalar,
+    is_plain,
     same_objects,
 )
 from graphfsdp._capture.trace.attribute_log import AttributeLog
@@ -84,8 +83,8 @@ class AttributeGuard:
     """Notices a changed mode, changed values and containers of modules, and other code of theirs.
 
     Note [Attributes]: a recording has every Python value baked in that the iteration has read.
-    Guarded are the numbers, strings, dtypes, devices, generators, and tuples of these that it has
-    read and not assigned (see AttributeLog), None, functions, tensors that are plain attributes if
+    Guarded are the numbers, strings, dtypes, devices, generators, and what else is plain, that it
+    has read and not assigned (see AttributeLog), functions, tensors that are plain attributes if
     the recording touched them, and the mode of every module. Of an attribute that was read, all
     contents are taken to be read: numbers in lists, dicts and sets, and in objects that are nothing
     but data, such as a model's configuration; not those that the iteration changes itself, nor
@@ -120,7 +119,7 @@ class AttributeGuard:
         def is_read(module: nn.Module, name: str, value: object) -> bool:
             if isinstance(value, Tensor):
                 return was_read(value)
-            return _may_be_read(module, name, log) if is_scalar(value) else log.read(module, name)
+            return _may_be_read(module, name, log) if is_plain(value) else log.read(module, name)
 
         for path, module in self._modules:
             table = vars(module)
@@ -145,7 +144,7 @@ class AttributeGuard:
         }
         for cls, name in sorted(of_classes, key=str):
             value = getattr(cls, name, MISSING)
-            if isinstance(value, SCALARS):
+            if is_plain(value):
                 self._places.add(Place(f"{cls.__name__}.{name}", cls, name, value))
 
     def named_tensors(self) -> Iterator[tuple[str, Tensor]]:
@@ -243,7 +242,7 @@ def _walk(title: str, value: object, depth: int) -> Iterator[tuple[str, Any]]:
 
 def _data_of(value: object) -> dict[str, Any] | None:
     """Return the attributes of an object that is nothing but data, such as a configuration."""
-    if isinstance(value, (nn.Module, Tensor, *SCALARS, *FUNCTIONS)):
+    if is_plain(value) or isinstance(value, (nn.Module, Tensor, *FUNCTIONS)):
         return None
     attributes = getattr(value, "__dict__", None)
     if not isinstance(attributes, dict) or not attributes:
@@ -256,14 +255,13 @@ def _is_data(value: object) -> bool:
         return all(map(_is_data, dict.values(value)))
     if isinstance(value, (list, tuple, set, frozenset)):
         return all(map(_is_data, value))
-    return value is None or isinstance(value, (*SCALARS, *FUNCTIONS))
+    return is_plain(value) or isinstance(value, FUNCTIONS)
 
 
 def is_named(value: object) -> bool:
     """Tell whether another object in place of this one is noticed."""
-    if value is None or is_scalar(value) or isinstance(value, (*FUNCTIONS, *CONTAINERS, tuple)):
-        return True
-    return _data_of(value) is not None
+    is_known = is_plain(value) or isinstance(value, (*FUNCTIONS, *CONTAINERS, tuple))
+    return is_known or _data_of(value) is not None
 
 
 def _may_be_read(module: nn.Module, name: str, log: AttributeLog) -> bool:

@@ -8,6 +8,7 @@ import operator
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -228,6 +229,8 @@ class Holder(Net):
         self.data = Data()
         self.function = torch.tanh
         self.nothing: float | None = None
+        self.of_numpy = np.float32(2.0)
+        self.kinds = frozenset({"one"})
         self.tensors = [torch.full((4,), 2.0)]
         self.generators = [torch.Generator().manual_seed(1)]
         self.counts = {"calls": 0}
@@ -238,6 +241,7 @@ class Holder(Net):
         gain = self.numbers[0] * self.options["gain"] * self.nested[0][1] * self.at_class
         gain *= self.data.gain * self.data.table["k"] * (2.0 if "on" in self.flags else 1.0)
         gain *= 1.0 if self.nothing is None else self.nothing
+        gain *= float(self.of_numpy) * len(self.kinds)
         out = self.function(self.layer(x)) * self.tensors[0]
         out = out + torch.rand(out.shape, generator=self.generators[0])
         return gain * out.square().mean()
@@ -270,6 +274,8 @@ VALUES: dict[str, Values] = {
         lambda m: setattr(m, "function", torch.sin),
         "'function' was one function",
     ),
+    "numpy": (lambda m: setattr(m, "of_numpy", np.float32(9.0)), r"'of_numpy' was .*2\.0"),
+    "frozenset": (lambda m: setattr(m, "kinds", frozenset({"one", "two"})), "attribute 'kinds'"),
     "none": (lambda m: setattr(m, "nothing", 9.0), r"'nothing' was None .* now 9\.0"),
     "tensor": (lambda m: m.tensors.__setitem__(0, torch.ones(4)), "0 of 'tensors'"),
     "class": (lambda m: setattr(m.layer, "__class__", OtherLinear), "class of 'layer' was Linear"),
