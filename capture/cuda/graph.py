@@ -143,7 +143,7 @@ class CudaGraphBackend:
     ) -> tuple[Graph, list[Tensor]]:
         driver = find_driver()
         watcher = recorder(model, self.device, driver)
-        graph = _new_graph()
+        graph = torch.cuda.CUDAGraph(keep_graph=True)  # so that its nodes can be counted
         generators = _generators_of(model)
         for generator in generators:
             graph.register_generator_state(generator)
@@ -165,8 +165,8 @@ class CudaGraphBackend:
                 outputs = self._capture(graph, iterate, watcher)
             gc.collect()
             refuse_dropped_tensors(watcher.storages)
-            handle = _handle(graph)
-            num_nodes = None if handle is None or driver is None else driver.count(handle)
+            handle = graph.raw_cuda_graph()
+            num_nodes = None if driver is None else driver.count(handle)
             program = watcher.describe(outputs, handle)
             if num_nodes is not None:  # else the first replay does it
                 graph.instantiate()
@@ -340,21 +340,6 @@ def _tensors_of(model: nn.Module) -> Iterator[Tensor]:
     yield from model.buffers()
 
 
-def _new_graph() -> torch.cuda.CUDAGraph:
-    try:
-        return torch.cuda.CUDAGraph(keep_graph=True)  # so that its nodes can be counted
-    except TypeError:
-        return torch.cuda.CUDAGraph()
-
-
-def _handle(graph: torch.cuda.CUDAGraph) -> int | None:
-    """Return the driver's handle of a graph, None where torch does not keep it."""
-    try:
-        return int(graph.raw_cuda_graph())
-    except (AttributeError, RuntimeError):
-        return None
-
-
 def _generators_of(model: nn.Module) -> list[torch.Generator]:
     """Return the CUDA generators that modules hold as attributes.
 
@@ -401,8 +386,8 @@ def _streams_unremarked() -> Iterator[None]:
     Where an old loss is still held, that is so by design: iterations have a stream of their own,
     and are ordered after and before what the caller's stream does.
     """
-    get = getattr(torch._C, "_warn_on_accumulate_grad_stream_mismatch", None)
-    if get is None or not get():  # torch before 2.11
+    core: Any = torch._C
+    if not core._warn_on_accumulate_grad_stream_mismatch():
         yield
         return
     torch.autograd.graph.set_warn_on_accumulate_grad_stream_mismatch(False)

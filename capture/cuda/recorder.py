@@ -69,21 +69,21 @@ class CudaRecorder(Watcher):
         self._num_found.append(len(self._found))
         return result
 
-    def describe(self, outputs: Sequence[Tensor], graph: int | None) -> ProgramFacts:
-        """``graph`` is the handle of the finished graph, None where torch does not keep it."""
+    def describe(self, outputs: Sequence[Tensor], graph: int) -> ProgramFacts:
+        """``graph`` is the handle of the finished graph."""
         self._description.add_kernels(self._num_found, self.finish(graph), self.site)
         for tensor in outputs:
             self._description.outlives(storage_of(tensor, "output")._cdata, BufferKind.OUTPUT)
         return self._description.facts(self.sites.sites())
 
-    def finish(self, graph: int | None) -> list[str]:
+    def finish(self, graph: int) -> list[str]:
         """Put the collectives of a captured graph in order; return the names of its nodes.
 
         See Note [One order of collectives].
         """
         driver = self._driver
-        nodes = None if driver is None or graph is None else driver.nodes(graph)
-        if driver is not None and nodes:
+        nodes = None if driver is None else driver.nodes(graph)
+        if nodes:
             self._add(nodes)
         names = [] if driver is None else [driver.name(node) for node in self._found]
         meeting = [
@@ -95,8 +95,7 @@ class CudaRecorder(Watcher):
             name.startswith("kernel ") for name in names
         )
         if is_blind or not all(
-            driver is not None and graph is not None and driver.order(graph, *pair)
-            for pair in pairwise(meeting)
+            driver is not None and driver.order(graph, *pair) for pair in pairwise(meeting)
         ):
             raise CaptureError(_UNORDERED, op=self._exchange)
         return names
@@ -154,6 +153,6 @@ class UnwatchedRecorder(CudaRecorder):
 
     def follow_streams(self) -> None: ...
 
-    def describe(self, outputs: Sequence[Tensor], graph: int | None) -> ProgramFacts:
+    def describe(self, outputs: Sequence[Tensor], graph: int) -> ProgramFacts:
         self.finish(graph)
         return self._description.facts(())

@@ -74,7 +74,7 @@ def test_nothing_is_watched_where_compiled_code_runs() -> None:
         torch.ones(2).tolist()
     assert watcher.failure is None
     assert watcher.has_touched(torch.ones(2))
-    assert len(watcher.describe([torch.ones(2)], None).nodes) == 0
+    assert len(watcher.describe([torch.ones(2)], 0).nodes) == 0
 
 
 def autocast_outside(model: nn.Module, x: Tensor) -> Tensor:
