@@ -252,6 +252,7 @@ class Engine:
             self._named_params,
             self.gradients.named_views,
             optimizers=self.optimizer.optimizers if self.full and trains else (),
+            counts=self.optimizer.counts,
             functions=self._iteration.functions,
             device=self.backend.device,
         )

@@ -43,6 +43,7 @@ class Guards:
         named_gradients: Callable[[], Iterable[tuple[str, Tensor]]],
         *,
         optimizers: Sequence[torch.optim.Optimizer],
+        counts: Callable[[str], bool],
         functions: Sequence[Callable[..., Any]],
         device: torch.device,
     ) -> None:
@@ -53,6 +54,7 @@ class Guards:
             named_params: Trainable parameters by full name.
             named_gradients: Returns their persistent gradients.
             optimizers: Those that step inside the graph.
+            counts: Tells whether replays go on with a number that their state has under a key.
             functions: The loss function, or the user's iteration.
             device: Where everything lies.
         """
@@ -60,6 +62,7 @@ class Guards:
         self._named_params = named_params
         self._named_gradients = named_gradients
         self._optimizers = optimizers
+        self._counts = counts
         self._device = device
         self._log = AttributeLog()
         functions = [*functions, *users_hooks(model, named_params, optimizers)]
@@ -126,7 +129,7 @@ class Guards:
             *self._outside,
             closures,
             SettingsGuard(self._device.type),
-            *(OptimizerGuard(optimizer, names) for optimizer in self._optimizers),
+            *(OptimizerGuard(each, names, self._counts) for each in self._optimizers),
         )
         self._ask(guards)
 

@@ -1,7 +1,7 @@
 """Guard of the optimizer's tensors: its state, and the parameters in its groups."""
 
 import operator
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import replace
 from itertools import chain
 from typing import Any
@@ -33,14 +33,21 @@ class OptimizerGuard:
     old ones, and ``state_dict`` would save what no replay has written.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> None:
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        names: Mapping[int, str],
+        counts: Callable[[str], bool],
+    ) -> None:
         """Remember the state now.
 
         Args:
             optimizer: In the graph.
             names: Full names of parameters, by id.
+            counts: Tells whether replays go on with a number that its state has under a key.
         """
         self._optimizer = optimizer
+        self._counts = counts
         self._names = names
         self._arm()
 
@@ -63,7 +70,7 @@ class OptimizerGuard:
         if isinstance(state, dict):  # other dicts would have to be watched from then on
             what = (dict.get, [state] * len(values), self._owners, [None] * len(values))
             yield Ask(what, values, exact=True, dicts=[state])
-        yield Ask((_tensors_of, [state]), [self._values], dicts=[state, *values])
+        yield Ask((self._values_of, [state]), [self._values], dicts=[state, *values])
         yield from self._tensors.asks()
         # The plan of a fused step has views of the counts, and is an attribute.
         yield from (replace(ask, dicts=[own]) for ask in self._step_counts.asks())
@@ -73,7 +80,7 @@ class OptimizerGuard:
         found = [*self._step_changes(), *self._group_changes(), *self._class_changes()]
         before = dict(zip(map(id, self._owners), self._values, strict=True))
         now = dict(
-            zip(map(id, self._optimizer.state), _tensors_of(self._optimizer.state), strict=True)
+            zip(map(id, self._optimizer.state), self._values_of(self._optimizer.state), strict=True)
         )
         for key in dict.fromkeys((*before, *now)):
             name = self._names.get(key, "a parameter outside of the model")
@@ -91,12 +98,19 @@ class OptimizerGuard:
         self._classes = _classes_of(self._optimizer)
         self._params = [list(group["params"]) for group in self._groups]
         self._owners = list(self._state)
-        self._values = _tensors_of(self._state)
+        self._values = self._values_of(self._state)
         counts = ("step",) if self._classes is not None else ()
         self._tensors, self._step_counts = (
             TensorGuard(self._named_tensors(are_counts, counts), addresses_only=True)
             for are_counts in (False, True)
         )
+
+    def _values_of(self, state: Mapping[Any, Mapping[str, Any]]) -> list[dict[str, Any]]:
+        """Return each parameter's state, without the numbers that it counts."""
+        return [
+            {key: value for key, value in entries.items() if not self._counts(key)}
+            for entries in state.values()
+        ]
 
     def _named_tensors(
         self, are_counts: bool, counts: Collection[str]
@@ -137,14 +151,6 @@ class OptimizerGuard:
                 words = (_listed(self._names, old, new), _listed(self._names, new, old))
                 title = f"group {index} of {owner}"
                 yield Change(ChangeKind.GROUPS, title, *words, _GROUPS)
-
-
-def _tensors_of(state: Mapping[Any, Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return each parameter's state without numbers: whether these are baked, adapters know."""
-    return [
-        {key: value for key, value in entries.items() if not isinstance(value, int | float)}
-        for entries in state.values()
-    ]
 
 
 def _counts(own: object, *steps: object) -> bool:

@@ -33,7 +33,6 @@ class Adapter:
         self._facts = facts
         self._name = facts.name
         self._baked: BakedValues | None = None
-        self._baked_counts: dict[tuple[Tensor, str], float] = {}
 
     def main_grad_dtype(self, param: nn.Parameter, policy: MixedPrecisionPolicy) -> torch.dtype:
         return main_grad_dtype(param, policy, self._facts)
@@ -69,12 +68,6 @@ class Adapter:
 
     def bake(self) -> None:
         self._baked = BakedValues(self._baked_groups())
-        self._baked_counts = {
-            (param, key): value
-            for param, entries in self.optimizer.state.items()
-            for key, value in numbers_in(entries).items()
-            if not self.counts(key)
-        }
 
     def counts(self, key: str) -> bool:
         return False
@@ -85,20 +78,7 @@ class Adapter:
     def changes(self) -> list[Change]:
         if self._baked is None:
             return []
-        return self._baked.changes(self._baked_groups(), self._name) + self._changed_counts()
-
-    def _changed_counts(self) -> list[Change]:
-        """Return which numbers of parameters' states are not those that are baked in."""
-        found = []
-        for (param, key), old in self._baked_counts.items():
-            new = self.optimizer.state.get(param, {}).get(key, Word.MISSING)
-            if new != old:
-                name = f"{key!r} in {self._name}'s state of a parameter of {tuple(param.shape)}"
-                remedy = "load and change the state of an optimizer before the capture"
-                found.append(
-                    Change(ChangeKind.OPTIMIZER_STATE, name, _show(old), _show(new), remedy)
-                )
-        return found
+        return self._baked.changes(self._baked_groups(), self._name)
 
     def _baked_groups(self) -> Sequence[Mapping[str, Any]]:
         """Return of each group what a change of makes a recording useless."""

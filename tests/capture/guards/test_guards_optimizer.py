@@ -162,6 +162,33 @@ def test_a_change_of_the_optimizer_is_refused_by_name(
     assert_refused_until_undone(shared(optimizer), apply, match, kind)
 
 
+class OwnRates(torch.optim.Optimizer):
+    """Has a rate for each parameter, a number of Python in its state."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {})
+        for param in self.param_groups[0]["params"]:
+            self.state[param]["rate"] = 0.1
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for param in self.param_groups[0]["params"]:
+            param.sub_(param.grad, alpha=self.state[param]["rate"])
+
+
+def test_a_number_in_a_state_that_was_recorded_is_guarded() -> None:
+    model = nn.Linear(4, 1)
+    optimizer = OwnRates(model.parameters())
+    with graphfsdp.capture(model, optimizer, loss_fn=lambda m, x: m(x).sum()) as step:
+        for _ in range(5):
+            step(torch.ones(2, 4))
+        optimizer.state[model.bias]["rate"] = 0.2
+        with pytest.raises(graphfsdp.GuardError, match=r"'rate' of 'bias' was 0\.1.* now 0\.2"):
+            step(torch.ones(2, 4))
+        optimizer.state[model.bias]["rate"] = 0.1
+        step(torch.ones(2, 4))
+
+
 @pytest.mark.parametrize("name", ["fused_adam", "adamw"])
 def test_loading_is_no_change(name: str) -> None:
     guarded, twin = start(name), start(name)
