@@ -67,6 +67,14 @@ _PLACES = (
         "torch.distributions.Distribution.set_default_validate_args(False)",
     ),
     _Place(
+        "torch.nn.modules.transformer",
+        HazardKind.HOST_READ,
+        "torch's transformer layers look on the host whether their mask is a causal one; a replay "
+        "would look no more",
+        "tgt_is_causal=True or False beside tgt_mask (is_causal= beside the mask of an encoder), "
+        "which spares the look",
+    ),
+    _Place(
         "ema_pytorch",
         HazardKind.HOST_READ,
         "ema-pytorch looks on the host at which step it is; a replay would go on with the answer "

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, is_dataclass
 from itertools import groupby
 from types import FunctionType
 from typing import Any, NoReturn
@@ -163,7 +163,7 @@ class Call:
         with torch.set_grad_enabled(self.modes.grad):
             result = run_users(_from_line(self.source), self.function, args, kwargs)
         if self.results:
-            for place, leaf in zip(self.results, pytree.tree_leaves(result), strict=True):
+            for place, leaf in zip(self.results, flattened(result)[0], strict=True):
                 if isinstance(place, Result):
                     made[place.index] = leaf
         return result
@@ -173,7 +173,45 @@ def flat(args: Any, kwargs: Any) -> tuple[Sequence[Any], pytree.TreeSpec | None]
     """Return all leaves and how they are nested, which few calls of torch functions are."""
     if not kwargs and all(isinstance(value, CONSTANT) or type(value) in _TENSORS for value in args):
         return args, None
-    return pytree.tree_flatten((args, kwargs))
+    return flattened((args, kwargs))
+
+
+@dataclass(frozen=True)
+class _Record:
+    """An instance of a dataclass as a node of a tree, which it is made again of."""
+
+    value: Any
+
+    def parts(self) -> tuple[list[Any], tuple[type, tuple[str, ...]]]:
+        names = vars(self.value) if hasattr(self.value, "__dict__") else self.value.__slots__
+        return [_opened(getattr(self.value, n)) for n in names], (type(self.value), tuple(names))
+
+    @staticmethod
+    def made_of(parts: Iterable[Any], context: tuple[type, tuple[str, ...]]) -> Any:
+        kind, names = context
+        made: Any = object.__new__(kind)
+        for name, value in zip(names, parts, strict=True):
+            object.__setattr__(made, name, value)
+        return made
+
+
+pytree.register_pytree_node(_Record, _Record.parts, _Record.made_of)
+
+
+def _opened(tree: Any) -> Any:
+    return pytree.tree_map(lambda leaf: _Record(leaf) if _is_record(leaf) else leaf, tree)
+
+
+def _is_record(leaf: Any) -> bool:
+    return is_dataclass(leaf) and not isinstance(leaf, type)
+
+
+def flattened(tree: Any) -> tuple[list[Any], pytree.TreeSpec]:
+    """Do what ``tree_flatten`` does, and look into dataclasses that it does not know."""
+    leaves, spec = pytree.tree_flatten(tree)
+    if any(map(_is_record, leaves)):
+        leaves, spec = pytree.tree_flatten(_opened(tree))
+    return leaves, spec
 
 
 def same(one: _Leaf, other: _Leaf) -> bool:

@@ -3,7 +3,7 @@
 import copy
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from functools import partial, wraps
 from types import FrameType, MethodType
 from typing import Any, Self
@@ -16,10 +16,13 @@ from torch.overrides import (
     _get_current_function_mode_stack,
     _pop_mode_temporarily,
 )
+from torch.utils import _pytree as pytree
 
+from graphfsdp._capture.choose_backend import make_backend
 from graphfsdp._capture.phase import Phase
 from graphfsdp._capture.report.report import CaptureReport
 from graphfsdp._capture.step import CapturedStep
+from graphfsdp._capture.trace.source import user_source_line
 from graphfsdp._capture.undo.interrupts import (
     SIGNALS,
     DeferredInterrupts,
@@ -28,12 +31,20 @@ from graphfsdp._capture.undo.interrupts import (
     run_users,
 )
 from graphfsdp.api import capture
+from graphfsdp.base.hazards import SourceLine
 from graphfsdp.base.op_tensors import as_written
 from graphfsdp.errors import CaptureError, ConfigError, PhaseError
 from graphfsdp.in_place.calls import Point, Program, refusal
+from graphfsdp.in_place.gradients import GradientsLeft
 from graphfsdp.in_place.region import MOST_NEW, Region
 from graphfsdp.optim.adapters.backends import JointOptimizer, adapt
-from graphfsdp.preconditions import inner_optimizer
+from graphfsdp.preconditions import (
+    inner_optimizer,
+    one_module,
+    only_device,
+    refuse_foreign_optimizer,
+    trainable_of_all,
+)
 
 # What tells of a tensor's form and not of its numbers: answered by the tensor that stands for it.
 _FORM = frozenset(
@@ -83,6 +94,28 @@ def _copied(tensor: Tensor) -> Tensor:
     return tensor.detach().clone().requires_grad_(tensor.requires_grad)
 
 
+def _calls_first(optimizer: torch.optim.Optimizer) -> bool:
+    """Tell whether ``step(closure)`` is known to be ``closure()`` and then ``step()``."""
+    return type(optimizer).__module__.startswith(("torch.optim.", "graphfsdp.optim."))
+
+
+def _trains_through(args: Any, kwargs: Any) -> bool:
+    """Tell whether a call is given what another model has computed, to train that."""
+    leaves = pytree.tree_leaves((args, kwargs)) if torch.is_grad_enabled() else ()
+    return any(isinstance(t, Tensor) and t.requires_grad and not t.is_leaf for t in leaves)
+
+
+def of_gradients(name: str) -> CaptureError:
+    """Return an error for a loop that uses a gradient which runs on."""
+    return refusal(
+        f"gradients were not zeroed since the optimizer's last step, that of {name} for one; a "
+        f"captured iteration begins without any, so it ran as written, and {MOST_NEW + 1} in a row "
+        "are refused",
+        "optimizer.zero_grad() in each iteration, and where the loop uses gradients of what it "
+        "does not train (in a norm), zero_grad() of the model, or requires_grad_(False)",
+    )
+
+
 class _Mode(TorchFunctionMode):
     def __init__(self, loop: "InPlace") -> None:
         super().__init__()
@@ -96,6 +129,10 @@ class _Mode(TorchFunctionMode):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         return self._loop._on_function(func, args, kwargs or {})
+
+
+def _is_within_another() -> bool:
+    return any(isinstance(mode, _Mode) for mode in _get_current_function_mode_stack())
 
 
 class _ModuleCall:
@@ -121,27 +158,32 @@ class InPlace:
         self._models = models
         self._optimizers = optimizers
         self._options = {"on_change": "recapture", **options}
-        self._device = next(p.device for model in models for p in model.parameters())
-        self._stepping = JointOptimizer([adapt(inner_optimizer(o)) for o in optimizers]).stepping
+        inner = [inner_optimizer(optimizer) for optimizer in optimizers]
+        together = one_module(models)
+        self._device = only_device(together, trainable_of_all(together, inner))
+        make_backend("auto", self._device)  # which refuses other devices
+        if len(inner) == 1:
+            refuse_foreign_optimizer(together, inner[0])
+        self._adapted = JointOptimizer([adapt(optimizer) for optimizer in inner])
         self._step: CapturedStep | None = None
         self._programs: list[Program] = []
         self._root = Point()
-        self._own = {
-            id(tensor): tensor
-            for model in models
-            for tensor in (*model.parameters(), *model.buffers())
-        }
+        held = [p for o in optimizers for group in o.param_groups for p in group["params"]]
+        params = {id(p): p for p in (*held, *(p for model in models for p in model.parameters()))}
+        self._params: Mapping[int, Tensor] = params
+        self._own = params | {id(b): b for model in models for b in model.buffers()}
+        self._gradients = GradientsLeft(params, held)
         self._attributes = [vars(module) for model in models for module in model.modules()]
         self._open = ExitStack()  # while a region is
         self._mode = _Mode(self)
         self._region: Region | None = None
         self._is_running = False
-        self._is_zeroed = True
         self._drops_gradients = False  # zero_grad within the region takes them off
         self._is_on = False  # the mode
         self._handled: BaseException | None = None  # around the region
         self._zeroing_frame: FrameType | None = None
         self._num_new = 0  # iterations in a row that were like none before
+        self._passed_by: SourceLine | None = None  # where another model was trained through ours
         self._zeroing = {id(optimizer): optimizer.zero_grad for optimizer in optimizers}
         self._steps = {id(optimizer): optimizer.step for optimizer in optimizers}
         # These look the method up in the iteration, where it is the one of an adapter.
@@ -166,8 +208,15 @@ class InPlace:
 
     @_whole
     def close(self) -> None:
-        """Give graphs back, and let the loop run as written; idempotent."""
+        """Give graphs back, and let the loop run as written; idempotent.
+
+        What was put off, and no step has come for, runs as written.
+        """
+        region = self._region
         self._leave()
+        if region is not None and region.is_known:
+            with suppress(CaptureError) if sys.exception() else nullcontext():
+                region.catch_up(self._real)
         self._undo.close()
         if self._step is not None:
             self._step.close()
@@ -218,6 +267,10 @@ class InPlace:
             region = None
         if region is None:
             self._leave()
+            if not _is_within_another() and _trains_through(args, kwargs):
+                self._passed_by = user_source_line()
+                with self._running(), InterruptibleIteration(asks=False):
+                    return run_users(module._call_impl, *args, **kwargs)
             if not (torch.is_grad_enabled() and module.training):
                 with InterruptibleIteration(asks=False):
                     return run_users(module._call_impl, *args, **kwargs)
@@ -241,14 +294,13 @@ class InPlace:
         return module if inner is None or self._device.type != "cpu" else inner
 
     def _begin(self) -> Region:
-        if any(isinstance(mode, _Mode) for mode in _get_current_function_mode_stack()):
+        if _is_within_another():
             raise ConfigError(
                 "the iteration of one loop begins within that of another one, and each of them "
                 "was captured in place. Remedy: capture_in_place(models, optimizers) once, with "
                 "all of them"
             )
-        params = (param for model in self._models for param in model.parameters())
-        self._is_zeroed = self._is_zeroed or all(param.grad is None for param in params)
+        self._gradients.begin()
         self._drops_gradients = False
         self._region = self._new_region()
         self._handled = sys.exception()
@@ -274,7 +326,7 @@ class InPlace:
     def _give_up(self) -> None:
         """End the region without its step: what was put off runs as written."""
         region, self._region = self._region, None
-        self._is_zeroed = False
+        self._gradients.leave()
         if region is not None and region.is_known:
             with suppress(CaptureError):  # which uses of what is not there will tell
                 region.catch_up(self._real)
@@ -313,48 +365,81 @@ class InPlace:
             if frame.f_code is nn.Module.zero_grad.__code__:
                 self._zero_module(frame)
                 return None  # and so it does nothing by itself
+            self._gradients.look_at(args[:1])
         with self._left_if_it_fails():
             return region.do(function, args, kwargs, self._real, only_if_touched=True)
 
     def _on_zero_grad(self, owner: Any, args: Any, kwargs: Any) -> Any:
         zero_grad = self._zeroing[id(owner)]
         is_going_on = not self._is_running and self._current() is not None
-        self._is_zeroed = True
+        self._gradients.zero(param for group in owner.param_groups for param in group["params"])
         if not is_going_on:
             return zero_grad(*args, **kwargs)
         self._drops_gradients |= bool([*args, *kwargs.values(), True][0])
         return self._do_whole(zero_grad, args, kwargs)
+
+    def _running_on(self, region: Region) -> str | None:
+        """Return whose gradient the iteration has used that an earlier one has left, if any."""
+        lost = self._gradients.lost()
+        if lost is not None:
+            raise refusal(
+                f"the loop looks at the gradient of {self._name_of(lost)}, which it neither steps "
+                "nor zeroes; such gradients add up, and replays have not added to it",
+                "zero_grad() of the whole model in each iteration, or requires_grad_(False) on "
+                "what is not trained",
+            )
+        used = self._gradients.used()
+        if region.is_known and not used:
+            self._gradients.overwrite()
+        self._gradients.leave()
+        return self._name_of(used[0]) if used else None
+
+    def _name_of(self, key: int) -> str:
+        named = (pair for model in self._models for pair in model.named_parameters())
+        return next((repr(name) for name, param in named if id(param) == key), "a parameter")
 
     def _zero_module(self, frame: FrameType) -> None:
         """Note ``Module.zero_grad`` as one call; an attribute of a model would be pickled."""
         if self._zeroing_frame is not frame:
             self._zeroing_frame = frame
             module, to_none = frame.f_locals["self"], frame.f_locals["set_to_none"]
-            self._is_zeroed = True
+            self._gradients.zero(module.parameters())
             self._drops_gradients |= to_none
             assert self._region is not None
             with self._left_if_it_fails():
                 self._region.do(module.zero_grad, (to_none,), {}, self._real)
 
-    @_whole
     def _on_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
         step = self._steps[id(optimizer)]
         if self._is_running:
             return step(*args, **kwargs)
-        if any(value is not None for value in (*args, *kwargs.values())):
-            self._leave()
-            raise ConfigError(
-                "optimizer.step(closure) runs the model within the step. Remedy: loss = closure() "
-                "and optimizer.step(), which is the same where the optimizer calls it once; "
-                "otherwise graphfsdp.capture(..., scope='forward_backward')"
-            )
+        given = [value for value in (*args, *kwargs.values()) if value is not None]
+        loss = None
+        if given:
+            if len(given) > 1 or not callable(given[0]) or not _calls_first(optimizer):
+                self._leave()
+                raise ConfigError(
+                    f"{type(optimizer).__name__}.step(...) may run the model within the step, or "
+                    "between its parts. Remedy: loss = closure() and optimizer.step(), which is "
+                    "the same where the optimizer calls it once and first; otherwise "
+                    "graphfsdp.capture(..., scope='forward_backward')"
+                )
+            with torch.enable_grad():
+                loss = given[0]()
+        self._end_with(optimizer, step)
+        return loss
+
+    @_whole
+    def _end_with(self, optimizer: torch.optim.Optimizer, step: Callable[[], object]) -> None:
         region = self._current()
         if region is None:
-            return step()
+            step()
+            self._count_passed_by()
+            return
         self._do(self._step_calls[id(optimizer)], (), {})
         region.stepped.add(id(optimizer))
         if len(region.stepped) < len(self._optimizers):
-            return None
+            return
         self._leave()
         try:
             self._finish(region)
@@ -363,30 +448,42 @@ class InPlace:
                 region.lose(error)
             raise
 
+    def _count_passed_by(self) -> None:
+        """Refuse a loop all of whose iterations run as written; one that trains others may."""
+        source, self._passed_by = self._passed_by, None
+        if source is None:
+            return
+        self._num_new += 1
+        if self._num_new > MOST_NEW:
+            raise refusal(
+                "each iteration begins with a tensor that requires a gradient, of a model that "
+                f"capture_in_place was not given, and so {MOST_NEW + 1} in a row ran as written",
+                "give capture_in_place that model as well; detach() the tensor if the model is not "
+                "trained",
+                source=source,
+            )
+
     def _finish(self, region: Region) -> None:
         region.check_unwritten()
         if region.is_known:
             region.check_unchanged()
-        if not self._is_zeroed:
-            raise refusal(
-                "gradients were not zeroed since the optimizer's last step; a captured iteration "
-                "begins without any",
-                "optimizer.zero_grad() in each iteration",
-            )
-        self._is_zeroed = False
+        runs_on = self._running_on(region)
+        if runs_on is not None and region.is_known:
+            region.catch_up(self._real)  # which adds to the gradients that are there
         if region.is_known:
             self._num_new = 0
             self._replay(region)
             return
         self._num_new += 1
         if self._num_new > MOST_NEW:
-            raise region.refusal_of_new()
+            raise region.refusal_of_new() if runs_on is None else of_gradients(runs_on)
 
     def _clip(self, parameters: Any, *args: Any, **kwargs: Any) -> Any:
         """Take the many calls that this makes as one."""
         params = [parameters] if isinstance(parameters, Tensor) else list(parameters)
         if self._is_running or self._current() is None:
             return _CLIP(params, *args, **kwargs)
+        self._gradients.look_at(params)
         return self._do_whole(_CLIP, (params, *args), kwargs)
 
     def _do(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -433,7 +530,7 @@ class InPlace:
             DeferredInterrupts(self._signals),
             InterruptibleIteration(asks=False),
             self._running(),
-            self._stepping(),
+            self._adapted.stepping(),
         ):
             return run(made, given)
 
@@ -447,7 +544,7 @@ class InPlace:
         if self._step is None:
             self._step = capture(*self._arguments(), iteration=self._iterate, **self._options)
         if self._drops_gradients:  # now, for whoever has kept the last ones
-            for param in (p for model in self._models for p in model.parameters()):
+            for param in self._params.values():
                 param.grad = None
         results = self._step(index, *region.given)
         with torch.no_grad():

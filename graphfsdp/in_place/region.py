@@ -51,13 +51,14 @@ from graphfsdp.in_place.calls import (
     Result,
     Unknown,
     flat,
+    flattened,
     lose,
     name_of,
     refusal,
     run_calls,
     same,
 )
-from graphfsdp.in_place.watch import Watch
+from graphfsdp.in_place.watch import Watch, is_alone, look_of, version_of
 
 _READ = Refusal(
     "{} is called between the model and the optimizer's step; what it returns is not known before "
@@ -66,8 +67,8 @@ _READ = Refusal(
     HazardKind.HOST_READ,
 )
 _NO_STEP = (
-    "if no step comes, as behind the loop, call the model under torch.no_grad(), in eval(), or "
-    "after close() of what capture_in_place has returned"
+    "if no step comes of an optimizer that capture_in_place was given, as behind the loop, call "
+    "the model under torch.no_grad(), in eval(), or after close() of what it has returned"
 )
 _C_functorch = torch._C._functorch
 _AUTOGRAD = torch._C.DispatchKey.AutogradOther
@@ -150,8 +151,8 @@ class Region:
             self.new_at = call, known[-1].call if known else None
             self.catch_up(run)
         before = self._note_draws()
-        versions = list(map(_version, self.given))
-        looks = [(leaf, _look(leaf)) for leaf in leaves if isinstance(leaf, Tensor)]
+        versions = list(map(version_of, self.given))
+        looks = [(leaf, look_of(leaf)) for leaf in leaves if isinstance(leaf, Tensor)]
         with Watch() as watch:
             result = run(call.run, self._made, self.given)
         self._made_within |= watch.made
@@ -216,7 +217,7 @@ class Region:
         """Refuse a call that does to tensors from outside what its replay would not."""
         name = name_of(call.function)
         for tensor, look in looks:
-            if not self.owns(tensor) and _look(tensor) != look:
+            if not self.owns(tensor) and look_of(tensor) != look:
                 raise refusal(
                     f"{name} gives a tensor of shape {tuple(tensor.shape)} other memory between "
                     "the model's call and the optimizer's step, which a replay does not",
@@ -230,7 +231,7 @@ class Region:
             )
         for place, version in enumerate(versions):
             tensor = self.given[place]
-            if _version(tensor) not in (version, self._versions[place]):
+            if version_of(tensor) not in (version, self._versions[place]):
                 raise _of_written(tensor, name)
             if self._index_of(tensor) is None and storage_key(tensor) in watch.written:
                 raise refusal(
@@ -305,7 +306,7 @@ class Region:
         if id(leaf) not in self._given_places:
             self._given_places[id(leaf)] = len(self.given)
             self.given.append(leaf)
-            self._versions.append(_version(leaf))
+            self._versions.append(version_of(leaf))
         return Given(self._given_places[id(leaf)])
 
     def _stand_ins(self, call: Call) -> Any:
@@ -331,7 +332,7 @@ class Region:
         """Return what stands for a tensor that is not there yet; see Note [No memory]."""
         if result.written is not None:
             tensor = self.given[result.written]
-            if not _is_alone(tensor):
+            if not is_alone(tensor):
                 raise _of_written(tensor)
             return tensor
         if isinstance(result.root, Own):
@@ -351,7 +352,7 @@ class Region:
         """Keep what a call has made, and how it looks."""
         leaves = [result]
         if not isinstance(result, Tensor | None):
-            leaves, call.result_spec = pytree.tree_flatten(result)
+            leaves, call.result_spec = flattened(result)
         for leaf in leaves:
             call.results.append(self._noted(call, leaf))
 
@@ -367,10 +368,10 @@ class Region:
             return Own(leaf)
         index = self._index_of(leaf)
         written = self._given_places.get(id(leaf))
-        if written is not None and index is None and _version(leaf) == self._versions[written]:
+        if written is not None and index is None and version_of(leaf) == self._versions[written]:
             return Given(written)
-        if written is not None and _is_alone(leaf):
-            self._versions[written] = _version(leaf)
+        if written is not None and is_alone(leaf):
+            self._versions[written] = version_of(leaf)
         index = self._num_made if index is None else index
         result = Result(index, Form.of(leaf), *self._memory_of(index, leaf), written)
         if index == self._num_made:
@@ -387,7 +388,7 @@ class Region:
         found = for_this_place(_READ.of(name_of(call.function)))
         remedy = found.remedy
         if remedy == LATER and self.stepped:
-            remedy = LAST
+            remedy = f"{LAST}; one that steps less often stays out of capture_in_place"
         elif remedy == LATER:
             remedy = f"{LATER}; {_NO_STEP}"
         return refusal(found.what, remedy, found.kind)
@@ -413,10 +414,16 @@ class Region:
             for a, b in zip(call.leaves, other.leaves if other else (), strict=False)
             if isinstance(a, PLAIN) and not same(a, b)
         ]
+        remedy = "give numbers that change as 0-D tensors on the model's device"
+        if not values and other is not None and call.forms != other.forms:
+            pairs = zip(call.forms, other.forms, strict=False)
+            now, before = next((a.shape, b.shape) for a, b in pairs if a != b)
+            values = [f" (with a tensor of shape {now} and {before})"]
+            remedy = "pad batches to a few shapes (graphfsdp.Buckets), each of which gets a graph"
         return refusal(
             f"{MOST_NEW + 1} iterations in a row were like none before, the last one from "
             f"{name_of(call.function)}{values[0] if values else ''} on; no graph would be replayed",
-            "give numbers that change as 0-D tensors on the model's device",
+            remedy,
         )
 
     def catch_up_behind_eval(self, run: Callable[..., Any]) -> None:
@@ -461,7 +468,7 @@ class Region:
             self._made[index] = tensor
             written = self._results[index].written
             if written is not None:
-                self._versions[written] = _version(tensor)
+                self._versions[written] = version_of(tensor)
             elif not value.requires_grad:
                 torch._C._swap_tensor_impl(tensor, in_same_memory(value))
             else:
@@ -518,7 +525,7 @@ class Region:
     def check_unwritten(self) -> None:
         """Refuse inputs that were written since a call got them: the graph reads them at last."""
         for tensor, version in zip(self.given, self._versions, strict=True):
-            if _version(tensor) != version:
+            if version_of(tensor) != version:
                 raise _of_written(tensor)
 
     def check_undrawn(self) -> None:
@@ -572,25 +579,6 @@ def _of_unseen(name: str) -> CaptureError:
     )
 
 
-def _look(tensor: Tensor) -> object:
-    """Return what changes when a tensor is given other memory, or looks at it in another way."""
-    if tensor.layout is not torch.strided or tensor.is_nested:
-        return None
-    return storage_key(tensor), tensor.storage_offset(), tensor.shape, tensor.stride()
-
-
 def _is_in_place(function: Callable[..., Any]) -> bool:
     name = getattr(function, "__name__", "")
     return name.endswith("_") and not name.endswith("__")
-
-
-def _is_alone(tensor: Tensor) -> bool:
-    """Tell whether nobody else has a tensor's memory, who would see that a write is put off."""
-    storage = tensor.untyped_storage()
-    # One for the tensor, and one for this. NumPy's memory cannot be resized, nor what NumPy sees.
-    is_torchs = storage.resizable() and torch._C._storage_Use_Count(storage._cdata) <= 2
-    return is_torchs and not tensor._is_view()
-
-
-def _version(tensor: Tensor) -> int:
-    return 0 if tensor.is_inference() else tensor._version

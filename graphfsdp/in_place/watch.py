@@ -1,7 +1,9 @@
-"""What operators do to memory while a call of the loop runs for the first time."""
+"""What calls of the loop do to memory, and what tells of that."""
 
 from typing import Any
 
+import torch
+from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from graphfsdp.base.op_tensors import OpCall, OperatorMode, storage_key
@@ -23,3 +25,22 @@ class Watch(OperatorMode):
         for tensor, key in call.made(result):
             self.made[key] = StorageWeakRef(tensor.untyped_storage())
         return result
+
+
+def look_of(tensor: Tensor) -> object:
+    """Return what changes when a tensor is given other memory, or looks at it in another way."""
+    if tensor.layout is not torch.strided or tensor.is_nested:
+        return None
+    return storage_key(tensor), tensor.storage_offset(), tensor.shape, tensor.stride()
+
+
+def is_alone(tensor: Tensor) -> bool:
+    """Tell whether nobody else has a tensor's memory, who would see that a write is put off."""
+    storage = tensor.untyped_storage()
+    # One for the tensor, and one for this. NumPy's memory cannot be resized, nor what NumPy sees.
+    is_torchs = storage.resizable() and torch._C._storage_Use_Count(storage._cdata) <= 2
+    return is_torchs and not tensor._is_view()
+
+
+def version_of(tensor: Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version

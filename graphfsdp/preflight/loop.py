@@ -17,11 +17,13 @@ import torch
 from torch import nn
 
 from graphfsdp import in_place
+from graphfsdp._capture.rules.refusals import running_optimizer
 from graphfsdp._capture.trace.source import frames, is_users_file, user_source_line
+from graphfsdp.base.changes import Change, ChangeKind
 from graphfsdp.base.hazards import Hazard, HazardKind, HazardLog, SourceLine
 from graphfsdp.errors import CaptureError, GraphFSDPError
-from graphfsdp.in_place.calls import LAST, LATER, PLAIN, Call, Own, name_of, same
-from graphfsdp.in_place.loop import InPlace
+from graphfsdp.in_place.calls import LAST, LATER, PLAIN, Call, Own, Point, name_of, same
+from graphfsdp.in_place.loop import InPlace, of_gradients
 from graphfsdp.in_place.region import MOST_NEW, Region
 from graphfsdp.preflight.check import check_call
 from graphfsdp.preflight.rehearsal import hazard_of
@@ -154,15 +156,18 @@ class _Loop(InPlace):
         self.models = models
         self.device = str(self._device)
         self._script = script
-        self._is_zeroed = before is None
+        if before is not None:
+            self._gradients.leave()
+            self._adapted.bake()
         self._is_second = before is not None
         self._hazards = HazardLog()
         self._earlier = HazardLog() if before is None else before._hazards
         self._stepped: list[torch.optim.Optimizer] = []
         self._begins: SourceLine | None = None
         self._ends: SourceLine | None = None
-        self._rates = _rates(optimizers)
         self._note = ""
+        # Then it is a closure's, and what it steps with is not seen before the next call.
+        self._is_within_step = running_optimizer() is not None
 
     def hazards_with(self, others: Iterable[Hazard]) -> list[Hazard]:
         """Return what the loop does and these, each once."""
@@ -215,17 +220,23 @@ class _Loop(InPlace):
             yield
 
     def _on_step(self, optimizer: Any, args: Any, kwargs: Any) -> Any:
-        region = None if self._is_running else self._region
+        if self._is_within_step:
+            self._is_within_step = False
+            self._leave()
+            self._root, self._hazards = Point(), HazardLog()
+        return super()._on_step(optimizer, args, kwargs)
+
+    def _end_with(self, optimizer: Any, step: Callable[[], object]) -> None:
+        region = self._region
         others: list[torch.optim.Optimizer] = []
         if region is not None:
             self._stepped.append(optimizer)
             if not self._is_second and not self._script.is_theirs:
                 others = self._others(region, optimizer)
-        result = super()._on_step(optimizer, args, kwargs)
+        super()._end_with(optimizer, step)
         if others:
             left = [each for each in self._optimizers if all(each is not o for o in others)]
             self._script.start_again(left)
-        return result
 
     def _others(
         self, region: Region, optimizer: torch.optim.Optimizer
@@ -244,6 +255,11 @@ class _Loop(InPlace):
             and (is_alone or not _params(other) & used or _params(other) & _params(optimizer))
         ]
 
+    def _running_on(self, region: Region) -> None:
+        name = super()._running_on(region)
+        if name is not None and self._is_second:
+            self._hazards.add(of_gradients(name).hazard)
+
     def _finish(self, region: Region) -> None:
         for check in (partial(super()._finish, region), region.check_undrawn):
             try:
@@ -253,10 +269,14 @@ class _Loop(InPlace):
         if not self._is_second:
             self._is_second, self._script.came_to = True, _STEPPED
             self._earlier, self._hazards = self._hazards, self._earlier
+            self._adapted.bake()
             return
         self._ends = user_source_line()
         if region.new_at is not None:
             self._note_other(*region.new_at)
+        for change in self._adapted.changes():
+            if change.kind is ChangeKind.BAKED_VALUE:
+                self._note_moved(change)
         index = self._program(region.point, region.kept())
         report = check_call(
             *self._arguments(),
@@ -270,8 +290,18 @@ class _Loop(InPlace):
     def _is_harmless(self, hazard: Hazard) -> bool:
         if hazard.kind is HazardKind.GRADIENT:  # the loop leaves the parameter out, too
             return hazard.op is None
-        is_rate = hazard.op is not None and hazard.op.endswith("['lr']")
-        return is_rate and self._rates == _rates(self._optimizers)  # it has not moved
+        # Of an lr that is baked in: whether it moves is seen here.
+        return hazard.op is not None and hazard.op.endswith("['lr']")
+
+    def _note_moved(self, change: Change) -> None:
+        hazard = Hazard(
+            HazardKind.BAKED_NUMBER,
+            f"{change.name} was {change.old} in the iteration before, and is {change.new} now; "
+            "each number would get a graph of its own, until that is refused as useless",
+            change.remedy,
+            op=change.name,
+        )
+        self._hazards.add(hazard)
 
     def _replay(self, region: Region) -> None:
         """Do nothing: the check takes its place."""
@@ -344,10 +374,6 @@ def _owners(models: _Models, optimizers: _Optimizers) -> list[nn.Module]:
 
 def _params(optimizer: torch.optim.Optimizer) -> set[int]:
     return {id(param) for group in optimizer.param_groups for param in group["params"]}
-
-
-def _rates(optimizers: _Optimizers) -> list[Any]:
-    return [group.get("lr") for each in optimizers for group in each.param_groups]
 
 
 def _place(source: SourceLine | None) -> str:

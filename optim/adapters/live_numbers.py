@@ -310,6 +310,8 @@ class LiveScalars(TorchFunctionMode):
         if not isinstance(factor, Tensor):
             return self._compute(func, args, kwargs)
         target, *others = args
+        if others[0].is_sparse:  # what no graph holds, and the plain step of before may be given
+            return func(*args, **{**kwargs, _FACTORS[name]: factor.item()})
         factor = factor.to(target.dtype)
         if name == "add_":
             return target.addcmul_(others[0], factor)

@@ -64,6 +64,39 @@ def accumulates(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Any]
     return losses
 
 
+def leaves_some_over(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Any]:
+    """An epoch's last batches belong to the next one's first step, with validation between."""
+    losses = []
+    for _ in range(4):
+        model.train()
+        for index, x, y in batches(11):
+            loss = cross_entropy(model(x), y) / 4
+            loss.backward()
+            if (index + 1) % 4 == 0:
+                optimizer.step()
+                optimizer.zero_grad()
+                losses.append(loss.item())
+        model.eval()
+        with torch.no_grad():
+            losses.append(cross_entropy(model(x), y).item())
+    return losses
+
+
+def steps_with_a_closure(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Any]:
+    losses = []
+    for _, x, y in batches():
+
+        def closure(x: Tensor = x, y: Tensor = y) -> Tensor:
+            optimizer.zero_grad()
+            loss = cross_entropy(model(x), y)
+            loss.backward()
+            return loss
+
+        loss: Any = optimizer.step(closure)  # type: ignore[arg-type]
+        losses.append(loss.item())
+    return losses
+
+
 def casts(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Any]:
     losses = []
     for _, x, y in batches():
@@ -274,8 +307,31 @@ def is_adversarial(models: list[nn.Module], optimizers: list[torch.optim.Optimiz
     return losses
 
 
+def trains_an_actor(critic: nn.Module, optimizer: torch.optim.Optimizer) -> list[Any]:
+    """An actor that is trained through the model, less often and outside of the graph."""
+    actor = nn.Linear(4, 4)
+    of_actor = torch.optim.Adam(actor.parameters(), lr=1e-2)
+    losses = []
+    for index, x, y in batches(20):
+        loss = cross_entropy(critic(x), y)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+        if index % 2:
+            loss = critic(actor(x)).mean()
+            of_actor.zero_grad()
+            loss.backward()
+            of_actor.step()
+            losses += [loss.item(), actor.weight.norm().item()]
+    return losses
+
+
 LOOPS: dict[str, tuple[Loop, dict[str, Any], int]] = {
+    "a model that is trained through it": (trains_an_actor, {}, 1),
     "accumulation, clipping": (accumulates, {}, 1),
+    "batches that are left over": (leaves_some_over, {"make": lambda: make_net(0.0)}, 1),
+    "a closure": (steps_with_a_closure, {}, 1),
     "autocast, accuracy": (casts, {}, 1),
     "two ways, kept outputs": (goes_two_ways, {}, 3),
     "another shape": (has_other_shapes, {}, 2),
@@ -306,6 +362,33 @@ def test_a_loop_trains_the_same_with_the_line_and_without(name: str) -> None:
     assert _get_current_function_mode() is None
 
 
+def head_only(looks_since: int, *, captured: bool) -> list[Any]:
+    """Train the head; gradients of the body, which is not frozen, add up."""
+    model: Any = make_net()
+    optimizer = torch.optim.SGD(model[3].parameters(), lr=0.5)
+    torch.manual_seed(7)
+    found = []
+    with graphfsdp.capture_in_place(model, optimizer) if captured else nullcontext() as loop:
+        for index, x, y in batches(12):
+            optimizer.zero_grad()
+            cross_entropy(model(x), y).backward()
+            if index >= looks_since:
+                nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+            optimizer.step()
+            found += [param.detach().clone() for param in model.parameters()]
+        assert loop is None or loop.phase is graphfsdp.Phase.REPLAY
+    return found
+
+
+def test_gradients_of_what_is_not_trained_may_run_on_where_nobody_looks() -> None:
+    plain, captured = (head_only(12, captured=flag) for flag in (False, True))
+    assert all(map(torch.equal, plain, captured))
+    with pytest.raises(graphfsdp.CaptureError, match="gradients were not zeroed"):
+        head_only(0, captured=True)
+    with pytest.raises(graphfsdp.CaptureError, match=r"replays have not added to it\. Remedy"):
+        head_only(8, captured=True)
+
+
 class Square(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -327,15 +410,14 @@ def loop_with(
         logits, y
     ),
     call: Callable[[nn.Module, Tensor], Tensor] = lambda model, x: model(x),
-    zeroes: bool = True,
+    zero: Callable[[Any, Any], object] = lambda _, optimizer: optimizer.zero_grad(),
 ) -> Loop:
     def loop(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Any]:
         for index, x, y in batches(12):
             loss = between(call(model, x), y, index)
             loss.backward()
             optimizer.step()
-            if zeroes:
-                optimizer.zero_grad()
+            zero(model, optimizer)
         return []
 
     return loop
@@ -384,7 +466,11 @@ REFUSED: dict[str, tuple[Loop, str]] = {
         ),
         r"validate_args=False for this distribution",
     ),
-    "no zero_grad": (loop_with(zeroes=False), "gradients were not zeroed"),
+    "no zero_grad": (loop_with(zero=lambda *_: None), "gradients were not zeroed"),
+    "zero_grad of a part": (
+        loop_with(zero=lambda model, _: model[0].zero_grad()),
+        "gradients were not zeroed",
+    ),
     "a number new in each iteration": (
         loop_with(lambda logits, y, index: cross_entropy(logits, y) * (1 + index)),
         r"9 iterations in a row .* mul \(9 and 8\)",
@@ -403,6 +489,10 @@ REFUSED: dict[str, tuple[Loop, str]] = {
     "another mode in between": (
         loop_with(call=looked_at_in_between),
         "an attribute of a module was written between",
+    ),
+    "a model that it was not given": (
+        loop_with(call=lambda model, x: model(nn.Linear(4, 4)(x))),
+        "that capture_in_place was not given, and so 9 in a row ran as written",
     ),
     "an object": (
         loop_with(call=lambda model, x: model(x, SimpleNamespace(mask=x))),

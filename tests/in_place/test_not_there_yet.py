@@ -327,16 +327,19 @@ def reads_behind_the_loop(model: Net, optimizer: torch.optim.Optimizer) -> list[
     return [model(x).sum().item()]
 
 
+class Twice(torch.optim.SGD):
+    """Calls its closure where it likes."""
+
+    def step(self, closure: Any = None) -> Any:
+        super().step()
+        return super().step(closure)
+
+
 def steps_with_a_closure(model: Net, optimizer: torch.optim.Optimizer) -> list[Any]:
-    for _, x, y in batches():
-
-        def closure(x: Tensor = x, y: Tensor = y) -> Tensor:
-            optimizer.zero_grad()
-            loss = cross_entropy(model(x), y)
-            loss.backward()
-            return loss
-
-        optimizer.step(closure)  # type: ignore[arg-type]
+    other = Net()
+    mine = Twice(other.parameters(), lr=0.1)
+    with graphfsdp.capture_in_place(other, mine):
+        mine.step(lambda: other(torch.ones(2, 4)).sum())
     return []
 
 
@@ -354,6 +357,14 @@ def keeps_a_loss(model: Net, optimizer: torch.optim.Optimizer) -> list[Any]:
     return []
 
 
+def has_new_shapes(model: Net, optimizer: torch.optim.Optimizer) -> list[Any]:
+    for index in range(12):
+        optimizer.zero_grad()
+        model(torch.randn(1 + index, 4)).mean().backward()
+        optimizer.step()
+    return []
+
+
 REMEDIES: dict[str, tuple[Loop, type[Exception], str]] = {
     "load_state_dict(assign=True)": (
         loads_other_tensors,
@@ -363,12 +374,17 @@ REMEDIES: dict[str, tuple[Loop, type[Exception], str]] = {
     "behind the loop": (
         reads_behind_the_loop,
         graphfsdp.CaptureError,
-        r"if no step comes, as behind the loop, call the model under torch.no_grad\(\)",
+        r"was given, as behind the loop, call the model under torch.no_grad\(\)",
     ),
     "a closure": (
         steps_with_a_closure,
         graphfsdp.ConfigError,
         r"Remedy: loss = closure\(\) and optimizer.step\(\)",
+    ),
+    "new shapes": (
+        has_new_shapes,
+        graphfsdp.CaptureError,
+        r"\(with a tensor of shape \(9, 4\) and \(8, 4\)\).*graphfsdp.Buckets",
     ),
     "gradients of inputs": (
         wants_gradients_of_inputs,

@@ -428,8 +428,14 @@ def test_a_number_of_an_optimizer_is_told_if_it_moves(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["check", "mine.py"]) == 0, capsys.readouterr().out
+    cycle = PLAIN.replace("CosineAnnealingLR(optimizer, 10)", "OneCycleLR(optimizer, 0.1, 9)")
+    (folder / "plain.py").write_text(cycle.replace('"precious"', "str()"))
+    (folder / "checkpoint.pt").touch()
+    assert main(["check", "plain.py"]) == 1
+    out = " ".join(capsys.readouterr().out.split())
+    assert "'betas' of group 0 of torch AdamW was (0.95, 0.999)" in out
     assert main(["check", "mine.py", "decays"]) == 1
-    assert "Mine.param_groups[0]['lr']" in capsys.readouterr().out
+    assert "'lr' of group 0 of __main__ Mine" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("does", DOES)

@@ -1,0 +1,48 @@
+"""Which gradients an earlier iteration has left, for one that is captured begins without any."""
+
+from collections.abc import Iterable, Mapping
+
+from torch import Tensor
+
+
+class GradientsLeft:
+    """Follows what the loop zeroes and looks at, by the ids of parameters.
+
+    Gradients of parameters that are never stepped may run on, where nobody looks at them.
+    """
+
+    def __init__(self, params: Mapping[int, Tensor], held: Iterable[Tensor]) -> None:
+        """``held`` are those of the optimizers."""
+        self._params = params
+        self._held = frozenset(map(id, held))
+        self._left: dict[int, Tensor] = {}  # have one, and nobody has zeroed it
+        self._overwritten: set[int] = set()  # of these by a replay, which does not add to them
+        self._looked_at: set[int] = set()  # whose gradients the loop has asked for
+
+    def begin(self) -> None:
+        """Forget those that somebody has taken off."""
+        self._left = {key: p for key, p in self._left.items() if p.grad is not None}
+
+    def zero(self, params: Iterable[Tensor]) -> None:
+        for param in params:
+            self._left.pop(id(param), None)
+            self._overwritten.discard(id(param))
+
+    def look_at(self, params: Iterable[Tensor]) -> None:
+        self._looked_at.update(map(id, params))
+
+    def leave(self) -> None:
+        """Note that an iteration is over, and nobody has zeroed anything."""
+        self._left, self._looked_at = dict(self._params), set()
+
+    def used(self) -> list[int]:
+        """Return those that the iteration has used though they were left."""
+        return [key for key in self._left if key in self._held or key in self._looked_at]
+
+    def lost(self) -> int | None:
+        """Return one that is used and to which replays have not added."""
+        return next((key for key in self.used() if key in self._overwritten), None)
+
+    def overwrite(self) -> None:
+        """Note that a replay overwrites what is left."""
+        self._overwritten |= self._left.keys()
