@@ -4,6 +4,7 @@ import copy
 import io
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
@@ -327,7 +328,47 @@ def trains_an_actor(critic: nn.Module, optimizer: torch.optim.Optimizer) -> list
     return losses
 
 
+@dataclass
+class Pair:
+    first: Tensor
+    second: Tensor
+
+
+class OfPairs(nn.Module):
+    """Takes and returns what torch's trees do not know."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = make_net()
+
+    def forward(self, batch: Pair) -> Pair:
+        logits = self.net(batch.first)
+        return Pair(logits, cross_entropy(logits, batch.second))
+
+
+def make_adam_of_a_factor(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW([*model.parameters(), nn.Parameter(torch.tensor(1.5))], lr=1e-2)
+
+
+def takes_pairs(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Any]:
+    factor = optimizer.param_groups[0]["params"][-1]  # of no module
+    losses = []
+    for _, x, y in batches():
+        pair = model(Pair(x, y))
+        loss = pair.second * factor.exp()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses += [loss.item(), pair.first.sum().item(), factor.item()]
+    return losses
+
+
 LOOPS: dict[str, tuple[Loop, dict[str, Any], int]] = {
+    "dataclasses, a parameter of no module": (
+        takes_pairs,
+        {"make": OfPairs, "optim": make_adam_of_a_factor},
+        1,
+    ),
     "a model that is trained through it": (trains_an_actor, {}, 1),
     "accumulation, clipping": (accumulates, {}, 1),
     "batches that are left over": (leaves_some_over, {"make": lambda: make_net(0.0)}, 1),
@@ -360,33 +401,6 @@ def test_a_loop_trains_the_same_with_the_line_and_without(name: str) -> None:
     assert captured[2] is not None
     assert len(captured[2]._programs) == num_graphs
     assert _get_current_function_mode() is None
-
-
-def head_only(looks_since: int, *, captured: bool) -> list[Any]:
-    """Train the head; gradients of the body, which is not frozen, add up."""
-    model: Any = make_net()
-    optimizer = torch.optim.SGD(model[3].parameters(), lr=0.5)
-    torch.manual_seed(7)
-    found = []
-    with graphfsdp.capture_in_place(model, optimizer) if captured else nullcontext() as loop:
-        for index, x, y in batches(12):
-            optimizer.zero_grad()
-            cross_entropy(model(x), y).backward()
-            if index >= looks_since:
-                nn.utils.clip_grad_norm_(model.parameters(), 0.1)
-            optimizer.step()
-            found += [param.detach().clone() for param in model.parameters()]
-        assert loop is None or loop.phase is graphfsdp.Phase.REPLAY
-    return found
-
-
-def test_gradients_of_what_is_not_trained_may_run_on_where_nobody_looks() -> None:
-    plain, captured = (head_only(12, captured=flag) for flag in (False, True))
-    assert all(map(torch.equal, plain, captured))
-    with pytest.raises(graphfsdp.CaptureError, match="gradients were not zeroed"):
-        head_only(0, captured=True)
-    with pytest.raises(graphfsdp.CaptureError, match=r"replays have not added to it\. Remedy"):
-        head_only(8, captured=True)
 
 
 class Square(torch.autograd.Function):

@@ -357,6 +357,17 @@ def keeps_a_loss(model: Net, optimizer: torch.optim.Optimizer) -> list[Any]:
     return []
 
 
+def has_sparse_gradients(model: Net, optimizer: torch.optim.Optimizer) -> list[Any]:
+    other = nn.Embedding(4, 2, sparse=True)
+    sgd = torch.optim.SGD(other.parameters(), lr=0.1)
+    with graphfsdp.capture_in_place(other, sgd):
+        for _ in range(3):
+            sgd.zero_grad()
+            other(torch.arange(3)).sum().backward()
+            sgd.step()
+    return []
+
+
 def has_new_shapes(model: Net, optimizer: torch.optim.Optimizer) -> list[Any]:
     for index in range(12):
         optimizer.zero_grad()
@@ -380,6 +391,11 @@ REMEDIES: dict[str, tuple[Loop, type[Exception], str]] = {
         steps_with_a_closure,
         graphfsdp.ConfigError,
         r"Remedy: loss = closure\(\) and optimizer.step\(\)",
+    ),
+    "sparse gradients": (
+        has_sparse_gradients,
+        graphfsdp.CaptureError,
+        r"of 'weight' has layout torch.sparse_coo.*Remedy: .*sparse=False",
     ),
     "new shapes": (
         has_new_shapes,
@@ -416,6 +432,54 @@ def test_one_of_two_optimizers_is_not_the_step() -> None:
         optimizers[0].step()
         with pytest.raises(graphfsdp.CaptureError, match="behind the step of the last optimizer"):
             loss.item()
+
+
+def head_only(looks_since: int, *, captured: bool) -> list[Any]:
+    """Train the head; gradients of the body, which is not frozen, add up."""
+    torch.manual_seed(0)
+    model = Net()
+    optimizer = torch.optim.SGD(model.last.parameters(), lr=0.5)
+    torch.manual_seed(7)
+    found = []
+    with graphfsdp.capture_in_place(model, optimizer) if captured else nullcontext() as loop:
+        for index, x, y in batches(12):
+            optimizer.zero_grad()
+            cross_entropy(model(x), y).backward()
+            if index >= looks_since:
+                nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+            optimizer.step()
+            found += [param.detach().clone() for param in model.parameters()]
+        assert loop is None or loop.phase is graphfsdp.Phase.REPLAY
+    return found
+
+
+def test_gradients_of_what_is_not_trained_may_run_on_where_nobody_looks() -> None:
+    plain, captured = (head_only(12, captured=flag) for flag in (False, True))
+    assert all(map(torch.equal, plain, captured))
+    with pytest.raises(graphfsdp.CaptureError, match="gradients were not zeroed"):
+        head_only(0, captured=True)
+    with pytest.raises(graphfsdp.CaptureError, match=r"replays have not added to it\. Remedy"):
+        head_only(8, captured=True)
+
+
+def steps_one_half_less_often(*, captured: bool) -> list[Tensor]:
+    torch.manual_seed(0)
+    model = Net()
+    halves = [model.first, model.last]
+    optimizers = [torch.optim.SGD(half.parameters(), lr=0.1) for half in halves]
+    with graphfsdp.capture_in_place(model, optimizers) if captured else nullcontext():
+        for index in range(2 * NUM_STEPS + 1):
+            model.zero_grad()
+            model(torch.ones(8, 4) * index).square().mean().backward()
+            optimizers[0].step()
+            if index % 2:
+                optimizers[1].step()
+    return [param.detach() for param in model.parameters()]
+
+
+def test_what_no_last_step_has_come_for_runs_when_the_loop_is_closed() -> None:
+    plain, captured = (steps_one_half_less_often(captured=flag) for flag in (False, True))
+    assert all(map(torch.equal, plain, captured))
 
 
 def test_a_loop_within_another_one_is_refused() -> None:
