@@ -33,6 +33,7 @@ from torch.utils import _pytree as pytree
 
 from graphfsdp._capture.rules.refusals import Refusal, for_this_place
 from graphfsdp._capture.trace.source import user_source_line
+from graphfsdp._capture.undo.interrupts import DeferredInterrupts
 from graphfsdp.base.hazards import HazardKind
 from graphfsdp.base.op_tensors import in_same_memory, storage_key
 from graphfsdp.errors import CaptureError
@@ -175,7 +176,7 @@ class Region:
         if self.is_known or _C_functorch.maybe_current_level() is not None:
             return function(*args, **kwargs)
         before = _random_states(self._kind)
-        with Watch() as watch:
+        with DeferredInterrupts(), Watch() as watch:
             result = function(*args, **kwargs)
         if _moved(before, _random_states(self._kind)):
             self.point.drawn_at = user_source_line()
