@@ -32,7 +32,7 @@ BOUNDS: Mapping[torch.dtype, float] = MappingProxyType(
 )
 
 _MAIN = "master_param"
-_CHUNK = 1 << 16
+_CHUNK = 1 << 13
 
 
 def largest(tensor: Tensor) -> float:

@@ -97,6 +97,13 @@ class _Compiling:
             self._try(written, restore)
             compiled_s = time.perf_counter() - started
             slower = self._drop_slower(restore)
+        if self._failures:
+            _LOG.warning(
+                "%d pieces run as recorded, not compiled: %s. Remedy: if this is the compiler's, "
+                "mend it; else only speed is lost. step.report().compiled has all reasons",
+                len(self._failures),
+                next(iter(self._failures.values())),
+            )
         kept = [item for index, item in enumerate(self._items) if index in self._functions]
         bound = max((item.bound for item in kept if isinstance(item, Piece)), default=0.0)
         replay = self._build() if kept else None

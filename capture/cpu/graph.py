@@ -156,6 +156,7 @@ class CpuGraph:
         recorded, self._recorded = self._recorded, None
         if recorded is None or self._replay is None:
             return
+        self.facts = replace(self.facts, compiled=("as today: the compilation did not end",))
         made = compile_program(recorded, self._replay)
         give_back_freed_pages()  # of the trial
         self._replay = made.replay or self._replay

@@ -4,6 +4,7 @@ import copy
 import itertools
 import time
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -302,7 +303,9 @@ WRONG: dict[str, tuple[Compiler, str]] = {
 
 
 @pytest.mark.parametrize("what", WRONG)
-def test_a_wrong_piece_is_found_and_does_not_run(what: str) -> None:
+def test_a_wrong_piece_is_found_and_does_not_run(
+    what: str, caplog: pytest.LogCaptureFixture
+) -> None:
     """It was tried on numbers that are put back, so training is eager's, bit for bit."""
     compiler, reason = WRONG[what]
     with compiling_by(compiler):
@@ -310,6 +313,7 @@ def test_a_wrong_piece_is_found_and_does_not_run(what: str) -> None:
     assert trace.report is not None
     assert "0 of" in trace.report.compiled[0]
     assert any(reason in line for line in trace.report.compiled)
+    assert reason in caplog.text
 
 
 class Heads(nn.Module):
@@ -348,6 +352,28 @@ def test_pieces_between_those_that_fail_hand_on_what_these_look_at(first: int) -
     assert trace.report is not None
     assert " 0 pieces" not in trace.report.compiled[0]
     assert any("as today: RuntimeError" in line for line in trace.report.compiled)
+
+
+def test_a_compilation_that_is_ended_leaves_the_step_as_recorded() -> None:
+    def ends(graph: StretchGraph) -> Compiled:
+        raise KeyboardInterrupt
+
+    states = []
+    for options in ({"scope": "none"}, {"compile": True}):
+        torch.manual_seed(0)
+        model = Squared(nn.Linear(WIDTH, 16), nn.Dropout(0.2), nn.Tanh())
+        optimizer = FusedAdam(model.parameters(), lr=1e-2)
+        with (
+            compiling_by(ends),
+            graphfsdp.capture(model, optimizer, warmup_steps=1, **options) as step,
+        ):
+            for index in range(5):
+                is_compiled = index == 1 and "compile" in options
+                with pytest.raises(KeyboardInterrupt) if is_compiled else nullcontext():
+                    step(torch.randn(4, WIDTH))
+            assert "scope" in options or "did not end" in str(step.report())
+        states.append(snapshot(model, optimizer))
+    assert_same_state(states[0], states[1])
 
 
 def test_auto_drops_what_is_slower() -> None:
