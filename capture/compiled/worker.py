@@ -7,6 +7,7 @@ which begins and ends it.
 import hashlib
 import io
 import json
+import logging
 import operator
 import os
 import signal
@@ -44,7 +45,11 @@ def main() -> None:
     requests, answers = os.fdopen(os.dup(0)), os.fdopen(os.dup(1), "w")
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.dup2(2, 1)
-    warnings.simplefilter("ignore")  # what torch says of its own parts, imports included
+    # What torch says of its own parts, imports included, unless somebody asks for it.
+    warnings.simplefilter("ignore")
+    if "TORCH_LOGS" not in os.environ:
+        set_logs: Any = torch._logging.set_logs  # type: ignore[attr-defined]
+        set_logs(all=logging.ERROR)
     waiting: SimpleQueue[str] = SimpleQueue()
     threading.Thread(target=_listen, args=(requests, waiting), daemon=True).start()
     while True:
@@ -53,9 +58,16 @@ def main() -> None:
         try:
             _make(folder, key, text)
         except Exception as error:
-            wrong = f"{type(error).__name__}: {error}"
+            wrong = told(error)
         answers.write(json.dumps(wrong) + "\n")
         answers.flush()
+
+
+def told(error: Exception) -> str:
+    """Return what went wrong in one line, with a compiler's first error."""
+    first, *others = f"{type(error).__name__}: {error}".splitlines()
+    errors = [line.partition("error: ")[2] for line in others if "error: " in line]
+    return ": ".join([first, *errors[:1]])
 
 
 def _listen(requests: Iterable[str], waiting: "SimpleQueue[str]") -> None:

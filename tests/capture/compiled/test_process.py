@@ -14,8 +14,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch._inductor.exc import CppCompileError
 
 from graphfsdp._capture.compiled import inductor
+from graphfsdp._capture.compiled import worker as worker_module
 from graphfsdp._capture.compiled.inductor import Compiler, RefusedError
 
 needs_compiler = pytest.mark.skipif(
@@ -179,6 +181,9 @@ def test_what_inductor_raises_and_how_its_process_ends_is_told(
             compiler._end()
             with pytest.raises(RuntimeError, match=f"Inductor's process ended with .*{how}"):
                 compiler.compile(graph(text))
+    output = "x.cpp: In function\nx.cpp:1:10: fatal error: Python.h: No such file\nx.cpp: error: y"
+    said = worker_module.told(CppCompileError(["g++", "x.cpp"], output))
+    assert said == "CppCompileError: C++ compile error: Python.h: No such file"
 
 
 @needs_compiler
