@@ -15,6 +15,11 @@ def is_below() -> bool:
     return "CUDA_STAND_IN" in os.environ
 
 
+def computes() -> bool:
+    """Return whether there are numbers: below Inductor's kernels, a rehearsal has none."""
+    return not is_below() or os.environ.get("CUDA_STAND_IN_KERNELS") != "none"
+
+
 @functools.cache
 def functions() -> Any:
     """Return the library; its functions keep Python's lock."""

@@ -22,6 +22,7 @@ pytestmark = [
 ]
 
 CUDA = torch.device("cuda", 0)
+COMPILED_TESTS = Path(__file__).parents[1] / "capture" / "test_compiled.py"
 
 
 def test_a_function_that_is_not_played_is_named(capfd: pytest.CaptureFixture[str]) -> None:
@@ -122,6 +123,36 @@ def test_inductors_kernels_are_nodes_of_the_graph(tmp_path: Path) -> None:
     environment = {**os.environ, "CUDA_STAND_IN_KERNELS": "none"}
     subprocess.run([sys.executable, "-c", COMPILED], cwd=tmp_path, env=environment, check=True)
     assert '"triton_' in (tmp_path / "graph.dot").read_text()
+
+
+@pytest.mark.time_limit(300)
+def test_what_inductor_says_fails_no_test_for_a_gpu() -> None:
+    """It warns, of a GPU's speed for one, and no other test above the stand-in has it compile."""
+    environment = {**os.environ, "CUDA_STAND_IN_KERNELS": "none"}
+    options = ["-q", "-k", "inductor and the model", "-p", "no:cacheprovider"]
+    command = [sys.executable, "-m", "pytest", *options, str(COMPILED_TESTS)]
+    found = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert found.returncode == 0, found.stdout
+    assert "1 passed" in found.stdout
+
+
+COPIES = """
+import resource, torch
+host = torch.empty(1 << 30, dtype=torch.uint8, pin_memory=True)
+on_device = torch.empty_like(host, device="cuda")
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+host.copy_(on_device, non_blocking=True)
+on_device.copy_(host)
+assert torch.full((4,), 3.0).cuda().tolist() == [3.0] * 4
+print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
+"""
+
+
+def test_where_kernels_compute_nothing_large_copies_touch_no_memory() -> None:
+    environment = {**os.environ, "CUDA_STAND_IN_KERNELS": "none"}
+    command = [sys.executable, "-c", COPIES]
+    found = subprocess.run(command, env=environment, check=True, capture_output=True, text=True)
+    assert int(found.stdout) < 100_000  # KiB
 
 
 class Forked:
