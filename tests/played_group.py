@@ -58,6 +58,9 @@ class PlayedGroup(dist.ProcessGroup):
     def all_gather_single(self, output: Tensor, tensor: Tensor, opts: Any = None) -> dist.Work:
         return self._allgather_base(output, tensor, opts)
 
+    def allreduce(self, tensors: list[Tensor], opts: Any = None) -> dist.Work:
+        return _done(tensors)
+
     def reduce_scatter_single(self, output: Tensor, tensor: Tensor, opts: Any = None) -> dist.Work:
         return self._reduce_scatter_base(output, tensor, opts)
 
