@@ -60,7 +60,9 @@ def blocks_of(model: nn.Module) -> nn.ModuleList:
 
 
 def compiled_net(strategy: str, when: str, backend: Any, *, recompute: bool = False) -> nn.Module:
-    torch._dynamo.reset()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # on a GPU it imports Inductor, of which torch warns
+        torch._dynamo.reset()
     torch.manual_seed(0)
     model = Net()
     if recompute:

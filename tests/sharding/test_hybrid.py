@@ -82,7 +82,7 @@ def test_gradients_accumulate_in_any_order_of_reductions(strategy: str, outer: s
                 if whole.grad is not None:
                     # float64: what is not a rounding is a mistake.
                     torch.testing.assert_close(
-                        got.grad.full_tensor(), whole.grad * scale, rtol=1e-10, atol=1e-12
+                        got.grad.full_tensor().cpu(), whole.grad * scale, rtol=1e-10, atol=1e-12
                     )
 
 
@@ -149,4 +149,4 @@ def test_a_unit_that_is_left_out_of_the_last_microbatch_is_reduced(
             step(*(leaf[:2] for leaf in my_part(batch)))
     expected = dict(plain.named_parameters())
     for name, whole in full_parameters(model).items():
-        torch.testing.assert_close(whole, expected[name].detach(), rtol=1e-8, atol=1e-10)
+        torch.testing.assert_close(whole.cpu(), expected[name].detach(), rtol=1e-8, atol=1e-10)
