@@ -515,3 +515,14 @@ def test_a_batch_that_is_fetched_between_is_named_by_its_line(device: torch.devi
         fetches_between(device, captured=True)
     assert caught.value.source is not None
     assert caught.value.source.text.endswith("# the next one")
+
+
+def test_a_scaler_that_decides_on_the_host_is_refused() -> None:
+    model = nn.Linear(8, 3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    with graphfsdp.capture_in_place(model, optimizer):
+        optimizer.zero_grad()
+        scaler.scale(model(torch.randn(4, 8)).square().mean()).backward()
+        with pytest.raises(graphfsdp.CaptureError, match="DeviceGradScaler"):
+            scaler.step(optimizer)
