@@ -129,7 +129,7 @@ def test_inductors_kernels_are_nodes_of_the_graph(tmp_path: Path) -> None:
 def test_what_inductor_says_fails_no_test_for_a_gpu() -> None:
     """It warns, of a GPU's speed for one, and no other test above the stand-in has it compile."""
     environment = {**os.environ, "CUDA_STAND_IN_KERNELS": "none"}
-    options = ["-q", "-k", "inductor and the model", "-p", "no:cacheprovider"]
+    options = ["-q", "-k", "inductor and model", "-p", "no:cacheprovider"]
     command = [sys.executable, "-m", "pytest", *options, str(COMPILED_TESTS)]
     found = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert found.returncode == 0, found.stdout

@@ -19,7 +19,7 @@ from torch.distributed.tensor.parallel import (
 
 import graphfsdp
 from graphfsdp.training.gpt import GPT, GPTConfig
-from ranks import on_ranks
+from ranks import on_ranks, rank_device
 from sharding_helpers import Training, adam, assert_same_training, train
 
 NUM_STEPS = 8
@@ -60,10 +60,10 @@ def apply_tp(model: GPT, mesh: DeviceMesh) -> None:
 
 
 def parallelized(shard: Any, tp: int) -> tuple[Any, DeviceMesh]:
-    size = torch.distributed.get_world_size()
-    mesh = init_device_mesh("cpu", (size // tp, tp), mesh_dim_names=("dp_shard", "tp"))
+    size, where = torch.distributed.get_world_size(), rank_device()
+    mesh = init_device_mesh(where.type, (size // tp, tp), mesh_dim_names=("dp_shard", "tp"))
     torch.manual_seed(0)
-    model = GPT(LLAMA)
+    model = GPT(LLAMA).to(where)
     apply_tp(model, mesh["tp"])
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     shard = functools.partial(shard, mesh=mesh["dp_shard"], mp_policy=policy)
@@ -78,7 +78,7 @@ def parallelized(shard: Any, tp: int) -> tuple[Any, DeviceMesh]:
 def next_batch(index: int, mesh: DeviceMesh) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(31 * index + mesh["dp_shard"].get_local_rank())
     starts = torch.randint(48, (4, 1), generator=generator)
-    tokens = (starts + 5 * torch.arange(17)) % 48
+    tokens = ((starts + 5 * torch.arange(17)) % 48).to(rank_device())
     return tokens[:, :-1], tokens[:, 1:]
 
 
