@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 import graphfsdp
 from helpers import NUM_STEPS
-from ranks import on_ranks
+from ranks import on_ranks, rank_device
 
 
 def trained(captured: bool, clips: bool) -> tuple[list[float], list[Tensor]]:
@@ -17,13 +17,17 @@ def trained(captured: bool, clips: bool) -> tuple[list[float], list[Tensor]]:
     model = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Dropout(0.1), nn.Linear(16, 4))
     graphfsdp.fully_shard(model[0])
     graphfsdp.fully_shard(model)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    # What a GPU's is turned into; one made otherwise rounds otherwise.
+    options: dict[str, Any] = {"lr": 1e-2}
+    if rank_device().type == "cuda":
+        options = {"lr": torch.tensor(1e-2, device=rank_device()), "fused": True}
+    optimizer = torch.optim.AdamW(model.parameters(), **options)
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
     found = graphfsdp.capture_in_place(model, optimizer) if captured else None
     torch.manual_seed(1 + dist.get_rank())
     losses = []
     for _ in range(NUM_STEPS + 1):
-        x, y = torch.randn(6, 8), torch.randint(4, (6,))
+        x, y = torch.randn(6, 8).to(rank_device()), torch.randint(4, (6,)).to(rank_device())
         loss = nn.functional.cross_entropy(model(x), y)
         optimizer.zero_grad()
         loss.backward()

@@ -185,6 +185,7 @@ def test_cpu_path_equals_the_tensor_code_whatever_the_values(
     found = _case(dtypes, weights, grads)
     # A moment of the other sign than the gradient may leave nothing but rounding of the two.
     exp_avg, grad = found.bundles[0].exp_avg, found.bundles[0].grad.float()
+    assert exp_avg is not None
     exp_avg.copysign_(-grad if maximize else grad)
     before, expected = found.clone(), found.clone()
     found.update_on_cpu(None, flags)

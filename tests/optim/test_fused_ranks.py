@@ -14,7 +14,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from graphfsdp.optim import FusedAdam, FusedLion, FusedSGD
 from graphfsdp.optim.fused.device_optimizer import DeviceOptimizer
-from ranks import RankPool
+from ranks import RankPool, rank_device
 
 CLIP = {"skip_nonfinite": True, "max_grad_norm": 0.5}
 OPTIMIZERS: Mapping[str, tuple[Callable[..., DeviceOptimizer], dict[str, Any]]] = MappingProxyType(
@@ -37,14 +37,15 @@ def train(
 ) -> tuple[list[Tensor], dict[str, list[Tensor]], list[float], float]:
     """Return whole weights, whole states, the norm of each step, and how many were skipped."""
     torch.manual_seed(0)
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    mesh = init_device_mesh(rank_device().type, (dist.get_world_size(),))
 
     def place(tensor: Tensor) -> Tensor:
+        tensor = tensor.to(rank_device())
         return distribute_tensor(tensor, mesh, [Shard(0)]) if sharded else tensor
 
     def whole(tensor: Any) -> Tensor:
         found: Tensor = tensor.full_tensor() if sharded else tensor
-        return found
+        return found.cpu()
 
     dtype = torch.bfloat16 if name == "main weights" else torch.float32
     params = [nn.Parameter(place(torch.randn(shape).to(dtype))) for shape in SHAPES]
