@@ -4,6 +4,7 @@ import functools
 import json
 import math
 import signal
+import statistics
 from collections.abc import Callable
 from pathlib import Path
 
@@ -89,11 +90,13 @@ def test_losses_in_8_bits_are_within_a_percent_of_bfloat16s(
     flags = ["--bf16", "--fp8-format", "e4m3", "--fp8-recipe", recipe]
     wide = lines_of(eager_of("--bf16"))
     narrow = run(device, tmp_path / recipe, *flags)
-    # Delayed scales begin at 1, which the first gradients are too small for.
-    most = 0.2 if recipe == "delayed" else 0.05
     for index, (ours, theirs) in enumerate(zip(narrow, wide, strict=True)):
         assert ours["loss"] == pytest.approx(theirs["loss"], rel=0.01), index
-        assert ours["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=most), index
+    # What is wrong with a product is so in each iteration. A single norm may be far off (on the
+    # other generator of a GPU one is, by 7 %; with delayed scales the first are, which begin at 1).
+    norms = [[line["grad_norm"] for line in lines] for lines in (narrow, wide)]
+    off = [abs(ours / theirs - 1) for ours, theirs in zip(*norms, strict=True)]
+    assert statistics.median(off) < 0.02, off
     assert narrow[-1]["loss"] != wide[-1]["loss"]
 
 
