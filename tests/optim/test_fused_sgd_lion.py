@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -177,3 +178,17 @@ def test_a_replaced_tensor_lr_is_named_with_its_optimizer() -> None:
         optimizer.param_groups[0]["lr"] = 0.1
         with pytest.raises(GuardError, match="'lr' of group 0 of FusedLion was a tensor"):
             step(torch.ones(2, 4))
+
+
+def test_a_checkpoint_of_another_rule_is_refused_with_all_that_differs(tmp_path: Path) -> None:
+    model = nn.Linear(6, 4)
+    source = FusedSGD(model.parameters(), momentum=0.9, nesterov=True)
+    set_grads(list(model.parameters()))
+    source.step()
+    graphfsdp.save(tmp_path, model, source, rng=False)
+    before = model.weight.detach().clone()
+    with pytest.raises(graphfsdp.CheckpointMismatchError, match="saved with nesterov=True"):
+        graphfsdp.load(tmp_path, model, FusedSGD(model.parameters(), momentum=0.9))
+    with pytest.raises(graphfsdp.CheckpointMismatchError, match="from FusedSGD, here a FusedLion"):
+        graphfsdp.load(tmp_path, model, FusedLion(model.parameters()))
+    assert torch.equal(model.weight, before)
