@@ -2,6 +2,7 @@
 
 from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import takewhile
 
 import torch
 
@@ -49,6 +50,15 @@ class Stretch:
         self.nodes = [node for node, moves in zip(self.nodes, makes, strict=True) if not moves]
 
 
+def optimizer_kernels(nodes: Sequence[Node]) -> int:
+    """Return how many nodes at the end are kernels of optimizers, which are never compiled."""
+    return sum(1 for _ in takewhile(_is_optimizer_kernel, reversed(nodes)))
+
+
+def _is_optimizer_kernel(node: Node) -> bool:
+    return node.op._schema.name.startswith(("aten::_fused_", "graphfsdp::fused_"))
+
+
 class Cutter:
     """Decides what is compiled together.
 
@@ -90,14 +100,14 @@ class Cutter:
 
     def _reason(self, node: Node) -> str:
         """Return why a node runs as it was recorded; "" if it may be compiled."""
+        if _is_optimizer_kernel(node):
+            return "is one kernel already"
         if node.op.namespace not in ("aten", "prims"):
             return "is no operator of torch"
         if OpCall(node.op, node.args, node.kwargs).draws_numbers():
             return _DRAWS
         if torch.Tag.dynamic_output_shape in node.op.tags:
             return "has a result whose shape depends on numbers"
-        if node.op._schema.name.startswith("aten::_fused_"):
-            return "is one kernel already"
         values = node.values
         if any(conj or neg or dtype.is_complex for *_, dtype, conj, neg in map(_geometry, values)):
             return "computes with complex numbers"

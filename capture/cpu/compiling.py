@@ -16,14 +16,14 @@ import torch
 from torch import Tensor
 
 from graphfsdp._capture.compiled.bounds import beyond, chunks, largest
-from graphfsdp._capture.compiled.cutting import Stretch
+from graphfsdp._capture.compiled.cutting import Stretch, optimizer_kernels
 from graphfsdp._capture.compiled.inductor import Compiled, Compiler, RefusedError
 from graphfsdp._capture.compiled.pieces import Piece, find_pieces
 from graphfsdp._capture.compiled.stretch_graph import in_one_line
 from graphfsdp._capture.cpu.memory import Arena
 from graphfsdp._capture.cpu.program import Commit, Program, ProgramBuilder, Replay
 from graphfsdp._capture.trace.elision import places
-from graphfsdp._capture.trace.values import Node, StorageInfo, as_bytes, values_among
+from graphfsdp._capture.trace.values import Node, StorageInfo, as_bytes, span, values_among
 from graphfsdp._capture.undo.interrupts import DeferredInterrupts, deliver_waiting
 from graphfsdp.base.op_tensors import OpCall, is_empty
 from graphfsdp.base.progress import say
@@ -67,7 +67,7 @@ class CompiledProgram:
     bound: float
 
 
-def compile_program(recorded: Recorded, as_today: Replay) -> CompiledProgram:
+def compile_program(recorded: Recorded) -> CompiledProgram:
     """Compile what can be.
 
     Note [Trial]: today's program runs once from the present state. Then the same runs as pieces,
@@ -75,15 +75,17 @@ def compile_program(recorded: Recorded, as_today: Replay) -> CompiledProgram:
     the trial goes on. A piece whose numbers are beyond the bound, or that fails, runs as today, and
     all of them do if the recorded operators, cut up, do not end bit for bit where today's program
     does. Then everything is put back. All ranks make as many trials, whatever they can compile.
+    The kernel of an optimizer at the end is never compiled and not tried: so weights and optimizer
+    state need no copy, which would be most of what the trial takes.
     """
-    return _Compiling(recorded, as_today).run()
+    return _Compiling(recorded).run()
 
 
 class _Compiling:
-    def __init__(self, recorded: Recorded, as_today: Replay) -> None:
+    def __init__(self, recorded: Recorded) -> None:
         self._recorded = recorded
         self._program = recorded.program
-        self._as_today = as_today
+        self._tried = self._program.nodes[: -optimizer_kernels(self._program.nodes) or None]
         self._functions: dict[int, Compiled] = {}  # by index of the item
         self._failures: dict[int, str] = {}
         self._items: list[Stretch | Piece] = []
@@ -145,9 +147,9 @@ class _Compiling:
                     self._functions[index] = function
 
     def _written(self) -> list[Tensor]:
-        """Return all external memory that the program writes, as bytes."""
+        """Return all external memory that the trial writes, as bytes."""
         ends: dict[int, tuple[StorageInfo, int, int]] = {}
-        for node in self._program.nodes:
+        for node in self._tried:
             written = OpCall(node.op, node.args, node.kwargs).written_arguments()
             for value in values_among(written):
                 info, (begin, end) = value.storage, places(value)
@@ -158,7 +160,8 @@ class _Compiling:
         return [as_bytes(info.get())[begin:end] for info, begin, end in ends.values()]
 
     def _try(self, written: Sequence[Tensor], restore: Callable[[], None]) -> None:
-        expected = list(map(_digest, [*_run(self._as_today), *written]))
+        as_today = self._builder(self._tried).build(_nothing, None)
+        expected = list(map(_digest, [*_run(as_today), *written]))
         restore()
         self._recorded.arena.give_back_pages()  # pieces allocate what they make
         trials: dict[int, Compiled] = {}
@@ -214,7 +217,7 @@ class _Compiling:
             starts[index] = piece.stretch.start
             marks |= {piece.stretch.start, piece.stretch.stop}
         # The one that was built has no clock in it.
-        builder = self._builder(self._program.nodes)
+        builder = self._builder(self._tried)
         replays = [builder.build(_nothing, None, clock, marks), self._build(clock=clock)]
         runs: list[list[list[int]]] = [[], []]
         last = None
@@ -250,6 +253,8 @@ class _Compiling:
             stretch = item.stretch if isinstance(item, Piece) else item
             if stretch.start == self._recorded.commit_node:
                 commit_node = len(nodes)
+            if stretch.start >= len(self._tried) and not final:
+                break
             if index not in found:
                 nodes += [*stretch.ahead, *stretch.nodes]
                 continue
@@ -294,7 +299,10 @@ class _Compiling:
 
 
 class _Trial:
-    """Runs a piece compiled and as recorded, from the same memory; goes on with the latter."""
+    """Runs a piece compiled and as recorded, from the same memory; goes on with the latter.
+
+    What is compiled gets copies of what outlives the iteration, so that weights are safe from it.
+    """
 
     def __init__(
         self,
@@ -315,19 +323,23 @@ class _Trial:
         }
         inputs = enumerate(piece.graph.inputs)
         self._written = [index for index, value in inputs if id(value.storage) in written]
+        inputs = enumerate(piece.graph.inputs)
+        self._outlive = [index for index, value in inputs if value.storage.external]
         self._bound = piece.bound
         self._forms = [value.geometry for value in piece.results]
 
     def __call__(self, inputs: list[Tensor]) -> list[Tensor]:
-        copies = {index: _copy(inputs[index]) for index in self._written}
-        given = [copies.get(index, tensor) for index, tensor in enumerate(inputs)]
-        expected = self._as_recorded(inputs)
+        copies = {index: _copy(inputs[index]) for index in {*self._written, *self._outlive}}
         try:
-            got = [*self._function(given), *copies.values()]
+            got = self._function([copies.get(at, tensor) for at, tensor in enumerate(inputs)])
         except Exception as error:
             self._fail(in_one_line(error))
-        else:
-            self._compare([*expected, *(inputs[index] for index in self._written)], got)
+            return self._as_recorded(inputs)
+        expected = self._as_recorded(inputs)
+        written = [copies.pop(index) for index in self._written]
+        if not all(_same_bits(inputs[index], copy) for index, copy in copies.items()):
+            self._fail("it writes what was only read")
+        self._compare([*expected, *(inputs[index] for index in self._written)], [*got, *written])
         return expected
 
     def _compare(self, expected: list[Tensor], got: list[Tensor]) -> None:
@@ -375,11 +387,14 @@ def _undone(
 
 
 def _copy(tensor: Tensor) -> Tensor:
-    """Return a copy of the same strides, whatever lies between the elements."""
-    copied = torch.empty_strided(
-        tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device
-    )
-    return copied.copy_(tensor)
+    """Return a copy of the same strides, with whatever lies between the elements."""
+    numel = span(tensor.shape, tensor.stride())
+    return tensor.as_strided((numel,), (1,)).clone().as_strided(tensor.shape, tensor.stride())
+
+
+def _same_bits(one: Tensor, other: Tensor) -> bool:
+    both = (tensor.reshape(-1).view(torch.uint8) for tensor in (one, other))
+    return torch.equal(*both)
 
 
 def _digest(tensor: Tensor) -> bytes:

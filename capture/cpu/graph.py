@@ -157,7 +157,7 @@ class CpuGraph:
         if recorded is None or self._replay is None:
             return
         self.facts = replace(self.facts, compiled=("as today: the compilation did not end",))
-        made = compile_program(recorded, self._replay)
+        made = compile_program(recorded)
         give_back_freed_pages()  # of the trial
         self._replay = made.replay or self._replay
         self.facts = replace(self.facts, compiled=made.lines, bound=made.bound)
