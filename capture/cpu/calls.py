@@ -56,17 +56,23 @@ def call(
     args: Sequence[str],
     kwargs: Mapping[str, str],
     constant: Constant,
+    known: Callable[[], list[Any]],
 ) -> str:
     """Return Python source that calls an operator for its results.
 
-    Arguments come as source, too; ``constant`` gives an object a name in the program.
+    Arguments come as source, too; ``constant`` gives an object a name in the program. ``known``
+    gives the arguments that are the same objects in each replay, and ``...`` for the others.
     """
     name = short_name(op)
     function = op._schema.name.removeprefix("aten::")
     if name in _METHODS and not kwargs:
         return f"{args[0]}.{function}({', '.join(args[1:])})"
     kernel = op.py_kernels.get(torch._C.DispatchKey.CPU)
-    called = op._op if kernel is None else _unless_watched(kernel, op._op)
+    called = op._op
+    if kernel is not None:
+        # Ours can be told ahead what stays.
+        prepared = kernel.prepared(*known()) if hasattr(kernel, "prepared") and not kwargs else None
+        called = _unless_watched(prepared or kernel, op._op)
     if name in _BINDINGS and not kwargs:
         called = getattr(torch._C._VariableFunctions, function)
     named = [f"{key}={value}" for key, value in kwargs.items()]

@@ -227,7 +227,9 @@ class ProgramBuilder:
             outs = [self._name(value) for value in node.outputs if value is not None]
             source.add(call_into(node.op, args, kwargs, outs, self._constant))
             return
-        line = call(node.op, args, kwargs, self._constant)
+        line = call(
+            node.op, args, kwargs, self._constant, lambda: list(map(self._known, node.args))
+        )
         inputs = {id(value) for value in node.inputs}
         targets = [
             self._name(value)
@@ -245,6 +247,15 @@ class ProgramBuilder:
             names = ", ".join(target or "_" for target in targets)
             line = f"[{names}] = {line}"
             source.add(f"{line}; _ = None" if None in targets else line, bound)
+
+    def _known(self, item: Any) -> Any:
+        """Return what an argument is in each replay; ``...`` if it is another each time."""
+        if isinstance(item, Value):
+            return self.memory.tensor(item) if self.memory.is_fixed(item) else ...
+        if isinstance(item, list):
+            items = [self._known(member) for member in item]
+            return ... if any(member is ... for member in items) else items
+        return item
 
     def _argument(self, value: Any) -> str:
         if isinstance(value, Value):

@@ -5,6 +5,7 @@ same for all tensors of one parameter or flat run.
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -68,11 +69,15 @@ def as_kernel(run: Callable[[StepArgs], None]) -> Callable[..., None]:
     """Return a function with the operation's flat arguments."""
 
     def run_flat(*args: Any) -> None:
-        columns, flags = len(Columns._fields), len(args) - len(Flags._fields)
-        rest = args[columns:flags]
-        run(StepArgs._make((Columns(*args[:columns]), *rest, Flags(*args[flags:]))))
+        run(_step_args(args))
 
     return run_flat
+
+
+def _step_args(flat: Sequence[Any]) -> StepArgs:
+    columns, flags = len(Columns._fields), len(flat) - len(Flags._fields)
+    rest = flat[columns:flags]
+    return StepArgs._make((Columns(*flat[:columns]), *rest, Flags(*flat[flags:])))
 
 
 def _advance(args: StepArgs) -> None:
@@ -135,42 +140,111 @@ def run_cpu(args: StepArgs) -> None:
     The table, the scale and the flag are read on the host, which is free here and happens anew
     each time the node runs.
     """
-    if not args.dense:
-        _run_tensor_code(args)
-        return
-    if args.flags.rule != "adam":
-        _run_tensor_code(args, _chunks)
-        return
-    _advance(args)
-    if args.found_inf is not None and args.found_inf.item() != 0:
-        return
-    if not args.columns.params:  # all are of zero size
-        return
-    wide_dtype = torch.promote_types(args.columns.params[0].dtype, torch.float32)
-    scale = 1.0 if args.grad_scale is None else args.grad_scale.item()
-    as_is = scale == 1.0 and args.columns.grads[0].dtype == wide_dtype
-    scratch: Tensor | None = None
-    if not as_is:
-        numel = _scratch_numel(args.columns, args.lane_sizes)
-        scratch = torch.empty(numel, dtype=wide_dtype, device="cpu")
-    # Stored as the kernel takes them, all tensors of a lane go into one call.
-    whole = as_is and all(column[0].dtype == wide_dtype for column in args.columns if column)
-    rows = args.hyper.tolist()
-    start = 0
-    for row, size, first in zip(args.lane_rows, args.lane_sizes, args.lane_steps, strict=True):
-        if not size:
-            continue
-        if args.flags.bias_correction:
-            step = args.steps[first].view(-1)[0]
-        else:
-            # With infinitely many steps behind it, a moment needs no correction: beta**inf is 0.
-            step = torch.tensor(torch.inf, device="cpu")
-        lane = args.columns.part(start, start + size)
-        start += size
-        for part in [lane] if whole else _chunks(lane):
+    CpuStep(args).run(args)
+
+
+class CpuStep:
+    """The step on a CPU over given memory: what follows from that alone is found once.
+
+    In each run ``grad_scale``, ``found_inf`` and ``skipped`` may be other tensors.
+    """
+
+    def __init__(self, args: StepArgs) -> None:
+        self._args = args
+
+    def run(self, args: StepArgs) -> None:
+        if not args.dense:
+            _run_tensor_code(args)
+            return
+        if args.flags.rule != "adam":
+            _run_tensor_code(args, _chunks)
+            return
+        _advance(args)
+        if args.found_inf is not None and args.found_inf.item() != 0:
+            return
+        columns = args.columns
+        if not columns.params:  # all are of zero size
+            return
+        wide_dtype = torch.promote_types(columns.params[0].dtype, torch.float32)
+        scale = 1.0 if args.grad_scale is None else args.grad_scale.item()
+        as_is = scale == 1.0 and columns.grads[0].dtype == wide_dtype
+        # Stored as the kernel takes them, all tensors of a lane go into one call.
+        whole = as_is and all(column[0].dtype == wide_dtype for column in columns if column)
+        rows = args.hyper.tolist()
+        scratch: Tensor | None = None
+        if not as_is:
+            numel = max(part.numel for part in self._parts)
+            scratch = torch.empty(numel, dtype=wide_dtype, device="cpu")
+        for part in self._lanes if whole else self._parts:
+            taken = part.columns
             if scratch is not None:  # unnamed, so that it is freed before the next one is made
-                part = part._replace(grads=_scaled(part.grads, scale, scratch))
-            _update(part, step, rows[row], args.flags, wide_dtype)
+                taken = taken._replace(grads=part.scaled_grads(scale, scratch))
+            _update(taken, part.step, rows[part.row], args.flags, wide_dtype)
+
+    @cached_property
+    def _lanes(self) -> "list[_Part]":
+        args, start = self._args, 0
+        found = []
+        for row, size, first in zip(args.lane_rows, args.lane_sizes, args.lane_steps, strict=True):
+            if not size:
+                continue
+            if args.flags.bias_correction:
+                step = args.steps[first].view(-1)[0]
+            else:
+                # With infinitely many steps behind it, a moment needs no correction: beta**inf = 0.
+                step = torch.tensor(torch.inf, device="cpu")
+            found.append(_Part(row, step, args.columns.part(start, start + size)))
+            start += size
+        return found
+
+    @cached_property
+    def _parts(self) -> "list[_Part]":
+        return [
+            _Part(lane.row, lane.step, part)
+            for lane in self._lanes
+            for part in _chunks(lane.columns)
+        ]
+
+
+class _Part:
+    """Tensors of one lane that go into one call of torch's kernel."""
+
+    def __init__(self, row: int, step: Tensor, columns: Columns) -> None:
+        self.row = row
+        self.step = step  # [] float32
+        self.columns = columns
+        self._sizes = [param.numel() for param in columns.params]
+        self.numel = sum(self._sizes)
+
+    def scaled_grads(self, scale: float, scratch: Tensor) -> list[Tensor]:
+        """Return scaled gradients of the scratch's dtype, in its memory."""
+        memory = scratch[: self.numel]
+        if self._joined is None:
+            scaled = list(_unflatten_dense_tensors(memory, self._contiguous))
+            torch._foreach_copy_(scaled, self._contiguous)
+        elif self._joined.dtype == memory.dtype:  # one operator for all of them
+            torch.mul(self._joined, scale, out=memory)
+            return list(memory.split_with_sizes(self._sizes))
+        else:
+            scaled = list(memory.split_with_sizes(self._sizes))
+            memory.copy_(self._joined)
+        if scale != 1.0:
+            memory.mul_(scale)
+        return scaled
+
+    @cached_property
+    def _joined(self) -> Tensor | None:
+        """[numel] all gradients, where they follow one another."""
+        grads = self.columns.grads
+        if not _are_neighbours(grads, self._sizes):
+            return None
+        return flat_view(grads[0], self.numel)
+
+    @cached_property
+    def _contiguous(self) -> list[Tensor]:
+        # Memory order: a permuted tensor would be copied in the order of its indices.
+        grads = self.columns.grads
+        return [grad if grad.is_contiguous() else flat_view(grad) for grad in grads]
 
 
 def _update(
@@ -192,27 +266,6 @@ def _update(
     )  # fmt: skip
     store_moments(part, moments)
     store_weights(part, weights)
-
-
-def _scaled(grads: list[Tensor], scale: float, scratch: Tensor) -> list[Tensor]:
-    """Return scaled gradients of the scratch's dtype, in its memory."""
-    sizes = [grad.numel() for grad in grads]
-    memory = scratch[: sum(sizes)]
-    if _are_neighbours(grads, sizes):  # one operator for all of them
-        joined = flat_view(grads[0], sum(sizes))
-        if joined.dtype == memory.dtype:
-            torch.mul(joined, scale, out=memory)
-            return list(memory.split_with_sizes(sizes))
-        scaled = list(memory.split_with_sizes(sizes))
-        memory.copy_(joined)
-    else:
-        # Memory order: a permuted tensor would be copied in the order of its indices.
-        grads = [grad if grad.is_contiguous() else flat_view(grad) for grad in grads]
-        scaled = list(_unflatten_dense_tensors(memory, grads))
-        torch._foreach_copy_(scaled, grads)
-    if scale != 1.0:
-        memory.mul_(scale)
-    return scaled
 
 
 def _are_neighbours(grads: list[Tensor], sizes: list[int]) -> bool:
@@ -252,19 +305,26 @@ def _chunk_numel(total: int) -> int:
     return min(max(share, _SMALLEST_CHUNK), _LARGEST_CHUNK)
 
 
-def _scratch_numel(columns: Columns, lane_sizes: Sequence[int]) -> int:
-    """Return how many gradients of one part there are at most."""
-    most, start = 0, 0
-    for size in lane_sizes:
-        total = sum(param.numel() for param in columns.params[start : start + size])
-        most = max(most, min(total, _chunk_numel(total)))
-        start += size
-    return most
+class _CpuKernel:
+    """The kernel for replays on a CPU, which call it and spare the way through C++."""
+
+    def __call__(self, *args: Any) -> None:
+        run_cpu(_step_args(args))
+
+    @staticmethod
+    def prepared(*args: Any) -> Callable[..., None] | None:
+        """Return the kernel for calls with these arguments, but for those that are ``...`` here.
+
+        None if it cannot know anything ahead.
+        """
+        # Columns and step counts; what else may change is asked for in each run.
+        if any(each is ... for each in args[: len(Columns._fields) + 1]):
+            return None
+        return as_kernel(CpuStep(_step_args(args)).run)
 
 
 fused_adam_ = torch.ops.graphfsdp.fused_adam_.default
 
 _LIBRARY.impl("fused_adam_", as_kernel(run_cpu), "CPU")
 _LIBRARY.impl("fused_adam_", as_kernel(run_cuda), "CUDA")
-# For replays on a CPU, which call this function and spare the way through C++.
-fused_adam_.py_impl(torch._C.DispatchKey.CPU)(as_kernel(run_cpu))
+fused_adam_.py_impl(torch._C.DispatchKey.CPU)(_CpuKernel())
