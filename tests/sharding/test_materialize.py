@@ -268,6 +268,21 @@ def test_init_weights_of_a_root_and_functions_of_the_user() -> None:
     assert 2.0 < float(plain.tokens.weight.detach().std()) < 4.0
 
 
+@pytest.mark.gpu
+@on_ranks("gpu_ranks")
+def test_a_model_without_units_gets_the_first_ranks_values_on_any_device() -> None:
+    """NCCL, the only way between these ranks, sends nothing from a CPU."""
+    torch.manual_seed(dist.get_rank())
+    model = on_meta(lambda: nn.Sequential(Pretrained(), nn.Linear(4, 4)))
+    graphfsdp.materialize(model, "cpu")
+    assert {param.device.type for param in model.parameters()} == {"cpu"}
+    mine = torch.cat([param.detach().flatten() for param in model.parameters()]).to(rank_device())
+    of_first = mine.clone()
+    dist.broadcast(of_first, 0)
+    assert torch.equal(mine, of_first)
+    assert bool(mine.isfinite().all())
+
+
 class Peak(TorchDispatchMode):
     """The most bytes of storages that were made inside and lived at once."""
 

@@ -261,9 +261,16 @@ def _broadcast(tensor: Tensor, groups: Sequence[dist.ProcessGroup]) -> None:
         return
     packed = tensor.detach().contiguous()
     for group in groups:  # the second axis spreads what the first has brought
+        packed = packed.to(_device_within(group, tensor.device))
         broadcast_(packed.view(-1).view(torch.uint8), group)
     if packed.data_ptr() != tensor.data_ptr():
         tensor.detach().copy_(packed)
+
+
+def _device_within(group: dist.ProcessGroup, device: torch.device) -> torch.device:
+    """Return where a group can send what lies on a device: NCCL sends nothing from a CPU."""
+    kinds = [each.type for each in group._device_types]
+    return device if device.type in kinds else torch.device(kinds[0])
 
 
 def _units_of(model: nn.Module) -> list[Unit]:
