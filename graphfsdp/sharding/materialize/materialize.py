@@ -269,8 +269,8 @@ def _broadcast(tensor: Tensor, groups: Sequence[dist.ProcessGroup]) -> None:
 
 def _device_within(group: dist.ProcessGroup, device: torch.device) -> torch.device:
     """Return where a group can send what lies on a device: NCCL sends nothing from a CPU."""
-    kinds = [each.type for each in group._device_types]
-    return device if device.type in kinds else torch.device(kinds[0])
+    kinds = [each.type for each in group._device_types]  # none of a group written in Python
+    return device if not kinds or device.type in kinds else torch.device(kinds[0])
 
 
 def _units_of(model: nn.Module) -> list[Unit]:
