@@ -10,6 +10,9 @@ from torch import Tensor
 from graphfsdp.base.host_memory import zeros_flat
 from graphfsdp.base.memory_plan import neighbour_starts
 
+# torch launches its kernel for many tensors anew behind 320 pieces of 65,536 elements each.
+_NUMEL_OF_LAUNCH = 320 * 65536
+
 
 @dataclass(frozen=True)
 class FlatSlot:
@@ -51,13 +54,15 @@ def copy_all(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
     """Copy tensors into others.
 
     Capture: on a GPU a kernel for each sixty or so that have the same dtypes and strides as their
-        targets, in place of a node for each; all others one by one.
+        targets, in place of a node for each; all others one by one, and those that would take more
+        than one launch of that kernel.
     """
     together: dict[tuple[torch.dtype, torch.dtype] | None, list[tuple[Tensor, Tensor]]] = {}
     for target, source in zip(targets, sources, strict=True):
         form = target.shape, target.stride()
-        alike = form == (source.shape, source.stride())
-        key = (target.dtype, source.dtype) if target.is_cuda and alike and is_dense(*form) else None
+        alike = form == (source.shape, source.stride()) and is_dense(*form)
+        is_among = target.is_cuda and alike and target.numel() <= _NUMEL_OF_LAUNCH
+        key = (target.dtype, source.dtype) if is_among else None
         together.setdefault(key, []).append((target, source))
     for key, pairs in together.items():
         if key is not None and len(pairs) > 1:

@@ -8,8 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from cuda_stand_in import library
 from graphfsdp.base.flat_buffer import (
     FlatBuffer,
+    copy_all,
     is_dense,
 )
 from graphfsdp.base.memory_plan import VECTOR_BYTES
@@ -69,3 +71,17 @@ def test_strides_with_gaps_or_overlaps_become_contiguous(tensor: Tensor) -> None
     (view,) = FlatBuffer([tensor], dtype=torch.float32, device=CPU).views
     assert view.shape == tensor.shape
     assert view.is_contiguous()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not library.is_below(), reason="launches are counted by the stand-in")
+def test_small_tensors_are_copied_by_one_kernel_and_large_ones_by_one_each() -> None:
+    """With others a large one would take several launches of the kernel for many."""
+    numels = (7, 30_000_000, 300, 44_000_000)
+    sources = [torch.randn(numel, device="cuda").bfloat16() for numel in numels]
+    targets = [torch.zeros(numel, device="cuda") for numel in numels]
+    before = library.counts()
+    copy_all(targets, sources)
+    assert library.counts().since(before).launches == 3
+    for target, source in zip(targets, sources, strict=True):
+        assert torch.equal(target, source.float())
