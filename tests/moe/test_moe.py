@@ -20,6 +20,8 @@ from helpers import Batch, Case, check_against_eager, no_host_sync, set_lr
 from moe_models import VOCABULARY, MixedModel, dropless, tokens_of
 
 E, K, C = 4, 2, 16
+# Of a difference's norm to that of the numbers, where sums have another order.
+BOUNDS = {torch.bfloat16: 0.1, torch.float32: 1e-5, torch.float64: 1e-13}
 
 
 def batch(generator: torch.Generator) -> Batch:
@@ -46,7 +48,11 @@ def test_experts_equal_dropless_ones_whose_sizes_are_those_of_the_data(
     num_tokens: int,
     options: dict[str, Any],
 ) -> None:
-    """Forward, gradients and weights after steps; on a CPU bit for bit."""
+    """Forward, gradients and weights after steps; on a CPU bit for bit.
+
+    A GPU adds in an order that depends on sizes. What AdamW makes of the last bits of a gradient
+    that is nearly zero has no bound, so there each step begins with the same weights.
+    """
     ours = MoE(width, 64, num_experts, topk=topk, **options).to(device, dtype)
     theirs = copy.deepcopy(ours)
     optimizers = [torch.optim.AdamW(m.parameters(), lr=0.1) for m in (ours, theirs)]
@@ -61,12 +67,18 @@ def test_experts_equal_dropless_ones_whose_sizes_are_those_of_the_data(
             optimizer.step()
             optimizer.zero_grad()
             layer.end_iteration()
-            found[-1] += [*layer.parameters(), layer.router.expert_bias]
+            found[-1] += [layer.router.expert_bias]
+            if device.type == "cpu":
+                found[-1] += layer.parameters()
         for mine, expected in zip(*found, strict=True):
             if device.type == "cpu":
                 assert torch.equal(mine, expected)
             else:
-                torch.testing.assert_close(mine, expected)
+                error = (mine - expected).double().norm() / expected.double().norm()
+                assert torch.equal(mine, expected) or error < BOUNDS[mine.dtype]
+        if device.type != "cpu":
+            theirs.load_state_dict(ours.state_dict())
+            optimizers[1].load_state_dict(copy.deepcopy(optimizers[0].state_dict()))
     assert int(overflowed_tokens(ours)) == 0
     assert int(ours.router.tokens_per_expert.sum()) == 3 * num_tokens * topk
 
