@@ -239,16 +239,22 @@ class Point:
 
 @dataclass
 class Program:
-    """What one captured iteration does, and which of its values it returns."""
+    """What one captured iteration does, and which of its values it returns.
+
+    ``flags`` is what was trained at its beginning, of what its calls say that of.
+    """
 
     calls: list[Call]
     kept: list[int]
     end: Point
+    flags: list[tuple[Own, bool]]
 
     def run(self, given: Sequence[Tensor], kind: str) -> list[Any]:
         results = [leaf for call in self.calls for leaf in call.results]
         written = {leaf.written for leaf in results if isinstance(leaf, Result)}
         given = [t.clone() if place in written else t for place, t in enumerate(given)]
+        for own, flag in self.flags:
+            own.tensor.requires_grad_(flag)
         made = run_calls(self.calls, given, kind)
         return [made[index] for index in self.kept]
 

@@ -1,6 +1,7 @@
 """The loop around the iterations, which goes on as it is written."""
 
 import copy
+import inspect
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
@@ -34,7 +35,7 @@ from graphfsdp.api import capture
 from graphfsdp.base.hazards import SourceLine
 from graphfsdp.base.op_tensors import as_written
 from graphfsdp.errors import CaptureError, ConfigError, PhaseError
-from graphfsdp.in_place.calls import Point, Program, refusal
+from graphfsdp.in_place.calls import Own, Point, Program, refusal
 from graphfsdp.in_place.gradients import GradientsLeft
 from graphfsdp.in_place.region import MOST_NEW, Region
 from graphfsdp.optim.adapters.backends import JointOptimizer, adapt
@@ -70,6 +71,11 @@ _PLACE = frozenset(
     }
 )
 _GRADIENT_OF = vars(torch._C.TensorBase)["grad"].__get__
+_SET_GRADIENT = vars(torch._C.TensorBase)["grad"].__set__
+# These ask for gradients one by one, also where a wrapper of an optimizer has inherited it.
+_ZERO_GRADS = frozenset(
+    inspect.unwrap(kind.zero_grad).__code__ for kind in (nn.Module, torch.optim.Optimizer)
+)
 _CLIP = nn.utils.clip_grad_norm_
 _END_AUTOCAST = torch.clear_autocast_cache
 
@@ -108,9 +114,9 @@ def _trains_through(args: Any, kwargs: Any) -> bool:
 def of_gradients(name: str) -> CaptureError:
     """Return an error for a loop that uses a gradient which runs on."""
     return refusal(
-        f"gradients were not zeroed since the optimizer's last step, that of {name} for one; a "
-        f"captured iteration begins without any, so it ran as written, and {MOST_NEW + 1} in a row "
-        "are refused",
+        "gradients were not zeroed (by zero_grad, or as p.grad = None) since the optimizer's last "
+        f"step, that of {name} for one; a captured iteration begins without any, so it ran as "
+        f"written, and {MOST_NEW + 1} in a row are refused",
         "optimizer.zero_grad() in each iteration, and where the loop uses gradients of what it "
         "does not train (in a norm), zero_grad() of the model, or requires_grad_(False)",
     )
@@ -362,10 +368,13 @@ class InPlace:
             return copied
         if function == _GRADIENT_OF:
             frame = sys._getframe(2)
-            if frame.f_code is nn.Module.zero_grad.__code__:
-                self._zero_module(frame)
+            if frame.f_code in _ZERO_GRADS:
+                self._zero_whole(frame)
                 return None  # and so it does nothing by itself
             self._gradients.look_at(args[:1])
+        if function == _SET_GRADIENT and args[1] is None:
+            self._gradients.zero(args[:1])
+            self._drops_gradients = True
         with self._left_if_it_fails():
             return region.do(function, args, kwargs, self._real, only_if_touched=True)
 
@@ -398,16 +407,20 @@ class InPlace:
         named = (pair for model in self._models for pair in model.named_parameters())
         return next((repr(name) for name, param in named if id(param) == key), "a parameter")
 
-    def _zero_module(self, frame: FrameType) -> None:
-        """Note ``Module.zero_grad`` as one call; an attribute of a model would be pickled."""
+    def _zero_whole(self, frame: FrameType) -> None:
+        """Note ``zero_grad`` as one call; an attribute of a model would be pickled."""
         if self._zeroing_frame is not frame:
             self._zeroing_frame = frame
-            module, to_none = frame.f_locals["self"], frame.f_locals["set_to_none"]
-            self._gradients.zero(module.parameters())
+            owner, to_none = frame.f_locals["self"], frame.f_locals["set_to_none"]
+            is_module = isinstance(owner, nn.Module)
+            groups = (
+                [owner.parameters()] if is_module else [g["params"] for g in owner.param_groups]
+            )
+            self._gradients.zero(param for group in groups for param in group)
             self._drops_gradients |= to_none
             assert self._region is not None
             with self._left_if_it_fails():
-                self._region.do(module.zero_grad, (to_none,), {}, self._real)
+                self._region.do(owner.zero_grad, (to_none,), {}, self._real)
 
     def _on_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
         step = self._steps[id(optimizer)]
@@ -539,7 +552,7 @@ class InPlace:
         optimizer.step()
 
     def _replay(self, region: Region) -> None:
-        index = self._program(region.point, region.kept())
+        index = self._program(region)
         region.check_undrawn()
         if self._step is None:
             self._step = capture(*self._arguments(), iteration=self._iterate, **self._options)
@@ -559,11 +572,14 @@ class InPlace:
             optimizers[0] if len(optimizers) == 1 else optimizers,
         )
 
-    def _program(self, end: Point, kept: list[int]) -> int:
+    def _program(self, region: Region) -> int:
+        end, kept = region.point, region.kept()
+        flags = [(Own(self._own[key]), flag) for key, flag in region.flags.items()]
         for index, program in enumerate(self._programs):
-            if program.end is end and set(kept) <= set(program.kept):
+            is_same = program.end is end and program.flags == flags
+            if is_same and set(kept) <= set(program.kept):
                 return index
-        self._programs.append(Program(end.calls(), kept, end))
+        self._programs.append(Program(end.calls(), kept, end, flags))
         return len(self._programs) - 1
 
     def _iterate(self, models: Any, optimizers: Any, index: int, *given: Tensor) -> list[Any]:

@@ -14,10 +14,11 @@ Note [No memory]
 What is put off must not be read or written by something that the mode does not see. So a tensor
 that stands for another one has no memory (it is on the device "meta") until the step gives it some:
 functorch, TorchScript, a thread, C++ find nothing to read, and what they make of it is refused
-where it comes back. A look at a weight is one from the beginning, and stays one. And when a call
-runs for the first time, it is watched: a replay writes its own copies of what came from outside, so
-a call may neither write that (but for what it returns, whose value the step brings back), nor give
-it other memory.
+where it comes back. A look at a weight is one from the beginning, and stays one; whether a weight
+is trained (``requires_grad_``) is said at once, since the loop may ask. And when a call runs for
+the first time, it is watched: a replay writes its own copies of what came from outside, so a call
+may neither write that (but for what it returns, whose value the step brings back), nor give it
+other memory.
 """
 
 import weakref
@@ -71,6 +72,7 @@ _NO_STEP = (
     "if no step comes of an optimizer that capture_in_place was given, as behind the loop, call "
     "the model under torch.no_grad(), in eval(), or after close() of what it has returned"
 )
+_SETS_FLAG = frozenset({Tensor.requires_grad_, Tensor.requires_grad.__set__})  # type: ignore[attr-defined]
 _C_functorch = torch._C._functorch
 _AUTOGRAD = torch._C.DispatchKey.AutogradOther
 _is_excluded = torch._C._dispatch_tls_is_dispatch_key_excluded
@@ -102,6 +104,7 @@ class Region:
         self.is_known = True
         self.given: list[Tensor] = []
         self.stepped: set[int] = set()
+        self.flags: dict[int, bool] = {}  # what was trained, of what the loop has said that of
         self._kind = kind
         self._own = own
         self.num_blocks = 0  # outermost autocasts that have ended
@@ -147,6 +150,8 @@ class Region:
                 assert point.call is not None
                 if point.call.is_like(call):
                     self.point = point
+                    if function in _SETS_FLAG and isinstance(leaves[0], Tensor):
+                        self._set_flag(function, leaves[0], args, kwargs)
                     return self._stand_ins(point.call)
             known = self.point.following
             self.new_at = call, known[-1].call if known else None
@@ -165,6 +170,13 @@ class Region:
         self.point.following.append(Point(call, self.point, draws=draws))
         self.point = self.point.following[-1]
         return result
+
+    def _set_flag(
+        self, function: Callable[..., Any], tensor: Tensor, args: Any, kwargs: Any
+    ) -> None:
+        if self.owns(tensor):
+            self.flags.setdefault(id(tensor), tensor.requires_grad)
+        function(*args, **kwargs)
 
     def _do_at_once(
         self, function: Callable[..., Any], leaves: Sequence[Any], args: Any, kwargs: Any
@@ -452,6 +464,8 @@ class Region:
             check_within_no_operator()
             self.check_unchanged()
             calls = self.point.calls()
+            for key, flag in self.flags.items():  # as they were; the calls say the same again
+                self._own[key].requires_grad_(flag)
             self._note_draws()
             with torch.inference_mode(mode=False):
                 self._take_over(

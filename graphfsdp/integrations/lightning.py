@@ -252,7 +252,10 @@ def _refuse(trainer: Any, module: Any) -> None:
     problem, remedy = None, ""
     if not module.automatic_optimization:
         problem = "cannot capture manual optimization (automatic_optimization=False)"
-        remedy = "graphfsdp.capture(models, optimizers, iteration=...) in a loop of your own"
+        remedy = (
+            "in on_train_start graphfsdp.capture_in_place(list(module.children()), "
+            "trainer.optimizers), which leaves the loop as it is"
+        )
     elif trainer.world_size > 1 or trainer.num_devices > 1:
         problem = f"trains on one device, and this trainer has {trainer.world_size}"
         remedy = "devices=1, or graphfsdp.fully_shard and graphfsdp.capture in a loop of your own"

@@ -277,7 +277,7 @@ class _Loop(InPlace):
         for change in self._adapted.changes():
             if change.kind is ChangeKind.BAKED_VALUE:
                 self._note_moved(change)
-        index = self._program(region.point, region.kept())
+        index = self._program(region)
         report = check_call(
             *self._arguments(),
             (index, *region.given),

@@ -308,6 +308,34 @@ def is_adversarial(models: list[nn.Module], optimizers: list[torch.optim.Optimiz
     return losses
 
 
+def trains_in_turns(models: list[nn.Module], optimizers: list[torch.optim.Optimizer]) -> list[Any]:
+    """Each is frozen while the other one steps, and gradients are taken off one by one."""
+    (generator, critic), (of_generator, of_critic) = models, optimizers
+    losses = []
+    for index in range(24):
+        real, noise = torch.randn(8, 4), torch.randn(8, 2)
+        critic.requires_grad_(False)
+        # Trained behind this point in every iteration, and here in some.
+        next(generator.parameters()).requires_grad_(index < 12)
+        loss = softplus(-critic(generator(noise))).mean()
+        for param in generator.parameters():
+            param.grad = None
+        loss.backward()
+        of_generator.step()
+        was = [param.requires_grad for param in generator.parameters()]
+        for param in generator.parameters():
+            param.requires_grad = False
+        critic.requires_grad_(True)
+        gap = softplus(critic(generator(noise))).mean() + softplus(-critic(real)).mean()
+        torch.optim.Optimizer.zero_grad(of_critic)
+        gap.backward()
+        of_critic.step()
+        for param, flag in zip(generator.parameters(), was, strict=True):
+            param.requires_grad_(flag)
+        losses += [loss.item(), gap.item(), *was]
+    return losses
+
+
 def trains_an_actor(critic: nn.Module, optimizer: torch.optim.Optimizer) -> list[Any]:
     """An actor that is trained through the model, less often and outside of the graph."""
     actor = nn.Linear(4, 4)
@@ -384,6 +412,7 @@ LOOPS: dict[str, tuple[Loop, dict[str, Any], int]] = {
     "views of outputs": (looks_at_views, {}, 1),
     "running sums": (adds_up, {}, 3),
     "two models and optimizers": (is_adversarial, {"make": make_pair, "optim": make_adams}, 1),
+    "frozen in turns": (trains_in_turns, {"make": make_pair, "optim": make_adams}, 2),
     "FusedAdam": (
         has_other_shapes,
         {"optim": lambda model: FusedAdam(model.parameters(), lr=1e-2)},

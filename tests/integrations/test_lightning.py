@@ -114,6 +114,60 @@ def test_checkpoints_are_lightning_s(tmp_path: Path) -> None:
     assert_same(ends[0], ends[2])
 
 
+class Adversarial(pl.LightningModule):  # type: ignore[misc]
+    """Two optimizers in manual optimization, one part frozen at a time."""
+
+    def __init__(self, *, captured: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.automatic_optimization = False
+        self.maker = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.2), nn.Linear(8, 4))
+        self.critic = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 1))
+        self.seen: list[Tensor] = []
+        self._is_captured = captured
+
+    def on_train_start(self) -> None:
+        if self._is_captured:
+            parts = list(self.children())
+            self._step = graphfsdp.capture_in_place(parts, self.trainer.optimizers)
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        softplus = nn.functional.softplus
+        of_maker, of_critic = self.optimizers()
+        self.toggle_optimizer(of_maker)
+        loss = softplus(-self.critic(self.maker(batch[0]))).mean()
+        of_maker.zero_grad()
+        self.manual_backward(loss)
+        of_maker.step()
+        self.untoggle_optimizer(of_maker)
+        self.toggle_optimizer(of_critic)
+        gap = softplus(self.critic(self.maker(batch[0]).detach()) - self.critic(batch[0])).mean()
+        of_critic.zero_grad()
+        self.manual_backward(gap)
+        of_critic.step()
+        self.untoggle_optimizer(of_critic)
+        self.log_dict({"loss": loss, "gap": gap})
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.seen += [each.clone() for each in self.trainer.callback_metrics.values()]
+
+    def on_train_end(self) -> None:
+        if self._is_captured:
+            assert "replay" in str(self._step.report())
+            self._step.close()
+
+    def configure_optimizers(self) -> Any:
+        return [torch.optim.Adam(part.parameters(), 1e-2) for part in (self.maker, self.critic)]
+
+
+def test_manual_optimization_is_captured_in_place(tmp_path: Path) -> None:
+    plain, captured = (Adversarial(captured=flag) for flag in (False, True))
+    for net in (plain, captured):
+        fit(net, tmp_path, captured=False, max_epochs=3)
+    assert len(plain.seen) > 20
+    assert_same(plain, captured)
+
+
 class Manual(Net):
     def __init__(self) -> None:
         super().__init__()
@@ -144,7 +198,7 @@ class Skipping(Net):
 @pytest.mark.parametrize(
     ("kind", "text"),
     [
-        (Manual, r"manual optimization.*iteration="),
+        (Manual, r"manual optimization.*capture_in_place"),
         (Counting, r"reads batch_idx.*on_train_batch_start"),
         (LoggingNumbers, r"self\.log\('number'\) is given a float.*on_train_batch_end"),
         (Stepping, r"Stepping\.optimizer_step replaces\. Remedy: a schedule"),
