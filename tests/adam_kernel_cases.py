@@ -1,9 +1,6 @@
 """Parameters in flat runs for the tests of the Triton kernels, and what the kernels shall do."""
 
-import importlib
 import itertools
-import sys
-import types
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple, TypeVar, cast
 
@@ -23,6 +20,7 @@ from graphfsdp.optim.fused.storage import (
     split_remainder_,
 )
 from graphfsdp.optim.fused.update import adam_coefficients, adam_update_
+from triton_helpers import needs_triton, use_interpreter
 
 BF16 = torch.bfloat16
 FLOATS = [torch.float32, torch.bfloat16, torch.float16]
@@ -56,35 +54,15 @@ Test = TypeVar("Test", bound=Callable[..., None])
 FP32 = Dtypes(torch.float32, torch.float32, torch.float32, torch.float32, None, None)
 MIXED = Dtypes(torch.bfloat16, torch.float32, torch.float32, torch.float32, None, torch.float32)
 
-if step_kernel.is_available():
-    # Before a test asks for the interpreter: Triton's own functions must not become interpreted.
-    import triton.language  # noqa: F401
-
-needs_triton = pytest.mark.skipif(
-    not step_kernel.is_available(), reason="needs triton, which is not installed"
-)
-
 
 def dtype_names(dtypes: Dtypes) -> str:
     return "-".join(str(dtype).removeprefix("torch.") for dtype in dtypes if dtype is not None)
 
 
-def fresh_kernels() -> types.ModuleType:
-    """Import the kernels once more: whether to interpret is decided by their decorators."""
-    names = ("graphfsdp.optim.fused.triton_kernels",)
-    kept = {name: sys.modules.pop(name) for name in names if name in sys.modules}
-    try:
-        return importlib.import_module(names[-1])
-    finally:
-        for name in names:
-            sys.modules.pop(name, None)
-        sys.modules.update(kept)
-
-
 @pytest.fixture
 def interpreter(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Run the kernels in Triton's interpreter."""
-    use_interpreter(monkeypatch)
+    use_interpreter(monkeypatch, step_kernel)
     with np.errstate(all="ignore"):
         yield
 
@@ -93,22 +71,6 @@ def interpreted(test: Test) -> Test:
     """Mark a test that runs the kernels in Triton's interpreter."""
     marked: Test = needs_triton(pytest.mark.usefixtures("interpreter")(test))
     return marked
-
-
-def use_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Run the kernels in Triton's interpreter until the test ends."""
-    import triton.language as tl
-
-    monkeypatch.setenv("TRITON_INTERPRET", "1")
-
-    def largest(values: object, axis: int) -> object:
-        return tl.reduce(values, axis, tl.standard._elementwise_max)
-
-    # tl.max is written in Triton itself. To interpret that would leave the functions of tl.core
-    # exchanged for good, and no kernel could be compiled any more.
-    monkeypatch.setattr(tl, "max", largest)
-    kernels = fresh_kernels()
-    monkeypatch.setattr(step_kernel, "_kernels", lambda: kernels)
 
 
 def map_tensors(tensors: StepTensors, function: Callable[[Tensor], Tensor]) -> StepTensors:

@@ -18,8 +18,11 @@ prototype/mx_formats/mx_tensor.py (to_mx, to_dtype).
 import torch
 from torch import Tensor
 
+from graphfsdp.config import GatherFormat
+
 NUMBER = torch.float8_e4m3fn
 BLOCK = 32  # values that share a scale in MXFP8
+_EXPONENT = torch.float8_e8m0fnu
 _SMALLEST_AMAX = 1e-12
 _BIAS = 127  # of exponents in float32 and in E8M0
 _NAN = 255
@@ -47,16 +50,23 @@ def to_mxfp8(values: Tensor, number: torch.dtype = NUMBER) -> tuple[Tensor, Tens
     amax = blocks.abs().amax(-1, keepdim=True)
     exponent = _rounded_up(amax / torch.finfo(number).max)
     # A block of nothing but zeros and denormals of float32 stays as it is.
-    factor = torch.exp2(_BIAS - exponent.to(torch.float32)).masked_fill(exponent == 0, 1.0)
-    scaled = blocks * torch.where(exponent == _NAN, amax, factor)
-    return _saturated(scaled, number).flatten(-2), exponent.squeeze(-1)
+    factor = _power_of_two(exponent).reciprocal().masked_fill(exponent == 0, 1.0)
+    return _saturated(blocks * factor, number).flatten(-2), exponent.squeeze(-1)
 
 
 def from_mxfp8(numbers: Tensor, exponents: Tensor, dtype: torch.dtype) -> Tensor:
-    shift = exponents.to(torch.float32) - _BIAS
-    scale = torch.exp2(shift).masked_fill(exponents == _NAN, torch.nan).to(dtype)
     blocks: Tensor = numbers.to(dtype).unflatten(-1, (-1, BLOCK))
-    return (blocks * scale.unsqueeze(-1)).flatten(-2)
+    return (blocks * _power_of_two(exponents).to(dtype).unsqueeze(-1)).flatten(-2)
+
+
+def packed_numel(numel: int, number_format: GatherFormat) -> int:
+    """Return the bytes of values that are gathered, with the scales that travel with them."""
+    return numel + numel // BLOCK if number_format is GatherFormat.MXFP8 else numel
+
+
+def _power_of_two(exponents: Tensor) -> Tensor:
+    """Return float32, exactly, 2^-127 included; NaN for 255."""
+    return exponents.view(_EXPONENT).to(torch.float32)
 
 
 def _saturated(scaled: Tensor, number: torch.dtype) -> Tensor:

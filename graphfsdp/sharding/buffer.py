@@ -292,10 +292,8 @@ class ShardBuffer:
     def _as_weights(self, whole: Tensor) -> Tensor:
         if self.extension is not None:
             self.extension.after_gather(whole, self.layout.num_ranks)
-        if self.packing is None:
+        if self.packing is None or self.plan.stays_packed:
             return whole
-        if self.plan.stays_packed:
-            return self.packing.in_order(whole)
         full = self._new_full()
         self.packing.unpack(whole, full)
         return full

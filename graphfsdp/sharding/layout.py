@@ -40,7 +40,6 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from graphfsdp.base.memory_plan import alignment_numel, round_up
-from graphfsdp.config import GatherFormat
 from graphfsdp.eight_bit.formats import BLOCK
 from graphfsdp.errors import ConfigError
 
@@ -114,11 +113,6 @@ class BufferLayout:
     def num_padding(self) -> int:
         """Number of elements that belong to no parameter, over all ranks."""
         return self.total_numel - self.numel
-
-    def packed_numel(self, gather_format: GatherFormat | None) -> int:
-        """Number of bytes of one rank's shard in 8 bits, scales that travel with it included."""
-        blocks = self.shard_numel // BLOCK if gather_format is GatherFormat.MXFP8 else 0
-        return self.shard_numel + blocks
 
     def ranks_of(self, slot: Slot) -> range:
         if not slot.num_rows:

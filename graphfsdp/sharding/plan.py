@@ -9,7 +9,7 @@ from torch import nn
 
 from graphfsdp.base.dtensors import EXTENSION, local_part
 from graphfsdp.config import GatherFormat, MixedPrecisionPolicy, ShardingStrategy
-from graphfsdp.eight_bit.formats import BLOCK
+from graphfsdp.eight_bit.formats import BLOCK, packed_numel
 from graphfsdp.eight_bit.linear import EightBitLinear
 from graphfsdp.errors import ConfigError
 from graphfsdp.sharding.layout import BufferLayout, Slot, plan_blocks, plan_unit
@@ -98,7 +98,9 @@ class BufferPlan:
     @property
     def packed_bytes(self) -> int:
         """Bytes of one rank's 8-bit weights, scales that travel with them included."""
-        return 0 if self.gather_format is None else self.layout.packed_numel(self.gather_format)
+        if self.gather_format is None:
+            return 0
+        return packed_numel(self.layout.shard_numel, self.gather_format)
 
     @property
     def num_scales(self) -> int:

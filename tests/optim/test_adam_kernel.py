@@ -1,11 +1,9 @@
 """The Triton kernels: interpreted on the CPU, compiled for sm_90, and on a GPU."""
 
 import itertools
-import re
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 from unittest.mock import MagicMock
 
 import numpy as np
@@ -22,17 +20,16 @@ from adam_kernel_cases import (
     assert_kernel_is_tensor_code,
     assert_same,
     dtype_names,
-    fresh_kernels,
     interpreted,
     interpreter,  # noqa: F401  (a fixture)
     make_case,
     map_tensors,
-    needs_triton,
     pairwise,
 )
 from graphfsdp.optim.fused import kernel as step_kernel
 from graphfsdp.optim.fused.settings import Flags
 from graphfsdp.optim.fused.storage import Dtypes
+from triton_helpers import compile_for_sm_90, fresh_kernels, needs_triton, resources
 
 VALUES = st.sampled_from(
     [0.0, -0.0, 1.0, -3.0, 1e-20, 1e-38, -1e-45, 1e18, 1e30, -3e38, np.inf, -np.inf, np.nan]
@@ -221,7 +218,7 @@ COMPILED = (
 @pytest.mark.parametrize("aligned", [True, False])
 @pytest.mark.parametrize("dtypes", COMPILED, ids=dtype_names)
 def test_update_kernel_compiles_for_sm_90(dtypes: Dtypes, aligned: bool, tmp_path: Path) -> None:
-    kernels = fresh_kernels()
+    kernels = fresh_kernels(step_kernel)
     constants = step_kernel.constants(
         dtypes, Flags(), has_scale=True, has_skip=True, aligned=aligned
     )
@@ -232,56 +229,24 @@ def test_update_kernel_compiles_for_sm_90(dtypes: Dtypes, aligned: bool, tmp_pat
         "scale_ptr": "*fp32",
         "skip_ptr": "*fp32",
     }
-    compiled = _compile(kernels.update_kernel, signature, constants, step_kernel.NUM_WARPS)
+    compiled = compile_for_sm_90(kernels.update_kernel, signature, constants, step_kernel.NUM_WARPS)
     assert ".target sm_90" in compiled["ptx"]
     assert len(compiled["cubin"]) > 0
     # The point of the unmasked branch: whole 16-byte accesses where the addresses allow them.
     assert (".global.v4.b32" in compiled["ptx"]) is aligned
     # Of 65536 registers, for 20 warps at a time and more, which hide the way to memory.
     if aligned:
-        num_registers, num_stack_bytes = _resources(compiled["cubin"], tmp_path)
+        num_registers, num_stack_bytes = resources(compiled["cubin"], tmp_path)
         assert num_registers <= 65536 // (20 * 32)
         assert num_stack_bytes <= 16
 
 
 @needs_triton
 def test_coefficients_kernel_compiles_for_sm_90_with_float64_maths() -> None:
-    kernels = fresh_kernels()
+    kernels = fresh_kernels(step_kernel)
     signature = {"lanes_ptr": "*i64", "hyper_ptr": "*fp64", "coefficients_ptr": "*fp32"}
     constants = {"ADAM_W_MODE": True, "BIAS_CORRECTION": True, "RULE": "adam"}
-    compiled = _compile(kernels.coefficients_kernel, signature, constants, 1)
+    compiled = compile_for_sm_90(kernels.coefficients_kernel, signature, constants, 1)
     assert ".target sm_90" in compiled["ptx"]
     assert "fma.rn.f64" in compiled["ptx"]  # exp2 and log2 are not rounded to float32 on the way
     assert len(compiled["cubin"]) > 0
-
-
-def _compile(
-    kernel: Any, signature: dict[str, str], constants: dict[str, Any], num_warps: int
-) -> dict[str, Any]:
-    import triton
-    from triton.backends.compiler import GPUTarget
-
-    source = triton.compiler.ASTSource(
-        fn=kernel,
-        signature={**signature, **dict.fromkeys(constants, "constexpr")},
-        constexprs=constants,
-    )
-    compiled = triton.compile(
-        source,
-        target=GPUTarget("cuda", 90, 32),
-        options={"num_warps": num_warps, "enable_fp_fusion": False},
-    )
-    return dict(compiled.asm)
-
-
-def _resources(cubin: bytes, folder: Path) -> tuple[int, int]:
-    """Return registers and bytes of stack of a thread, as the disassembler tells them."""
-    import triton
-
-    (folder / "kernel.cubin").write_bytes(cubin)
-    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
-    command = [str(tool), "--dump-resource-usage", str(folder / "kernel.cubin")]
-    said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    match = re.search(r"REG:(\d+) STACK:(\d+)", said)
-    assert match is not None, said
-    return int(match[1]), int(match[2])

@@ -16,12 +16,13 @@ from adam_helpers import (
     set_grads,
     take_steps,
 )
-from adam_kernel_cases import interpreter, needs_triton  # noqa: F401  (a fixture)
+from adam_kernel_cases import interpreter  # noqa: F401  (a fixture)
 from graphfsdp.errors import CaptureError
 from graphfsdp.optim import FusedAdam
 from graphfsdp.optim.fused import plan as plans
 from graphfsdp.optim.fused import step as steps
 from graphfsdp.optim.fused.step import as_kernel
+from triton_helpers import needs_triton
 
 
 def test_flat_neighbours_are_one_tensor_of_the_operation() -> None:

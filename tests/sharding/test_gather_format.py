@@ -141,6 +141,15 @@ MAINS_IN_BF16 = {"param_dtype": torch.bfloat16, "main_params_dtype": torch.bfloa
         ("ranks2", "mxfp8", "float8", 1, {"recompute": True, "policy": MAINS_IN_BF16}),
         ("ranks4", "float8_rowwise", "float8_rowwise", 2, {"policy": DECOUPLED}),
         ("ranks4", "mxfp8", None, 1, {"outer_strategy": "optim"}),
+        *(
+            pytest.param("gpu_ranks", each, layers, 2, options, marks=pytest.mark.gpu)
+            for each, layers, options in (
+                ("float8", None, {"policy": {}}),
+                ("float8_rowwise", "float8_rowwise", {"recompute": True}),
+                ("mxfp8", "mxfp8", {}),
+                ("mxfp8", None, {"policy": MAINS_IN_BF16}),
+            )
+        ),
     ],
 )
 def test_replays_equal_eager(
@@ -153,6 +162,7 @@ def test_replays_equal_eager(
 ) -> None:
     # Ten replays for each kind of weights, and of layers below the weights made for them.
     is_long = ranks == "ranks2" and microbatches == 2 and set(options) <= {"fp8_format"}
+    is_long |= ranks == "gpu_ranks"
     options = {"gather_format": gather_format, "layers": layers} | options
     request.getfixturevalue(ranks).run(replays_as_eager, microbatches, is_long, options)
 
@@ -160,7 +170,12 @@ def test_replays_equal_eager(
 def replays_as_eager(microbatches: int, is_long: bool, options: dict[str, Any]) -> None:
     if "outer_strategy" in options:
         options = options | {"mesh": hybrid_mesh()}
-    replayed_as_eager(microbatches, num_steps_of(is_long, True), **options)
+    run = replayed_as_eager(microbatches, num_steps_of(is_long, True), **options)
+    # Once an iteration, for all weights.
+    counts = {} if run.report is None else run.report.op_counts
+    in_8_bits = options["gather_format"]
+    assert counts.get("graphfsdp.pack_.default", 0) == (in_8_bits is not None)
+    assert counts.get("graphfsdp.find_amax_.default", 0) == (in_8_bits not in (None, "mxfp8"))
 
 
 DELAYED: dict[str, Any] = {
@@ -386,6 +401,20 @@ def test_a_live_graph_and_evaluations_compute_with_the_main_weights_of_now(
     assert_equal_tensors(kept, [param.to_local() for param in model.parameters()])
     fresh.load_state_dict(loaded)
     assert torch.equal(fresh(data(9)), loss)
+
+
+@pytest.mark.parametrize("gather_format", FORMATS)
+@on_ranks("ranks1")
+def test_inference_mode_before_and_between(gather_format: str) -> None:
+    model, plain = make(gather_format), make(gather_format)
+    for index in range(2):
+        with torch.inference_mode():
+            loss = model(data(index))
+        for each in (model, plain):
+            each(data(index)).backward()
+        assert torch.equal(loss, plain(data(index)))
+        for left, right in zip(model.parameters(), plain.parameters(), strict=True):
+            assert torch.equal(left.grad.to_local(), right.grad.to_local())
 
 
 @on_ranks("ranks2")

@@ -25,6 +25,13 @@ def _optimizers() -> None:
     compute.install_op("graphfsdp::fused_adam_")
 
 
+def _casts() -> None:
+    from cuda_stand_in import compute
+
+    for name in ("find_amax_", "pack_"):
+        compute.install_op(f"graphfsdp::{name}")
+
+
 def _benchmark() -> None:
     """Multiply smaller matrices: those that show a GPU's peak take a CPU minutes."""
     machine: Any = sys.modules["graphfsdp.bench.machine"]
@@ -63,6 +70,7 @@ if "CUDA_STAND_IN" in os.environ and os.environ.get("CUDA_STAND_IN_KERNELS") != 
     calls = {
         "torch": _torch,
         "graphfsdp.optim.fused.step": _optimizers,
+        "graphfsdp.eight_bit.cast": _casts,
         "graphfsdp.bench.machine": _benchmark,
     }
     sys.meta_path.insert(0, _After(calls))

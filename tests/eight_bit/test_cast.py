@@ -1,0 +1,252 @@
+"""Casts of gathered weights: the Triton kernels are the tensor code, bit for bit."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+from unittest.mock import MagicMock
+
+import numpy as np
+import pytest
+import torch
+from test_formats import KINDS, bits, values
+from torch import Tensor
+
+from graphfsdp.config import GatherFormat
+from graphfsdp.eight_bit import cast
+from graphfsdp.eight_bit.cast import Cast, Stretch, make_tables
+from graphfsdp.eight_bit.formats import NUMBER, packed_numel, scales_of
+from triton_helpers import (
+    compile_for_sm_90,
+    fresh_kernels,
+    needs_triton,
+    resources,
+    use_interpreter,
+)
+
+FORMATS = tuple(GatherFormat)
+# Adam keeps main weights in these; float16 and float64 are models' own.
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+UNTOUCHED = 91
+
+
+class Weights:
+    """Weights [R, K] of one dtype and format in a packed shard, apart from each other."""
+
+    def __init__(self, weights: Sequence[Tensor], number_format: GatherFormat, gap: int = 32):
+        self.format = number_format
+        sizes = [packed_numel(weight.numel(), number_format) for weight in weights]
+        self.memory = torch.full((sum(sizes) + gap * (len(sizes) + 1),), UNTOUCHED)
+        self.memory = self.memory.to(weights[0].device, torch.uint8)
+        self.places: list[Tensor] = []
+        self.stretches: list[Stretch] = []
+        start, first = gap, 1
+        for weight, size in zip(weights, sizes, strict=True):
+            place = self.memory.narrow(0, start, size)
+            self.places.append(place)
+            rows = weight.view(1, -1) if number_format is GatherFormat.FLOAT8 else weight
+            self.stretches.append(Stretch(rows, place.view(rows.shape[0], -1), first))
+            start += size + gap
+            first += rows.shape[0]
+        # One more before and one behind, which are nobody's.
+        self.amax = torch.full((first + 1,), 0.0, device=weights[0].device)
+
+    def quantise(self, how: str) -> "Weights":
+        """By "tensor_code", the "kernel", or as the product does."""
+        lists = [list(column) for column in zip(*self.stretches, strict=True)]
+        packed, found, first = lists
+        tables = make_tables(self.stretches) if how == "kernel" else []
+        scales: Tensor | None = None
+        if self.format is not GatherFormat.MXFP8:
+            if how == "product":
+                Cast(self.stretches).find_amax(self.amax)
+            elif how == "kernel":
+                cast.find_amax_by_kernel(self.amax, packed, first, tables)
+            else:
+                cast.find_amax(self.amax, packed, first, tables)
+            scales = scales_of(self.amax, powers_of_two=self.format is GatherFormat.FLOAT8_ROWWISE)
+        if how == "product":
+            Cast(self.stretches).run(scales)
+        elif how == "kernel":
+            cast.pack_by_kernel(found, packed, scales, first, tables)
+        else:
+            cast.pack(found, packed, scales, first, tables)
+        return self
+
+    def same_as(self, other: "Weights") -> bool:
+        """Equal in all bytes, NaNs whatever their sign and payload."""
+        if not torch.equal(self.amax.nan_to_num(-1.0), other.amax.nan_to_num(-1.0)):
+            return False
+        memory = []
+        for each in (self, other):
+            for weight, place in zip(each.stretches, each.places, strict=True):
+                rows, length = weight.packed, weight.values.shape[1]
+                rows[:, :length] = bits(rows[:, :length].view(NUMBER))
+                assert place.data_ptr() == rows.data_ptr()
+            memory.append(each.memory)
+        return torch.equal(*memory)
+
+
+def assert_kernel_is_tensor_code(weights: Sequence[Tensor], number_format: GatherFormat) -> None:
+    found, expected = (
+        Weights(weights, number_format).quantise(how) for how in ("kernel", "tensor_code")
+    )
+    assert found.same_as(expected)
+    gaps = found.memory.numel() - sum(place.numel() for place in found.places)
+    assert int((found.memory == UNTOUCHED).sum()) >= gaps
+    assert bool((found.memory != UNTOUCHED).any())
+    assert found.amax[0] == found.amax[-1] == 0
+
+
+@pytest.fixture
+def interpreter(monkeypatch: pytest.MonkeyPatch) -> Any:
+    use_interpreter(monkeypatch, cast)
+    with np.errstate(all="ignore"):
+        yield
+
+
+def random(shape: tuple[int, ...], dtype: torch.dtype = torch.float32, seed: int = 5) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+@needs_triton
+@pytest.mark.usefixtures("interpreter")
+@pytest.mark.parametrize("number_format", FORMATS)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_kernel_is_the_tensor_code_bit_for_bit_whatever_the_values(
+    dtype: torch.dtype, number_format: GatherFormat
+) -> None:
+    assert_kernel_is_tensor_code(
+        [values(kind, torch.float32).to(dtype) for kind in KINDS], number_format
+    )
+
+
+@needs_triton
+@pytest.mark.usefixtures("interpreter")
+@pytest.mark.parametrize("number_format", FORMATS)
+def test_kernel_takes_rows_of_any_length_wherever_they_are(number_format: GatherFormat) -> None:
+    """Longer than a program, on a border or not, a single one, and few enough for one program."""
+    shapes = [(2, 1024), (3, 2080), (2, 1056), (5, 32), (7, 96), (1, 64)]
+    if number_format is not GatherFormat.MXFP8:
+        shapes += [(3, 1030), (2, 1), (5, 7)]
+    for dtype, shift in ((torch.float32, 0), (torch.bfloat16, 1)):
+        weights = [
+            random((shift + rows * length,), dtype)[shift:].view(rows, length)
+            for rows, length in shapes
+        ]
+        assert_kernel_is_tensor_code(weights, number_format)
+        tables = make_tables(Weights(weights, number_format).stretches)
+        assert tables[2].shape[0] > 0  # some lie on no border
+        assert (tables[0].shape[0] > 0) == (shift == 0)
+
+
+@needs_triton
+@pytest.mark.usefixtures("interpreter")
+def test_numbers_are_rounded_as_torch_rounds_around_every_tie_and_every_number() -> None:
+    """All numbers and what is half-way between two, and their neighbours in float32."""
+    numbers = torch.arange(128, dtype=torch.uint8).view(NUMBER).float()[:-1]
+    ties = torch.cat([numbers, (numbers[1:] + numbers[:-1]) / 2, torch.tensor([464.0, 480.0])])
+    near = ties.view(torch.int32)[:, None] + torch.arange(-2, 3, dtype=torch.int32)
+    sizes = near.clamp(min=0).view(torch.float32).flatten()
+    weight = torch.cat([sizes, -sizes]).view(1, -1)
+    found, expected = (Weights([weight], GatherFormat.FLOAT8_ROWWISE) for _ in range(2))
+    ones, lists = torch.ones(3), [[stretch] for stretch in found.stretches[0]]
+    cast.pack_by_kernel(lists[1], lists[0], ones, [1], make_tables(found.stretches))  # type: ignore[arg-type]
+    cast.pack([expected.stretches[0].packed], [weight], ones, [1], [])
+    assert torch.equal(found.memory, expected.memory)
+    assert len(found.stretches[0].packed.unique()) == 2 * 127
+
+
+@needs_triton
+@pytest.mark.usefixtures("interpreter")
+def test_exponents_are_those_of_torchs_log2_around_every_power_of_two() -> None:
+    # In float32 log2 is the next whole number for ratios up to 22 units above a power of two.
+    near = torch.tensor([-1, 0, 1, 2, 3, 5, 6, 11, 12, 22, 23], dtype=torch.int32)
+    ratios = torch.exp2(torch.arange(-149.0, 120)).view(torch.int32)[:, None] + near
+    amax = ratios.clamp(min=0).view(torch.float32) * 448
+    weight = torch.zeros(amax.numel(), 32)
+    weight[:, 3], weight[:, 30] = amax.flatten(), -amax.flatten() / 3
+    weight = weight.view(11, 269 * 32)
+    assert_kernel_is_tensor_code([weight], GatherFormat.MXFP8)
+    exact = torch.frexp(amax / 448)
+    up = exact.exponent - (exact.mantissa == 0.5).to(torch.int32) + 127
+    rows = Weights([weight], GatherFormat.MXFP8).quantise("kernel").stretches[0].packed
+    found = rows[:, 269 * 32 :].reshape(amax.shape)
+    assert bool((found != up.clamp(0, 254)).any())  # so that it matters whose log2 it is
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("number_format", FORMATS)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_on_the_gpu_the_cast_is_that_of_the_cpu(
+    dtype: torch.dtype, number_format: GatherFormat
+) -> None:
+    weights = [values(kind, torch.float32).to(dtype) for kind in KINDS] + [random((3, 4128), dtype)]
+    found = Weights([weight.cuda() for weight in weights], number_format).quantise("product")
+    expected = Weights(weights, number_format).quantise("product")
+    found.amax, found.memory = found.amax.cpu(), found.memory.cpu()
+    found.places = [
+        found.memory.narrow(0, place.storage_offset(), place.numel()) for place in found.places
+    ]
+    found.stretches = [
+        Stretch(stretch.values, place.view(stretch.packed.shape), 0)
+        for stretch, place in zip(found.stretches, found.places, strict=True)
+    ]
+    assert found.same_as(expected)
+
+
+@pytest.mark.parametrize("num_weights", [1, 200])
+def test_launches_do_not_grow_with_the_number_of_weights(
+    num_weights: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for number_format in FORMATS:
+        kernels = MagicMock()
+        monkeypatch.setattr(cast, "_kernels", MagicMock(return_value=kernels))
+        weights = [random((4, 2048)) for _ in range(num_weights)]
+        Weights(weights, number_format).quantise("kernel")
+        names = (
+            {"mxfp8_kernel"}
+            if number_format is GatherFormat.MXFP8
+            else {"amax_kernel", "float8_kernel"}
+        )
+        for name in ("amax_kernel", "float8_kernel", "mxfp8_kernel"):
+            launched = getattr(kernels, name).__getitem__
+            assert launched.call_count == (name in names)
+        launched.call_args_list and launched.assert_called_once_with((8 * num_weights,))
+
+
+SIGNATURE = {"stretches_ptr": "*i64", "owners_ptr": "*i32"}
+KERNELS: tuple[tuple[str, dict[str, str], int], ...] = (
+    ("amax_kernel", {"amax_ptr": "*i32"}, 16),
+    ("float8_kernel", {"scales_ptr": "*fp32"}, 16),
+    ("mxfp8_kernel", {}, 4),
+)
+
+
+@needs_triton
+@pytest.mark.parametrize("on_border", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("name", "arguments", "border"), KERNELS)
+def test_kernels_compile_for_sm_90(
+    name: str,
+    arguments: dict[str, str],
+    border: int,
+    dtype: torch.dtype,
+    on_border: bool,
+    tmp_path: Path,
+) -> None:
+    kernels: ModuleType = fresh_kernels(cast)
+    constants = cast.constants(dtype, border if on_border else 1)
+    compiled = compile_for_sm_90(
+        getattr(kernels, name), {**SIGNATURE, **arguments}, constants, cast.NUM_WARPS
+    )
+    assert ".target sm_90" in compiled["ptx"]
+    # Whole accesses where the addresses allow them, and numbers never one by one there.
+    assert ("ld.global.v4.b32" in compiled["ptx"]) is on_border
+    if name != "amax_kernel":
+        whole = "st.global.v2.b32" if border == 16 else "st.global.b32"
+        assert (whole in compiled["ptx"]) is on_border
+    num_registers, num_stack_bytes = resources(compiled["cubin"], tmp_path)
+    # Of 65536, for 40 warps at a time and more, where addresses are known.
+    assert num_registers <= 65536 // ((40 if on_border else 32) * 32)
+    assert num_stack_bytes == 0
