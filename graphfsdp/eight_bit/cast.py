@@ -45,7 +45,7 @@ class Stretch(NamedTuple):
 
 
 class Cast:
-    """The stretches of weights of one dtype and format, and the kernel's table of them.
+    """Some stretches of weights of one dtype and format, and the kernel's table of them.
 
     Stale when the memory moves. Capture: made in warm-up, since the table is copied from the host.
     """
@@ -54,8 +54,8 @@ class Cast:
         self._values = [stretch.values for stretch in stretches]
         self._packed = [stretch.packed for stretch in stretches]
         self._first = [stretch.first_scale for stretch in stretches]
-        on_cuda = bool(stretches) and self._values[0].is_cuda
-        self._tables = make_tables(stretches) if on_cuda and _has_triton() else []
+        by_kernel = self._values[0].is_cuda and _has_triton()
+        self._tables = make_tables(stretches) if by_kernel else []
 
     def find_amax(self, amax: Tensor) -> None:
         """Write the largest magnitudes into [A] float32, zero before. Capture: one node."""

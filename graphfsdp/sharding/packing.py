@@ -72,7 +72,7 @@ class Packing:
             self.together.refresh()
 
     def unpack(self, whole: Tensor, full: Tensor) -> None:
-        """Turn [R * P] gathered bytes into [B] weights. Capture: three or four operators each."""
+        """Turn [R * P] gathered bytes into [B] weights. Capture: three to five operators each."""
         for slot in self.layout.slots:
             place = full.narrow(0, slot.offset, slot.numel).view(slot.shape)
             place.copy_(self.weight(whole, slot).in_full())
@@ -165,7 +165,8 @@ class _Kind:
             packing.scales = self._scales.narrow(0, start, packing.num_scales)
             stretches.setdefault(packing.main.dtype, []).extend(packing.stretches(start))
             start += packing.num_scales
-        self._casts = [Cast(of_dtype) for of_dtype in stretches.values()]
+        # A rank may hold no rows.
+        self._casts = [Cast(of_dtype) for of_dtype in stretches.values() if of_dtype]
 
     def refresh(self) -> None:
         """Quantise. Capture: a cast for each dtype of main weights.

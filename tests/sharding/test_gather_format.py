@@ -315,6 +315,32 @@ def test_layers_compute_with_what_the_numbers_stand_for(gather_format: str) -> N
         assert torch.equal(param, expected), name
 
 
+@pytest.mark.parametrize("gather_format", FORMATS)
+@on_ranks("ranks2")
+def test_a_rank_without_rows_takes_part(gather_format: str) -> None:
+    torch.manual_seed(0)
+    linear = nn.Linear(WIDTH, 1, bias=False).to(rank_device())
+    whole = linear.weight.detach().clone()
+    policy = MixedPrecisionPolicy(gather_format=gather_format)
+    graphfsdp.fully_shard(linear, mp_policy=policy)
+    assert linear.weight.to_local().shape[0] == 1 - dist.get_rank()
+    linear.unshard()
+    assert torch.equal(linear.weight, quantised(whole, gather_format, torch.float32))
+
+
+@pytest.mark.parametrize("gather_format", FORMATS)
+@on_ranks("ranks2")
+def test_main_weights_in_other_memory_are_cast(gather_format: str) -> None:
+    model, fresh = make(gather_format), make(gather_format)
+    model(data(0))
+    for each in (model, fresh):
+        each.to(torch.bfloat16)
+    with torch.no_grad():
+        for param in (*model.parameters(), *fresh.parameters()):
+            param.mul_(2)
+    assert torch.equal(model(data(1)), fresh(data(1)))
+
+
 class Wire(TorchDispatchMode):
     """Counts what an iteration gathers, and the all-reduces of largest magnitudes."""
 
