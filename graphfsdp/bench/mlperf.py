@@ -252,7 +252,7 @@ def _checked(options: argparse.Namespace, train_flags: Sequence[str]) -> TrainCo
     if importlib.util.find_spec("mlperf_logging") is None:
         raise ConfigError(
             "--mlperf writes and checks logs with the package mlperf-logging, which is not "
-            "installed: pip install mlperf-logging"
+            'installed: pip install "graphfsdp[mlperf]"'
         )
     make_new_directory(options.out)
     return config

@@ -116,8 +116,8 @@ def read_state(path: Path) -> dict[str, Tensor]:
         from safetensors import SafetensorError, safe_open
     except ImportError:
         raise CheckpointError(
-            f"{path} is read through the package safetensors, which is not installed. Remedy: pip "
-            "install safetensors, or pip install graphfsdp[safetensors]"
+            f"{path} is read through the package safetensors, which is not installed. Remedy: "
+            'pip install "graphfsdp[safetensors]"'
         ) from None
     try:
         with safe_open(path, framework="pt") as file:

@@ -139,7 +139,7 @@ def _open_file(name: str) -> _LogFile:
     if importlib.util.find_spec("mlperf_logging") is None:
         raise ConfigError(
             "--mllog writes through the package mlperf-logging, which is not installed: "
-            "pip install mlperf-logging, or leave --mllog out"
+            'pip install "graphfsdp[mlperf]", or leave --mllog out'
         )
     path = Path(name)
     if path.is_dir() or (path.exists() and path.stat().st_size > 0):

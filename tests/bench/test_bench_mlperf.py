@@ -195,7 +195,7 @@ def test_what_cannot_be_scored_is_refused_before_any_run(
         launched.setenv("RANK", "0")
         assert "without torchrun" in refused(*target, *out)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    assert "pip install mlperf-logging" in refused(*target, *out)
+    assert 'pip install "graphfsdp[mlperf]"' in refused(*target, *out)
 
 
 @needs_mllog

@@ -217,5 +217,5 @@ def test_a_safetensors_file_needs_the_package_and_is_checked(
         with pytest.raises(graphfsdp.CheckpointDamagedError, match="cut off or damaged"):
             graphfsdp.load(path, nn.Linear(4, 3))
     monkeypatch.setitem(sys.modules, "safetensors", None)
-    with pytest.raises(graphfsdp.CheckpointError, match=r"pip install graphfsdp\[safetensors\]"):
+    with pytest.raises(graphfsdp.CheckpointError, match=r'pip install "graphfsdp\[safetensors\]"'):
         graphfsdp.load(path, nn.Linear(4, 3))

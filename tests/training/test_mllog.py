@@ -275,4 +275,4 @@ def test_what_cannot_be_logged_is_refused_by_its_flag(
     assert "--mllog times a run from its" in refusal(capsys, *log, "--load", str(tmp_path))
     assert "--target-loss must be greater than 0" in refusal(capsys, "--target-loss", "0")
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    assert "pip install mlperf-logging" in refusal(capsys, "--mllog", str(tmp_path / "new"))
+    assert 'pip install "graphfsdp[mlperf]"' in refusal(capsys, "--mllog", str(tmp_path / "new"))
