@@ -319,7 +319,7 @@ def test_layers_compute_with_what_the_numbers_stand_for(gather_format: str) -> N
 @on_ranks("ranks2")
 def test_a_rank_without_rows_takes_part(gather_format: str) -> None:
     torch.manual_seed(0)
-    linear = nn.Linear(WIDTH, 1, bias=False).to(rank_device())
+    linear: Any = nn.Linear(WIDTH, 1, bias=False).to(rank_device())
     whole = linear.weight.detach().clone()
     policy = MixedPrecisionPolicy(gather_format=gather_format)
     graphfsdp.fully_shard(linear, mp_policy=policy)
