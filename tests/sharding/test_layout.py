@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 import forked
 from graphfsdp.errors import ConfigError
 from graphfsdp.sharding import layout as layout_module
-from graphfsdp.sharding.layout import LocalRows, fsdp2_shard_numel, plan_unit
+from graphfsdp.sharding.layout import LocalRows, fsdp2_shard_numel, plan_blocks, plan_unit
 
 Shape = tuple[int, ...]
 
@@ -101,6 +101,23 @@ def test_any_unit_is_laid_out_right(shapes: list[Shape], num_ranks: int, itemsiz
     total_numel = sum(num_ranks * buffer.shard_numel for buffer in buffers)
     assert sum(buffer.num_padding for buffer in buffers) == total_numel - content >= 0
     assert total_numel <= fsdp2_bound(shapes, num_ranks, itemsize)
+
+
+MATRICES = st.tuples(st.integers(1, 70), st.integers(1, 12).map(lambda blocks: 32 * blocks))
+
+
+@settings(max_examples=100)
+@given(shapes=st.lists(MATRICES, min_size=1, max_size=8), num_ranks=st.integers(1, 12))
+def test_neither_starts_nor_borders_cut_32_values(shapes: list[Shape], num_ranks: int) -> None:
+    for buffer in plan_blocks(shapes, num_ranks=num_ranks):
+        assert buffer.shard_numel % 32 == 0
+        for slot in buffer.slots:
+            assert slot.shape == shapes[slot.index]
+            held = [buffer.local_rows(slot, rank) for rank in range(num_ranks)]
+            assert sum(rows.num_rows for rows in held) == slot.num_rows
+            for rows in held:
+                assert rows.numel == rows.num_rows * slot.row_numel
+                assert rows.shard_offset % 32 == 0
 
 
 @settings(max_examples=100)
