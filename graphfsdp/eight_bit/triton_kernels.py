@@ -25,9 +25,10 @@ def _stretch(stretches_ptr, owners_ptr, BLOCK_NUMEL: tl.constexpr):
     """Return this program's stretch, and the row in it and first value of it."""
     program = tl.program_id(0)
     stretch = stretches_ptr + tl.load(owners_ptr + program).to(tl.int64) * 5
-    num_parts = (tl.load(stretch + 2) + BLOCK_NUMEL - 1) // BLOCK_NUMEL
-    program -= tl.load(stretch + 4)
-    return stretch, program // num_parts, program % num_parts * BLOCK_NUMEL
+    # In 32 bits as long as they suffice: a division of 64 takes several times as long.
+    num_parts = ((tl.load(stretch + 2) + BLOCK_NUMEL - 1) // BLOCK_NUMEL).to(tl.int32)
+    program -= tl.load(stretch + 4).to(tl.int32)
+    return stretch, program // num_parts, (program % num_parts).to(tl.int64) * BLOCK_NUMEL
 
 
 @triton.jit

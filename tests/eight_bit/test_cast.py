@@ -233,6 +233,9 @@ def test_kernels_compile_for_sm_90(
         getattr(kernels, name), {**SIGNATURE, **arguments}, constants, cast.NUM_WARPS
     )
     assert ".target sm_90" in compiled["ptx"]
+    assert ".ftz" not in compiled["ptx"]  # denormals are numbers as others
+    assert ".approx" not in compiled["ptx"]
+    assert "fma" not in compiled["ptx"]
     # Whole accesses where the addresses allow them, and numbers never one by one there.
     assert ("ld.global.v4.b32" in compiled["ptx"]) is on_border
     if name != "amax_kernel":
