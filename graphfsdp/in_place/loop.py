@@ -141,6 +141,14 @@ def _is_within_another() -> bool:
     return any(isinstance(mode, _Mode) for mode in _get_current_function_mode_stack())
 
 
+def _end_abandoned() -> None:
+    """End iterations that somebody has left, as by an error in a cell of a notebook."""
+    while isinstance(mode := _get_current_function_mode(), _Mode):
+        with suppress(Exception):  # told already, when the loop was left
+            mode._loop._give_up()
+        mode._loop._leave()
+
+
 class _ModuleCall:
     """Asked in place of a module's own call."""
 
@@ -230,6 +238,7 @@ class InPlace:
     @_whole
     def install(self) -> None:
         """Take the place of the models' calls and of the optimizers' steps."""
+        _end_abandoned()
         for model in self._models:
             for module in model.modules():
                 if vars(module).get("_compiled_call_impl") is not None:

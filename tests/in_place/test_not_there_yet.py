@@ -11,8 +11,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import batch_norm, cross_entropy
+from torch.overrides import _get_current_function_mode
 
 import graphfsdp
+from graphfsdp.in_place.loop import InPlace
 
 Loop = Callable[[Any, torch.optim.Optimizer], list[Any]]
 NUM_STEPS = 9
@@ -480,6 +482,46 @@ def steps_one_half_less_often(*, captured: bool) -> list[Tensor]:
 def test_what_no_last_step_has_come_for_runs_when_the_loop_is_closed() -> None:
     plain, captured = (steps_one_half_less_often(captured=flag) for flag in (False, True))
     assert all(map(torch.equal, plain, captured))
+
+
+LEFT_BY: dict[str, Callable[[Tensor], object]] = {
+    "an error of Python": lambda _: 1 / 0,
+    "an error of torch": lambda loss: loss @ loss,
+    "a refusal": lambda loss: loss.item(),
+}
+
+
+@pytest.mark.parametrize("name", LEFT_BY)
+def test_a_loop_that_an_error_has_left_is_over_when_the_next_one_begins(name: str) -> None:
+    """As in a notebook, where nobody holds the first one to close it."""
+
+    def train(fails_at: int) -> tuple[InPlace, list[float]]:
+        torch.manual_seed(0)
+        model = nn.Linear(4, 3)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        loop = graphfsdp.capture_in_place(model, optimizer)
+        losses = []
+        for index in range(10):
+            loss = model(torch.randn(8, 4)).square().mean()
+            if index == fails_at:
+                LEFT_BY[name](loss)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+        return loop, losses
+
+    kept = []
+    for fails_at in (1, 6):
+        try:
+            train(fails_at)
+        except (ZeroDivisionError, RuntimeError, graphfsdp.CaptureError) as error:
+            kept.append(error)  # and with it all that the loop has made
+    loop, losses = train(10)
+    assert (len(kept), len(losses)) == (2, 10)
+    assert "replay" in str(loop.report())
+    loop.close()
+    assert _get_current_function_mode() is None
 
 
 def test_a_loop_within_another_one_is_refused() -> None:
