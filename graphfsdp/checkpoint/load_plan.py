@@ -26,6 +26,7 @@ class LoadPlan:
 
     manifest: Manifest
     model: NamedModel
+    elsewhere: set[str]  # names that other stages of a pipeline load
     parts: list[NamedPart] = field(default_factory=list)
     afterwards: list[Callable[[], object]] = field(default_factory=list)  # in this order
     problems: list[str] = field(default_factory=list)
@@ -92,10 +93,10 @@ def plan_model(plan: LoadPlan) -> None:
         main = plan.manifest.tensors.get(main_key)
         _plan_weight(plan, key, main_key, main, part_of(tensor))
     for key in plan.manifest.tensors:
-        if key.startswith(MODEL) and key not in used and not _is_of_8_bits(key):
-            plan.problems.append(
-                f"model: {key.removeprefix(MODEL)!r} is in the checkpoint, but not in the model"
-            )
+        name = key.removeprefix(MODEL)
+        known = key in used or name in plan.elsewhere or _is_of_8_bits(key)
+        if key.startswith(MODEL) and not known:
+            plan.problems.append(f"model: {name!r} is in the checkpoint, but not in the model")
 
 
 def _is_of_8_bits(name: str) -> bool:

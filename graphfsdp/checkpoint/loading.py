@@ -28,7 +28,7 @@ from graphfsdp.checkpoint.objects import (
 from graphfsdp.checkpoint.optimizer import plan_optimizer
 from graphfsdp.checkpoint.reading import CheckpointFiles, name_last_good, read_parts
 from graphfsdp.checkpoint.saving import BUFFERS, RANDOM
-from graphfsdp.checkpoint.stages import as_module, names_elsewhere, narrowed
+from graphfsdp.checkpoint.stages import as_module, names_elsewhere
 from graphfsdp.checkpoint.values import decode, encode
 from graphfsdp.checkpoint.writing import objects_file
 from graphfsdp.errors import CheckpointDamagedError
@@ -183,10 +183,10 @@ def _load(
 ) -> tuple[str, ...]:
     """Plan, compare, read and act; ``refused`` is what has problems then, and the remedy."""
     module: nn.Module = as_module(model)
-    manifest = narrowed(manifest, names_elsewhere(module, members))
+    elsewhere = names_elsewhere(module, members)
 
     def make_plan() -> LoadPlan:
-        plan = LoadPlan(manifest, name_model(module))
+        plan = LoadPlan(manifest, name_model(module), elsewhere)
         plan_model(plan)
         if optimizer is not None:
             plan_optimizer(plan, optimizer)
@@ -232,7 +232,7 @@ def _plan_extra(plan: LoadPlan) -> None:
         state = decode(saved[name], plan.read_whole)
         plan.afterwards.append(functools.partial(module.set_extra_state, state))
     for name in saved:
-        if name not in plan.model.extra:
+        if name not in plan.model.extra and name not in plan.elsewhere:
             plan.problems.append(f"model: {name!r} is in the checkpoint, but not in the model")
 
 

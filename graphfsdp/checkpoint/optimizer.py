@@ -125,7 +125,7 @@ def plan_optimizer(plan: LoadPlan, optimizer: torch.optim.Optimizer) -> None:
             state[index] = read
     trained = {name for group in named for name, _ in group}
     for name in saved["state"]:
-        if name not in trained:
+        if name not in trained and name not in plan.elsewhere:
             plan.problems.append(
                 f"optimizer: the checkpoint has a state of {name!r}, which this one does not train"
             )

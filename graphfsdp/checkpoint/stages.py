@@ -4,15 +4,13 @@ A checkpoint does not know of stages: each tensor is saved under its name, which
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 from torch import nn
 
 from graphfsdp.base.sharded import pipeline_stages
-from graphfsdp.checkpoint.manifest import Manifest
 from graphfsdp.checkpoint.members import Members
-from graphfsdp.checkpoint.named import MODEL, OPTIMIZER, name_model
+from graphfsdp.checkpoint.named import name_model
 from graphfsdp.checkpoint.values import Json
 from graphfsdp.errors import ConfigError
 
@@ -101,28 +99,6 @@ def _join(everyone: Sequence[Mapping[str, Json]]) -> dict[str, Json]:
     state = {name: value for each in optimizers for name, value in each["state"].items()}
     joined["optimizer"] = {**optimizers[0], "groups": groups, "state": state}
     return joined
-
-
-def narrowed(manifest: Manifest, elsewhere: set[str]) -> Manifest:
-    """Return what a checkpoint holds without what other stages load."""
-    if not elsewhere:
-        return manifest
-
-    def is_ours(key: str) -> bool:
-        name = key.removeprefix(MODEL)
-        if key.startswith(OPTIMIZER):
-            name = key.removeprefix(OPTIMIZER).rpartition("/")[0]
-        return name not in elsewhere
-
-    facts = dict(manifest.facts)
-    for key in ("aliases", "extra"):
-        facts[key] = {k: v for k, v in facts.get(key, {}).items() if k not in elsewhere}
-    saved = facts.get("optimizer")
-    if saved is not None:
-        state = {name: value for name, value in saved["state"].items() if name not in elsewhere}
-        facts["optimizer"] = {**saved, "state": state}
-    tensors = {key: value for key, value in manifest.tensors.items() if is_ours(key)}
-    return replace(manifest, facts=facts, tensors=tensors)
 
 
 def _refuse_name(name: str) -> ConfigError:
