@@ -8,8 +8,7 @@ from rich.table import Table
 
 from graphfsdp.command_line import Parser, print_line, require
 from graphfsdp.config import ShardingStrategy
-from graphfsdp.planning.model_plan import Collective
-from graphfsdp.planning.rehearsal import PlannedMesh
+from graphfsdp.planning.rehearsal import Collective, PlannedMesh
 from graphfsdp.planning.training_plan import Speeds, TrainingPlan, plan_training
 from graphfsdp.training.arguments import parse_train_arguments
 

@@ -4,42 +4,27 @@ What the layout decides comes from the functions that lay out the real run, so i
 byte. Nothing here allocates: the model may lie on the meta device.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor, nn
 
 from graphfsdp.config import MixedPrecisionPolicy, ShardingStrategy
 from graphfsdp.errors import ConfigError
 from graphfsdp.optim import FusedAdam
-from graphfsdp.planning.rehearsal import PlannedBuffers, PlannedMesh, RunForward, rehearse
+from graphfsdp.planning.rehearsal import (
+    Collective,
+    PlannedBuffers,
+    PlannedMesh,
+    RunForward,
+    rehearse,
+)
+from graphfsdp.sharding.group import UnitOptions
 from graphfsdp.sharding.layout import BufferLayout
 from graphfsdp.sharding.plan import BufferPlan
 from graphfsdp.sharding.unit import Unit
 
-ROOT = "(root)"
 _NORM_BYTES = 8  # the squared norm, as float64
-
-
-@dataclass(frozen=True)
-class Collective:
-    """What ranks do together in one iteration.
-
-    ``buffer_bytes`` are of the whole buffer of one call, padding included.
-    """
-
-    op: str
-    unit: str
-    count: int
-    buffer_bytes: int
-    num_ranks: int
-
-    @property
-    def wire_bytes(self) -> int:
-        """Bytes that each rank sends in one iteration, as a ring does it."""
-        rounds = 2 if self.op == "all_reduce" else 1
-        return self.count * rounds * self.buffer_bytes * (self.num_ranks - 1) // self.num_ranks
 
 
 @dataclass(frozen=True)
@@ -63,12 +48,12 @@ class ModelPlan:
     strategy: ShardingStrategy
     mesh: PlannedMesh
     num_microbatches: int
-    reshard_after_forward: bool
     module_buffer_bytes: int
     main_weight_bytes: int
     main_grad_bytes: int
     state_bytes: int
     whole: PlannedBuffers
+    calls: tuple[Collective, ...]  # those of forward and backward passes
 
     @property
     def num_ranks(self) -> int:
@@ -132,58 +117,16 @@ class ModelPlan:
         return sum(waiting) if keeps else max(waiting, default=0)
 
     def collectives(self) -> tuple[Collective, ...]:
-        """Return what ranks do together in one iteration, the norm of the gradients included.
-
-        A buffer of which the backward pass needs no weight (biases that the layout could not put
-        beside their matrices) is gathered once less than is counted here.
-        """
-        gathers = 1
-        if self.strategy is ShardingStrategy.OPTIM_GRADS_PARAMS:
-            gathers = self.num_microbatches * (2 if self.reshard_after_forward else 1)
-        reduces = self.num_microbatches if self.strategy.stage >= 2 else 1
-        num_outer = self.mesh.num_outer
-        found = []
-        for unit in self.units:
-            name, num_inner = unit.name or ROOT, unit.mesh.num_inner
-            for buffer in unit.buffers:
-                if not buffer.layout.total_numel:
-                    continue
-                if buffer.sharded:
-                    size = buffer.gather_bytes
-                    found.append(Collective("all_gather", name, gathers, size, num_inner))
-                if buffer.trainable:
-                    op = "reduce_scatter" if buffer.sharded else "all_reduce"
-                    size = buffer.full_grad_bytes
-                    found.append(Collective(op, name, reduces, size, num_inner))
-                if num_outer > 1:
-                    found += self._outside(f"{name}, outer axis", buffer)
-        cut_over = [self.mesh.num_inner]
-        if self.mesh.cuts_outside and num_outer > 1:
-            cut_over.append(num_outer)
-        scales = sum(buffer.num_scales for buffer in self.buffers if buffer.sharded)
-        if scales:
-            for num_ranks in cut_over:
-                largest = "largest weights, for their scales"
-                num_bytes = scales * torch.float32.itemsize
-                found.append(Collective("all_reduce", largest, 1, num_bytes, num_ranks))
-        if any(buffer.sharded and buffer.trainable for buffer in self.buffers):
-            apart = [unit.mesh for unit in self.units if unit.mesh.num_expert_ranks > 1][:1]
-            axes = [ranks for mesh in apart for ranks in (mesh.num_inner, mesh.num_expert_ranks)]
-            for num_ranks in (*cut_over, *(ranks for ranks in axes if ranks > 1)):
-                norm = "norm of the gradients"
-                found.append(Collective("all_reduce", norm, 1, _NORM_BYTES, num_ranks))
-        return tuple(found)
-
-    def _outside(self, name: str, buffer: BufferPlan) -> Iterator[Collective]:
-        share = self.mesh.num_inner if buffer.sharded else 1
-        cuts = buffer.sharded and self.mesh.cuts_outside
-        if cuts:
-            num_bytes = buffer.gather_bytes // share
-            yield Collective("all_gather", name, 1, num_bytes, self.mesh.num_outer)
-        if buffer.trainable:
-            op = "reduce_scatter" if cuts else "all_reduce"
-            num_bytes = buffer.full_grad_bytes // share
-            yield Collective(op, name, 1, num_bytes, self.mesh.num_outer)
+        """Return what ranks do together in one iteration, the norm of the gradients included."""
+        if not any(buffer.sharded and buffer.trainable for buffer in self.buffers):
+            return self.calls
+        apart = {unit.mesh for unit in self.units if unit.mesh.num_expert_ranks > 1}
+        axes = [axis for mesh in apart for axis in (mesh.num_inner, mesh.num_expert_ranks)]
+        over = [self.mesh.num_inner, *([self.mesh.num_outer] if self.mesh.cuts_outside else [])]
+        over += [num_ranks for num_ranks in axes if num_ranks > 1]
+        norm = "norm of the gradients"
+        norms = [Collective("all_reduce", norm, 1, _NORM_BYTES, num_ranks) for num_ranks in over]
+        return (*self.calls, *norms)
 
 
 def plan_model(
@@ -220,21 +163,24 @@ def plan_model(
     unknown = [name for name in units if name not in modules]
     if unknown:
         raise ConfigError(f"the model has no module {unknown[0]!r}; units are full names")
-    parsed, policy = ShardingStrategy.parse(strategy), mp_policy or MixedPrecisionPolicy()
     mesh = PlannedMesh(num_ranks, num_outer, cuts_outside and num_outer > 1)
     apart = PlannedMesh(num_ranks, num_expert_ranks=num_expert_ranks)
     meshes = {"": mesh} | dict.fromkeys(expert_units, apart)
-    shards, whole = rehearse(
+    options = UnitOptions(
+        mesh=mesh.of_rank(rank),
+        strategy=ShardingStrategy.parse(strategy),
+        policy=mp_policy or MixedPrecisionPolicy(),
+        reshard_after_forward=reshard_after_forward,
+        overlap=overlap,
+    )
+    shards, whole, calls = rehearse(
         model,
         units,
         run,
         meshes=meshes,
         rank=rank,
-        strategy=parsed,
-        policy=policy,
+        options=options,
         num_microbatches=num_microbatches,
-        reshard_after_forward=reshard_after_forward,
-        overlap=overlap,
     )
     buffers = [buffer for unit in shards.units for buffer in unit.group.buffers]
     return ModelPlan(
@@ -246,15 +192,15 @@ def plan_model(
             )
             for unit in shards.units
         ),
-        strategy=parsed,
+        strategy=options.strategy,
         mesh=mesh,
         num_microbatches=num_microbatches,
-        reshard_after_forward=reshard_after_forward,
         module_buffer_bytes=sum(buffer.nbytes for buffer in model.buffers()),
         main_weight_bytes=_storage_bytes(buffer.main for buffer in buffers),
         main_grad_bytes=_storage_bytes(b.grad for b in buffers if b.grad is not None),
         state_bytes=_state_bytes(shards.units),
         whole=whole,
+        calls=tuple(calls),
     )
 
 

@@ -1,13 +1,14 @@
-"""Memory of whole weights and gradients, found by running the real units without numbers.
+"""Whole weights and gradients, and collectives, found by running the real units without numbers.
 
 Note [Rehearsal]: what lives at one time depends on which unit gathers and reduces when, and on what
 autograd keeps. So none of it is told a second time here: the functions that ``fully_shard`` is made
-of run on the meta device, where nothing has memory and collectives do nothing.
+of run on the meta device, where nothing has memory, and collectives do nothing but be counted.
 """
 
 import copy
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 import torch
@@ -15,8 +16,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from graphfsdp.config import MixedPrecisionPolicy, ShardingStrategy
 from graphfsdp.errors import ConfigError
 from graphfsdp.planning.activations import peak_of
 from graphfsdp.sharding.buffer import ShardBuffer
@@ -28,9 +29,31 @@ from graphfsdp.sharding.model_shards import ModelShards
 from graphfsdp.sharding.module import FSDPModule, join_units
 from graphfsdp.sharding.plan import BufferPlan
 
+ROOT = "(root)"
+EXPERTS = "tokens of experts"
 MAX_MICROBATCHES = 3  # those between the first and the last are all alike
 _NUM_BEFORE = 3  # until all units know their order, and one more
 RunForward = Callable[[nn.Module], Tensor]
+
+
+@dataclass(frozen=True)
+class Collective:
+    """What ranks do together, ``count`` times in one iteration.
+
+    ``buffer_bytes`` are of the whole buffer of one call, padding included.
+    """
+
+    op: str
+    unit: str
+    count: int
+    buffer_bytes: int
+    num_ranks: int
+
+    @property
+    def wire_bytes(self) -> int:
+        """Bytes that each rank sends in one iteration, as a ring does it."""
+        rounds = 2 if self.op == "all_reduce" else 1
+        return self.count * rounds * self.buffer_bytes * (self.num_ranks - 1) // self.num_ranks
 
 
 @dataclass(frozen=True)
@@ -58,13 +81,13 @@ class PlannedMesh:
         """Ranks that a unit's gathered weights come from."""
         return self.num_ranks // self.num_outer // self.num_expert_ranks
 
-    def of_rank(self, rank: int) -> UnitMesh:
+    def of_rank(self, rank: int, unit: str = ROOT) -> UnitMesh:
         """Return the mesh as a unit on that rank sees it."""
         place, inner_rank = divmod(rank // self.num_expert_ranks, self.num_inner)
-        inner = cast(dist.ProcessGroup, PlannedRanks(self.num_inner, inner_rank))
+        inner = planned_ranks(self.num_inner, unit, inner_rank)
         outer = None
         if self.num_outer > 1:
-            outer = cast(dist.ProcessGroup, PlannedRanks(self.num_outer, place))
+            outer = planned_ranks(self.num_outer, f"{unit}, outer axis", place)
         return UnitMesh(cast(DeviceMesh, None), inner, outer, cuts_outside=self.cuts_outside)
 
 
@@ -97,19 +120,54 @@ class WholeBuffers:
         self.peak_bytes = max(self.peak_bytes, self.num_bytes)
 
 
+@dataclass(frozen=True)
 class PlannedRanks:
-    """What units ask of a process group; nothing is ever sent."""
+    """What units ask of a process group; nothing is ever sent. ``whose`` collectives it serves."""
 
-    group_name = "planned"
+    num_ranks: int
+    my_rank: int
+    whose: str = field(compare=False)  # units on the same ranks are on the same ranks
 
-    def __init__(self, num_ranks: int, rank: int = 0) -> None:
-        self._num_ranks, self._rank = num_ranks, rank
+    @property
+    def group_name(self) -> str:
+        return f"{self.num_ranks} {self.whose}"
 
     def size(self) -> int:
-        return self._num_ranks
+        return self.num_ranks
 
     def rank(self) -> int:
-        return self._rank
+        return self.my_rank
+
+
+def planned_ranks(num_ranks: int, whose: str, rank: int = 0) -> dist.ProcessGroup:
+    return cast(dist.ProcessGroup, PlannedRanks(num_ranks, rank, whose))
+
+
+class _Calls(TorchDispatchMode):
+    """Counts the collectives of planned ranks, as collectives of one call each."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.counted: Counter[Collective] = Counter()
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        op = func.name().removeprefix("graphfsdp::").removesuffix("_")
+        if op in ("all_gather", "reduce_scatter", "all_reduce", "all_to_all"):
+            tensors = [each for each in args if isinstance(each, Tensor)]
+            num_ranks, whose = next(each for each in args if isinstance(each, str)).split(" ", 1)
+            if "max" in args:
+                whose = "largest weights, for their scales"
+            elif op == "all_to_all" and not tensors[0].is_floating_point():
+                whose = "numbers of tokens"
+            num_bytes = max(tensor.nbytes for tensor in tensors)
+            self.counted[Collective(op, whose, 1, num_bytes, int(num_ranks))] += 1
+        return func(*args, **(kwargs or {}))
 
 
 class _PlannedBuffer(ShardBuffer):
@@ -158,48 +216,51 @@ def rehearse(
     *,
     meshes: Mapping[str, PlannedMesh],
     rank: int,
-    strategy: ShardingStrategy,
-    policy: MixedPrecisionPolicy,
+    options: UnitOptions,
     num_microbatches: int,
-    reshard_after_forward: bool,
-    overlap: bool,
-) -> tuple[ModelShards, PlannedBuffers]:
-    """Run iterations of a copy on the meta device; see ``plan_model``. Return its units, too.
+) -> tuple[ModelShards, PlannedBuffers, list[Collective]]:
+    """Run iterations of a copy on the meta device; see ``plan_model``.
 
+    Return its units, too, and the collectives of an iteration in the order of their first calls.
     ``meshes`` are the units', by name; the root's is that of all others.
     """
-    options = UnitOptions(
-        mesh=meshes[""].of_rank(rank),
-        strategy=strategy,
-        policy=policy,
-        reshard_after_forward=reshard_after_forward,
-        overlap=overlap,
-    )
     lives = WholeBuffers()
     root = _on_meta(model)
     for name in (*(name for name in units if name), ""):
-        module, mesh = root.get_submodule(name), meshes.get(name, meshes[""]).of_rank(rank)
+        mesh = meshes.get(name, meshes[""]).of_rank(rank, name or ROOT)
+        module = root.get_submodule(name)
         make_unit([module], _PlannedGroup([module], replace(options, mesh=mesh), lives))
     shards = join_units(root, _PlannedShards)
     # Whoever knows the order of units runs otherwise than the first iteration.
     for _ in range(_NUM_BEFORE):
-        _iterate(root, shards, run, min(num_microbatches, MAX_MICROBATCHES))
+        calls = _iterate(root, shards, run, min(num_microbatches, MAX_MICROBATCHES))
     whole_bytes = lives.peak_bytes
-    iteration_bytes = peak_of(lambda: _iterate(root, shards, run, min(num_microbatches, 2)))
-    return shards, PlannedBuffers(whole_bytes, iteration_bytes)
+    few: Counter[Collective] = Counter()
+    iteration_bytes = peak_of(
+        lambda: few.update(_iterate(root, shards, run, min(num_microbatches, 2)))
+    )
+    found = [
+        replace(call, count=few[call] + (count - few[call]) * max(num_microbatches - 2, 0))
+        for call, count in calls.items()
+    ]
+    return shards, PlannedBuffers(whole_bytes, iteration_bytes), found
 
 
-def _iterate(root: nn.Module, shards: ModelShards, run: RunForward, num_microbatches: int) -> None:
+def _iterate(
+    root: nn.Module, shards: ModelShards, run: RunForward, num_microbatches: int
+) -> Counter[Collective]:
     assert isinstance(root, FSDPModule)
     for unit in shards.units:
         for item in unit.group.managed:
             item.param.grad = None
             vars(item.param).pop("decoupled_grad", None)
-    with torch.enable_grad():
+    calls = _Calls()
+    with torch.enable_grad(), calls:
         for index in range(num_microbatches):
             root.set_is_last_microbatch(index == num_microbatches - 1)
             run(root).backward()
-    root.finish_microbatches()
+        root.finish_microbatches()
+    return calls.counted
 
 
 def _on_meta(model: nn.Module) -> nn.Module:

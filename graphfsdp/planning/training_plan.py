@@ -4,23 +4,21 @@ import dataclasses
 import functools
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from graphfsdp.config import ShardingStrategy
 from graphfsdp.data import BYTES_VOCAB_SIZE
 from graphfsdp.errors import ConfigError
-from graphfsdp.moe.dispatch import Capacity
-from graphfsdp.planning.model_plan import Collective, ModelPlan, plan_model
+from graphfsdp.planning.model_plan import ModelPlan, plan_model
 from graphfsdp.planning.pipeline_plan import (
     GPTPart,
     PipelinePlan,
     activation_bytes,
     num_in_flight,
 )
-from graphfsdp.planning.rehearsal import PlannedRanks, RunForward
+from graphfsdp.planning.rehearsal import EXPERTS, Collective, RunForward, planned_ranks
 from graphfsdp.training.batch import IterationBatch
 from graphfsdp.training.build import make_model
 from graphfsdp.training.config import TrainConfig
@@ -112,7 +110,7 @@ class TrainingPlan:
 
     def collectives(self) -> tuple[Collective, ...]:
         """Return what ranks do together in one iteration, the experts' exchanges included."""
-        return (*self.model.collectives(), *_exchanges(self.config, self.batch))
+        return (*self.model.collectives(), *_balance(self.config, self.batch))
 
     def memory(self) -> tuple[MemoryLine, ...]:
         model, batch = self.model, self.batch
@@ -233,7 +231,7 @@ def plan_training(
     flops = flops_per_token(model) * batch.num_tokens // num_ranks
     used = speeds or Speeds()
     pipeline = _pipeline(config, batch, num_ranks) if is_cut and with_stages else None
-    time = estimate_time(flops, (*plan.collectives(), *_exchanges(config, batch)), used)
+    time = estimate_time(flops, (*plan.collectives(), *_balance(config, batch)), used)
     if pipeline is not None:
         time = dataclasses.replace(time, compute_ms=time.compute_ms / (1 - pipeline.bubble))
     return TrainingPlan(
@@ -268,31 +266,14 @@ def _pipeline(config: TrainConfig, batch: IterationBatch, num_ranks: int) -> Pip
 
 def _make_model(config: TrainConfig, vocab_size: int, dtype: torch.dtype) -> GPT:
     """Return the model of the first rank, without memory."""
-    group = cast(dist.ProcessGroup, PlannedRanks(config.expert_model_parallel_size))
+    group = planned_ranks(config.expert_model_parallel_size, EXPERTS)
     return make_model(config, vocab_size, torch.device("meta"), dtype, group)
 
 
-def _exchanges(config: TrainConfig, batch: IterationBatch) -> Iterator[Collective]:
-    """Yield what experts that ranks share out send: rows and their number, and rows back."""
-    num_experts, num_ranks = config.num_experts, config.expert_model_parallel_size
-    if num_experts is None:
-        return
-    if num_ranks > 1:
-        capacity = Capacity(
-            num_tokens=batch.micro_batch_size * batch.seq_length,
-            topk=config.moe_router_topk,
-            num_experts=num_experts,
-            num_ranks=num_ranks,
-            factor=config.moe_expert_capacity_factor,
-        )
-        row_bytes = config.hidden_size * config.param_dtype.itemsize
-        row_bytes *= num_ranks * capacity.rows_for_rank
-        count = config.num_layers * batch.num_microbatches
-        yield Collective("all_to_all", "tokens of experts", 4 * count, row_bytes, num_ranks)
-        num_bytes = _COUNT_BYTES * num_experts
-        yield Collective("all_to_all", "numbers of tokens", count, num_bytes, num_ranks)
-    if config.moe_router_bias_update_rate:
-        num_bytes = _COUNT_BYTES * num_experts
+def _balance(config: TrainConfig, batch: IterationBatch) -> Iterator[Collective]:
+    """Yield what routers ask of all ranks once an iteration, to move their biases."""
+    if config.num_experts is not None and config.moe_router_bias_update_rate:
+        num_bytes = _COUNT_BYTES * config.num_experts
         routers = "tokens of all ranks, for the bias"
         yield Collective("all_reduce", routers, config.num_layers, num_bytes, batch.num_ranks)
 
