@@ -19,14 +19,14 @@ class Activations:
 
 def measure_activations(model: nn.Module, run: Callable[[], Tensor]) -> Activations:
     """The model is on the meta device; gradients go at once, as in a unit that reduces."""
-    lives = _Lives()
+    lives = Lives()
     handles = [
         param.register_post_accumulate_grad_hook(_drop_gradient)
         for param in model.parameters()
         if param.requires_grad
     ]
     try:
-        with _FusedKernels(), lives:
+        with _FusedKernels(), Watching(lives.add_made):
             loss = run()
             saved_bytes = lives.now()
             loss.backward()
@@ -38,8 +38,8 @@ def measure_activations(model: nn.Module, run: Callable[[], Tensor]) -> Activati
 
 def peak_of(run: Callable[[], object]) -> int:
     """Return how much, of what the operators of a run make, lives at one time."""
-    lives = _Lives()
-    with _FusedKernels(), lives:
+    lives = Lives()
+    with _FusedKernels(), Watching(lives.add_made):
         run()
     return lives.peak_bytes
 
@@ -48,11 +48,29 @@ def _drop_gradient(param: Tensor) -> None:
     param.grad = None
 
 
-class _Lives(TorchDispatchMode):
-    """Adds up the bytes of the storages that operators have made and that are still alive."""
+class Watching(TorchDispatchMode):
+    """Shows each operator that has run, its arguments and its result."""
+
+    def __init__(self, see: Callable[[Any, Sequence[Any], Any], None]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._see = see
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        self._see(func, (*args, *(kwargs or {}).values()), result)
+        return result
+
+
+class Lives:
+    """Adds up the bytes of storages that are still alive."""
 
     def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
         self._live: dict[int, tuple[StorageWeakRef, int]] = {}
         self._total = 0
         self.peak_bytes = 0
@@ -63,23 +81,19 @@ class _Lives(TorchDispatchMode):
             self._total -= self._live.pop(key)[1]
         return self._total
 
-    def __torch_dispatch__(
-        self,
-        func: Any,
-        types: Sequence[type],
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
-        result = func(*args, **(kwargs or {}))
-        given = {storage._cdata for storage in _storages((*args, *(kwargs or {}).values()))}
-        for storage in _storages(result if isinstance(result, list | tuple) else (result,)):
-            if storage._cdata not in given and storage._cdata not in self._live:
-                num_bytes = storage.nbytes()
-                self._live[storage._cdata] = (StorageWeakRef(storage), num_bytes)
-                self._total += num_bytes
+    def add(self, storage: torch.UntypedStorage) -> None:
+        if storage._cdata not in self._live:
+            self._live[storage._cdata] = (StorageWeakRef(storage), storage.nbytes())
+            self._total += storage.nbytes()
         if self._total > self.peak_bytes:  # else it is no new maximum, whatever has been freed
             self.peak_bytes = max(self.peak_bytes, self.now())
-        return result
+
+    def add_made(self, func: Any, args: Sequence[Any], result: Any) -> None:
+        """Add what an operator has returned that it was not given."""
+        given = {storage._cdata for storage in _storages(args)}
+        for storage in _storages(result if isinstance(result, list | tuple) else (result,)):
+            if storage._cdata not in given:
+                self.add(storage)
 
 
 def _storages(values: Iterable[Any]) -> Iterator[torch.UntypedStorage]:

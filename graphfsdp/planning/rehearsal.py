@@ -15,11 +15,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from graphfsdp.errors import ConfigError
-from graphfsdp.planning.activations import peak_of
+from graphfsdp.planning.activations import Lives, Watching, peak_of
 from graphfsdp.sharding.buffer import ShardBuffer
 from graphfsdp.sharding.fully_shard import make_unit
 from graphfsdp.sharding.group import ShardGroup, UnitOptions
@@ -102,24 +100,6 @@ class PlannedBuffers:
     iteration_bytes: int
 
 
-class WholeBuffers:
-    """Adds up the buffers of whole weights and gradients that are still alive."""
-
-    def __init__(self) -> None:
-        self._live: list[tuple[StorageWeakRef, int]] = []
-        self.peak_bytes = 0
-
-    @property
-    def num_bytes(self) -> int:
-        self._live = [entry for entry in self._live if not entry[0].expired()]
-        return sum(num_bytes for _, num_bytes in self._live)
-
-    def add(self, buffer: Tensor) -> None:
-        storage = buffer.untyped_storage()
-        self._live.append((StorageWeakRef(storage), storage.nbytes()))
-        self.peak_bytes = max(self.peak_bytes, self.num_bytes)
-
-
 @dataclass(frozen=True)
 class PlannedRanks:
     """What units ask of a process group; nothing is ever sent. ``whose`` collectives it serves."""
@@ -143,48 +123,36 @@ def planned_ranks(num_ranks: int, whose: str, rank: int = 0) -> dist.ProcessGrou
     return cast(dist.ProcessGroup, PlannedRanks(num_ranks, rank, whose))
 
 
-class _Calls(TorchDispatchMode):
-    """Counts the collectives of planned ranks, as collectives of one call each."""
+class _Calls(Counter[Collective]):
+    """The collectives of planned ranks, as collectives of one call each."""
 
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.counted: Counter[Collective] = Counter()
-
-    def __torch_dispatch__(
-        self,
-        func: Any,
-        types: Sequence[type],
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
+    def see(self, func: Any, args: Sequence[Any], result: Any) -> None:
         op = func.name().removeprefix("graphfsdp::").removesuffix("_")
-        if op in ("all_gather", "reduce_scatter", "all_reduce", "all_to_all"):
-            tensors = [each for each in args if isinstance(each, Tensor)]
-            num_ranks, whose = next(each for each in args if isinstance(each, str)).split(" ", 1)
-            if "max" in args:
-                whose = "largest weights, for their scales"
-            elif op == "all_to_all" and not tensors[0].is_floating_point():
-                whose = "numbers of tokens"
-            num_bytes = max(tensor.nbytes for tensor in tensors)
-            self.counted[Collective(op, whose, 1, num_bytes, int(num_ranks))] += 1
-        return func(*args, **(kwargs or {}))
+        if op not in ("all_gather", "reduce_scatter", "all_reduce", "all_to_all"):
+            return
+        tensors = [each for each in args if isinstance(each, Tensor)]
+        num_ranks, whose = next(each for each in args if isinstance(each, str)).split(" ", 1)
+        if "max" in args:
+            whose = "largest weights, for their scales"
+        elif op == "all_to_all" and not tensors[0].is_floating_point():
+            whose = "numbers of tokens"
+        num_bytes = max(tensor.nbytes for tensor in tensors)
+        self[Collective(op, whose, 1, num_bytes, int(num_ranks))] += 1
 
 
 class _PlannedBuffer(ShardBuffer):
-    lives: WholeBuffers
+    lives: Lives
 
     def new_whole(self, dtype: torch.dtype) -> Tensor:
         buffer = super().new_whole(dtype)
-        self.lives.add(buffer)
+        self.lives.add(buffer.untyped_storage())
         return buffer
 
 
 class _PlannedGroup(ShardGroup):
     """Parameters that are plain tensors on the meta device, since DTensors need real ranks."""
 
-    def __init__(
-        self, modules: Sequence[nn.Module], options: UnitOptions, lives: WholeBuffers
-    ) -> None:
+    def __init__(self, modules: Sequence[nn.Module], options: UnitOptions, lives: Lives) -> None:
         self._lives = lives
         super().__init__(modules, options)
 
@@ -224,7 +192,7 @@ def rehearse(
     Return its units, too, and the collectives of an iteration in the order of their first calls.
     ``meshes`` are the units', by name; the root's is that of all others.
     """
-    lives = WholeBuffers()
+    lives = Lives()
     root = _on_meta(model)
     for name in (*(name for name in units if name), ""):
         mesh = meshes.get(name, meshes[""]).of_rank(rank, name or ROOT)
@@ -255,12 +223,12 @@ def _iterate(
             item.param.grad = None
             vars(item.param).pop("decoupled_grad", None)
     calls = _Calls()
-    with torch.enable_grad(), calls:
+    with torch.enable_grad(), Watching(calls.see):
         for index in range(num_microbatches):
             root.set_is_last_microbatch(index == num_microbatches - 1)
             run(root).backward()
         root.finish_microbatches()
-    return calls.counted
+    return calls
 
 
 def _on_meta(model: nn.Module) -> nn.Module:

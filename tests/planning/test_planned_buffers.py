@@ -14,8 +14,8 @@ from torch.utils.checkpoint import checkpoint
 
 import graphfsdp
 from graphfsdp.optim import FusedAdam
+from graphfsdp.planning.activations import Lives
 from graphfsdp.planning.model_plan import plan_model
-from graphfsdp.planning.rehearsal import WholeBuffers
 from graphfsdp.sharding.buffer import ShardBuffer
 from graphfsdp.training.gpt import GPT
 from ranks import RankPool
@@ -80,19 +80,18 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[str, ...]]] = {
 }
 
 
-class Patient(WholeBuffers):
+class Patient(Lives):
     """Waits for gloo's threads, which let go of a buffer a little late."""
 
     def __init__(self, expected: int) -> None:
         super().__init__()
         self._expected = expected
 
-    def add(self, buffer: Tensor) -> None:
+    def add(self, storage: torch.UntypedStorage) -> None:
         deadline = time.monotonic() + 0.5
-        num_bytes = buffer.untyped_storage().nbytes()
-        while self.num_bytes + num_bytes > self._expected and time.monotonic() < deadline:
+        while self.now() + storage.nbytes() > self._expected and time.monotonic() < deadline:
             time.sleep(0.001)
-        super().add(buffer)
+        super().add(storage)
 
 
 def real_peaks(name: str, planned: dict[Case, int], options: dict[str, Any]) -> dict[Case, int]:
@@ -122,7 +121,7 @@ def real_peaks(name: str, planned: dict[Case, int], options: dict[str, Any]) -> 
 
         def counted(buffer: ShardBuffer, dtype: torch.dtype, lives: Patient = lives) -> Tensor:
             whole = new_whole(buffer, dtype)
-            lives.add(whole)
+            lives.add(whole.untyped_storage())
             return whole
 
         optimizer = FusedAdam(model.parameters())
