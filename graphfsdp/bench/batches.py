@@ -2,17 +2,17 @@
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
-from torch import Tensor
 
-from graphfsdp.bench.workloads import Case, ZooConfig
+from graphfsdp.bench.contenders import Setting
+from graphfsdp.bench.options import BenchOptions
+from graphfsdp.bench.workloads import ZooConfig
 from graphfsdp.data import Corpus, TokenBatches, load_corpus
-from graphfsdp.training.ranks import Ranks
+from graphfsdp.data.batches import Batch
 
-Batch = tuple[Tensor, ...]
 _NUM_RANDOM_TOKENS = 1 << 20
 
 
@@ -29,19 +29,9 @@ class BatchSource:
         return [tuple(tensor.to(self.device) for tensor in batch) for batch in made]
 
 
-def batch_source(
-    case: Case,
-    device: torch.device,
-    *,
-    data: str | None = None,
-    random_tokens: bool = False,
-    seed: int = 0,
-    ranks: Ranks,
-) -> tuple[Case, BatchSource]:
-    """Also returns the case with a vocabulary that holds its tokens.
-
-    ``data`` is what ``graphfsdp train --data`` takes; None is Python's standard library.
-    """
+def batch_source(setting: Setting, options: BenchOptions) -> tuple[Setting, BatchSource]:
+    """Also returns the setting with a vocabulary that holds the tokens."""
+    case, ranks, seed, device = setting.case, setting.ranks, setting.seed, setting.device
     model, rows = case.workload.model, case.batch_size
     if isinstance(model, ZooConfig):
         random = model.architecture.batch
@@ -50,9 +40,10 @@ def batch_source(
             number = int(np.random.default_rng((seed, step, ranks.rank)).integers(2**62))
             return random(torch.Generator().manual_seed(number), rows)
 
-        return case, BatchSource("random numbers", make_random, device)
-    corpus = _random(model.vocab_size, seed) if random_tokens else load_corpus(data)
-    case = Case(case.workload.with_vocabulary(corpus.vocab_size), case.dtype, rows)
+        return setting, BatchSource("random numbers", make_random, device)
+    in_text = not options.random_tokens
+    corpus = load_corpus(options.data) if in_text else _random(model.vocab_size, seed)
+    case = replace(case, workload=case.workload.with_vocabulary(corpus.vocab_size))
     together = rows * ranks.size
     batches = TokenBatches(
         corpus,
@@ -62,8 +53,9 @@ def batch_source(
         rank=ranks.rank,
         num_ranks=ranks.size,
     )
-    description = corpus.name if random_tokens else f"text: {corpus.name}"
-    return case, BatchSource(description, lambda step: batches.batch(step * together), device)
+    description = f"text: {corpus.name}" if in_text else corpus.name
+    source = BatchSource(description, lambda step: batches.batch(step * together), device)
+    return replace(setting, case=case), source
 
 
 def _random(num_tokens: int, seed: int) -> Corpus:

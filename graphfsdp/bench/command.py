@@ -4,6 +4,7 @@ import dataclasses
 import shlex
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -58,25 +59,21 @@ def run_bench(arguments: Sequence[str], console: Console) -> int:
         environment = find_environment(device, num_ranks=ranks.size, backend=backend)
         command = shlex.join(["graphfsdp", "bench", *arguments])
         result = BenchResult(environment, dataclasses.asdict(options), command, options.seed, ())
+        console = wide_console(console, quiet=not ranks.is_first)
         return _Bench(options, ranks, device, console, result).run()
 
 
+@dataclass
 class _Bench:
     """Measures cases; where a launcher has started several ranks, all of them take part."""
 
-    def __init__(
-        self,
-        options: BenchOptions,
-        ranks: Ranks,
-        device: torch.device,
-        console: Console,
-        result: BenchResult,
-    ) -> None:
-        self._options, self._ranks, self._device = options, ranks, device
-        self._console = wide_console(console, quiet=not ranks.is_first)
-        self._result = result  # so far
-        self._started = time.monotonic()
-        self._folder: Path | None = None  # on rank 0
+    _options: BenchOptions
+    _ranks: Ranks
+    _device: torch.device
+    _console: Console
+    _result: BenchResult  # so far
+    _folder: Path | None = None  # on rank 0
+    _started: float = field(default_factory=time.monotonic)
 
     def run(self) -> int:
         planned = self._options.cases(self._device.type)

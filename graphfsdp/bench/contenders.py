@@ -20,10 +20,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
 import graphfsdp
-from graphfsdp.bench.batches import Batch
 from graphfsdp.bench.records import REFERENCE
 from graphfsdp.bench.workloads import Case, make_model
 from graphfsdp.config import MixedPrecisionPolicy, Scope, ShardingStrategy
+from graphfsdp.data.batches import Batch
 from graphfsdp.errors import ConfigError
 from graphfsdp.optim import FusedAdam
 from graphfsdp.training.ranks import Ranks, process_group

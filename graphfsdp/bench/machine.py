@@ -14,9 +14,9 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 import graphfsdp
-from graphfsdp.bench.batches import Batch
 from graphfsdp.bench.records import Environment, PeakFacts
 from graphfsdp.bench.workloads import Case, make_model
+from graphfsdp.data.batches import Batch
 from graphfsdp.training.gpt import GPT
 from graphfsdp.training.metrics import flops_per_token, peak_tflops
 

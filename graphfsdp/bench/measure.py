@@ -14,14 +14,14 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from graphfsdp.base.collector import without_collector
-from graphfsdp.bench.batches import Batch, BatchSource, batch_source
+from graphfsdp.bench.batches import BatchSource, batch_source
 from graphfsdp.bench.clock import Window, make_schedule, time_window
 from graphfsdp.bench.contenders import (
     Contender,
@@ -43,6 +43,8 @@ from graphfsdp.bench.records import (
     TimingRecord,
     WorkloadFacts,
 )
+from graphfsdp.checkpoint.objects import RandomState
+from graphfsdp.data.batches import Batch
 from graphfsdp.errors import ConfigError
 from graphfsdp.training.ranks import Ranks
 
@@ -124,19 +126,6 @@ class Job:
     limit_s: float = math.inf
     excluded: Mapping[str, str] = field(default_factory=dict)
 
-    def source(self) -> tuple[Setting, BatchSource]:
-        """Return the batches, and the setting with a vocabulary that holds their tokens."""
-        setting, options = self.setting, self.options
-        case, source = batch_source(
-            setting.case,
-            setting.device,
-            data=options.data,
-            random_tokens=options.random_tokens,
-            seed=setting.seed,
-            ranks=setting.ranks,
-        )
-        return dataclasses.replace(setting, case=case), source
-
 
 @dataclass
 class RunningContender:
@@ -151,7 +140,7 @@ class RunningContender:
     contender: Contender
     build_ms: float
     before: tuple[int, int]
-    random: tuple[Tensor, ...]
+    random: dict[str, Any]
     warmup_ms: tuple[float, ...] = ()
     memory: MemoryRecord | None = None
     losses: list[Tensor] = field(default_factory=list)
@@ -193,9 +182,9 @@ class RunningContender:
     @contextlib.contextmanager
     def _own_randomness(self, device: torch.device) -> Iterator[None]:
         with torch.random.fork_rng([device] if device.type == "cuda" else []):
-            _set_random(self.random, device)
+            RandomState().load_state_dict(self.random)
             yield
-            self.random = _random_states(device)
+            self.random = RandomState().state_dict()
 
     def timing(self) -> TimingRecord:
         return TimingRecord(
@@ -249,18 +238,7 @@ def build_contender(spec: ContenderSpec, setting: Setting) -> RunningContender:
     start = time.perf_counter()
     contender = spec.make(setting)
     build_ms = (time.perf_counter() - start) * 1e3
-    return RunningContender(spec, contender, build_ms, before, _random_states(device))
-
-
-def _random_states(device: torch.device) -> tuple[Tensor, ...]:
-    of_gpu = (torch.cuda.get_rng_state(device),) if device.type == "cuda" else ()
-    return (torch.get_rng_state(), *of_gpu)
-
-
-def _set_random(states: tuple[Tensor, ...], device: torch.device) -> None:
-    torch.set_rng_state(states[0])
-    if device.type == "cuda":
-        torch.cuda.set_rng_state(states[1], device)
+    return RunningContender(spec, contender, build_ms, before, RandomState().state_dict())
 
 
 def measure_case(job: Job, say: Say, specs: Sequence[ContenderSpec] | None = None) -> CaseResult:
@@ -268,7 +246,7 @@ def measure_case(job: Job, say: Say, specs: Sequence[ContenderSpec] | None = Non
 
     ``specs`` are the job's contenders, where these are not known by name.
     """
-    setting, source = job.source()
+    setting, source = batch_source(job.setting, job.options)
     case = setting.case
     say("peak", "")
     flops, formula = model_flops(case, source.make(0))

@@ -17,6 +17,7 @@ from pathlib import Path
 
 import torch
 
+from graphfsdp.bench.batches import batch_source
 from graphfsdp.bench.contenders import CONTENDERS_BY_NAME, group_for
 from graphfsdp.bench.measure import NUM_WARMUP_STEPS, Job, Say, measure_case
 from graphfsdp.bench.records import REFERENCE, CaseResult, MemoryRecord
@@ -156,7 +157,7 @@ def measure_memory(job: Job, say: Say) -> MemoryRecord:
     """Train a few steps in this process, which must be fresh, and return its peak."""
     assert job.contenders is not None
     spec = CONTENDERS_BY_NAME[job.contenders[0]]
-    setting, source = job.source()
+    setting, source = batch_source(job.setting, job.options)
     # Reading the text takes more memory than a small model.
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)

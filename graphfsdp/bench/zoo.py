@@ -10,14 +10,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from graphfsdp.data.batches import Batch
 from graphfsdp.training.gpt import GPT, GPTConfig
 
 WIDTH = 32
 TOKENS = 16
 ROWS = 4
 VOCABULARY = 64
-
-Batch = tuple[Tensor, ...]
 
 
 def tokens(generator: torch.Generator, rows: int) -> Batch:  # ids, targets: [rows, TOKENS] int64

@@ -21,7 +21,6 @@ from torch import Tensor
 
 import forked
 from graphfsdp.bench import clock, process
-from graphfsdp.bench.batches import Batch
 from graphfsdp.bench.clock import MIN_ROUNDS, make_schedule, time_window
 from graphfsdp.bench.contenders import Contender, ContenderSpec, Setting, find_contenders
 from graphfsdp.bench.measure import NUM_WARMUP_STEPS, Failure, Job, compare_losses, measure_case
@@ -30,6 +29,7 @@ from graphfsdp.bench.process import CaseFailedError, run_case
 from graphfsdp.bench.records import REFERENCE, CaseResult, read_result
 from graphfsdp.bench.report import make_directory
 from graphfsdp.bench.workloads import Case, find_workload
+from graphfsdp.data.batches import Batch
 from graphfsdp.errors import ConfigError
 from ranks import fork_server
 

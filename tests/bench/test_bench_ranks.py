@@ -3,12 +3,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from graphfsdp.bench.batches import Batch
 from graphfsdp.bench.contenders import Contender, ContenderSpec, Setting, find_contenders
 from graphfsdp.bench.measure import Failure, Job, attempt, measure_case
 from graphfsdp.bench.options import BenchOptions
 from graphfsdp.bench.records import CaseResult
 from graphfsdp.bench.workloads import Case, find_workload
+from graphfsdp.data.batches import Batch
 from graphfsdp.training.ranks import Ranks
 from ranks import RankPool
 

@@ -3,12 +3,9 @@ import torch
 from torch import Tensor
 
 from graphfsdp.bench.batches import BatchSource, batch_source
-from graphfsdp.bench.contenders import (
-    OwnContender,
-    Setting,
-    initial_model,
-)
+from graphfsdp.bench.contenders import OwnContender, Setting, initial_model
 from graphfsdp.bench.machine import COUNTED, PALM_FORMULA, find_peak, model_flops, num_parameters
+from graphfsdp.bench.options import BenchOptions
 from graphfsdp.bench.workloads import Case, DtypeName, find_workload, workloads
 from graphfsdp.config import Scope
 from graphfsdp.training.ranks import Ranks
@@ -19,14 +16,14 @@ NUM_STEPS = 14
 
 def source_of(
     name: str, device: torch.device, *, dtype: DtypeName = "fp32", ranks: Ranks | None = None
-) -> tuple[Case, BatchSource]:
-    case = Case(find_workload(name), dtype, 2)
-    return batch_source(case, device, seed=3, ranks=ranks or Ranks())
+) -> tuple[Setting, BatchSource]:
+    setting = Setting(Case(find_workload(name), dtype, 2), device, seed=3, ranks=ranks or Ranks())
+    return batch_source(setting, BenchOptions())
 
 
 def losses_of(name: str, dtype: DtypeName, scope: Scope, device: torch.device) -> Tensor:
-    case, source = source_of(name, device, dtype=dtype)
-    contender = OwnContender(Setting(case, device), scope)
+    setting, source = source_of(name, device, dtype=dtype)
+    contender = OwnContender(setting, scope)
     try:
         batches = source.take(0, NUM_STEPS)
         return torch.stack([contender(batch, step) for step, batch in enumerate(batches)])
@@ -72,8 +69,8 @@ def test_flops_are_those_of_the_formula_or_counted() -> None:
     # 4 blocks of 12 x 256^2 weights in matrices, 256 tokens' embeddings as the output layer.
     weights = 4 * 12 * 256**2 + 256 * 256
     assert by_formula == pytest.approx((6 * weights + 12 * 4 * 256 * 128) * 2 * 128, rel=0.01)
-    case, source = source_of("zoo-mixer", torch.device("cpu"))
-    counted, how = model_flops(case, source.make(0))
+    setting, source = source_of("zoo-mixer", torch.device("cpu"))
+    counted, how = model_flops(setting.case, source.make(0))
     assert how == COUNTED
     # Of each of 2 rows: 4 layers mix 32 channels over 16 places by 32, 16 places over 32 by 64.
     products = 4 * (2 * 32 * 16 * 32 + 2 * 16 * 32 * 64) + 32 * 10
