@@ -4,6 +4,7 @@ States are read in place where they fit; see also Note [Main weights].
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -120,7 +121,8 @@ def plan_optimizer(plan: LoadPlan, optimizer: torch.optim.Optimizer) -> None:
     ]
     for name, param, index in states_by_index(current, named):
         entries = current["state"].get(index, {})
-        read = _StateReader(plan, saved["state"], name, param, entries, optimizer).read()
+        states = saved["state"].get(name, {})
+        read = _StateReader(plan, states, name, param, entries, optimizer).read()
         if read:
             state[index] = read
     trained = {name for group in named for name, _ in group}
@@ -185,30 +187,24 @@ def _plan_group(
     return {**here, **known}
 
 
+@dataclass
 class _StateReader:
-    def __init__(
-        self,
-        plan: LoadPlan,
-        saved: Mapping[str, dict[str, Json]],
-        name: str,
-        param: Tensor,
-        entries: Mapping[str, Any],
-        optimizer: torch.optim.Optimizer,
-    ) -> None:
-        self._plan = plan
-        self._name = name
-        self._param = param
-        self._entries = entries
-        self._optimizer = optimizer
-        self._in_model = name in plan.model.tensors
-        self._saved = saved.get(name, {})
-        self._wants_main = MAIN in entries
-        self._main_dtype = torch.float32
-        self._device = local_part(param).device
-        if isinstance(optimizer, DeviceOptimizer):
-            dtypes = optimizer.settings.state_dtypes(param)
-            self._wants_main = MAIN in dtypes
-            self._main_dtype = dtypes.get(MAIN, torch.float32)
+    """Reads one parameter's state; ``_entries`` are what the optimizer has of it, by key."""
+
+    _plan: LoadPlan
+    _saved: Mapping[str, Json]
+    _name: str
+    _param: Tensor
+    _entries: Mapping[str, Any]
+    _optimizer: torch.optim.Optimizer
+
+    def __post_init__(self) -> None:
+        dtypes: Mapping[str, Any] = self._entries
+        if isinstance(self._optimizer, DeviceOptimizer):
+            dtypes = self._optimizer.settings.state_dtypes(self._param)
+        self._wants_main = MAIN in dtypes
+        self._main_is_16_bits = dtypes.get(MAIN) is torch.int16
+        self._in_model = self._name in self._plan.model.tensors
 
     def read(self) -> dict[str, Any]:
         """Return the state, its tensors yet to be filled; empty if none was saved."""
@@ -274,12 +270,12 @@ class _StateReader:
         if shape == tuple(self._param.shape):
             return self._new(dtype)
         local = local_part(self._param)
-        rows = torch.empty((*local.shape[:1], *shape[1:]), dtype=dtype, device=self._device)
+        rows = local.new_empty((*local.shape[:1], *shape[1:]), dtype=dtype)
         return wrap_rows_like(rows, self._param)
 
     def _new(self, dtype: torch.dtype) -> Tensor:
         local = local_part(self._param.detach())
-        return wrap_like(torch.empty_like(local, dtype=dtype, device=self._device), self._param)
+        return wrap_like(torch.empty_like(local, dtype=dtype), self._param)
 
     def _read_main(self, found: dict[str, Any]) -> None:
         """Read the main weight, whatever form it was saved in; see Note [Main weights]."""
@@ -288,7 +284,7 @@ class _StateReader:
         encoded = self._saved.get(MAIN)
         if encoded is not None:
             remainder = self._plan.manifest.tensors[encoded["key"]].dtype == torch.int16
-            same = self._main_dtype == torch.int16 and saved_dtype == self._param.dtype
+            same = self._main_is_16_bits and saved_dtype == self._param.dtype
             if remainder and not same and self._in_model:
                 assert weight_key is not None
                 found[MAIN] = self._new(torch.float32)
