@@ -361,15 +361,37 @@ class TrainConfig:
         )
 
     def batch(self, num_ranks: int) -> IterationBatch:
-        """``num_ranks`` counts those of all stages, which work on the same sequences."""
-        return IterationBatch.cut(
-            micro_batch_size=self.micro_batch_size,
-            global_batch_size=self.global_batch_size,
-            num_ranks=num_ranks,
-            seq_length=self.seq_length,
-            num_stages=self.pipeline_model_parallel_size,
-            is_interleaved=self.num_virtual_stages > 1,
-        )
+        """Cut an iteration over ranks, those of all stages of a pipeline among them.
+
+        ConfigError: it does not come out even; it names the flags.
+        """
+        num_stages = self.pipeline_model_parallel_size
+        if num_ranks % num_stages:
+            raise ConfigError(
+                f"--pipeline-model-parallel-size {num_stages} does not divide the {num_ranks} "
+                "ranks; start a multiple of it, or choose another"
+            )
+        num_ranks //= num_stages
+        together = self.micro_batch_size * num_ranks
+        num_sequences = self.global_batch_size or together
+        if num_sequences % together:
+            divisor = f"--micro-batch-size {self.micro_batch_size}"
+            if num_ranks > 1:
+                divisor += f" x {num_ranks} ranks = {together}"
+            raise ConfigError(
+                f"--global-batch-size {num_sequences} is not divisible by {divisor}: every rank "
+                f"runs the same whole number of micro-batches; make it a multiple"
+            )
+        num_microbatches = num_sequences // together
+        uneven = num_microbatches % num_stages and self.num_virtual_stages > 1
+        if num_microbatches < num_stages or uneven:
+            needs = "a multiple of as many" if uneven else "at least as many"
+            raise ConfigError(
+                f"--pipeline-model-parallel-size {num_stages} needs {needs} micro-batches, and an "
+                f"iteration has {num_microbatches}; give --global-batch-size "
+                f"{together * num_stages}, or a multiple of that"
+            )
+        return IterationBatch(self.micro_batch_size, num_microbatches, num_ranks, self.seq_length)
 
     @property
     def warmup_iters(self) -> float:

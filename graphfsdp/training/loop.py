@@ -6,7 +6,6 @@ import platform
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing
-from dataclasses import dataclass
 
 import torch
 from rich.console import Console
@@ -32,20 +31,11 @@ from graphfsdp.training.run_directory import RunDirectory, refuse_used_directory
 _PROMPT_TOKENS = 32
 
 
-@dataclass(frozen=True)
-class TrainResult:
-    """What a finished run found, losses in nats per token, and its last logged step."""
-
-    validation_loss: float
-    unigram_entropy: float
-    metrics: Metrics
-
-
 def run_train(arguments: Sequence[str], console: Console) -> None:
     train(parse_train_arguments(arguments), console)
 
 
-def train(config: TrainConfig, console: Console) -> TrainResult:
+def train(config: TrainConfig, console: Console) -> None:
     """Processes that torchrun has started train together; the first one prints and writes.
 
     Raises ConfigError where the run cannot start; nothing was written then.
@@ -96,29 +86,9 @@ def train(config: TrainConfig, console: Console) -> TrainResult:
             what = "reached" if reached(config, metrics.val_loss) else "not reached"
             out.line(f"target loss {config.target_loss:g} {what} after {metrics.step} iterations")
         if config.sample_tokens > 0:
-            out.sample(
-                *generate_sample(
-                    _sampled(run),
-                    run.batches,
-                    run.corpus,
-                    num_tokens=config.sample_tokens,
-                    seed=config.seed,
-                )
-            )
+            out.sample(*_sample(run))
         if directory is not None:
             out.line(f"kept in {directory.path}")
-    return TrainResult(metrics.val_loss, run.corpus.unigram_entropy, metrics)
-
-
-def _sampled(run: TrainingRun) -> GPT:
-    """Return what can draw a sample; of a pipeline a copy on rank 0, nothing trained elsewhere."""
-    if run.parts == [run.model]:
-        return run.model
-    state = _whole_weights(run)
-    model = GPT(run.model.config)
-    if state:
-        model.load_state_dict(state)
-    return model
 
 
 def _whole_weights(run: TrainingRun) -> dict[str, Tensor]:
@@ -200,12 +170,16 @@ def _is_due(done: int, interval: int) -> bool:
 
 def _validate(run: TrainingRun, log: RunLog) -> float:
     log.block_stops()
-    size = {"num_batches": run.config.eval_iters, "batch_size": run.config.micro_batch_size}
     if run.trained is run.model:
-        loss = validation_loss(run.model, run.batches, ranks=run.ranks, **size)
+        loss = validation_loss(
+            run.model,
+            run.batches,
+            num_batches=run.config.eval_iters,
+            batch_size=run.config.micro_batch_size,
+            ranks=run.ranks,
+        )
     else:
-        width = run.batch.num_microbatches
-        loss = pipeline_validation_loss(run.step, run.batches, width=width, **size)
+        loss = _pipeline_validation_loss(run)
     log.validated(loss)
     return loss
 
@@ -327,47 +301,42 @@ def validation_loss(
     return float(in_order.double().mean())
 
 
-def pipeline_validation_loss(
-    step: graphfsdp.CapturedStep,
-    batches: TokenBatches,
-    *,
-    num_batches: int,
-    batch_size: int,
-    width: int,
-) -> float:
-    """Return the same of a pipeline that splits what it is given into ``width`` micro-batches.
+def _pipeline_validation_loss(run: TrainingRun) -> float:
+    """Return the same of a pipeline, which splits what it is given into micro-batches.
 
-    Each pipeline runs all batches, so many at a time.
+    Each pipeline runs all batches, as many at a time as an iteration has.
     """
-    found = list(batches.validation_batches(num_batches, batch_size, range(num_batches)))
+    num_batches, width = run.config.eval_iters, run.batch.num_microbatches
+    size = run.config.micro_batch_size
+    found = list(run.batches.validation_batches(num_batches, size))
     total, full = 0.0, num_batches - num_batches % width
     groups = [found[first : first + width] for first in range(0, full, width)]
     groups += [[batch] * width for batch in found[full:]]
     for number, group in enumerate(groups):
         tokens, targets = (torch.cat(parts) for parts in zip(*group, strict=True))
-        loss = step.evaluate(tokens, target=targets).double()
+        loss = run.step.evaluate(tokens, target=targets).double()
         total += float(loss) * (width if number < full // width else 1)
     return total / len(found)
 
 
-def generate_sample(
-    model: GPT,
-    batches: TokenBatches,
-    corpus: Corpus,
-    *,
-    num_tokens: int,
-    seed: int,
-) -> tuple[str, str]:
-    """Continue the start of the held-out part; ranks with a sharded model must all call this.
+def _sample(run: TrainingRun) -> tuple[str, str]:
+    """Continue the start of the held-out part; a collective.
 
-    Prompt and continuation are text for a corpus of bytes, else token numbers.
+    Prompt and continuation are text for a corpus of bytes, else token numbers. Of a pipeline rank 0
+    makes a whole copy for it; what others draw with is not trained.
     """
-    generator = torch.Generator().manual_seed(seed)
-    prompt = batches.prompt(min(_PROMPT_TOKENS, model.config.seq_length))
+    model = run.model
+    if run.trained is not model:
+        state = _whole_weights(run)
+        model = GPT(model.config)
+        if state:
+            model.load_state_dict(state)
+    generator = torch.Generator().manual_seed(run.config.seed)
+    prompt = run.batches.prompt(min(_PROMPT_TOKENS, model.config.seq_length))
     prompt = prompt.to(next(model.parameters()).device)
-    tokens = model.generate(prompt, num_tokens, generator=generator)[0].tolist()
+    tokens = model.generate(prompt, run.config.sample_tokens, generator=generator)[0].tolist()
     border = prompt.shape[1]
-    return _show(tokens[:border], corpus), _show(tokens[border:], corpus)
+    return _show(tokens[:border], run.corpus), _show(tokens[border:], run.corpus)
 
 
 def _show(tokens: list[int], corpus: Corpus) -> str:
