@@ -47,7 +47,7 @@ _SECTIONS: Mapping[str, str] = MappingProxyType({"suite": "what to measure", "se
 
 @dataclass(frozen=True)
 class BenchOptions:
-    """Each field is a flag (``flags.add_flags``)."""
+    """Each field is a flag (``command_line.add_flags``)."""
 
     suite: Annotated[SuiteName | None, "named cases (default: cpu or gpu, as the device is)"] = None
     workload: Annotated[tuple[str, ...] | None, "workloads, listed below", "NAME"] = None

@@ -13,7 +13,7 @@ from graphfsdp.training.config import ScopeName, TrainConfig
 
 _SECTIONS: Mapping[str, str] = MappingProxyType(
     {
-        "num_layers": "model",
+        "vocab_size": "model",
         "data": "data and length of the run",
         "lr": "optimizer and schedule",
         "bf16": "precision",

@@ -10,7 +10,6 @@ import torch
 from graphfsdp.command_line import flag_name, require
 from graphfsdp.config import GatherFormat, MixedPrecisionPolicy, Scope, ShardingStrategy
 from graphfsdp.errors import ConfigError
-from graphfsdp.moe.router import ScoreFunction
 from graphfsdp.optim import ParamSchedule
 from graphfsdp.training.batch import IterationBatch
 from graphfsdp.training.gpt import GPTConfig, Normalization, PositionEmbeddingType
@@ -30,66 +29,28 @@ MllogStatus = Literal["onprem", "cloud", "research"]
 
 
 @dataclass(frozen=True)
-class TrainConfig:
+class TrainConfig(GPTConfig):
     """A training run whose flags fit together.
 
-    Each field is a flag (``flags.add_flags``). Messages name flags, since that is what a user of
-    the trainer can change.
+    Each field is a flag (``command_line.add_flags``), those of the model's shape included. Messages
+    name flags, since that is what a user of the trainer can change.
     """
 
     preset: str = "default"
-    # Model.
+    # Model; what is not here is as in GPTConfig, whose own defaults are GPT-2's.
+    vocab_size: Annotated[int | None, "size of the embedding; as the data needs if not given"] = (
+        None  # type: ignore[assignment]  # what ``gpt`` returns has one
+    )
+    seq_length: Annotated[int, "tokens of a sequence"] = 256
     num_layers: Annotated[int, "transformer blocks"] = 4
     hidden_size: Annotated[int, "width of the residual stream"] = 192
     num_attention_heads: Annotated[int, "heads; must divide the hidden size"] = 6
-    num_query_groups: Annotated[
-        int | None,
-        "heads of keys and values, each shared by several heads of queries; one for each head "
-        "if not given",
-    ] = None
-    ffn_hidden_size: Annotated[
-        int | None,
-        "feed-forward width; 4 x hidden size if not given, or 8/3 x with --swiglu, which keeps "
-        "the number of parameters",
-    ] = None
     position_embedding_type: Annotated[
         PositionEmbeddingType, "a learned vector per position, or rotation of queries and keys"
     ] = "rope"
     normalization: Annotated[Normalization, "before each branch and at the end"] = "RMSNorm"
     swiglu: Annotated[bool, "gated feed-forward layers instead of GELU ones"] = True
-    untie_embeddings_and_output_weights: Annotated[
-        bool, "an output matrix of its own instead of the token embedding's"
-    ] = False
     disable_bias_linear: Annotated[bool, "no bias in linear layers"] = True
-    hidden_dropout: Annotated[float, "dropout after the embedding and after each branch"] = 0.0
-    attention_dropout: Annotated[float, "dropout of the attention weights"] = 0.0
-    rotary_base: Annotated[float, "longest wavelength of rotary positions, over 2 pi"] = 10_000.0
-    vocab_size: Annotated[int | None, "size of the embedding; as the data needs if not given"] = (
-        None
-    )
-    num_experts: Annotated[
-        int | None,
-        "feed-forward layers in each block, of which each token meets --moe-router-topk; each has "
-        "the feed-forward width (docs/experts.md)",
-    ] = None
-    moe_router_topk: Annotated[int, "experts that a token meets"] = 2
-    moe_router_score_function: Annotated[
-        ScoreFunction, "scores of the experts by which a token chooses and weighs them"
-    ] = "softmax"
-    moe_expert_capacity_factor: Annotated[
-        float | None,
-        "tokens of a rank's micro-batch that an expert takes, over its fair share; what has no "
-        "room is counted in the log; room for all if not given",
-    ] = None
-    moe_skip_overflow: Annotated[
-        bool, "leave the optimizer step out where a token had no room", "store_true"
-    ] = False
-    moe_aux_loss_coeff: Annotated[
-        float, "weight of the loss, of each sequence, that keeps experts equally busy"
-    ] = 0.0
-    moe_router_bias_update_rate: Annotated[
-        float, "what each iteration moves the bias by that keeps experts equally busy"
-    ] = 0.0
     # Data and length of the run.
     data: Annotated[
         str | None,
@@ -107,14 +68,7 @@ class TrainConfig:
         "token that ends each document; not needed for files of Megatron's and directories of "
         "texts, which say where documents end",
     ] = None
-    reset_position_ids: Annotated[bool, "count positions from the start of each document"] = False
-    reset_attention_mask: Annotated[
-        bool,
-        "no token attends to another document: several are packed into one sequence, under a mask "
-        "of static shape",
-    ] = False
     eod_mask_loss: Annotated[bool, "no loss for the first token of a document"] = False
-    seq_length: Annotated[int, "tokens of a sequence"] = 256
     micro_batch_size: Annotated[int, "sequences of one forward and backward"] = 8
     global_batch_size: Annotated[
         int | None,

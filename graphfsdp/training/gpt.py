@@ -6,7 +6,7 @@ F = width of the feed-forward layer, V = vocabulary.
 
 import math
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Annotated, Any, Literal, get_args
 
 import torch
 import torch.distributed as dist
@@ -19,38 +19,68 @@ from graphfsdp.moe.router import ScoreFunction
 
 PositionEmbeddingType = Literal["learned_absolute", "rope"]
 Normalization = Literal["LayerNorm", "RMSNorm"]
+_INIT_STD = 0.02  # of the initial weights
 
 
 @dataclass(frozen=True)
 class GPTConfig:
-    """The shape of a GPT; names are those of the command line's flags, whose help says more."""
+    """The shape of a GPT. Names, types and words are those of the trainer's flags too."""
 
     vocab_size: int
     seq_length: int  # of the longest sequence
     num_layers: int
     hidden_size: int
     num_attention_heads: int
-    num_query_groups: int | None = None  # heads of keys and values; None is one for each head
-    ffn_hidden_size: int | None = None  # None is 4 C, or 8/3 C to a multiple of 64 with swiglu
+    num_query_groups: Annotated[
+        int | None,
+        "heads of keys and values, each shared by several heads of queries; one for each head "
+        "if not given",
+    ] = None
+    ffn_hidden_size: Annotated[
+        int | None,
+        "feed-forward width; 4 x hidden size if not given, or 8/3 x with --swiglu, which keeps "
+        "the number of parameters",
+    ] = None
     position_embedding_type: PositionEmbeddingType = "learned_absolute"
     normalization: Normalization = "LayerNorm"
     swiglu: bool = False
-    untie_embeddings_and_output_weights: bool = False
+    untie_embeddings_and_output_weights: Annotated[
+        bool, "an output matrix of its own instead of the token embedding's"
+    ] = False
     disable_bias_linear: bool = False
-    hidden_dropout: float = 0.0
-    attention_dropout: float = 0.0
-    rotary_base: float = 10_000.0
+    hidden_dropout: Annotated[float, "dropout after the embedding and after each branch"] = 0.0
+    attention_dropout: Annotated[float, "dropout of the attention weights"] = 0.0
+    rotary_base: Annotated[float, "longest wavelength of rotary positions, over 2 pi"] = 10_000.0
     # What positions do that a batch brings along: two ways of knowing documents apart.
-    reset_position_ids: bool = False
-    reset_attention_mask: bool = False
-    init_std: float = 0.02  # of the initial weights
-    num_experts: int | None = None  # of each block, in place of its feed-forward layer
-    moe_router_topk: int = 2
-    moe_router_score_function: ScoreFunction = "softmax"
-    moe_expert_capacity_factor: float | None = None
-    moe_skip_overflow: bool = False
-    moe_aux_loss_coeff: float = 0.0
-    moe_router_bias_update_rate: float = 0.0
+    reset_position_ids: Annotated[bool, "count positions from the start of each document"] = False
+    reset_attention_mask: Annotated[
+        bool,
+        "no token attends to another document: several are packed into one sequence, under a mask "
+        "of static shape",
+    ] = False
+    num_experts: Annotated[
+        int | None,
+        "feed-forward layers in each block, of which each token meets --moe-router-topk; each has "
+        "the feed-forward width (docs/experts.md)",
+    ] = None
+    moe_router_topk: Annotated[int, "experts that a token meets"] = 2
+    moe_router_score_function: Annotated[
+        ScoreFunction, "scores of the experts by which a token chooses and weighs them"
+    ] = "softmax"
+    moe_expert_capacity_factor: Annotated[
+        float | None,
+        "tokens of a rank's micro-batch that an expert takes, over its fair share; what has no "
+        "room is counted in the log; room for all if not given",
+    ] = None
+    moe_skip_overflow: Annotated[
+        bool, "leave the optimizer step out where a token had no room", "store_true"
+    ] = False
+    moe_aux_loss_coeff: Annotated[
+        float, "weight of the loss, of each sequence, that keeps experts equally busy"
+    ] = 0.0
+    moe_router_bias_update_rate: Annotated[
+        float, "what each iteration moves the bias by that keeps experts equally busy"
+    ] = 0.0
 
     def __post_init__(self) -> None:
         positive = ("vocab_size", "seq_length", "num_layers", "hidden_size", "num_attention_heads")
@@ -260,8 +290,8 @@ def _make_experts(config: GPTConfig, group: dist.ProcessGroup | None) -> MoE:
         aux_loss_coeff=config.moe_aux_loss_coeff,
         bias_update_rate=config.moe_router_bias_update_rate,
         expert_group=group,
-        init_std=config.init_std,
-        down_init_std=config.init_std / math.sqrt(config.num_branches),
+        init_std=_INIT_STD,
+        down_init_std=_INIT_STD / math.sqrt(config.num_branches),
     )
 
 
@@ -368,7 +398,7 @@ class GPT(nn.Module):
 
         Source: Radford et al. 2019, section 2.3 (GPT-2): 1/sqrt(number of residual branches).
         """
-        std = self.config.init_std
+        std = _INIT_STD
         blocks = (block for block in self.blocks if isinstance(block, Block))
         if any(module in block.branch_ends() for block in blocks):
             std /= math.sqrt(self.config.num_branches)

@@ -274,7 +274,7 @@ def test_a_plan_is_what_ranks_that_share_experts_out_really_hold(ranks4: RankPoo
         SHAPE, num_experts=4, moe_router_bias_update_rate=0.1, moe_expert_capacity_factor=1.5
     )
     config = TrainConfig(
-        **{name: value for name, value in vars(shape).items() if name != "init_std"},
+        **vars(shape),
         expert_model_parallel_size=2,
         micro_batch_size=SEQUENCES,
         global_batch_size=SEQUENCES * 8,
