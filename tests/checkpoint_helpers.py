@@ -129,7 +129,7 @@ def save_on_ranks(path: Path, setup: Setup, kind: str = "fused_adam") -> dict[st
 def load_on_ranks(
     paths: list[Path], setup: Setup, kind: str = "fused_adam"
 ) -> list[dict[str, str]]:
-    """Load each path into one model that has trained before; return what it then has."""
+    """Load each path into one model that has trained before, and can go on; return what it has."""
     model, optimizer = make(setup, seed=1, kind=kind)
     train_plainly(model, optimizer, 1)
     before = addresses(model, optimizer)
@@ -138,5 +138,6 @@ def load_on_ranks(
         graphfsdp.load(path, model, optimizer)
         found.append(digests(contents(model, optimizer)))
     assert addresses(model, optimizer).items() >= before.items()
+    train_plainly(model, optimizer, 1)
     assert isinstance(optimizer, FusedAdam) == (kind == "fused_adam")
     return found

@@ -16,9 +16,7 @@ from checkpoint_helpers import (
     contents,
     digests,
     load_on_ranks,
-    make,
     save_on_ranks,
-    train_plainly,
 )
 from graphfsdp.optim import FusedAdam
 from graphfsdp.optim.fused.grad_scaler import DeviceGradScaler
@@ -182,17 +180,7 @@ def test_adamw_on_one_device_and_a_sharded_fused_adam_take_over_from_each_other(
     expected = ranks1.run(save_on_ranks, one, Setup(None), "adamw")[0]
     assert ranks2.run(load_on_ranks, [one], sharded)[0] == [expected]
     back = ranks2.run(save_on_ranks, two, sharded)[0]
-    got = ranks1.run(load_new, two, "adamw")[0]
-    assert got == back
-
-
-def load_new(path: Path, kind: str) -> dict[str, str]:
-    model, optimizer = make(Setup(None), seed=1, kind=kind)
-    train_plainly(model, optimizer, 1)
-    graphfsdp.load(path, model, optimizer)
-    found = digests(contents(model, optimizer))
-    train_plainly(model, optimizer, 1)  # it can go on
-    return found
+    assert ranks1.run(load_on_ranks, [two], Setup(None), "adamw")[0] == [back]
 
 
 def test_nothing_in_a_checkpoint_is_a_pickle(tmp_path: Path) -> None:

@@ -268,14 +268,17 @@ def _no_space(handle: int) -> None:
     raise OSError(28, "No space left on device")
 
 
-def test_when_one_rank_cannot_write_no_rank_has_saved(tmp_path: Path, ranks2: RankPool) -> None:
-    errors = ranks2.run(fail_on_one_rank, tmp_path, "save")
-    assert errors[0] == errors[1]
-    assert errors[0].startswith("CheckpointError rank 1: the checkpoint cannot be written")
-    assert "No space left on device" in errors[0]
-
-
-def test_when_one_rank_finds_damage_no_rank_loads(tmp_path: Path, ranks2: RankPool) -> None:
-    errors = ranks2.run(fail_on_one_rank, tmp_path, "load")
-    assert all(error.startswith("CheckpointDamagedError") for error in errors)
-    assert all("data-00001.safetensors" in error for error in errors)
+@pytest.mark.parametrize(
+    ("act", "begin", "reason"),
+    [
+        ("save", "CheckpointError rank 1: the checkpoint cannot be written", "No space left on"),
+        ("load", "CheckpointDamagedError rank 1: the checkpoint", "data-00001.safetensors"),
+    ],
+)
+def test_what_fails_on_one_rank_fails_on_all(
+    act: str, begin: str, reason: str, tmp_path: Path, ranks2: RankPool
+) -> None:
+    first, second = ranks2.run(fail_on_one_rank, tmp_path, act)
+    assert first == second
+    assert first.startswith(begin)
+    assert reason in first

@@ -73,18 +73,12 @@ def full_alone(folder: Path) -> dict[str, str]:
     return digests(contents(model, optimizer))
 
 
-def load_file_on_ranks(path: Path) -> dict[str, str]:
-    model, optimizer = make(SHARDED, seed=2)
-    assert graphfsdp.load(path, model, optimizer).skipped == ()
-    return digests(contents(model, optimizer))
-
-
 def test_full_state_dicts_go_out_of_and_into_sharded_models(
     tmp_path: Path, ranks1: RankPool, ranks2: RankPool
 ) -> None:
     expected = ranks2.run(full_out_and_in, tmp_path)[0][0]
     assert ranks1.run(full_alone, tmp_path)[0] == expected
-    assert ranks2.run(load_file_on_ranks, tmp_path / "alone.pt") == [expected, expected]
+    assert ranks2.run(load_on_ranks, [tmp_path / "alone.pt"], SHARDED) == [[expected]] * 2
     state = torch.load(tmp_path / "sharded.pt", weights_only=True)
     plain, _ = make(ALONE, seed=3)
     plain.load_state_dict(state["model"])  # torch's own way in
