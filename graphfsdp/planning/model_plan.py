@@ -81,11 +81,16 @@ class ModelPlan:
         )
 
     @property
-    def cast_bytes(self) -> int:
-        """Bytes of weights in the dtype of the computation that stay for a whole iteration.
+    def packed_bytes(self) -> int:
+        """Bytes of 8-bit shards, which stay from one iteration to the next."""
+        return sum(buffer.packed_bytes for buffer in self.buffers)
 
-        They are copies of main weights that are not sharded, 8-bit shards, and what
-        was gathered over the outer axis alone.
+    @property
+    def cast_bytes(self) -> int:
+        """Bytes of weights in the dtype of the computation that an iteration makes and keeps.
+
+        They are copies of main weights that are not sharded, and what was gathered over the outer
+        axis alone.
         """
         casts = sum(
             buffer.full_bytes
@@ -94,7 +99,6 @@ class ModelPlan:
             and not buffer.stays_packed
             and (buffer.gather_format or buffer.dtypes.compute != buffer.dtypes.main)
         )
-        casts += sum(buffer.packed_bytes for buffer in self.buffers)
         if self.mesh.cuts_outside and self.strategy is ShardingStrategy.OPTIM_GRADS_PARAMS:
             casts += sum(b.gather_bytes for b in self.buffers if b.sharded) // self.mesh.num_inner
         return casts

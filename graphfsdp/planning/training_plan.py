@@ -133,8 +133,9 @@ class TrainingPlan:
             note = f"of {count:.3g} micro-batches that wait for their backward pass"
             return MemoryLine("activations", self.stage_bytes, False, note)
         # What an iteration takes besides; few weights are whole when activations are most.
-        whole = self.model.whole
-        num_bytes = max(0, whole.iteration_bytes - whole.whole_bytes)
+        model, whole = self.model, self.model.whole
+        others = whole.whole_bytes + model.cast_bytes + model.unreduced_outside_bytes
+        num_bytes = max(0, whole.iteration_bytes - others)
         return MemoryLine("activations", num_bytes, False, "when all of it is most")
 
     def _of_pipeline(self) -> Iterator[MemoryLine]:
@@ -288,9 +289,9 @@ def _forward_of(config: TrainConfig, *, with_targets: bool = True) -> RunForward
 def _whole_lines(model: ModelPlan) -> Iterator[MemoryLine]:
     note = "gathered, or not reduced yet; the most at one time"
     yield MemoryLine("whole weights and grads", model.whole.whole_bytes, True, note)
-    if model.cast_bytes:
+    if casts := model.cast_bytes + model.packed_bytes:
         note = "weights in the dtype of the computation that stay for an iteration"
-        yield MemoryLine("cast weights", model.cast_bytes, True, note)
+        yield MemoryLine("cast weights", casts, True, note)
     if model.unreduced_outside_bytes:
         note = "reduced over the inner axis alone"
         yield MemoryLine("grads for the outer axis", model.unreduced_outside_bytes, False, note)

@@ -94,6 +94,13 @@ def test_an_iteration_takes_less_than_its_parts_at_their_most() -> None:
     assert round(whole.iteration_bytes / 2**20) == 14_938
 
 
+def test_weights_that_an_iteration_casts_are_no_activations_too() -> None:
+    plan = plan_training(parse_train_arguments(["--preset", "tiny", "--bf16"]), num_ranks=2)
+    casts, activations = plan.memory()[-2:]
+    assert casts.num_bytes == 2 * plan.model.num_parameters
+    assert casts.num_bytes + activations.num_bytes == plan.model.whole.iteration_bytes
+
+
 def test_attention_keeps_no_scores_and_each_layer_takes_the_same() -> None:
     def run(layers: int, positions: int) -> Activations:
         shape = dataclasses.replace(SHAPE, num_layers=layers, seq_length=positions, hidden_size=8)
