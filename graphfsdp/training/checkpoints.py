@@ -59,7 +59,7 @@ class RunState:
 
 
 class RunCheckpoints:
-    """The checkpoints of a training run, as its flags ask for them. A context manager."""
+    """The checkpoints of a training run, as its flags ask for them."""
 
     def __init__(self, run: TrainingRun) -> None:
         self._run = run

@@ -66,7 +66,7 @@ def train(config: TrainConfig, console: Console) -> None:
         start, lines = checkpoints.resume()
         directory = ranks.decide(lambda: _open_directory(run, start))
         if directory is not None:
-            stack.enter_context(directory)
+            stack.callback(directory.close)
         out.banner(run)
         if config.mllog is not None:
             out.line(f"MLPerf-style log in {config.mllog}; {UNVERIFIED}")

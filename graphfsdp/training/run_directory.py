@@ -6,7 +6,6 @@ import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Self
 
 from torch import Tensor
 
@@ -94,12 +93,6 @@ class RunDirectory:
         self._metrics_file.close()
         if self._history:
             plot_loss(self.path / "loss.png", self._history, unigram_entropy=self._unigram_entropy)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.close()
 
 
 def _replace(path: Path, text: str) -> None:

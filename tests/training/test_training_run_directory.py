@@ -4,6 +4,7 @@ import dataclasses
 import importlib.util
 import json
 import math
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -56,7 +57,7 @@ def test_metrics_read_back_bit_for_bit_without_what_was_not_measured(
 @pytest.mark.parametrize("name", ["new/run", ""])
 def test_lines_are_in_the_file_at_once(name: str, tmp_path: Path) -> None:
     out = tmp_path / name  # the second is there, and empty
-    with RunDirectory(str(out), {"seed": 3}, unigram_entropy=3.0) as directory:
+    with closing(RunDirectory(str(out), {"seed": 3}, unigram_entropy=3.0)) as directory:
         assert json.loads((out / "config.json").read_text()) == {"seed": 3}
         directory.add(METRICS)
         assert (out / "metrics.jsonl").read_text() == METRICS.to_json() + "\n"
