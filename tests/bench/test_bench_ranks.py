@@ -4,7 +4,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from graphfsdp.bench.contenders import Contender, ContenderSpec, Setting, find_contenders
-from graphfsdp.bench.measure import Failure, Job, attempt, measure_case
+from graphfsdp.bench.measure import Job, measure_case
 from graphfsdp.bench.options import BenchOptions
 from graphfsdp.bench.records import CaseResult
 from graphfsdp.bench.workloads import Case, find_workload
@@ -61,23 +61,3 @@ def test_ranks_measure_together_and_leave_out_what_fails_on_one_of_them(ranks2: 
     assert shapes[0] == shapes[1], "the ranks did not run the same rounds"
     losses = [case.contenders[0].parity.last_loss for case in results]
     assert losses[0] != losses[1], "the ranks trained on the same batches"
-
-
-def decide_on_rank() -> tuple[int | Failure, int]:
-    ranks = these_ranks()
-
-    def make() -> int:
-        if ranks.rank == 0:
-            raise ValueError("no\n\nmore lines")
-        return 7
-
-    return attempt(make, ranks), ranks.exchange(ranks.rank + 40)[0]
-
-
-def test_a_failure_on_one_rank_is_everybodys(ranks2: RankPool) -> None:
-    (first, said_first), (second, said_second) = ranks2.run(decide_on_rank)
-    assert isinstance(first, Failure)
-    assert first == second
-    assert first.reason == "rank 0: ValueError: no"
-    assert "more lines" in first.detail
-    assert said_first == said_second == 40

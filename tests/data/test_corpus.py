@@ -147,8 +147,6 @@ def _negative(folder: Path) -> str:
         (_negative, r"has numbers from -1 to 3; expected tokens in 0\.\."),
         (lambda folder: write(folder / "x.npy", b"no"), r"is no .npy file that can be mapped"),
         (lambda folder: write(folder / "x.idx", b"no")[:-4], r"is no index of Megatron's"),
-        (lambda folder: write(folder / "x.bin", b"123"), r"holds 2 bytes \(uint16\) per token"),
-        (lambda folder: str(folder / "missing"), r"cannot be read \(No such file"),
     ],
 )
 def test_what_is_no_file_of_tokens_is_said(make: Any, said: str, tmp_path: Path) -> None:
