@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -63,13 +63,6 @@ class Case:
     workload: Workload
     dtype: DtypeName
     batch_size: int
-
-    def __post_init__(self) -> None:
-        if self.batch_size < 1:
-            raise ConfigError(f"a batch size must be at least 1, got {self.batch_size}")
-        names = get_args(DtypeName)
-        if self.dtype not in names:
-            raise ConfigError(f"dtype must be one of {', '.join(names)}, got {self.dtype!r}")
 
     @property
     def key(self) -> str:

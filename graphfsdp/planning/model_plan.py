@@ -53,7 +53,7 @@ class ModelPlan:
     main_grad_bytes: int
     state_bytes: int
     whole: PlannedBuffers
-    calls: tuple[Collective, ...]  # those of forward and backward passes
+    collectives: tuple[Collective, ...]  # of one iteration, the norm of the gradients included
 
     @property
     def num_ranks(self) -> int:
@@ -120,18 +120,6 @@ class ModelPlan:
         keeps = self.strategy.stage >= 2 and self.num_microbatches > 1
         return sum(waiting) if keeps else max(waiting, default=0)
 
-    def collectives(self) -> tuple[Collective, ...]:
-        """Return what ranks do together in one iteration, the norm of the gradients included."""
-        if not any(buffer.sharded and buffer.trainable for buffer in self.buffers):
-            return self.calls
-        apart = {unit.mesh for unit in self.units if unit.mesh.num_expert_ranks > 1}
-        axes = [axis for mesh in apart for axis in (mesh.num_inner, mesh.num_expert_ranks)]
-        over = [self.mesh.num_inner, *([self.mesh.num_outer] if self.mesh.cuts_outside else [])]
-        over += [num_ranks for num_ranks in axes if num_ranks > 1]
-        norm = "norm of the gradients"
-        norms = [Collective("all_reduce", norm, 1, _NORM_BYTES, num_ranks) for num_ranks in over]
-        return (*self.calls, *norms)
-
 
 def plan_model(
     model: nn.Module,
@@ -187,6 +175,12 @@ def plan_model(
         num_microbatches=num_microbatches,
     )
     buffers = [buffer for unit in shards.units for buffer in unit.group.buffers]
+    axes = [mesh.num_inner, *([num_outer] if mesh.cuts_outside else [])]
+    if num_expert_ranks > 1:
+        axes += [ranks for ranks in (apart.num_inner, num_expert_ranks) if ranks > 1]
+    is_cut = any(buffer.sharded and buffer.trainable for buffer in buffers)
+    norm = "norm of the gradients"
+    norms = [Collective("all_reduce", norm, 1, _NORM_BYTES, size) for size in axes if is_cut]
     return ModelPlan(
         units=tuple(
             UnitPlan(
@@ -204,7 +198,7 @@ def plan_model(
         main_grad_bytes=_storage_bytes(b.grad for b in buffers if b.grad is not None),
         state_bytes=_state_bytes(shards.units),
         whole=whole,
-        calls=tuple(calls),
+        collectives=(*calls, *norms),
     )
 
 

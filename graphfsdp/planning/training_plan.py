@@ -110,7 +110,7 @@ class TrainingPlan:
 
     def collectives(self) -> tuple[Collective, ...]:
         """Return what ranks do together in one iteration, the experts' exchanges included."""
-        return (*self.model.collectives(), *_balance(self.config, self.batch))
+        return (*self.model.collectives, *_balance(self.config, self.batch))
 
     def memory(self) -> tuple[MemoryLine, ...]:
         model, batch = self.model, self.batch
@@ -232,7 +232,7 @@ def plan_training(
     flops = flops_per_token(model) * batch.num_tokens // num_ranks
     used = speeds or Speeds()
     pipeline = _pipeline(config, batch, num_ranks) if is_cut and with_stages else None
-    time = estimate_time(flops, (*plan.collectives(), *_balance(config, batch)), used)
+    time = estimate_time(flops, (*plan.collectives, *_balance(config, batch)), used)
     if pipeline is not None:
         time = dataclasses.replace(time, compute_ms=time.compute_ms / (1 - pipeline.bubble))
     return TrainingPlan(

@@ -83,12 +83,13 @@ class GPTConfig:
     ] = 0.0
 
     def __post_init__(self) -> None:
-        positive = ("vocab_size", "seq_length", "num_layers", "hidden_size", "num_attention_heads")
-        for name in positive:
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name} must be at least 1, got {getattr(self, name)}")
-        if self.ffn_hidden_size is not None and self.ffn_hidden_size < 1:
-            raise ConfigError(f"ffn_hidden_size must be at least 1, got {self.ffn_hidden_size}")
+        for name in (
+            *("vocab_size", "seq_length", "num_layers", "hidden_size", "num_attention_heads"),
+            "ffn_hidden_size",
+        ):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ConfigError(f"{name} must be at least 1, got {value}")
         if self.hidden_size % self.num_attention_heads:
             raise ConfigError(
                 f"hidden_size {self.hidden_size} is not divisible by num_attention_heads "

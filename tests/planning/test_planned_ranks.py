@@ -263,7 +263,7 @@ def test_a_plan_is_what_ranks_really_hold(world: World, ranks2: RankPool, ranks4
     plans = [planned(world, pool.num_ranks, rank) for rank in range(pool.num_ranks)]
     found = pool.run(real_world, world, plans[0].whole.whole_bytes)
     for plan, real in zip(plans, found, strict=True):
-        expected = what_is_planned(plan, plan.collectives())
+        expected = what_is_planned(plan, plan.collectives)
         if world.model == "odd":  # of what a unit holds that never runs there is no state
             assert real.pop("states") < expected.pop("states")
         assert real == expected

@@ -51,7 +51,7 @@ def test_a_unit_that_is_planned_alone_is_the_whole_model() -> None:
     plan = plan_model(model, [], run_on_meta, num_ranks=1, strategy="no_shard")
     assert plan.num_parameters == sum(param.numel() for param in model.parameters())
     assert [unit.name for unit in plan.units] == [""]
-    assert {call.wire_bytes for call in plan.collectives()} == {0}
+    assert {call.wire_bytes for call in plan.collectives} == {0}
 
 
 def test_time_is_arithmetic_and_communication_at_the_stated_speeds() -> None:
