@@ -1,33 +1,49 @@
 """``graphfsdp plan``: what a training run will need, as a table or as JSON."""
 
+import argparse
 import json
 from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from typing import Annotated
 
 from rich.console import Console
 from rich.table import Table
 
-from graphfsdp.command_line import Parser, print_line, require
-from graphfsdp.config import ShardingStrategy
+from graphfsdp.command_line import Parser, add_flags, print_line, require
 from graphfsdp.planning.rehearsal import Collective, PlannedMesh
 from graphfsdp.planning.training_plan import Speeds, TrainingPlan, plan_training
 from graphfsdp.training.arguments import parse_train_arguments
+from graphfsdp.training.config import StrategyName
 
-_STRATEGIES = tuple(strategy.value for strategy in ShardingStrategy)
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
 
+@dataclass(frozen=True)
+class _Options:
+    """Each field is a flag (``command_line.add_flags``)."""
+
+    world_size: Annotated[int, "number of ranks"] = 8
+    strategy: Annotated[StrategyName | None, "short for --data-parallel-sharding-strategy"] = None
+    rank: Annotated[int, "whose optimizer state to count; all else is equal on every rank"] = 0
+    json: Annotated[bool, "print JSON instead of tables", "store_true"] = False
+
+    def __post_init__(self) -> None:
+        require("world_size", self.world_size, self.world_size >= 1, "at least 1")
+        last = self.world_size - 1
+        require("rank", self.rank, 0 <= self.rank <= last, f"in 0..{last}")
+
+
 def run_plan(arguments: Sequence[str], console: Console) -> None:
-    parser = _make_parser()
-    given, others = parser.parse_known_args(arguments)
-    if given.strategy is not None:
-        others += ["--data-parallel-sharding-strategy", given.strategy]
+    parsed, others = _make_parser().parse_known_args(arguments)
+    given = vars(parsed)
+    names = [field.name for field in fields(Speeds) if field.name in given]
+    speeds = Speeds(**{name: given.pop(name) for name in names})
+    options = _Options(**given)
+    if options.strategy is not None:
+        others += ["--data-parallel-sharding-strategy", options.strategy]
     config = parse_train_arguments(others)
-    speeds = Speeds(given.tflops, given.utilization, given.bandwidth_gbs, given.latency_us)
-    require("world_size", given.world_size, given.world_size >= 1, "at least 1")
-    last = given.world_size - 1
-    require("rank", given.rank, 0 <= given.rank <= last, f"in 0..{last}")
-    plan = plan_training(config, num_ranks=given.world_size, rank=given.rank, speeds=speeds)
-    if given.json:
+    plan = plan_training(config, num_ranks=options.world_size, rank=options.rank, speeds=speeds)
+    if options.json:
         console.print_json(json.dumps(plan.to_dict()))
         return
     for table in (_memory_table(plan), _collective_table(plan)):
@@ -37,37 +53,17 @@ def run_plan(arguments: Sequence[str], console: Console) -> None:
 
 
 def _make_parser() -> Parser:
-    speeds = Speeds()
     parser = Parser(
         prog="graphfsdp plan",
         description="Tell what each rank of a training run will need, on any machine: memory by "
         "kind, padding, collectives, and an estimate of the time.",
         epilog="Every flag of 'graphfsdp train' describes the run: --preset, --bf16, "
         "--micro-batch-size, --global-batch-size, --seq-length, ...",
+        argument_default=argparse.SUPPRESS,
         allow_abbrev=False,
     )
-    parser.add_argument(
-        "--world-size", type=int, default=8, metavar="N", help="number of ranks (default: 8)"
-    )
-    parser.add_argument(
-        "--strategy",
-        choices=(*_STRATEGIES, *"0123"),
-        help="short for --data-parallel-sharding-strategy",
-    )
-    parser.add_argument(
-        "--rank", type=int, default=0, metavar="N", help="whose optimizer state to count "
-        "(default: 0); all else is equal on every rank",
-    )  # fmt: skip
-    for flag, default, explanation in (
-        ("--tflops", speeds.tflops, "matrix arithmetic of one GPU, TFLOP/s"),
-        ("--utilization", speeds.utilization, "share of it that is reached"),
-        ("--bandwidth-gbs", speeds.bandwidth_gbs, "1e9 bytes that each rank sends per second"),
-        ("--latency-us", speeds.latency_us, "microseconds of one step of a ring"),
-    ):
-        parser.add_argument(
-            flag, type=float, default=default, metavar="X", help=f"{explanation} ({default:g})"
-        )
-    parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
+    for kind in (_Options, Speeds):
+        add_flags(parser, kind, {})
     return parser
 
 

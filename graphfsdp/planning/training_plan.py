@@ -4,10 +4,11 @@ import dataclasses
 import functools
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 
+from graphfsdp.command_line import require
 from graphfsdp.config import ShardingStrategy
 from graphfsdp.data import BYTES_VOCAB_SIZE
 from graphfsdp.errors import ConfigError
@@ -34,25 +35,21 @@ _GIGA = 1e9
 
 @dataclass(frozen=True)
 class Speeds:
-    """What the machines are taken to do, each GPU and rank for itself.
+    """What the machines are taken to do, each GPU and rank for itself; each field is a flag.
 
-    Bandwidth is gigabytes (1e9) sent per second while all ranks do; latency is of one step of a
-    ring; ``utilization`` is the share of ``tflops`` that is reached while it computes (MFU).
+    Bandwidth is while all ranks send; utilization while a GPU computes (MFU).
     """
 
-    tflops: float = 989.0
-    utilization: float = 0.4
-    bandwidth_gbs: float = 50.0
-    latency_us: float = 5.0
+    tflops: Annotated[float, "matrix arithmetic of one GPU, TFLOP/s"] = 989.0
+    utilization: Annotated[float, "share of it that is reached"] = 0.4
+    bandwidth_gbs: Annotated[float, "1e9 bytes that each rank sends per second"] = 50.0
+    latency_us: Annotated[float, "microseconds of one step of a ring"] = 5.0
 
     def __post_init__(self) -> None:
         for name in ("tflops", "bandwidth_gbs"):
-            if not getattr(self, name) > 0:
-                raise ConfigError(f"{name} must be greater than 0, got {getattr(self, name)}")
-        if not 0 < self.utilization <= 1:
-            raise ConfigError(f"utilization must be in (0, 1], got {self.utilization}")
-        if not self.latency_us >= 0:
-            raise ConfigError(f"latency_us must be at least 0, got {self.latency_us}")
+            require(name, getattr(self, name), getattr(self, name) > 0, "greater than 0")
+        require("utilization", self.utilization, 0 < self.utilization <= 1, "in (0, 1]")
+        require("latency_us", self.latency_us, self.latency_us >= 0, "at least 0")
 
 
 @dataclass(frozen=True)
