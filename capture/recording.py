@@ -1,5 +1,6 @@
 """What was recorded for one kind of batch, and the few of them that a step keeps."""
 
+import itertools
 import logging
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
@@ -16,6 +17,7 @@ from graphfsdp._capture.inputs import StaticInputs
 from graphfsdp._capture.rules.constants import ConstantWatch
 from graphfsdp._capture.trace.backend import Graph
 from graphfsdp.base.collector import YOUNG, without_collector
+from graphfsdp.base.dtensors import Wrapping
 from graphfsdp.config import OnChange
 from graphfsdp.errors import BatchMismatchError, split_remedy
 
@@ -41,30 +43,39 @@ def new_of(kept: Sequence[Kept], before: Sequence[Kept]) -> list[Kept]:
 
 
 class Results:
-    """The form of an iteration's output: a graph knows a flat list of tensors."""
+    """The form of an iteration's output: a graph knows a flat list of plain tensors."""
 
     def __init__(self) -> None:
         self._spec: pytree.TreeSpec | None = None
-        self._is_tensor: list[bool] = []  # by leaf of the output; the others are None
+        # By leaf of the output, how many tensors are in it; those that are none are None.
+        self._parts: list[tuple[Wrapping | None, int]] = []
         self._is_single = False
 
     def flatten(self, output: Any) -> list[Tensor]:
         """Remember the form of an output, and return its tensors."""
         leaves, self._spec = pytree.tree_flatten(output)
-        self._is_single = isinstance(output, Tensor)  # the usual one: a loss alone
-        self._is_tensor = [isinstance(leaf, Tensor) for leaf in leaves]
-        return [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        tensors: list[Tensor] = []
+        self._parts = []
+        for leaf in leaves:
+            wrapping, inside = Wrapping.take_apart(leaf) if isinstance(leaf, Tensor) else (None, [])
+            self._parts.append((wrapping, len(inside)))
+            tensors.extend(inside)
+        # The usual one: a loss alone.
+        self._is_single = isinstance(output, Tensor) and self._parts == [(None, 1)]
+        return tensors
 
     def unflatten(self, results: Sequence[Tensor]) -> tuple[Any, Tensor | None]:
         """Return the output that these tensors make, and the one that follows them, if any."""
         assert self._spec is not None
         if self._is_single:
             return results[0], results[1] if len(results) > 1 else None
-        num_outputs = sum(self._is_tensor)
-        tensors = iter(results[:num_outputs])
-        leaves = [next(tensors) if is_tensor else None for is_tensor in self._is_tensor]
-        more = results[num_outputs] if len(results) > num_outputs else None
-        return pytree.tree_unflatten(leaves, self._spec), more
+        tensors = iter(results)
+        leaves: list[Tensor | None] = []
+        for wrapping, count in self._parts:
+            inside = list(itertools.islice(tensors, count))
+            whole = inside[0] if inside else None
+            leaves.append(whole if wrapping is None else wrapping.around(inside))
+        return pytree.tree_unflatten(leaves, self._spec), next(tensors, None)
 
 
 class Recording:

@@ -1,12 +1,13 @@
 """Plain parts of DTensors, for code that must work with both and need not import either."""
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 
 from graphfsdp.base.flat_buffer import contiguous_stride
 
@@ -14,6 +15,37 @@ from graphfsdp.base.flat_buffer import contiguous_stride
 EXTENSION = "fsdp_pre_all_gather"
 # One group for each mesh axis that a tensor is sharded over; () where each rank holds all of it.
 RankGroups = tuple[dist.ProcessGroup, ...]
+
+
+@dataclass(frozen=True)
+class Wrapping:
+    """What a tensor that wraps others (a DTensor) is made of, but for the tensors in it."""
+
+    kind: type
+    parts: tuple[tuple[str, Any], ...]  # by name; None for a tensor
+    context: Any
+    shape: torch.Size
+    stride: tuple[int, ...]
+
+    @classmethod
+    def take_apart(cls, tensor: Tensor) -> "tuple[Wrapping | None, list[Tensor]]":
+        """Return this of a tensor and what it wraps; None and the tensor if it wraps nothing."""
+        if not is_traceable_wrapper_subclass(tensor):
+            return None, [tensor]
+        names, context = tensor.__tensor_flatten__()
+        parts = [(name, getattr(tensor, name)) for name in names]
+        rest = tuple((name, None if isinstance(part, Tensor) else part) for name, part in parts)
+        wrapping = cls(type(tensor), rest, context, tensor.shape, tensor.stride())
+        return wrapping, [part for _, part in parts if isinstance(part, Tensor)]
+
+    def around(self, tensors: Iterable[Tensor]) -> Tensor:
+        """Return such a tensor that wraps other ones."""
+        inside = iter(tensors)
+        parts = {name: next(inside) if part is None else part for name, part in self.parts}
+        kind: Any = self.kind
+        made: Tensor = kind.__tensor_unflatten__(parts, self.context, self.shape, self.stride)
+        made.__class__ = kind  # of a child that leaves this to its parent
+        return made
 
 
 def is_dtensor(tensor: Tensor) -> bool:
