@@ -23,7 +23,7 @@ from graphfsdp._capture.trace.landing import Landing
 from graphfsdp._capture.undo.host_state import Attempt
 from graphfsdp.base.capturable import CapturableOptimizer
 from graphfsdp.base.changes import Change, ChangeKind
-from graphfsdp.base.sharded import main_grads_of, sharded_roots
+from graphfsdp.base.sharded import main_grads_of, put_back, sharded_roots, units_of
 from graphfsdp.config import CaptureOptions, MixedPrecisionPolicy, OnChange, Scope
 from graphfsdp.errors import CaptureError, GuardError
 
@@ -59,6 +59,8 @@ class Engine:
         self.optimizer = optimizer
         self.backend = backend
         self._find_params = find_params
+        self._units = units_of(model)
+        self.put_back_units()
         self._policy = policy
         self._make_iteration = make_iteration
         self._take_gradients()
@@ -71,6 +73,10 @@ class Engine:
         # Else other kinds of batches have graphs of their own, which may step.
         self._has_one_graph = options.on_change is not OnChange.RECAPTURE
         self._regions = regions
+
+    def put_back_units(self) -> None:
+        """Reshard what the user has unsharded by hand, ahead of what is recorded or replayed."""
+        put_back(self._units)
 
     def _take_gradients(self) -> None:
         self._named_params = dict(self._find_params())

@@ -89,6 +89,8 @@ class StepRunner:
             self._break(self._ranks.lost)
 
     def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self.phase is not Phase.EAGER:
+            self._engine.put_back_units()
         if self.phase is Phase.WARMUP:  # later guards notice it
             self._engine.refuse_other_parameters()
         recording = self._prepare(args, kwargs)

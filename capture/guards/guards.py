@@ -20,11 +20,12 @@ from graphfsdp._capture.guards.modules import (
     join,
 )
 from graphfsdp._capture.guards.optimizer import OptimizerGuard
-from graphfsdp._capture.guards.settings import SettingsGuard
+from graphfsdp._capture.guards.settings import SettingsGuard, UnitSettingsGuard
 from graphfsdp._capture.guards.tensors import TensorGuard
 from graphfsdp._capture.trace.attribute_log import AttributeLog
 from graphfsdp._capture.trace.source import definition_of
 from graphfsdp.base.changes import Change, ChangeKind
+from graphfsdp.base.sharded import units_of
 
 
 class Guards:
@@ -69,6 +70,8 @@ class Guards:
         self._closures = Closures(functions, model)
         self._values: dict[str, object] = {}  # around functions, before the recording
         self._before: dict[int, tuple[Any, Any]] = {}  # containers of modules, with copies
+        self._units = units_of(model)
+        self._unit_settings: list[Any] = []  # before the recording
         # Of modules and tensors that the iteration reads beside the model: a frozen teacher, a
         # criterion with class weights.
         self._outside: tuple[Guard, ...] = ()
@@ -79,6 +82,7 @@ class Guards:
     def recording(self) -> Iterator[None]:
         """Enter while the iteration is recorded."""
         self._before = contents(self._model)
+        self._unit_settings = [unit.settings for unit in self._units]
         self._values = self._closures.values()
         own = set(map(id, self._model.modules()))
         kinds: set[type[nn.Module]] = set()
@@ -129,6 +133,7 @@ class Guards:
             *self._outside,
             closures,
             SettingsGuard(self._device.type),
+            UnitSettingsGuard(self._units, self._unit_settings),
             *(OptimizerGuard(each, names, self._counts) for each in self._optimizers),
         )
         self._ask(guards)

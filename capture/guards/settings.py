@@ -1,7 +1,8 @@
-"""Guard of torch's global switches that decide which kernels an iteration runs."""
+"""Guards of switches that decide what an iteration runs: torch's, and those of sharded units."""
 
 import operator
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -10,6 +11,9 @@ from torch._C._dynamo.guards import GlobalStateGuard
 
 from graphfsdp._capture.guards.asks import Ask
 from graphfsdp.base.changes import Change, ChangeKind
+from graphfsdp.base.sharded import ShardedUnit
+
+_SETTINGS = operator.attrgetter("settings")
 
 
 class SettingsGuard:
@@ -45,6 +49,33 @@ class SettingsGuard:
         found = [_change(name, old, new) for name, old, new in rows if old != new]
         if not found:
             self._values = now  # other words for the same
+        return found
+
+
+class UnitSettingsGuard:
+    """Notices what was said to sharded units since, by ``set_requires_gradient_sync`` for one.
+
+    What the iteration itself says is in the graph.
+    """
+
+    def __init__(self, units: Sequence[ShardedUnit], before: Sequence[Any]) -> None:
+        """``before`` are their settings when the recording began."""
+        self._units = units
+        self._before = list(before)
+
+    def asks(self) -> Iterator[Ask]:
+        yield Ask((_SETTINGS, self._units), self._before)
+
+    def changes(self) -> list[Change]:
+        """Name what has changed."""
+        found = []
+        for unit, before in zip(self._units, self._before, strict=True):
+            pairs = zip(before._fields, before, unit.settings, strict=True)
+            for name, old, new in pairs:
+                if old != new:
+                    change = _change(f"{name} of unit {unit.name or '(root)'!r}", old, new)
+                    remedy = f"set_{name} as it was, or within iteration="
+                    found.append(replace(change, remedy=remedy))
         return found
 
 

@@ -4,7 +4,7 @@ And the stages of a pipeline that are on this rank.
 """
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
@@ -15,6 +15,8 @@ from graphfsdp.base.dtensors import RankGroups
 
 # On a parameter that ``fully_shard`` was told to leave alone.
 IGNORED = "_graphfsdp_is_ignored"
+# On a method that counts as a forward pass.
+FORWARD_METHOD = "_graphfsdp_is_forward"
 
 
 @dataclass(frozen=True)
@@ -29,12 +31,33 @@ class MainGrad:
     decoupled: bool
 
 
+class ShardedUnit(Protocol):
+    """What is gathered and reduced together.
+
+    Attributes:
+        name: Of the module, within the model.
+        settings: What the user has said about the passes to come; a named tuple.
+        pinned: Unsharded by hand.
+    """
+
+    @property
+    def name(self) -> str: ...
+
+    settings: Any
+    pinned: bool
+
+    def reshard(self) -> None: ...
+
+
 @runtime_checkable
 class ShardedModule(Protocol):
     """A module that reduces gradients into persistent buffers of its own."""
 
     def prepare_shards(self) -> None:
         """Bring all shards to the addresses that they keep."""
+
+    def sharded_units(self) -> Sequence[Any]:
+        """Return its units, each of which is a ``ShardedUnit``."""
 
     def set_is_last_microbatch(self, is_last: bool) -> None: ...
 
@@ -58,6 +81,17 @@ def sharded_roots(model: nn.Module) -> list[ShardedModule]:
     if isinstance(model, ShardedModule):
         return [model]
     return [root for child in model.children() for root in sharded_roots(child)]
+
+
+def units_of(model: nn.Module) -> list[ShardedUnit]:
+    return [unit for root in sharded_roots(model) for unit in root.sharded_units()]
+
+
+def put_back(units: Iterable[ShardedUnit]) -> None:
+    """Reshard what was unsharded by hand, ahead of a graph, which gathers for itself."""
+    for unit in units:
+        if unit.pinned:
+            unit.reshard()
 
 
 def pipeline_stages(model: object) -> list[Any]:

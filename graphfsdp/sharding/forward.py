@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from graphfsdp.base.sharded import FORWARD_METHOD
 from graphfsdp.base.traced import not_traced
 from graphfsdp.errors import ConfigError
 from graphfsdp.sharding.module import FSDPModule, shards_of, unit_of
@@ -73,6 +74,7 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
             raise
         return end_forward(module, args, output)
 
+    setattr(around, FORWARD_METHOD, True)
     setattr(module, method_name, around)
 
 

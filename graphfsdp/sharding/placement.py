@@ -11,6 +11,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard
 
+from graphfsdp.base.collectives import all_gather_
+
 # Whether torch leaves operators to a child of its DTensor; below 2.13 it never asks.
 ASKS_SUBCLASSES = torch.torch_version.TorchVersion(torch.__version__) >= "2.13"
 # Where whole specs are compared.
@@ -97,15 +99,15 @@ class RowShard(Shard):
         local: Tensor,  # [rows here, ...]
         group: dist.ProcessGroup,
     ) -> Tensor:
-        """Return [rows, ...] of all ranks; one exchange."""
+        """Return [rows, ...] of all ranks; one exchange. Capture: one node for it."""
         counts = [self.rows_of(rank)[1] for rank in range(group.size())]
         padded = local.new_zeros((max(counts), *local.shape[1:]))
         padded[: local.shape[0]] = local
-        parts = [torch.empty_like(padded) for _ in counts]
+        parts = padded.new_empty((len(counts), *padded.shape))
         if padded.numel():
             # Bytes: backends do not know every dtype (gloo no int16, none of them float8).
-            sent = [part.view(-1).view(torch.uint8) for part in (padded, *parts)]
-            dist.all_gather(sent[1:], sent[0], group=group)
+            received, sent = (each.view(-1).view(torch.uint8) for each in (parts, padded))
+            all_gather_(received, sent, group)
         found = [part[:count] for part, count in zip(parts, counts, strict=True)]
         if self.order is not None:
             found = [part for _, part in sorted(zip(self.order, found, strict=True), key=_first)]

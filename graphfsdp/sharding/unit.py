@@ -25,7 +25,7 @@ in a capture).
 import functools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -48,6 +48,20 @@ from graphfsdp.sharding.saved_weights import (
 from graphfsdp.sharding.schedule import Schedule
 
 
+class Settings(NamedTuple):
+    """What the user has said about the passes to come.
+
+    With ``is_last_microbatch`` strategies that reduce once an iteration do it, and every strategy
+    reduces over the outer axis of its mesh, unless ``requires_all_reduce`` says not yet.
+    """
+
+    requires_gradient_sync: bool = True
+    is_last_microbatch: bool = True
+    requires_all_reduce: bool = True
+    reshard_after_forward: bool | None = True
+    reshard_after_backward: bool = True
+
+
 class Unit:
     """One module that `fully_shard` has wrapped, or a list of them.
 
@@ -55,8 +69,6 @@ class Unit:
     last one has, and are one output of autograd for all of them, so that gradients come at once.
     What has not run when the outermost forward pass is over runs on its own, and gathers again.
 
-    With ``is_last_microbatch`` strategies that reduce once an iteration do it, and every strategy
-    reduces over the outer axis of its mesh, unless ``requires_all_reduce`` says not yet.
     ``pinned``: unsharded by hand, so that it stays whole until a backward pass is over.
 
     Note [Who is trained]: what ``requires_grad`` says of the sharded parameters when a forward pass
@@ -68,12 +80,9 @@ class Unit:
         self.group = group
         self.is_root = False
         self.schedule = Schedule()
-        self.requires_gradient_sync = True
-        self.is_last_microbatch = True
-        self.requires_all_reduce = True
-        self.reshard_after_forward = group.options.reshard_after_forward
-        self.reshard_after_backward = True
+        self.settings = Settings(reshard_after_forward=group.options.reshard_after_forward)
         self.in_forward = False
+        self._num_within = 0  # calls of its modules inside of its own forward pass
         self.pinned = False
         self._frees = group.options.strategy is ShardingStrategy.OPTIM_GRADS_PARAMS
         self._fresh = False  # the gathered weights are those that the optimizer left
@@ -92,6 +101,13 @@ class Unit:
                 owner.register_forward_pre_hook(self._inner_call)
 
     @property
+    def name(self) -> str:
+        return self.group.name
+
+    def set(self, **settings: bool) -> None:
+        self.settings = self.settings._replace(**settings)
+
+    @property
     def is_whole(self) -> bool:
         return self.pinned or self.in_forward
 
@@ -105,16 +121,15 @@ class Unit:
     @property
     def _reshards_after_forward(self) -> bool:
         """As FSDP2 does it, where nobody has said anything: all units but the root."""
-        asked = self.reshard_after_forward
+        asked = self.settings.reshard_after_forward
         return self._frees and (not self.is_root if asked is None else asked)
 
     def enter_forward(self, module: nn.Module) -> None:
-        """PhaseError: the unit is inside its own forward. Capture: an all-gather per buffer."""
+        """Capture: an all-gather per buffer; none inside of the unit's own forward."""
         if self.in_forward:
-            raise PhaseError(
-                f"unit {self.group.name!r} was called inside its own forward pass; its weights "
-                "cannot be whole and sharded at once. Remedy: wrap the inner module instead"
-            )
+            self._num_within += 1
+            self._waiting.discard(module)
+            return
         self.group.check_memory()
         self.group.follow_requires_grad()
         self.in_forward = True
@@ -145,6 +160,9 @@ class Unit:
     def leave_forward(self) -> None:
         """Drop whole weights that are not kept; PhaseError if the forward has written into them."""
         if not self.in_forward:
+            return
+        if self._num_within:
+            self._num_within -= 1
             return
         written = any(version_of(whole) != version for whole, version in self._whole)
         self._whole.clear()
@@ -216,9 +234,10 @@ class Unit:
                 self._landed.add(position)
         self._added_by_layer.clear()
         self._from_leaves = False
+        settings = self.settings
         early = self.group.options.strategy.stage >= 2
-        sync = self.requires_gradient_sync and (early or self.is_last_microbatch)
-        outside = self.is_last_microbatch and self.requires_all_reduce
+        sync = settings.requires_gradient_sync and (early or settings.is_last_microbatch)
+        outside = settings.is_last_microbatch and settings.requires_all_reduce
         self.schedule.make_room()
         steps = []
         for buffer in self.group.buffers:
@@ -237,7 +256,7 @@ class Unit:
             with nvtx_range(f"reduce_grad {self.group.name}"):
                 self.schedule.reduce(self, steps, self._bind_gradients if complete else None)
         # Until then no optimizer step can have come between, so gathered weights stay good.
-        self._fresh = not (self.requires_gradient_sync and self.is_last_microbatch)
+        self._fresh = not (settings.requires_gradient_sync and settings.is_last_microbatch)
         if not self._fresh:
             self.schedule.end_iteration()
         self._end_backward()
@@ -247,7 +266,7 @@ class Unit:
         if self._recomputing:
             self._recomputing = False
             self._install_shards()
-        if self._frees and self.reshard_after_backward and not self.is_whole:
+        if self._frees and self.settings.reshard_after_backward and not self.is_whole:
             self._drop_weights(outside=not self._fresh)
 
     def leave_backward(self) -> None:
@@ -258,12 +277,12 @@ class Unit:
         """
         if self.in_forward:
             return  # a backward pass inside a forward pass
-        if self.pinned and self.reshard_after_backward:
+        if self.pinned and self.settings.reshard_after_backward:
             self.reshard()
-        if not (self.requires_gradient_sync and self.is_last_microbatch):
+        if not (self.settings.requires_gradient_sync and self.settings.is_last_microbatch):
             return
         if self.group.has_pending_gradients:
-            self._reduce_pending(outside=self.requires_all_reduce)
+            self._reduce_pending(outside=self.settings.requires_all_reduce)
 
     def end_iteration(self) -> None:
         """Take note that all microbatches are over, if the unit did not run in the last one."""
@@ -283,6 +302,7 @@ class Unit:
         self.schedule.abandon()
         self._context.close()
         self.in_forward = False
+        self._num_within = 0
         self._fresh = False
         self._waiting.clear()
         self._kept = []

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy as TorchPolicy
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
@@ -286,6 +287,77 @@ def test_a_captured_iteration_may_skip_a_unit_at_last(strategy: str) -> None:
     got = replayed_in_a_graph(strategy, skipping_iteration)
     start = full_parameters(tower(None))
     assert not any(torch.equal(value, start[name]) for name, value in got.params.items())
+
+
+class Generating(nn.Module):
+    """Calls itself within a method that counts as a forward pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, again: bool = False) -> Tensor:
+        out: Tensor = torch.tanh(self.layer(x))
+        return self(out) if again else out
+
+    def generate(self, x: Tensor) -> Tensor:
+        out: Tensor = self(self(x, again=True)) + self.layer(x)
+        return out
+
+
+@on_ranks("ranks2")
+def test_a_unit_runs_inside_its_own_forward_pass() -> None:
+    """As a model does whose ``generate`` is registered, and calls the model."""
+    torch.manual_seed(0)
+    alone = Generating().to(rank_device())
+    for strategy in STRATEGIES:
+        torch.manual_seed(0)
+        model: Any = sharding(strategy)(Generating().to(rank_device()))
+        graphfsdp.register_fsdp_forward_method(model, "generate")
+        for net in (alone, model):
+            net.zero_grad()
+            mean = net.generate(inputs(dist.get_rank())).square().mean()
+            (mean + net(inputs(1), again=True).sum()).backward()
+        for param, whole in zip(model.parameters(), alone.parameters(), strict=True):
+            assert isinstance(param, DTensor)
+            expected: Any = whole.grad
+            dist.all_reduce(expected)
+            got: Any = param.grad
+            torch.testing.assert_close(got.full_tensor(), expected / 2)
+
+
+def returning_iteration(model: Any, optim: Any, x: Tensor) -> dict[str, Any]:
+    optim.zero_grad()
+    loss = mean_square(model, x)
+    loss.backward()
+    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+    optim.step()
+    return {"norm": norm, "loss": loss, "grad": model.head.weight.grad, "nothing": None}
+
+
+def returned(strategy: str, scope: str) -> list[Tensor]:
+    """Also what lies unsharded in front of each call."""
+    model = tower(sharding(strategy))
+    optim = graphfsdp.optim.FusedSGD(model.parameters(), lr=0.1)
+    options: Any = {"scope": scope, "iteration": returning_iteration}
+    found: list[Tensor] = []
+    model.unshard()
+    with graphfsdp.capture(model, optim, **options) as step:
+        for index in range(NUM_CAPTURED):
+            model.blocks[index % 3].unshard()
+            kept = step(inputs(index))
+            assert kept["nothing"] is None
+            assert isinstance(kept["norm"], DTensor)
+            found += [kept["norm"].full_tensor(), kept["loss"], kept["grad"].full_tensor()]
+        if scope != "none":
+            assert step.report().num_calls["replay"] == NUM_CAPTURED - 4
+    return [*found, *full_parameters(model).values()]
+
+
+@pytest.mark.parametrize("strategy", CAPTURED)
+@on_ranks("ranks2")
+def test_a_captured_iteration_returns_dtensors(strategy: str) -> None:
+    assert_equal_tensors(*(returned(strategy, scope) for scope in ("none", "full_iteration")))
 
 
 def policies() -> list[tuple[TorchPolicy, dict[str, Any]]]:

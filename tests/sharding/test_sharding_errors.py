@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import graphfsdp
-from graphfsdp import CaptureError, ConfigError, PhaseError
+from graphfsdp import CaptureError, ConfigError
 from helpers import assert_same_state, set_lr, snapshot
 from ranks import on_ranks, rank_device
 from sharding_helpers import (
@@ -68,28 +68,6 @@ def test_wrong_arguments_are_named() -> None:
             attempt()
     assert type(linear) is nn.Linear
     assert all(type(param) is nn.Parameter for param in linear.parameters())
-
-
-class Nested(nn.Module):
-    """Calls itself once more."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.Linear(4, 4)
-        self.depth = 0
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.depth += 1
-        out: Tensor = self(self.inner(x)) if self.depth == 1 else self.inner(x)
-        return out
-
-
-@on_ranks("ranks2")
-def test_a_unit_inside_its_own_forward() -> None:
-    model = graphfsdp.fully_shard(nn.Sequential(graphfsdp.fully_shard(Nested())))
-    with raises_on_rank(PhaseError, "unit '0' was called inside its own forward"):
-        model(torch.ones(2, 4))
-    model(torch.ones(2, 4)).sum().backward()  # depth is past 1: the unit is as it was
 
 
 class Tied(nn.Module):

@@ -14,25 +14,35 @@ from ranks import RankPool
 Change = Callable[[Any], Callable[[], object]]
 
 
-def moved(param: Any) -> Callable[[], object]:
+def moved(model: Any) -> Callable[[], object]:
+    param = model[0].weight
     old = param._local_tensor.data
     param._local_tensor.data = old.clone()
     return lambda: setattr(param._local_tensor, "data", old)
 
 
-def other_rows(param: Any) -> Callable[[], object]:
+def other_rows(model: Any) -> Callable[[], object]:
+    param = model[0].weight
     old = param._local_tensor
     param._local_tensor = old.clone()
     return lambda: setattr(param, "_local_tensor", old)
 
 
-def frozen(param: Any) -> Callable[[], object]:
-    param.requires_grad_(False)
-    return lambda: param.requires_grad_(True)
+def frozen(model: Any) -> Callable[[], object]:
+    model[0].weight.requires_grad_(False)
+    return lambda: model[0].weight.requires_grad_(True)
 
 
-def hooked(param: Any) -> Callable[[], object]:
-    return param.register_hook(lambda grad: grad).remove  # type: ignore[no-any-return]
+def hooked(model: Any) -> Callable[[], object]:
+    return model[0].weight.register_hook(lambda grad: grad).remove  # type: ignore[no-any-return]
+
+
+def told(word: str) -> Change:
+    def tell(model: Any) -> Callable[[], object]:
+        getattr(model, word)(False)
+        return lambda: getattr(model, word)(True)
+
+    return tell
 
 
 CHANGES: tuple[tuple[Change, str], ...] = (
@@ -40,6 +50,9 @@ CHANGES: tuple[tuple[Change, str], ...] = (
     (other_rows, r"parameter '0\.weight' was at address .* in other memory"),
     (frozen, r"parameter '0\.weight' was trained .* now frozen"),
     (hooked, r"gradient hook .* of parameter '0\.weight'"),
+    (told("set_requires_gradient_sync"), r"requires_gradient_sync of .* was on .* now off"),
+    (told("set_is_last_backward"), r"is_last_microbatch of .* was on .* now off"),
+    (told("set_requires_all_reduce"), r"requires_all_reduce of .* was on .* now off"),
 )
 
 
@@ -55,7 +68,7 @@ def guarded_run() -> None:
         with torch.no_grad():
             model(x)
         for change, match in CHANGES:
-            undo = change(model[0].weight)
+            undo = change(model)
             with pytest.raises(graphfsdp.GuardError, match=match) as caught:
                 step(x)
             assert len(caught.value.changes) == 1, caught.value
