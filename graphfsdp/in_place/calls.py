@@ -14,7 +14,10 @@ from torch.utils import _pytree as pytree
 from graphfsdp._capture.trace.source import user_source_line
 from graphfsdp._capture.undo.interrupts import run_users
 from graphfsdp.base.hazards import HazardKind, SourceLine
+from graphfsdp.base.op_tensors import is_wrapper_subclass
+from graphfsdp.base.sharded import ShardedUnit
 from graphfsdp.errors import CaptureError, first_line
+from graphfsdp.in_place.forms import Form
 
 PLAIN = (bool, int, float, complex, str, type(None), torch.dtype, torch.device, torch.Size)
 # What a loop may give a call besides tensors; it is compared in each iteration.
@@ -50,26 +53,6 @@ class Own:
 
     def __hash__(self) -> int:
         return id(self.tensor)
-
-
-@dataclass(frozen=True)
-class Form:
-    """A tensor to be, as it looks from outside; see Note [No memory] in ``region.py``."""
-
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-    dtype: torch.dtype
-    device: torch.device
-    requires_grad: bool
-
-    @classmethod
-    def of(cls, tensor: Tensor) -> "Form":
-        stride = tensor.stride() if tensor.layout is torch.strided else ()
-        return cls(tuple(tensor.shape), stride, tensor.dtype, tensor.device, tensor.requires_grad)
-
-    def empty(self) -> Tensor:
-        made = torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device="meta")
-        return made.requires_grad_() if self.requires_grad else made
 
 
 @dataclass(frozen=True)
@@ -109,19 +92,21 @@ class Unknown:
 class Modes:
     """What torch is told to do by contexts around a call.
 
-    ``block`` numbers the outermost autocast: casts of weights are kept to its end.
+    ``block`` numbers the outermost autocast: casts of weights are kept to its end. ``settings`` are
+    those of the sharded units.
     """
 
     grad: bool
     block: int
     autocast: tuple[torch.dtype, bool] | None  # dtype, and whether casts are kept
+    settings: tuple[Any, ...]
 
     @classmethod
-    def now(cls, kind: str, block: int) -> "Modes":
+    def now(cls, kind: str, block: int, units: Sequence[ShardedUnit]) -> "Modes":
         cast = None
         if torch.is_autocast_enabled(kind):
             cast = (torch.get_autocast_dtype(kind), torch.is_autocast_cache_enabled())
-        return cls(torch.is_grad_enabled(), block, cast)
+        return cls(torch.is_grad_enabled(), block, cast, tuple(unit.settings for unit in units))
 
 
 @dataclass
@@ -249,18 +234,40 @@ class Program:
     end: Point
     flags: list[tuple[Own, bool]]
 
-    def run(self, given: Sequence[Tensor], kind: str) -> list[Any]:
+    def run(self, given: Sequence[Tensor], kind: str, units: Sequence[ShardedUnit]) -> list[Any]:
         results = [leaf for call in self.calls for leaf in call.results]
         written = {leaf.written for leaf in results if isinstance(leaf, Result)}
         given = [t.clone() if place in written else t for place, t in enumerate(given)]
         for own, flag in self.flags:
             own.tensor.requires_grad_(flag)
-        made = run_calls(self.calls, given, kind)
+        made = run_calls(self.calls, given, kind, units)
         return [made[index] for index in self.kept]
 
 
-def run_calls(calls: Sequence[Call], given: Sequence[Tensor], kind: str) -> dict[int, Any]:
+def run_calls(
+    calls: Sequence[Call], given: Sequence[Tensor], kind: str, units: Sequence[ShardedUnit]
+) -> dict[int, Any]:
     made: dict[int, Any] = {}
+    now = [unit.settings for unit in units]
+    try:
+        _run_blocks(calls, given, kind, units, made)
+    finally:
+        _set(units, now)
+    return made
+
+
+def _set(units: Sequence[ShardedUnit], settings: Sequence[Any]) -> None:
+    for unit, values in zip(units, settings, strict=True):
+        unit.settings = values
+
+
+def _run_blocks(
+    calls: Sequence[Call],
+    given: Sequence[Tensor],
+    kind: str,
+    units: Sequence[ShardedUnit],
+    made: dict[int, Any],
+) -> None:
     for _, block in groupby(calls, key=lambda call: call.modes.block):
         with torch.autocast(kind, enabled=False):  # the outermost one: its end forgets casts
             for cast, group in groupby(block, key=lambda call: call.modes.autocast):
@@ -269,8 +276,8 @@ def run_calls(calls: Sequence[Call], given: Sequence[Tensor], kind: str) -> dict
                     context = torch.autocast(kind, cast[0], cache_enabled=cast[1])
                 with context:
                     for call in group:
+                        _set(units, call.modes.settings)
                         call.run(made, given)
-    return made
 
 
 _CALL = lambda function, args, kwargs: function(*args, **kwargs)  # noqa: E731 (it is one line)
@@ -308,9 +315,12 @@ def lose(tensors: Iterable[Tensor], error: BaseException) -> None:
             source=user_source_line(),
         ) from error
 
-    lost = type("Lost", (Tensor,), {"__torch_function__": classmethod(refuse)})
     for tensor in tensors:
-        tensor.__class__ = lost
+        kind = type(tensor)
+        refusing: dict[str, Any] = {"__torch_function__": classmethod(refuse)}
+        if is_wrapper_subclass(kind):  # whose own methods may be no functions of torch
+            refusing["__torch_dispatch__"] = classmethod(refuse)
+        tensor.__class__ = type("Lost", (kind,), refusing)
 
 
 def refusal(

@@ -18,15 +18,25 @@ class GradientsLeft:
         self._left: dict[int, Tensor] = {}  # have one, and nobody has zeroed it
         self._overwritten: set[int] = set()  # of these by a replay, which does not add to them
         self._looked_at: set[int] = set()  # whose gradients the loop has asked for
+        self._dropped: list[Tensor] = []  # whose gradients the iteration takes off
 
     def begin(self) -> None:
         """Forget those that somebody has taken off."""
         self._left = {key: p for key, p in self._left.items() if p.grad is not None}
+        self._dropped = []
 
-    def zero(self, params: Iterable[Tensor]) -> None:
+    def zero(self, params: Iterable[Tensor], *, drops: bool) -> None:
+        """Note that the loop zeroes gradients; ``drops``: by taking them off."""
         for param in params:
+            if drops:
+                self._dropped.append(param)
             self._left.pop(id(param), None)
             self._overwritten.discard(id(param))
+
+    def drop(self) -> None:
+        """Take off what the iteration takes off, for whoever has kept the last ones."""
+        for param in self._dropped:
+            param.grad = None
 
     def look_at(self, params: Iterable[Tensor]) -> None:
         self._looked_at.update(map(id, params))

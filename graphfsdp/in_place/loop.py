@@ -1,6 +1,5 @@
 """The loop around the iterations, which goes on as it is written."""
 
-import copy
 import inspect
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -34,12 +33,21 @@ from graphfsdp._capture.undo.interrupts import (
 from graphfsdp.api import capture
 from graphfsdp.base.hazards import SourceLine
 from graphfsdp.base.op_tensors import as_written
+from graphfsdp.base.sharded import put_back, units_of
 from graphfsdp.errors import CaptureError, ConfigError, PhaseError
 from graphfsdp.in_place.calls import Own, Point, Program, refusal
+from graphfsdp.in_place.forms import OF_FORM, OF_PLACE, copied
 from graphfsdp.in_place.gradients import GradientsLeft
+from graphfsdp.in_place.methods import (
+    forward_methods,
+    grouped_where_they_will_be,
+    handle_for,
+    methods_of_shards,
+)
 from graphfsdp.in_place.region import MOST_NEW, Region
 from graphfsdp.optim.adapters.backends import JointOptimizer, adapt
 from graphfsdp.preconditions import (
+    adopt_sharded_parameters,
     inner_optimizer,
     one_module,
     only_device,
@@ -47,29 +55,6 @@ from graphfsdp.preconditions import (
     trainable_of_all,
 )
 
-# What tells of a tensor's form and not of its numbers: answered by the tensor that stands for it.
-_FORM = frozenset(
-    {
-        *(Tensor.size, Tensor.dim, Tensor.ndimension, Tensor.numel, Tensor.nelement, Tensor.stride),
-        *(Tensor.is_floating_point, Tensor.is_complex, Tensor.is_contiguous, Tensor.__len__),
-        *(Tensor.element_size, Tensor.__hash__, Tensor.is_signed),
-        *(torch.is_floating_point, torch.is_complex, torch.numel, torch.result_type),
-        *(
-            getattr(Tensor, name).__get__
-            for name in (
-                *("shape", "dtype", "layout", "ndim", "requires_grad", "is_leaf", "itemsize"),
-                *("is_sparse", "is_nested", "is_quantized", "nbytes"),
-            )
-        ),
-    }
-)
-# What tells of its device, which is not that of the tensor that stands for it.
-_PLACE = frozenset(
-    {
-        Tensor.get_device,
-        *(getattr(Tensor, name).__get__ for name in ("device", "is_cuda", "is_cpu", "is_meta")),
-    }
-)
 _GRADIENT_OF = vars(torch._C.TensorBase)["grad"].__get__
 _SET_GRADIENT = vars(torch._C.TensorBase)["grad"].__set__
 # These ask for gradients one by one, also where a wrapper of an optimizer has inherited it.
@@ -91,13 +76,6 @@ def _whole(method: Callable[..., Any]) -> Callable[..., Any]:
             return method(loop, *args)
 
     return run
-
-
-def _copied(tensor: Tensor) -> Tensor:
-    """Return what ``copy.deepcopy`` does, made by operators alone."""
-    if not tensor.is_leaf:
-        return copy.deepcopy(tensor)  # which says what torch has against it
-    return tensor.detach().clone().requires_grad_(tensor.requires_grad)
 
 
 def _calls_first(optimizer: torch.optim.Optimizer) -> bool:
@@ -150,14 +128,19 @@ def _end_abandoned() -> None:
 
 
 class _ModuleCall:
-    """Asked in place of a module's own call."""
+    """Asked in place of a module's own call, or of a method that counts as one."""
 
-    def __init__(self, loop: "InPlace", module: nn.Module) -> None:
+    def __init__(
+        self, loop: "InPlace", module: nn.Module, method: Callable[..., Any] | None = None
+    ) -> None:
         self._loop = loop
         self._module = module
+        self._method = None
+        if method is not None:  # a method, so that errors name the module
+            self._method = MethodType(lambda _, *args, **kwargs: method(*args, **kwargs), module)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._loop._on_module(self._module, args, kwargs)
+        return self._loop._on_module(self._module, self._method, args, kwargs)
 
 
 class InPlace:
@@ -170,10 +153,14 @@ class InPlace:
         options: Mapping[str, Any],
     ) -> None:
         self._models = models
+        self._units = list(dict.fromkeys(u for model in models for u in units_of(model)))
+        put_back(self._units)
         self._optimizers = optimizers
         self._options = {"on_change": "recapture", **options}
         inner = [inner_optimizer(optimizer) for optimizer in optimizers]
         together = one_module(models)
+        for each in inner:
+            adopt_sharded_parameters(together, each)
         self._device = only_device(together, trainable_of_all(together, inner))
         make_backend("auto", self._device)  # which refuses other devices
         if len(inner) == 1:
@@ -184,7 +171,6 @@ class InPlace:
         self._root = Point()
         held = [p for o in optimizers for group in o.param_groups for p in group["params"]]
         params = {id(p): p for p in (*held, *(p for model in models for p in model.parameters()))}
-        self._params: Mapping[int, Tensor] = params
         self._own = params | {id(b): b for model in models for b in model.buffers()}
         self._gradients = GradientsLeft(params, held)
         self._attributes = [vars(module) for model in models for module in model.modules()]
@@ -192,7 +178,6 @@ class InPlace:
         self._mode = _Mode(self)
         self._region: Region | None = None
         self._is_running = False
-        self._drops_gradients = False  # zero_grad within the region takes them off
         self._is_on = False  # the mode
         self._handled: BaseException | None = None  # around the region
         self._zeroing_frame: FrameType | None = None
@@ -248,6 +233,9 @@ class InPlace:
                     )
                 vars(module)["_compiled_call_impl"] = _ModuleCall(self, module)
                 self._undo.callback(vars(module).pop, "_compiled_call_impl", None)
+                for name, method in forward_methods(module).items():
+                    vars(module)[name] = _ModuleCall(self, module, method)
+                    self._undo.callback(vars(module).__setitem__, name, method)
         for optimizer in self._optimizers:
             self._replace(optimizer, "zero_grad", self._on_zero_grad)
             self._replace(optimizer, "step", self._on_step)
@@ -261,21 +249,28 @@ class InPlace:
 
         vars(owner)[name] = MethodType(call, owner)  # which schedulers wrap
 
-        def put_back() -> None:
+        def restore() -> None:
             del vars(owner)[name]
             if before is not None:
                 vars(owner)[name] = before
 
-        self._undo.callback(put_back)
+        self._undo.callback(restore)
 
-    def _on_module(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+    def _on_module(
+        self, module: nn.Module, method: Callable[..., Any] | None, args: Any, kwargs: Any
+    ) -> Any:
+        call = module._call_impl if method is None else method
         trains = module.training and torch.is_grad_enabled()
         if self._is_running or not (trains or self._is_on):
-            return run_users(module._call_impl, *args, **kwargs)
-        return self._on_models_call(module, args, kwargs)
+            return run_users(call, *args, **kwargs)
+        if method is None:
+            call = self._as_written(module)._call_impl
+        return self._on_models_call(module, call, args, kwargs)
 
     @_whole
-    def _on_models_call(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+    def _on_models_call(
+        self, module: nn.Module, call: Callable[..., Any], args: Any, kwargs: Any
+    ) -> Any:
         region = self._current()
         if region is not None and not module.training and region.is_changed():
             self._evaluate_within(region)
@@ -285,13 +280,14 @@ class InPlace:
             if not _is_within_another() and _trains_through(args, kwargs):
                 self._passed_by = user_source_line()
                 with self._running(), InterruptibleIteration(asks=False):
-                    return run_users(module._call_impl, *args, **kwargs)
+                    return run_users(call, *args, **kwargs)
             if not (torch.is_grad_enabled() and module.training):
                 with InterruptibleIteration(asks=False):
-                    return run_users(module._call_impl, *args, **kwargs)
+                    return run_users(call, *args, **kwargs)
             region = self._begin()
         first = next(module.parameters(), None)
-        if first is not None and not region.owns(first):
+        is_whole = any(unit.pinned for unit in self._units)  # unshard() in between
+        if first is not None and not region.owns(first) and not is_whole:
             self._leave()
             raise refusal(
                 f"{type(module).__name__} has other parameters than when capture_in_place got it: "
@@ -301,7 +297,7 @@ class InPlace:
                 "replacement close() and capture_in_place again, with an optimizer that has the "
                 "new ones; for functional_call graphfsdp.capture with iteration=",
             )
-        return self._do(self._as_written(module)._call_impl, args, kwargs)
+        return self._do(call, args, kwargs)
 
     def _as_written(self, module: nn.Module) -> nn.Module:
         """Return what a wrapper of ``torch.compile`` calls, for a recording on a CPU."""
@@ -316,7 +312,7 @@ class InPlace:
                 "all of them"
             )
         self._gradients.begin()
-        self._drops_gradients = False
+        put_back(self._units)
         self._region = self._new_region()
         self._handled = sys.exception()
         self._signals = handled_signals()
@@ -325,12 +321,16 @@ class InPlace:
         nn.utils.clip_grad_norm_ = self._clip
         self._open.callback(setattr, torch, "clear_autocast_cache", _END_AUTOCAST)
         torch.clear_autocast_cache = self._on_autocast_end
+        self._open.enter_context(grouped_where_they_will_be(self._device))
+        for owner, name, method in methods_of_shards(self._units):
+            self._open.callback(setattr, owner, name, method)
+            setattr(owner, name, self._putting_off(method))
         self._mode.__enter__()  # type: ignore[no-untyped-call]
         self._is_on = True
         return self._region
 
     def _new_region(self) -> Region:
-        return Region(self._root, self._own, self._device.type, self._attributes)
+        return Region(self._root, self._own, self._device.type, self._attributes, self._units)
 
     def _current(self) -> Region | None:
         """Return where the loop is, if an exception that it handles now has not ended that."""
@@ -363,37 +363,37 @@ class InPlace:
         _END_AUTOCAST()
 
     def _on_function(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        if self._is_running or function in _FORM:
+        if self._is_running or function in OF_FORM:
             return function(*args, **kwargs)
         region = self._current()
         if region is None:
             return function(*args, **kwargs)
-        if function in _PLACE:
+        if function in OF_PLACE:
             with self._left_if_it_fails():
                 return function(*region.placed(args[:1]), *args[1:], **kwargs)
         if function is Tensor.__deepcopy__ and region.touches(args[0]):
             tensor, memo = args  # the dict is another one each time
-            memo[id(tensor)] = copied = self._on_function(_copied, (tensor,), {})
-            return copied
+            memo[id(tensor)] = copy = self._on_function(copied, (tensor,), {})
+            return copy
         if function == _GRADIENT_OF:
             frame = sys._getframe(2)
             if frame.f_code in _ZERO_GRADS:
                 self._zero_whole(frame)
                 return None  # and so it does nothing by itself
             self._gradients.look_at(args[:1])
-        if function == _SET_GRADIENT and args[1] is None:
-            self._gradients.zero(args[:1])
-            self._drops_gradients = True
+        elif function == _SET_GRADIENT and args[1] is None and region.owns(args[0]):
+            self._gradients.zero(args[:1], drops=True)
         with self._left_if_it_fails():
             return region.do(function, args, kwargs, self._real, only_if_touched=True)
 
     def _on_zero_grad(self, owner: Any, args: Any, kwargs: Any) -> Any:
         zero_grad = self._zeroing[id(owner)]
         is_going_on = not self._is_running and self._current() is not None
-        self._gradients.zero(param for group in owner.param_groups for param in group["params"])
+        params = (param for group in owner.param_groups for param in group["params"])
+        to_none = bool([*args, *kwargs.values(), True][0])
+        self._gradients.zero(params, drops=is_going_on and to_none)
         if not is_going_on:
             return zero_grad(*args, **kwargs)
-        self._drops_gradients |= bool([*args, *kwargs.values(), True][0])
         return self._do_whole(zero_grad, args, kwargs)
 
     def _running_on(self, region: Region) -> str | None:
@@ -425,8 +425,8 @@ class InPlace:
             groups = (
                 [owner.parameters()] if is_module else [g["params"] for g in owner.param_groups]
             )
-            self._gradients.zero(param for group in groups for param in group)
-            self._drops_gradients |= to_none
+            params = (param for group in groups for param in group)
+            self._gradients.zero(params, drops=to_none)
             assert self._region is not None
             with self._left_if_it_fails():
                 self._region.do(owner.zero_grad, (to_none,), {}, self._real)
@@ -508,6 +508,21 @@ class InPlace:
         self._gradients.look_at(params)
         return self._do_whole(_CLIP, (params, *args), kwargs)
 
+    def _putting_off(self, method: Callable[..., Any]) -> Callable[..., Any]:
+        """Return what notes a method that is no function of torch's, as the mode does those."""
+
+        @wraps(method)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if self._is_running or _get_current_function_mode() is not self._mode:
+                return method(*args, **kwargs)
+            if isinstance(args[0], nn.Module):
+                self._do_whole(method, args[:1], {})
+                return handle_for(*args, **kwargs)
+            with _pop_mode_temporarily():
+                return self._on_function(method, args, kwargs)
+
+        return call
+
     def _do(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         assert self._region is not None
         with self._left_if_it_fails(), _pop_mode_temporarily():
@@ -565,9 +580,7 @@ class InPlace:
         region.check_undrawn()
         if self._step is None:
             self._step = capture(*self._arguments(), iteration=self._iterate, **self._options)
-        if self._drops_gradients:  # now, for whoever has kept the last ones
-            for param in self._params.values():
-                param.grad = None
+        self._gradients.drop()
         results = self._step(index, *region.given)
         with torch.no_grad():
             region.fill(dict(zip(self._programs[index].kept, results, strict=True)))
@@ -593,7 +606,7 @@ class InPlace:
 
     def _iterate(self, models: Any, optimizers: Any, index: int, *given: Tensor) -> list[Any]:
         with self._running():
-            return self._programs[index].run(given, self._device.type)
+            return self._programs[index].run(given, self._device.type, self._units)
 
     def __enter__(self) -> Self:
         return self

@@ -23,7 +23,7 @@ other memory.
 
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -36,7 +36,8 @@ from graphfsdp._capture.rules.refusals import Refusal, for_this_place
 from graphfsdp._capture.trace.source import user_source_line
 from graphfsdp._capture.undo.interrupts import DeferredInterrupts
 from graphfsdp.base.hazards import HazardKind
-from graphfsdp.base.op_tensors import in_same_memory, storage_key
+from graphfsdp.base.op_tensors import storage_key
+from graphfsdp.base.sharded import ShardedUnit
 from graphfsdp.errors import CaptureError
 from graphfsdp.in_place.calls import (
     CONSTANT,
@@ -44,7 +45,6 @@ from graphfsdp.in_place.calls import (
     LATER,
     PLAIN,
     Call,
-    Form,
     Given,
     Made,
     Modes,
@@ -60,6 +60,7 @@ from graphfsdp.in_place.calls import (
     run_calls,
     same,
 )
+from graphfsdp.in_place.forms import Form, another_of, become
 from graphfsdp.in_place.watch import Watch, is_alone, look_of, version_of
 
 _READ = Refusal(
@@ -95,10 +96,11 @@ class Region:
         own: Mapping[int, Tensor],
         kind: str,
         attributes: Sequence[dict[str, Any]],
+        units: Sequence[ShardedUnit],
     ) -> None:
         """``own`` are the models' tensors by id, ``attributes`` those of all their modules.
 
-        What was put off reads both at last.
+        What was put off reads both at last, and has the settings of ``units`` as they are now.
         """
         self.point = root
         self.is_known = True
@@ -107,6 +109,7 @@ class Region:
         self.flags: dict[int, bool] = {}  # what was trained, of what the loop has said that of
         self._kind = kind
         self._own = own
+        self._units = units
         self.num_blocks = 0  # outermost autocasts that have ended
         self._made: dict[int, Any] = {}  # what is there already, where the loop runs as written
         self._made_by: dict[int, Any] = {}  # autograd's nodes, while they live
@@ -144,7 +147,9 @@ class Region:
         check_within_no_operator(function)
         forms: list[Form] = []
         places = [self._place(leaf, function, forms) for leaf in leaves]
-        call = Call(function, places, spec, Modes.now(self._kind, self.num_blocks), forms)
+        call = Call(
+            function, places, spec, Modes.now(self._kind, self.num_blocks, self._units), forms
+        )
         if self.is_known:
             for point in self.point.following:
                 assert point.call is not None
@@ -280,7 +285,8 @@ class Region:
 
     def _place(self, leaf: Any, function: Callable[..., Any], forms: list[Form]) -> Any:
         if not isinstance(leaf, Tensor):
-            if isinstance(leaf, CONSTANT) or callable(leaf):
+            is_of_ranks = type(leaf).__module__.startswith("torch.distributed.")  # a placement
+            if isinstance(leaf, CONSTANT) or callable(leaf) or is_of_ranks:
                 return leaf
             raise refusal(
                 f"{name_of(function)} is given a {type(leaf).__name__}, which may hold numbers "
@@ -468,9 +474,8 @@ class Region:
                 self._own[key].requires_grad_(flag)
             self._note_draws()
             with torch.inference_mode(mode=False):
-                self._take_over(
-                    run(lambda made, given: run_calls(calls, given, self._kind), {}, self.given)
-                )
+                run_all = partial(run_calls, calls, kind=self._kind, units=self._units)
+                self._take_over(run(lambda made, given: run_all(given), {}, self.given))
             self._random = _random_states(self._kind)
         except BaseException as error:
             self.lose(error)
@@ -485,13 +490,13 @@ class Region:
             if written is not None:
                 self._versions[written] = version_of(tensor)
             elif not value.requires_grad:
-                torch._C._swap_tensor_impl(tensor, in_same_memory(value))
+                become(tensor, another_of(value))
             else:
                 # Modules may keep what they have returned; a leaf of autograd is there only once.
                 is_leaf = value.grad_fn is None
                 with torch.enable_grad():
                     now = value if is_leaf else value.view_as(value)
-                torch._C._swap_tensor_impl(tensor, now)
+                become(tensor, now)
         for index, value in self._made.items():
             self._memory_of(index, value)
 
@@ -511,8 +516,8 @@ class Region:
             else:
                 value = values[result.root]
                 is_look = result.root != index
-                now = result.lying_in(value) if is_look else in_same_memory(value)
-                torch._C._swap_tensor_impl(tensor, now)
+                now = result.lying_in(value) if is_look else another_of(value)
+                become(tensor, now)
 
     def lose(self, error: BaseException) -> None:
         """Have uses of what is alive refused, since it is not going to be computed."""

@@ -209,7 +209,7 @@ class _Loop(InPlace):
 
     def _new_region(self) -> Region:
         self._begins = user_source_line()
-        region = _Region(self._root, self._own, self._device.type, self._attributes)
+        region = _Region(self._root, self._own, self._device.type, self._attributes, self._units)
         region.on_hazard = self._hazards.add
         region.is_known = not len(self._earlier)  # what it has read is not there before the step
         return region

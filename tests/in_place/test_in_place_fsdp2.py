@@ -1,0 +1,247 @@
+"""What loops over sharded weights do between the model's call and the optimizer's step.
+
+FSDP2's words, and what torch's users do to DTensors: with and without `capture_in_place`, bit for
+bit.
+"""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import clip_grad_norm_
+
+import graphfsdp
+from graphfsdp.sharding.placement import ASKS_SUBCLASSES
+from helpers import NUM_STEPS
+from ranks import on_ranks, rank_device
+from sharding_helpers import hybrid_mesh
+
+NUM_ITERATIONS = NUM_STEPS + 1
+Loop = Callable[[Any, torch.optim.Optimizer], Iterator[Any]]
+LOOPS: dict[str, Loop] = {}
+
+
+class Net(nn.Module):
+    """Uneven rows; a method beside ``forward`` that calls it, as ``generate`` does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 5), nn.Linear(5, 8)
+        self.head = nn.Linear(8, 3)
+
+    def hidden(self, x: Tensor) -> Tensor:
+        out: Tensor = x + self.second(torch.tanh(self.first(x)))
+        return out
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.head(self.hidden(x))
+        return out
+
+    def twice(self, x: Tensor) -> Tensor:
+        out: Tensor = self(x) + self.head(self.hidden(2 * x))
+        return out
+
+
+def sharded(**options: Any) -> Any:
+    torch.manual_seed(0)
+    model = Net().to(rank_device())
+    graphfsdp.register_fsdp_forward_method(model, "twice")
+    graphfsdp.fully_shard(model.second, **options)
+    graphfsdp.fully_shard(model, **options)
+    for name in ("twice", "hidden"):
+        graphfsdp.register_fsdp_forward_method(model, name)
+    return model
+
+
+def make_adam(model: nn.Module) -> torch.optim.Optimizer:
+    options: dict[str, Any] = {"lr": 1e-2, "foreach": False}
+    if rank_device().type == "cuda":
+        options = {"lr": torch.tensor(1e-2, device=rank_device()), "fused": True}
+    return torch.optim.AdamW(model.parameters(), eps=1e-3, **options)
+
+
+def loop(function: Loop) -> Loop:
+    LOOPS[function.__name__] = function
+    return function
+
+
+def batches(count: int = NUM_ITERATIONS) -> Iterator[tuple[Tensor, Tensor]]:
+    for _ in range(count):
+        yield torch.randn(6, 8).to(rank_device()), torch.randint(3, (6,)).to(rank_device())
+
+
+def loss_of(output: Tensor, y: Tensor) -> Tensor:
+    return nn.functional.cross_entropy(output, y)
+
+
+@loop
+def accumulates_with_words(model: Any, optimizer: torch.optim.Optimizer) -> Iterator[Any]:
+    """What three reductions round otherwise than one."""
+    for index in range(NUM_ITERATIONS):
+        for part, (x, y) in enumerate(batches(3)):
+            model.set_requires_gradient_sync(part == 2)
+            model.set_reshard_after_backward(part == 2)
+            if index % 2:
+                model.set_is_last_backward(part == 2)
+            loss = loss_of(model(x), y) / 3
+            loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        yield loss.item()
+
+
+@loop
+def accumulates_without_sync(model: Any, optimizer: torch.optim.Optimizer) -> Iterator[Any]:
+    for _ in range(NUM_ITERATIONS):
+        (first, second) = batches(2)
+        optimizer.zero_grad()
+        with model.no_sync():
+            loss_of(model(first[0]), first[1]).backward()
+        loss = loss_of(model(second[0]), second[1])
+        loss.backward()
+        optimizer.step()
+        yield loss.item()
+
+
+@loop
+def keeps_norms(model: Any, optimizer: torch.optim.Optimizer) -> Iterator[Any]:
+    for x, y in batches():
+        optimizer.zero_grad()
+        loss_of(model(x), y).backward()
+        total: Any = nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        largest: Any = clip_grad_norm_(model.parameters(), 0.05, norm_type=float("inf"))
+        each: list[Any] = [param.grad.norm() for param in model.parameters()]
+        optimizer.step()
+        assert total.device == rank_device()
+        yield from (norm.full_tensor() for norm in (total, largest, *each))
+
+
+@loop
+def clips_as_torchtitan(model: Any, optimizer: torch.optim.Optimizer) -> Iterator[Any]:
+    for x, y in batches():
+        optimizer.zero_grad()
+        loss_of(model(x), y).backward()
+        total: Any = nn.utils.get_total_norm([param.grad for param in model.parameters()])
+        total = total.full_tensor()
+        nn.utils.clip_grads_with_norm_(model.parameters(), 0.1, total)
+        optimizer.step()
+        yield total.item()
+
+
+@loop
+def writes_gradients(model: Any, optimizer: torch.optim.Optimizer) -> Iterator[Any]:
+    for x, y in batches():
+        optimizer.zero_grad()
+        loss_of(model(x), y).backward()
+        for param in model.parameters():
+            param.grad.mul_(0.5)
+        nn.utils.clip_grad_value_(model.parameters(), 0.01)
+        optimizer.step()
+        yield model.head.weight.grad.full_tensor()
+
+
+@loop
+def keeps_a_gradient_and_looks_at_weights(
+    model: Any, optimizer: torch.optim.Optimizer
+) -> Iterator[Any]:
+    for x, y in batches():
+        optimizer.zero_grad()
+        loss_of(model(x), y).backward()
+        gradient = model.first.weight.grad
+        whole = model.second.weight.detach().full_tensor().clone()
+        rows = model.first.weight.detach().to_local().norm()
+        optimizer.step()
+        yield gradient.full_tensor()
+        yield whole
+        yield rows
+
+
+@loop
+def takes_gradients_off_by_hand(model: Any, optimizer: torch.optim.Optimizer) -> Iterator[Any]:
+    for x, y in batches():
+        loss = loss_of(model(x), y)
+        for param in model.parameters():
+            param.grad = None
+        loss.backward()
+        optimizer.step()
+        yield loss.item()
+
+
+@loop
+def unshards_ahead(model: Any, optimizer: torch.optim.Optimizer) -> Iterator[Any]:
+    """As FSDP2's tutorial gathers the first unit ahead of the forward pass."""
+    for _ in range(NUM_ITERATIONS):
+        optimizer.zero_grad()
+        for x, y in batches(2):
+            handle = model.unshard(async_op=True)
+            model.second.unshard()
+            handle.wait()
+            loss = loss_of(model(x), y)
+            loss.backward()
+        model.reshard()
+        optimizer.step()
+        yield loss.item()
+
+
+@loop
+def calls_other_methods(model: Any, optimizer: torch.optim.Optimizer) -> Iterator[Any]:
+    for x, y in batches():
+        optimizer.zero_grad()
+        loss = loss_of(model.twice(x), y)
+        loss.backward()
+        optimizer.step()
+        yield loss.item()
+        model.eval()
+        with torch.no_grad():
+            yield model.twice(x[:2])
+        model.train()
+
+
+def trained(name: str, *, captured: bool, **options: Any) -> list[Any]:
+    model = sharded(**options)
+    optimizer = make_adam(model)
+    found = graphfsdp.capture_in_place(model, optimizer) if captured else None
+    torch.manual_seed(1 + torch.distributed.get_rank())
+    results = list(LOOPS[name](model, optimizer))
+    if found is not None:
+        assert found.phase is graphfsdp.Phase.REPLAY
+        assert found.report().num_calls["replay"] >= 3
+        found.close()
+    params: list[Any] = list(model.parameters())
+    results += [param.full_tensor() for param in params]
+    return [torch.as_tensor(value).clone() for value in results]
+
+
+@pytest.mark.skipif(not ASKS_SUBCLASSES, reason="torch runs operators on any DTensor itself")
+@pytest.mark.parametrize("name", LOOPS)
+@on_ranks("ranks2")
+def test_a_loop_with_words_of_fsdp2_trains_as_without_the_line(name: str) -> None:
+    plain, captured = (trained(name, captured=flag) for flag in (False, True))
+    assert len(plain) == len(captured)
+    assert all(map(torch.equal, plain, captured))
+
+
+@on_ranks("ranks4")
+def test_so_does_one_that_accumulates_on_two_axes() -> None:
+    name = "accumulates_with_words"
+    plain, captured = (
+        trained(name, captured=flag, mesh=hybrid_mesh(), strategy="optim_grads")
+        for flag in (False, True)
+    )
+    assert all(map(torch.equal, plain, captured))
+
+
+@on_ranks("ranks2")
+def test_an_optimizer_made_before_fully_shard_gets_the_new_parameters() -> None:
+    torch.manual_seed(0)
+    model: Any = nn.Sequential(nn.Linear(8, 5), nn.Linear(5, 3)).to(rank_device())
+    optimizer = make_adam(model)
+    graphfsdp.fully_shard(model)
+    before = model[0].weight.full_tensor()
+    with graphfsdp.capture_in_place(model, optimizer):
+        for x, y in batches(1):
+            loss_of(model(x), y).backward()
+            optimizer.step()
+    assert not torch.equal(model[0].weight.full_tensor(), before)
