@@ -312,6 +312,11 @@ class LiveScalars(TorchFunctionMode):
         target, *others = args
         if others[0].is_sparse:  # what no graph holds, and the plain step of before may be given
             return func(*args, **{**kwargs, _FACTORS[name]: factor.item()})
+        # In 16 bits torch computes these in float32, and rounds once; what it adds it rounds before.
+        if target.dtype.itemsize < 4 and name != "add_":
+            wide = [tensor.float() for tensor in (target, *others)]
+            self.__torch_function__(func, types, wide, kwargs)
+            return target.copy_(wide[0])
         factor = factor.to(target.dtype)
         if name == "add_":
             return target.addcmul_(others[0], factor)

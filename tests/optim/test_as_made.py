@@ -58,6 +58,11 @@ def with_tensor(kind: Make, params: Iterable[nn.Parameter], lr: float) -> torch.
 # torch does on a CPU with lists of numbers alone. What a graph can hold rounds otherwise, so that
 # only graphfsdp's own eager mode has the same bits.
 OTHER_BITS = ("RAdam", "NAdam, foreach")
+# With parameters of 16 bits these have the plain loop's bits as well.
+IN_16_BITS = (
+    *("Adam", "Adam, amsgrad", "AdamW", "NAdam", "RMSprop"),
+    *("Adadelta", "Adagrad, not fused", "Adamax", "AdamW, fused"),
+)
 
 
 class Scale(nn.Module):
@@ -91,12 +96,17 @@ def cosine(optim: torch.optim.Optimizer) -> Tick:
 
 
 def train(
-    make: Make, device: torch.device, scope: str, setup: Setup = cosine, **options: Any
+    make: Make,
+    device: torch.device,
+    scope: str,
+    setup: Setup = cosine,
+    dtype: torch.dtype = torch.float32,
+    **options: Any,
 ) -> list[dict[str, Tensor]]:
     """Train; return the state after each call. The scope "plain" is a loop without graphfsdp."""
     quick_garbage_collection()
     torch.manual_seed(2)
-    model = net(device)
+    model = net(device).to(dtype)
     optim = make(model.parameters(), lr=0.01)
     tick = setup(optim)
     flags = [dict(group) for group in optim.param_groups]
@@ -104,7 +114,7 @@ def train(
     step = None if scope == "plain" else graphfsdp.capture(model, optim, scope=scope, **options)
     found = []
     for index in range(NUM_STEPS):
-        x = torch.randn(4, 6, device=device)
+        x = torch.randn(4, 6, device=device).to(dtype)
         if step is None:
             own_iteration(model, optim, x)
         else:
@@ -126,6 +136,16 @@ def test_a_captured_loop_has_the_bits_of_the_plain_one(name: str, device: torch.
     is_same = device.type == "cpu" and name not in OTHER_BITS
     expected = train(MAKERS[name], device, "plain" if is_same else "none")
     assert_same_states(expected, train(MAKERS[name], device, "full_iteration"), name)
+
+
+@pytest.mark.parametrize("name", IN_16_BITS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_parameters_of_16_bits_have_the_bits_of_the_plain_loop(
+    dtype: torch.dtype, name: str
+) -> None:
+    make, cpu = MAKERS[name], torch.device("cpu")
+    plain, captured = (train(make, cpu, s, dtype=dtype) for s in ("plain", "full_iteration"))
+    assert_same_states(plain, captured, name)
 
 
 def own_iteration(model: nn.Module, optim: torch.optim.Optimizer, x: Tensor) -> Tensor:
