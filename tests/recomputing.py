@@ -1,10 +1,15 @@
 """A model whose blocks, or parts of them, run again in the backward pass."""
 
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
 
 import graphfsdp
 
@@ -14,9 +19,19 @@ def again(way: str, function: Any, *args: Tensor) -> Any:
         return function(*args)
     if way.endswith("ours"):
         return graphfsdp.recompute(function, *args)
+    options: dict[str, Any] = {}
+    if way.endswith("selective"):
+        options["context_fn"] = partial(create_selective_checkpoint_contexts, keeps_products)
     # It would set the state of a generator otherwise, which no graph can.
     reentrant = way.endswith("reentrant")
-    return checkpoint(function, *args, use_reentrant=reentrant, preserve_rng_state=False)
+    options |= {"use_reentrant": reentrant, "preserve_rng_state": False}
+    return checkpoint(function, *args, **options)
+
+
+def keeps_products(_: object, op: object, *args: object, **kwargs: object) -> CheckpointPolicy:
+    """As torchtitan does, which runs all the rest again."""
+    is_product = op in (torch.ops.aten.addmm.default, torch.ops.aten.mm.default)
+    return CheckpointPolicy.MUST_SAVE if is_product else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 class Layer(nn.Module):

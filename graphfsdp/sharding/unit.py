@@ -33,6 +33,7 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from graphfsdp.base.nvtx import nvtx_range
+from graphfsdp.base.recomputation import apart_from_checkpoints
 from graphfsdp.base.streams import Lane
 from graphfsdp.base.traced import not_traced
 from graphfsdp.config import ShardingStrategy
@@ -393,9 +394,10 @@ class Unit:
         for buffer in missing:
             if not buffer.is_prefetched:
                 self.schedule.queue_up(buffer)
-        with nvtx_range(f"unshard {self.group.name}"):
-            yield
-        self.schedule.gathered(self, missing)
+        with apart_from_checkpoints():
+            with nvtx_range(f"unshard {self.group.name}"):
+                yield
+            self.schedule.gathered(self, missing)
 
     def _gather_again(self, buffer: ShardBuffer) -> Tensor:
         self._queue_end_of_backward()
@@ -403,9 +405,10 @@ class Unit:
         if full is None:
             if not buffer.is_prefetched:
                 self.schedule.queue_up(buffer)
-            with nvtx_range(f"unshard {self.group.name}"):
-                full = buffer.unshard()
-            self.schedule.gathered(self, [buffer])
+            with apart_from_checkpoints():
+                with nvtx_range(f"unshard {self.group.name}"):
+                    full = buffer.unshard()
+                self.schedule.gathered(self, [buffer])
         return full
 
     def _drop_weights(self, *, outside: bool) -> None:

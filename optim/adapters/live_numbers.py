@@ -312,7 +312,7 @@ class LiveScalars(TorchFunctionMode):
         target, *others = args
         if others[0].is_sparse:  # what no graph holds, and the plain step of before may be given
             return func(*args, **{**kwargs, _FACTORS[name]: factor.item()})
-        # In 16 bits torch computes these in float32, and rounds once; what it adds it rounds before.
+        # In 16 bits torch computes these in float32 and rounds once, but for what it adds.
         if target.dtype.itemsize < 4 and name != "add_":
             wide = [tensor.float() for tensor in (target, *others)]
             self.__torch_function__(func, types, wide, kwargs)

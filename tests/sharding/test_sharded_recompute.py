@@ -21,6 +21,7 @@ WAYS = {
     "optim": (("block_torch", 0.0), ("segment_reentrant", 0.0)),
     "optim_grads_params": (
         *(("block_reentrant", 0.0), ("segment_torch", 0.0), ("part_torch", 0.0)),
+        *(("block_selective", 0.0), ("part_selective", 0.0)),
         *(("part_reentrant", 0.0), ("block_ours", 0.3), ("part_ours", 0.3)),
     ),
 }
