@@ -1,6 +1,8 @@
 """Guards of switches that decide what an iteration runs: torch's, and those of sharded units."""
 
+import functools
 import operator
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
@@ -79,6 +81,26 @@ class UnitSettingsGuard:
         return found
 
 
+@functools.cache  # asked for each call of a loop
+def _getters(device_type: str) -> tuple[tuple[str, ...], tuple[Callable[[], Any], ...]]:
+    named = _switches(device_type)
+    for name, get in _global_state(device_type).items():
+        if "autocast" not in name:
+            named[name] = get
+    return tuple(named), tuple(named.values())
+
+
+def switches_now(device_type: str) -> list[Any]:
+    """Return what torch's switches are, but for autocast, which contexts turn on anywhere."""
+    return list(map(operator.call, _getters(device_type)[1]))
+
+
+def switched(device_type: str, before: Sequence[Any], now: Sequence[Any]) -> str:
+    """Name the first switch of two answers of ``switches_now`` that differs."""
+    rows = zip(_getters(device_type)[0], before, now, strict=True)
+    return next(name for name, old, new in rows if old != new)
+
+
 def _global_state(device_type: str) -> dict[str, Callable[[], Any]]:
     """Return functions that read the switches, by name, that GlobalStateGuard compares."""
     return {
@@ -100,6 +122,7 @@ def _switches(device_type: str) -> dict[str, Callable[[], Any]]:
         "memory-efficient attention": core._get_mem_efficient_sdp_enabled,
         "math attention": core._get_math_sdp_enabled,
         "MKL-DNN": core._get_mkldnn_enabled,
+        "loss_parallel": _splits_losses,
     }
     backend = "cuda" if device_type == "cuda" else "mkldnn"
     for kind in ("matmul", "conv", "rnn"):
@@ -121,6 +144,16 @@ def _switches(device_type: str) -> dict[str, Callable[[], Any]]:
             "torch.cuda.default_generators": partial(getattr, torch.cuda, "default_generators"),
         }
     return found
+
+
+def _splits_losses() -> bool:
+    """Tell whether ``loss_parallel`` of torch.distributed.tensor is on."""
+    tensors: Any = sys.modules.get("torch.distributed.tensor")
+    if tensors is None:
+        return False
+    return torch.ops.aten.nll_loss_forward.default in (
+        tensors.DTensor._op_dispatcher._custom_op_handlers
+    )
 
 
 def _plain(value: object) -> object:

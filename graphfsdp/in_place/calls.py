@@ -305,6 +305,11 @@ def name_of(function: Callable[..., Any]) -> str:
     return f"{getattr(owner, '__name__', owner)}.{name}" if is_of_attribute else name
 
 
+def is_in_place(function: Callable[..., Any]) -> bool:
+    name = getattr(function, "__name__", "")
+    return name.endswith("_") and not name.endswith("__")
+
+
 def lose(tensors: Iterable[Tensor], error: BaseException) -> None:
     """Have every use of tensors that were never filled raise an error with this one's text."""
 

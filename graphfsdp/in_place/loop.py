@@ -43,6 +43,7 @@ from graphfsdp.in_place.methods import (
     grouped_where_they_will_be,
     handle_for,
     methods_of_shards,
+    refusing_other_optimizers,
 )
 from graphfsdp.in_place.region import MOST_NEW, Region
 from graphfsdp.optim.adapters.backends import JointOptimizer, adapt
@@ -322,6 +323,9 @@ class InPlace:
         self._open.callback(setattr, torch, "clear_autocast_cache", _END_AUTOCAST)
         torch.clear_autocast_cache = self._on_autocast_end
         self._open.enter_context(grouped_where_they_will_be(self._device))
+        self._open.enter_context(
+            refusing_other_optimizers(self._steps, self._own, lambda: self._is_running)
+        )
         for owner, name, method in methods_of_shards(self._units):
             self._open.callback(setattr, owner, name, method)
             setattr(owner, name, self._putting_off(method))
@@ -421,11 +425,10 @@ class InPlace:
         if self._zeroing_frame is not frame:
             self._zeroing_frame = frame
             owner, to_none = frame.f_locals["self"], frame.f_locals["set_to_none"]
-            is_module = isinstance(owner, nn.Module)
-            groups = (
-                [owner.parameters()] if is_module else [g["params"] for g in owner.param_groups]
-            )
-            params = (param for group in groups for param in group)
+            if isinstance(owner, nn.Module):
+                params = owner.parameters()
+            else:
+                params = (param for group in owner.param_groups for param in group["params"])
             self._gradients.zero(params, drops=to_none)
             assert self._region is not None
             with self._left_if_it_fails():

@@ -1,15 +1,17 @@
 """What a loop calls that no mode of torch sees: methods of shards, functions of torch's in C++."""
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.utils import clip_grad
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from graphfsdp.base.sharded import FORWARD_METHOD, ShardedUnit
+from graphfsdp.in_place.calls import refusal
 
 _OF_TENSORS = ("full_tensor", "redistribute", "to_local")
 _OF_MODULES = ("reshard", "unshard")
@@ -65,6 +67,33 @@ def grouped_where_they_will_be(device: torch.device) -> Iterator[None]:
         yield
     finally:
         vars(clip_grad)[group.__name__] = group
+
+
+@contextmanager
+def refusing_other_optimizers(
+    known: Collection[int], params: Collection[int], is_running: Callable[[], bool]
+) -> Iterator[None]:
+    """Refuse steps of optimizers that a loop was not given, on parameters of its models; by ids.
+
+    No iteration would ever end with one, and what was put off be kept for ever.
+    """
+
+    def refuse(optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
+        held = (id(param) for group in optimizer.param_groups for param in group["params"])
+        if is_running() or id(optimizer) in known or not any(key in params for key in held):
+            return
+        raise refusal(
+            f"{type(optimizer).__name__} steps weights of a model that is captured in place, and "
+            "capture_in_place was not given it",
+            "capture_in_place(model, optimizers) with all that step these weights; where the loop "
+            "has made a new optimizer, close() and capture_in_place again",
+        )
+
+    handle = register_optimizer_step_pre_hook(refuse)
+    try:
+        yield
+    finally:
+        handle.remove()
 
 
 def _below(kind: Any) -> Iterator[type]:

@@ -32,6 +32,7 @@ from torch._C._dynamo.guards import dict_version
 from torch.autograd.function import BackwardCFunction
 from torch.utils import _pytree as pytree
 
+from graphfsdp._capture.guards.settings import switched, switches_now
 from graphfsdp._capture.rules.refusals import Refusal, for_this_place
 from graphfsdp._capture.trace.source import user_source_line
 from graphfsdp._capture.undo.interrupts import DeferredInterrupts
@@ -54,6 +55,7 @@ from graphfsdp.in_place.calls import (
     Unknown,
     flat,
     flattened,
+    is_in_place,
     lose,
     name_of,
     refusal,
@@ -61,7 +63,14 @@ from graphfsdp.in_place.calls import (
     same,
 )
 from graphfsdp.in_place.forms import Form, another_of, become
-from graphfsdp.in_place.watch import Watch, is_alone, look_of, version_of
+from graphfsdp.in_place.watch import (
+    Watch,
+    is_alone,
+    look_of,
+    moved,
+    random_states,
+    version_of,
+)
 
 _READ = Refusal(
     "{} is called between the model and the optimizer's step; what it returns is not known before "
@@ -108,6 +117,7 @@ class Region:
         self.stepped: set[int] = set()
         self.flags: dict[int, bool] = {}  # what was trained, of what the loop has said that of
         self._kind = kind
+        self._switches = switches_now(kind)
         self._own = own
         self._units = units
         self.num_blocks = 0  # outermost autocasts that have ended
@@ -122,7 +132,7 @@ class Region:
         self._given_places: dict[int, int] = {}
         self._versions: list[int] = []
         self.new_at: tuple[Call, Call | None] | None = None  # and what was known there
-        self._random = _random_states(kind)  # as they were behind the last call that has run
+        self._random = random_states(kind)  # as they were behind the last call that has run
         self._loop_draws: frozenset[int] = frozenset()
         self._attributes = attributes
         self._written = self._sum_of_versions()
@@ -141,10 +151,11 @@ class Region:
         leaves, spec = flat(args, kwargs)
         if only_if_touched and not (
             any(isinstance(t, Tensor) and self.touches(t) for t in leaves)
-            or (_is_in_place(function) and id(leaves[0]) in self._given_places)
+            or (is_in_place(function) and id(leaves[0]) in self._given_places)
         ):
             return self._do_at_once(function, leaves, args, kwargs)
         check_within_no_operator(function)
+        self._check_switches()
         forms: list[Form] = []
         places = [self._place(leaf, function, forms) for leaf in leaves]
         call = Call(
@@ -167,8 +178,8 @@ class Region:
         with Watch() as watch:
             result = run(call.run, self._made, self.given)
         self._made_within |= watch.made
-        self._random = _random_states(self._kind)
-        draws = self.point.draws | _moved(before, self._random)
+        self._random = random_states(self._kind)
+        draws = self.point.draws | moved(before, self._random)
         self._note(call, result)
         self._check_outside(call, versions, looks, watch)
         call.source = user_source_line()
@@ -183,6 +194,17 @@ class Region:
             self.flags.setdefault(id(tensor), tensor.requires_grad)
         function(*args, **kwargs)
 
+    def _check_switches(self) -> None:
+        """Refuse a context of torch's around a part of the iteration, which runs at its end."""
+        now = switches_now(self._kind)
+        if now != self._switches:
+            raise refusal(
+                f"{switched(self._kind, self._switches, now)} is switched between the model's call "
+                "and the optimizer's step, and what was put off runs at the step",
+                "enter the context (sdpa_kernel, loss_parallel) around both, or around the loop, "
+                "or within a module's forward",
+            )
+
     def _do_at_once(
         self, function: Callable[..., Any], leaves: Sequence[Any], args: Any, kwargs: Any
     ) -> Any:
@@ -192,10 +214,10 @@ class Region:
                 self._check_apart(leaf, function)
         if self.is_known or _C_functorch.maybe_current_level() is not None:
             return function(*args, **kwargs)
-        before = _random_states(self._kind)
+        before = random_states(self._kind)
         with DeferredInterrupts(), Watch() as watch:
             result = function(*args, **kwargs)
-        if _moved(before, _random_states(self._kind)):
+        if moved(before, random_states(self._kind)):
             self.point.drawn_at = user_source_line()
         for tensor in self.given:
             if storage_key(tensor) in watch.written:
@@ -476,7 +498,7 @@ class Region:
             with torch.inference_mode(mode=False):
                 run_all = partial(run_calls, calls, kind=self._kind, units=self._units)
                 self._take_over(run(lambda made, given: run_all(given), {}, self.given))
-            self._random = _random_states(self._kind)
+            self._random = random_states(self._kind)
         except BaseException as error:
             self.lose(error)
             raise
@@ -566,19 +588,9 @@ class Region:
 
     def _note_draws(self) -> list[Tensor]:
         """Note what the loop has drawn itself; return the states of the generators."""
-        now = _random_states(self._kind)
-        self._loop_draws |= _moved(self._random, now)
+        now = random_states(self._kind)
+        self._loop_draws |= moved(self._random, now)
         return now
-
-
-def _random_states(kind: str) -> list[Tensor]:
-    states = [torch.get_rng_state()]
-    return states if kind == "cpu" else [*states, torch.cuda.get_rng_state()]
-
-
-def _moved(before: Sequence[Tensor], now: Sequence[Tensor]) -> frozenset[int]:
-    pairs = enumerate(zip(before, now, strict=True))
-    return frozenset(place for place, (a, b) in pairs if not torch.equal(a, b))
 
 
 def _of_written(tensor: Tensor, by: str = "") -> CaptureError:
@@ -597,8 +609,3 @@ def _of_unseen(name: str) -> CaptureError:
         "return it from the forward of a module that capture_in_place is given, do such work in "
         f"one, or {LATER}",
     )
-
-
-def _is_in_place(function: Callable[..., Any]) -> bool:
-    name = getattr(function, "__name__", "")
-    return name.endswith("_") and not name.endswith("__")

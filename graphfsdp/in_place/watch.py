@@ -1,5 +1,6 @@
-"""What calls of the loop do to memory, and what tells of that."""
+"""What calls of the loop do to memory and to generators, and what tells of that."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -44,3 +45,13 @@ def is_alone(tensor: Tensor) -> bool:
 
 def version_of(tensor: Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version
+
+
+def random_states(kind: str) -> list[Tensor]:
+    states = [torch.get_rng_state()]
+    return states if kind == "cpu" else [*states, torch.cuda.get_rng_state()]
+
+
+def moved(before: Sequence[Tensor], now: Sequence[Tensor]) -> frozenset[int]:
+    pairs = enumerate(zip(before, now, strict=True))
+    return frozenset(place for place, (a, b) in pairs if not torch.equal(a, b))

@@ -11,6 +11,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy as CPUOffloadPolicy
 from torch.distributed.fsdp import MixedPrecisionPolicy as TorchPolicy
 from torch.distributed.fsdp import OffloadPolicy as OffloadPolicy
 from torch.distributed.tensor import DTensor
+from torch.optim.optimizer import _global_optimizer_pre_hooks, register_optimizer_step_pre_hook
 
 from graphfsdp.base.dtensors import can_be_copied
 from graphfsdp.base.recut import recut_hook
@@ -26,7 +27,7 @@ from graphfsdp.sharding.arguments import (
 from graphfsdp.sharding.assigning import assign_in_place, receive_values
 from graphfsdp.sharding.forward import begin_forward, end_forward
 from graphfsdp.sharding.forward import register_fsdp_forward_method as register_fsdp_forward_method
-from graphfsdp.sharding.group import ShardGroup, UnitOptions
+from graphfsdp.sharding.group import TAKEN_AS, ShardGroup, UnitOptions
 from graphfsdp.sharding.mesh import find_axes
 from graphfsdp.sharding.module import FSDPModule as FSDPModule
 from graphfsdp.sharding.module import UnshardHandle as UnshardHandle
@@ -176,6 +177,8 @@ fully_shard.state = state_of  # type: ignore[attr-defined]
 
 def make_unit(modules: Sequence[nn.Module], group: ShardGroup) -> None:
     """Let modules run on parameters that a group has taken over from them."""
+    if _refuse_old_parameters not in _global_optimizer_pre_hooks.values():
+        register_optimizer_step_pre_hook(_refuse_old_parameters)
     unit = Unit(modules, group)
     group.bind_views()
     for module in modules:
@@ -189,6 +192,18 @@ def make_unit(modules: Sequence[nn.Module], group: ShardGroup) -> None:
         )
         module.register_load_state_dict_pre_hook(assign_in_place)
         module.register_state_dict_post_hook(_make_copyable)
+
+
+def _refuse_old_parameters(optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
+    held = [param for group in optimizer.param_groups for param in group["params"]]
+    old = [param for param in held if hasattr(param, TAKEN_AS)]
+    if old:
+        raise ConfigError(
+            f"{type(optimizer).__name__} holds {len(old)} parameters of {len(held)} that "
+            f"fully_shard has replaced since, {getattr(old[0], TAKEN_AS)!r} for one: they have no "
+            "gradients, and it would train nothing. Remedy: make the optimizer after fully_shard; "
+            "graphfsdp.capture and capture_in_place give one that was made before the new ones"
+        )
 
 
 def _policy(given: MixedPrecisionPolicy | TorchPolicy | None) -> MixedPrecisionPolicy:

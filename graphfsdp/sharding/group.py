@@ -41,7 +41,7 @@ from graphfsdp.sharding.rows.tensors import make_dtensor
 # On a parameter that a unit manages.
 _IS_SHARDED = "_graphfsdp_is_sharded"
 # On a whole parameter: its name in the unit that has taken it over.
-_TAKEN_AS = "_graphfsdp_taken_as"
+TAKEN_AS = "_graphfsdp_taken_as"
 
 
 @dataclass(eq=False)
@@ -172,7 +172,7 @@ class ShardGroup:
             whole, owners = found[name].param, found[name].owners
             view = self._as_dtensor(buffer.wrapped_view(slot), name, buffer, slot)
             param = _replacement(whole, view, name)
-            setattr(whole, _TAKEN_AS, name)
+            setattr(whole, TAKEN_AS, name)
             for owner, attribute in owners:
                 owner._parameters[attribute] = param
             axes = self._axes.get(name)
@@ -409,9 +409,9 @@ def _free_parameters(modules: Sequence[nn.Module], ignored: Set[nn.Parameter]) -
             if param is None or hasattr(param, _IS_SHARDED) or param in ignored:
                 continue
             full_name = f"{module_name}.{name}" if module_name else name
-            if hasattr(param, _TAKEN_AS):
+            if hasattr(param, TAKEN_AS):
                 raise ConfigError(
-                    f"parameter {full_name!r} is tied to {getattr(param, _TAKEN_AS)!r}, which "
+                    f"parameter {full_name!r} is tied to {getattr(param, TAKEN_AS)!r}, which "
                     "another unit has taken over. Remedy: let one unit hold both modules (wrap "
                     "neither of them, or a common parent)"
                 )

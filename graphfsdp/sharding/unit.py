@@ -92,6 +92,7 @@ class Unit:
         self._added_by_layer: set[int] = set()  # likewise, in this backward pass
         self._context = ExitStack()
         self._whole: list[tuple[Tensor, int]] = []  # copies in a forward pass, and their versions
+        self._unsharded: list[tuple[Tensor, int]] = []  # likewise since ``unshard``
         self._recomputing = False
         self._from_leaves = False  # gradients have come from reentrant recomputations
         self._waiting: set[nn.Module] = set()  # modules that have not run in this forward pass
@@ -147,8 +148,7 @@ class Unit:
                 self._kept, self._waiting = views, set(self.modules)
                 self._kept_with_gradients = torch.is_grad_enabled()
         self._waiting.discard(module)
-        copies = [buffer.copy for buffer in self.group.buffers]
-        self._whole = [(copy, version_of(copy)) for copy in copies if copy is not None]
+        self._whole = self._copies()
         frees = self._reshards_after_forward and not self.pinned
         if torch.is_grad_enabled() and frees and not foreign_hooks_are_active():
             hooks = saving_places(self.group.name, self.group.buffers, self._gather_again)
@@ -165,7 +165,7 @@ class Unit:
         if self._num_within:
             self._num_within -= 1
             return
-        written = any(version_of(whole) != version for whole, version in self._whole)
+        written = _are_written(self._whole)
         self._whole.clear()
         self._end_forward()
         if written:
@@ -210,11 +210,28 @@ class Unit:
         self.group.reshard(outside=True)
         with torch.no_grad():
             self._install([view for _, view in self.group.full_views()])
+        self._unsharded = self._copies()
 
     def reshard(self) -> None:
+        """PhaseError: the whole weights were written since ``unshard``, which is lost."""
+        written = self.pinned and _are_written(self._unsharded)
         self.pinned = False
+        self._unsharded = []
         self.group.reshard(outside=True)
         self._install_shards()
+        if written:
+            raise PhaseError(
+                f"the weights of unit {self.group.name or '(root)'!r} were written between "
+                "unshard() and reshard(). They are gathered copies there, so the write is lost. "
+                "Remedy: write them where they are sharded: without unshard(), by operators on the "
+                "parameters (with torch.no_grad(): param.mul_(...)), or by load_state_dict of "
+                "whole tensors"
+            )
+
+    def _copies(self) -> list[tuple[Tensor, int]]:
+        """Return the whole weights that are copies, with the versions that they have now."""
+        copies = [buffer.copy for buffer in self.group.buffers]
+        return [(copy, version_of(copy)) for copy in copies if copy is not None]
 
     def take_gradients(self, grads: Mapping[int, Tensor | None]) -> None:
         """Reduce whole gradients of one backward pass, by position, or keep them.
@@ -473,6 +490,10 @@ class Unit:
     def _bind_gradients(self) -> None:
         self.group.bind_main_grads(self._landed)
         self._landed.clear()
+
+
+def _are_written(copies: Iterable[tuple[Tensor, int]]) -> bool:
+    return any(version_of(whole) != version for whole, version in copies)
 
 
 class Unshard(Function):

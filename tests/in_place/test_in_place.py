@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributions import Categorical
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import cross_entropy, mse_loss, softplus
 from torch.overrides import _get_current_function_mode
 
@@ -501,6 +502,12 @@ def with_others(model: nn.Module, x: Tensor) -> Tensor:
     return found
 
 
+def with_a_switch(model: Any, x: Tensor) -> Tensor:
+    with sdpa_kernel(SDPBackend.MATH):
+        out: Tensor = model(x)
+    return out
+
+
 REFUSED: dict[str, tuple[Loop, str]] = {
     "a read": (loop_with(reads), "item is called between the model and the optimizer's step"),
     "a validation": (
@@ -528,6 +535,10 @@ REFUSED: dict[str, tuple[Loop, str]] = {
         "applies Square, an autograd.Function",
     ),
     "a context around the model": (loop_with(call=in_a_context), "a context of torch"),
+    "a switch of torch's around the model": (
+        loop_with(call=with_a_switch),
+        "flash attention is switched between the model's call and the optimizer's step",
+    ),
     "functional_call": (loop_with(call=with_others), "has other parameters"),
     "another mode in between": (
         loop_with(call=looked_at_in_between),
@@ -552,6 +563,19 @@ def test_what_cannot_be_put_off_is_refused_by_name(name: str) -> None:
     if isinstance(caught.value, graphfsdp.CaptureError):
         assert f"source: {__file__}" in str(caught.value)
     assert _get_current_function_mode() is None
+
+
+def test_another_optimizer_than_it_was_given_is_refused() -> None:
+    """With which no iteration would end, and each would keep what it has made."""
+    model = make_net()
+    other = torch.optim.SGD(model.parameters(), lr=0.1)
+    with graphfsdp.capture_in_place(model, make_adam(model)):
+        for _, x, y in batches(1):
+            cross_entropy(model(x), y).backward()
+            with pytest.raises(graphfsdp.CaptureError, match="SGD steps weights of a model"):
+                other.step()
+    assert _get_current_function_mode() is None
+    other.step()
 
 
 def test_what_was_never_computed_is_not_there() -> None:

@@ -70,6 +70,20 @@ def test_wrong_arguments_are_named() -> None:
     assert all(type(param) is nn.Parameter for param in linear.parameters())
 
 
+@on_ranks("ranks2")
+def test_an_optimizer_of_parameters_that_were_replaced() -> None:
+    model: Any = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 3)).to(rank_device())
+    early = torch.optim.SGD(model.parameters(), lr=0.1)
+    graphfsdp.fully_shard(model[0])
+    graphfsdp.fully_shard(model)
+    torch.optim.SGD(model.parameters(), lr=0.1).step()
+    early.zero_grad()
+    with raises_on_rank(ConfigError, "SGD holds 4 parameters of 4", "'weight' for one", "after"):
+        early.step()
+    graphfsdp.capture(model, early, scope="none").close()
+    early.step()
+
+
 class Tied(nn.Module):
     def __init__(self) -> None:
         super().__init__()

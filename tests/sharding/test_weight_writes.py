@@ -156,3 +156,26 @@ def test_embeddings_that_renormalise_their_weight_are_refused() -> None:
     for kind in (nn.Embedding, nn.EmbeddingBag):
         with raises_on_rank(ConfigError, f"{kind.__name__} '0' has max_norm=1.0"):
             graphfsdp.fully_shard(nn.Sequential(kind(4, 2, max_norm=1.0)))
+
+
+@on_ranks("ranks2")
+def test_writes_between_unshard_and_reshard_are_refused() -> None:
+    """And the weights are as they were, and can be written by what the error says."""
+    model: Any = nn.Linear(WIDTH, 3).to(rank_device())
+    whole = torch.ones(3, WIDTH, device=rank_device())
+    graphfsdp.fully_shard(model)
+    before = model.weight.full_tensor()
+    model.unshard()
+    assert model(torch.ones(2, WIDTH, device=rank_device())).shape == (2, 3)
+    model.reshard()  # only read
+    model.unshard()
+    with torch.no_grad():
+        model.weight.copy_(whole)
+    with raises_on_rank(PhaseError, "written between unshard() and reshard()", "load_state_dict"):
+        model.reshard()
+    assert torch.equal(model.weight.full_tensor(), before)
+    with torch.no_grad():
+        model.weight.mul_(2)
+    assert torch.equal(model.weight.full_tensor(), 2 * before)
+    model.load_state_dict({"weight": whole}, strict=False)
+    assert torch.equal(model.weight.full_tensor(), whole)
