@@ -20,7 +20,7 @@ from graphfsdp._capture.guards.modules import (
     join,
 )
 from graphfsdp._capture.guards.optimizer import OptimizerGuard
-from graphfsdp._capture.guards.settings import SettingsGuard, UnitSettingsGuard
+from graphfsdp._capture.guards.settings import SettingsGuard, UnitSettingsGuard, settings_of
 from graphfsdp._capture.guards.tensors import TensorGuard
 from graphfsdp._capture.trace.attribute_log import AttributeLog
 from graphfsdp._capture.trace.source import definition_of
@@ -82,7 +82,7 @@ class Guards:
     def recording(self) -> Iterator[None]:
         """Enter while the iteration is recorded."""
         self._before = contents(self._model)
-        self._unit_settings = [unit.settings for unit in self._units]
+        self._unit_settings = settings_of(self._units)
         self._values = self._closures.values()
         own = set(map(id, self._model.modules()))
         kinds: set[type[nn.Module]] = set()

@@ -3,7 +3,7 @@
 import functools
 import operator
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -15,7 +15,9 @@ from graphfsdp._capture.guards.asks import Ask
 from graphfsdp.base.changes import Change, ChangeKind
 from graphfsdp.base.sharded import ShardedUnit
 
-_SETTINGS = operator.attrgetter("settings")
+# What a pass reduces; when weights are dropped is nothing that a graph depends on.
+_HEEDED = ("requires_gradient_sync", "is_last_microbatch", "requires_all_reduce")
+_SETTINGS = operator.attrgetter(*(f"settings.{name}" for name in _HEEDED))
 
 
 class SettingsGuard:
@@ -61,24 +63,27 @@ class UnitSettingsGuard:
     """
 
     def __init__(self, units: Sequence[ShardedUnit], before: Sequence[Any]) -> None:
-        """``before`` are their settings when the recording began."""
+        """``before`` are their settings when the recording began; see ``settings_of``."""
         self._units = units
-        self._before = list(before)
+        self._before = before
 
     def asks(self) -> Iterator[Ask]:
-        yield Ask((_SETTINGS, self._units), self._before)
+        yield Ask((_SETTINGS, self._units), list(self._before))
 
     def changes(self) -> list[Change]:
         """Name what has changed."""
         found = []
         for unit, before in zip(self._units, self._before, strict=True):
-            pairs = zip(before._fields, before, unit.settings, strict=True)
-            for name, old, new in pairs:
+            for name, old, new in zip(_HEEDED, before, _SETTINGS(unit), strict=True):
                 if old != new:
                     change = _change(f"{name} of unit {unit.name or '(root)'!r}", old, new)
                     remedy = f"set_{name} as it was, or within iteration="
                     found.append(replace(change, remedy=remedy))
         return found
+
+
+def settings_of(units: Iterable[ShardedUnit]) -> list[tuple[bool, ...]]:
+    return list(map(_SETTINGS, units))
 
 
 @functools.cache  # asked for each call of a loop

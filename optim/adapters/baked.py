@@ -360,7 +360,7 @@ class Word(Enum):
 class BakedValues:
     def __init__(self, groups: Sequence[Mapping[str, Any]]) -> None:
         self._values = [
-            {key: value for key, value in group.items() if key not in _NOT_VALUES}
+            {key: _fixed(value) for key, value in group.items() if key not in _NOT_VALUES}
             for group in groups
         ]
         # A tensor's values may change, since a replay reads them; its address may not.
@@ -374,7 +374,7 @@ class BakedValues:
         # A guard tells of groups that came or went.
         for index, (group, values) in enumerate(zip(groups, self._values, strict=False)):
             for key, old in values.items():
-                new = group.get(key, Word.MISSING)
+                new = _fixed(group.get(key, Word.MISSING))
                 if new is not old and not _equal(old, new):
                     found.append(_change(owner, index, key, old, new))
             for key, address in self._addresses[index].items():
@@ -382,6 +382,11 @@ class BakedValues:
                 if new is values[key] and new.data_ptr() != address:
                     found.append(_change(owner, index, key, new, new))
         return found
+
+
+def _fixed(value: Any) -> Any:
+    """Return a tuple of a list, which files make of it, and which could be written to."""
+    return tuple(value) if isinstance(value, list) else value
 
 
 def _equal(old: object, new: object) -> bool:

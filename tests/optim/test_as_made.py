@@ -223,6 +223,22 @@ def test_a_baked_number_that_changes_makes_another_graph(device: torch.device) -
     assert_same_states(run("none"), run("full_iteration"))
 
 
+def test_a_list_of_numbers_is_the_tuple_that_a_file_has_made_it_of() -> None:
+    """As torch.distributed.checkpoint and JSON do; and what is written into it is seen."""
+    model = nn.Linear(3, 2)
+    optim = OPTIM.AdamW(model.parameters(), lr=0.01)
+    group = optim.param_groups[0]
+    with graphfsdp.capture(model, optim, loss_fn=loss_fn, warmup_steps=1) as step:
+        for index in range(5):
+            if index == 3:
+                group["betas"] = list(group["betas"])
+            step(torch.ones(4, 3))
+        assert step.report().num_calls["replay"] == 3
+        group["betas"][0] = 0.5
+        with pytest.raises(graphfsdp.GuardError, match=r"'betas' .* now \(0\.5, 0\.999\)"):
+            step(torch.ones(4, 3))
+
+
 def test_capturing_again_and_again_ends_in_an_error_that_names_the_way_out() -> None:
     model = net(torch.device("cpu"))
     optim = torch.optim.AdamW(model.parameters(), lr=0.01)
