@@ -282,3 +282,22 @@ def test_capture_refuses_wrong_settings(name: str) -> None:
         assert kind is HazardKind.PRECISION or "Remedy: " in str(caught.value)
     if isinstance(caught.value, graphfsdp.CaptureError):
         assert caught.value.kind is kind
+
+
+@pytest.mark.filterwarnings("ignore:Anomaly Detection:UserWarning")
+@pytest.mark.parametrize("check_nan", [True, False])
+def test_anomaly_mode_is_named_where_it_looks_at_gradients(check_nan: bool) -> None:
+    model = nn.Linear(4, 2)
+    options: dict[str, Any] = {"optimizer": torch.optim.SGD(model.parameters()), "warmup_steps": 1}
+    with (
+        torch.autograd.set_detect_anomaly(True, check_nan=check_nan),
+        graphfsdp.capture(model, loss_fn=mean_square, **options) as step,
+    ):
+        step(torch.ones(3, 4))
+        if not check_nan:
+            step(torch.ones(3, 4))
+            step(torch.ones(3, 4))
+            assert step.phase is graphfsdp.Phase.REPLAY
+            return
+        with pytest.raises(graphfsdp.CaptureError, match=r"set_detect_anomaly.*check_nan=False"):
+            step(torch.ones(3, 4))
