@@ -568,3 +568,16 @@ def test_a_scaler_that_decides_on_the_host_is_refused() -> None:
         scaler.scale(model(torch.randn(4, 8)).square().mean()).backward()
         with pytest.raises(graphfsdp.CaptureError, match="DeviceGradScaler"):
             scaler.step(optimizer)
+
+
+def test_another_optimizer_than_it_was_given_is_refused() -> None:
+    """With which no iteration would end, and each would keep what it has made."""
+    model = Net()
+    other = torch.optim.SGD(model.parameters(), lr=0.1)
+    with graphfsdp.capture_in_place(model, make_adam(model)):
+        for _, x, y in batches(1):
+            cross_entropy(model(x), y).backward()
+            with pytest.raises(graphfsdp.CaptureError, match="SGD steps weights of a model"):
+                other.step()
+    assert _get_current_function_mode() is None
+    other.step()
