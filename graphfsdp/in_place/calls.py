@@ -23,6 +23,7 @@ PLAIN = (bool, int, float, complex, str, type(None), torch.dtype, torch.device, 
 # What a loop may give a call besides tensors; it is compared in each iteration.
 CONSTANT = (*PLAIN, slice, type(Ellipsis), torch.Generator, torch.memory_format, torch.layout)
 _TENSORS = (Tensor, nn.Parameter)
+MOST_NEW = 8  # iterations in a row: then the next one is new, too
 LATER = "put it behind optimizer.step()"
 LAST = "put it behind the step of the last optimizer"  # where others have stepped already
 _Leaf = Any
@@ -335,3 +336,32 @@ def refusal(
     source: SourceLine | None = None,
 ) -> CaptureError:
     return CaptureError(f"{why}. Remedy: {remedy}", source=source or user_source_line(), kind=kind)
+
+
+def of_written(tensor: Tensor, by: str = "") -> CaptureError:
+    return refusal(
+        f"a tensor of shape {tuple(tensor.shape)} from outside of the iteration was written "
+        f"{by and f'by {by} '}between the model's call and the optimizer's step",
+        f"make a new tensor there, or {LATER}",
+    )
+
+
+def of_unseen(name: str) -> CaptureError:
+    return refusal(
+        f"{name} is given a tensor that is not there before the optimizer's step, and that no call "
+        "in the loop has returned: a module has kept it, or it was made by something that torch "
+        "does not tell of (functorch, TorchScript, set_)",
+        "return it from the forward of a module that capture_in_place is given, do such work in "
+        f"one, or {LATER}",
+    )
+
+
+def calls_first(optimizer: torch.optim.Optimizer) -> bool:
+    """Tell whether ``step(closure)`` is known to be ``closure()`` and then ``step()``."""
+    return type(optimizer).__module__.startswith(("torch.optim.", "graphfsdp.optim."))
+
+
+def trains_through(args: Any, kwargs: Any) -> bool:
+    """Tell whether a call is given what another model has computed, to train that."""
+    leaves = pytree.tree_leaves((args, kwargs)) if torch.is_grad_enabled() else ()
+    return any(isinstance(t, Tensor) and t.requires_grad and not t.is_leaf for t in leaves)

@@ -2,7 +2,11 @@
 
 from collections.abc import Iterable, Mapping
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
+
+from graphfsdp.errors import CaptureError
+from graphfsdp.in_place.calls import MOST_NEW, refusal
 
 
 class GradientsLeft:
@@ -56,3 +60,20 @@ class GradientsLeft:
     def overwrite(self) -> None:
         """Note that a replay overwrites what is left."""
         self._overwritten |= self._left.keys()
+
+
+def of_gradients(name: str) -> CaptureError:
+    """Return an error for a loop that uses a gradient which runs on."""
+    return refusal(
+        "gradients were not zeroed (by zero_grad, or as p.grad = None) since the optimizer's last "
+        f"step, that of {name} for one; a captured iteration begins without any, so it ran as "
+        f"written, and {MOST_NEW + 1} in a row are refused",
+        "optimizer.zero_grad() in each iteration, and where the loop uses gradients of what it "
+        "does not train (in a norm), zero_grad() of the model, or requires_grad_(False)",
+    )
+
+
+def params_of(owner: nn.Module | torch.optim.Optimizer) -> Iterable[Tensor]:
+    if isinstance(owner, nn.Module):
+        return owner.parameters()
+    return (param for group in owner.param_groups for param in group["params"])

@@ -16,7 +16,6 @@ from torch.overrides import (
     _get_current_function_mode_stack,
     _pop_mode_temporarily,
 )
-from torch.utils import _pytree as pytree
 
 from graphfsdp._capture.choose_backend import make_backend
 from graphfsdp._capture.phase import Phase
@@ -35,9 +34,17 @@ from graphfsdp.base.hazards import SourceLine
 from graphfsdp.base.op_tensors import as_written
 from graphfsdp.base.sharded import put_back, units_of
 from graphfsdp.errors import CaptureError, ConfigError, PhaseError
-from graphfsdp.in_place.calls import Own, Point, Program, refusal
+from graphfsdp.in_place.calls import (
+    MOST_NEW,
+    Own,
+    Point,
+    Program,
+    calls_first,
+    refusal,
+    trains_through,
+)
 from graphfsdp.in_place.forms import OF_FORM, OF_PLACE, copied
-from graphfsdp.in_place.gradients import GradientsLeft
+from graphfsdp.in_place.gradients import GradientsLeft, of_gradients, params_of
 from graphfsdp.in_place.methods import (
     forward_methods,
     grouped_where_they_will_be,
@@ -45,7 +52,7 @@ from graphfsdp.in_place.methods import (
     methods_of_shards,
     refusing_other_optimizers,
 )
-from graphfsdp.in_place.region import MOST_NEW, Region
+from graphfsdp.in_place.region import Region
 from graphfsdp.optim.adapters.backends import JointOptimizer, adapt
 from graphfsdp.preconditions import (
     adopt_sharded_parameters,
@@ -77,28 +84,6 @@ def _whole(method: Callable[..., Any]) -> Callable[..., Any]:
             return method(loop, *args)
 
     return run
-
-
-def _calls_first(optimizer: torch.optim.Optimizer) -> bool:
-    """Tell whether ``step(closure)`` is known to be ``closure()`` and then ``step()``."""
-    return type(optimizer).__module__.startswith(("torch.optim.", "graphfsdp.optim."))
-
-
-def _trains_through(args: Any, kwargs: Any) -> bool:
-    """Tell whether a call is given what another model has computed, to train that."""
-    leaves = pytree.tree_leaves((args, kwargs)) if torch.is_grad_enabled() else ()
-    return any(isinstance(t, Tensor) and t.requires_grad and not t.is_leaf for t in leaves)
-
-
-def of_gradients(name: str) -> CaptureError:
-    """Return an error for a loop that uses a gradient which runs on."""
-    return refusal(
-        "gradients were not zeroed (by zero_grad, or as p.grad = None) since the optimizer's last "
-        f"step, that of {name} for one; a captured iteration begins without any, so it ran as "
-        f"written, and {MOST_NEW + 1} in a row are refused",
-        "optimizer.zero_grad() in each iteration, and where the loop uses gradients of what it "
-        "does not train (in a norm), zero_grad() of the model, or requires_grad_(False)",
-    )
 
 
 class _Mode(TorchFunctionMode):
@@ -278,7 +263,7 @@ class InPlace:
             region = None
         if region is None:
             self._leave()
-            if not _is_within_another() and _trains_through(args, kwargs):
+            if not _is_within_another() and trains_through(args, kwargs):
                 self._passed_by = user_source_line()
                 with self._running(), InterruptibleIteration(asks=False):
                     return run_users(call, *args, **kwargs)
@@ -393,9 +378,8 @@ class InPlace:
     def _on_zero_grad(self, owner: Any, args: Any, kwargs: Any) -> Any:
         zero_grad = self._zeroing[id(owner)]
         is_going_on = not self._is_running and self._current() is not None
-        params = (param for group in owner.param_groups for param in group["params"])
         to_none = bool([*args, *kwargs.values(), True][0])
-        self._gradients.zero(params, drops=is_going_on and to_none)
+        self._gradients.zero(params_of(owner), drops=is_going_on and to_none)
         if not is_going_on:
             return zero_grad(*args, **kwargs)
         return self._do_whole(zero_grad, args, kwargs)
@@ -425,11 +409,7 @@ class InPlace:
         if self._zeroing_frame is not frame:
             self._zeroing_frame = frame
             owner, to_none = frame.f_locals["self"], frame.f_locals["set_to_none"]
-            if isinstance(owner, nn.Module):
-                params = owner.parameters()
-            else:
-                params = (param for group in owner.param_groups for param in group["params"])
-            self._gradients.zero(params, drops=to_none)
+            self._gradients.zero(params_of(owner), drops=to_none)
             assert self._region is not None
             with self._left_if_it_fails():
                 self._region.do(owner.zero_grad, (to_none,), {}, self._real)
@@ -441,7 +421,7 @@ class InPlace:
         given = [value for value in (*args, *kwargs.values()) if value is not None]
         loss = None
         if given:
-            if len(given) > 1 or not callable(given[0]) or not _calls_first(optimizer):
+            if len(given) > 1 or not callable(given[0]) or not calls_first(optimizer):
                 self._leave()
                 raise ConfigError(
                     f"{type(optimizer).__name__}.step(...) may run the model within the step, or "

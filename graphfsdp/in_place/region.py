@@ -44,6 +44,7 @@ from graphfsdp.in_place.calls import (
     CONSTANT,
     LAST,
     LATER,
+    MOST_NEW,
     PLAIN,
     Call,
     Given,
@@ -58,6 +59,8 @@ from graphfsdp.in_place.calls import (
     is_in_place,
     lose,
     name_of,
+    of_unseen,
+    of_written,
     refusal,
     run_calls,
     same,
@@ -86,14 +89,13 @@ _SETS_FLAG = frozenset({Tensor.requires_grad_, Tensor.requires_grad.__set__})  #
 _C_functorch = torch._C._functorch
 _AUTOGRAD = torch._C.DispatchKey.AutogradOther
 _is_excluded = torch._C._dispatch_tls_is_dispatch_key_excluded
-MOST_NEW = 8  # iterations in a row: then the next one is new, too
 
 
 def check_within_no_operator(function: Callable[..., Any] | None = None) -> None:
     """Refuse what torch's own insides call, below autograd: it is no call of the loop."""
     is_below = _is_excluded(_AUTOGRAD) or _C_functorch.maybe_current_level() is not None
     if is_below and not torch.is_inference_mode_enabled():
-        raise _of_unseen("a function" if function is None else name_of(function))
+        raise of_unseen("a function" if function is None else name_of(function))
 
 
 class Region:
@@ -221,7 +223,7 @@ class Region:
             self.point.drawn_at = user_source_line()
         for tensor in self.given:
             if storage_key(tensor) in watch.written:
-                raise _of_written(tensor, name_of(function))
+                raise of_written(tensor, name_of(function))
         return result
 
     def _check_apart(self, tensor: Tensor, function: Callable[..., Any]) -> None:
@@ -230,7 +232,7 @@ class Region:
             tensor = _C_functorch.get_unwrapped(tensor)
         key = storage_key(tensor)
         if tensor.is_meta or key in self._made_within or self.touches(tensor):
-            raise _of_unseen(name_of(function))
+            raise of_unseen(name_of(function))
         if key in self._own_memory:
             raise refusal(
                 f"{name_of(function)} is given a tensor that was made before the model's call and "
@@ -272,7 +274,7 @@ class Region:
         for place, version in enumerate(versions):
             tensor = self.given[place]
             if version_of(tensor) not in (version, self._versions[place]):
-                raise _of_written(tensor, name)
+                raise of_written(tensor, name)
             if self._index_of(tensor) is None and storage_key(tensor) in watch.written:
                 raise refusal(
                     f"{name} writes a tensor of shape {tuple(tensor.shape)} from outside of the "
@@ -374,7 +376,7 @@ class Region:
         if result.written is not None:
             tensor = self.given[result.written]
             if not is_alone(tensor):
-                raise _of_written(tensor)
+                raise of_written(tensor)
             return tensor
         if isinstance(result.root, Own):
             with torch.no_grad():
@@ -568,7 +570,7 @@ class Region:
         """Refuse inputs that were written since a call got them: the graph reads them at last."""
         for tensor, version in zip(self.given, self._versions, strict=True):
             if version_of(tensor) != version:
-                raise _of_written(tensor)
+                raise of_written(tensor)
 
     def check_undrawn(self) -> None:
         """Refuse random numbers of the loop between those of the model: these come last now."""
@@ -591,21 +593,3 @@ class Region:
         now = random_states(self._kind)
         self._loop_draws |= moved(self._random, now)
         return now
-
-
-def _of_written(tensor: Tensor, by: str = "") -> CaptureError:
-    return refusal(
-        f"a tensor of shape {tuple(tensor.shape)} from outside of the iteration was written "
-        f"{by and f'by {by} '}between the model's call and the optimizer's step",
-        f"make a new tensor there, or {LATER}",
-    )
-
-
-def _of_unseen(name: str) -> CaptureError:
-    return refusal(
-        f"{name} is given a tensor that is not there before the optimizer's step, and that no call "
-        "in the loop has returned: a module has kept it, or it was made by something that torch "
-        "does not tell of (functorch, TorchScript, set_)",
-        "return it from the forward of a module that capture_in_place is given, do such work in "
-        f"one, or {LATER}",
-    )

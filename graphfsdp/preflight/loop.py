@@ -22,9 +22,10 @@ from graphfsdp._capture.trace.source import frames, is_users_file, user_source_l
 from graphfsdp.base.changes import Change, ChangeKind
 from graphfsdp.base.hazards import Hazard, HazardKind, HazardLog, SourceLine
 from graphfsdp.errors import CaptureError, GraphFSDPError
-from graphfsdp.in_place.calls import LAST, LATER, PLAIN, Call, Own, Point, name_of, same
-from graphfsdp.in_place.loop import InPlace, of_gradients
-from graphfsdp.in_place.region import MOST_NEW, Region
+from graphfsdp.in_place.calls import LAST, LATER, MOST_NEW, PLAIN, Call, Own, Point, name_of, same
+from graphfsdp.in_place.gradients import of_gradients
+from graphfsdp.in_place.loop import InPlace
+from graphfsdp.in_place.region import Region
 from graphfsdp.preflight.check import check_call
 from graphfsdp.preflight.rehearsal import hazard_of
 from graphfsdp.preflight.report import CheckReport
