@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -22,7 +23,7 @@ from torch.nn import functional
 from torch.nn.utils.rnn import pack_padded_sequence
 from torch.utils.checkpoint import checkpoint
 
-from graphfsdp import HazardKind
+from graphfsdp import CaptureError, HazardKind
 from probe import Inner, Program
 
 
@@ -42,6 +43,7 @@ class Refused:
         driver: CUDA refuses it too, without our rules (test_cuda_graph.py), if it gets that far.
         target: Whose rules the check judges by.
         has_line: The diagnosis has the line; else only the module, or the name of the tensor.
+        module: Where it is read; a read below the dispatcher in a backward pass has no module.
         keeps_state: It moves state of Python, so that a second run of it is another one.
     """
 
@@ -56,6 +58,7 @@ class Refused:
     target: str = "cpu"
     has_line: bool = True
     keeps_state: bool = False
+    module: str | None = "body.inner"
 
 
 REFUSED: dict[str, Refused] = {}
@@ -187,6 +190,83 @@ def list_of_indices(self: Inner, h: Tensor, x: Tensor) -> Tensor:
     return h[:, [x[0].argmax(), 0]]  # refused
 
 
+@refused(HOST_READ, "Tensor.tolist", READ, module=None)
+def read_in_a_hook(self: Inner, h: Tensor, x: Tensor) -> Tensor:
+    h.register_hook(lambda grad: grad * grad.tolist()[0][0])  # refused
+    return h
+
+
+@refused(HOST_READ, "torch.tensor", READ, module=None)
+def read_in_a_backward(self: Inner, h: Tensor, x: Tensor) -> Tensor:
+    class Reads(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, h: Tensor) -> Tensor:
+            return h.clone()
+
+        @staticmethod
+        def backward(ctx: Any, *grads: Any) -> Any:
+            device = grads[0].device
+            return grads[0] * torch.tensor([grads[0].abs().max()], device=device)  # refused
+
+    out: Tensor = Reads.apply(h)  # type: ignore[no-untyped-call]
+    return out
+
+
+@refused(HOST_READ, "Tensor.tolist", READ)
+def read_in_an_inner_gradient(self: Inner, h: Tensor, x: Tensor) -> Tensor:
+    inner = x.clone().requires_grad_()
+    inner.register_hook(lambda grad: grad * grad.tolist()[0][0])  # refused
+    (slope,) = torch.autograd.grad((inner * inner).sum(), inner)
+    return h * slope
+
+
+@refused(HOST_READ, SCALAR, READ)
+def swallowed(self: Inner, h: Tensor, x: Tensor) -> Tensor:
+    try:
+        return h * h.sum().item()  # refused
+    except Exception:
+        return h * h.sum()
+
+
+@refused(HOST_READ, "Tensor.tolist", READ)
+def swallowed_with_another_one(self: Inner, h: Tensor, x: Tensor) -> Tensor:
+    with suppress(CaptureError):
+        x.tolist()  # refused
+    with suppress(CaptureError):
+        h.sum().item()
+    return h
+
+
+@refused(HOST_READ, SCALAR, READ, cpu_only=True)
+def turned_into_another_error(self: Inner, h: Tensor, x: Tensor) -> Tensor:
+    try:
+        return h * x.sum().item()  # refused
+    except CaptureError as error:
+        raise RuntimeError("something went wrong") from error
+
+
+@refused(HOST_READ, SCALAR, READ, cpu_only=True)
+def constant_that_was_written(self: Inner, h: Tensor, x: Tensor) -> Tensor:
+    total = torch.zeros(4)
+    total += h.detach().mean(dim=0)
+    return h * total[0].item()  # refused
+
+
+@refused(HOST_READ, SCALAR, READ, cpu_only=True)
+def constant_of_which_a_view_was_written(self: Inner, h: Tensor, x: Tensor) -> Tensor:
+    total = torch.zeros(4)
+    total[2:].copy_(h.detach()[0, :2])
+    return h * float(total[3])  # refused
+
+
+@refused(SHAPE, "aten._ctc_loss.Tensor", SHAPED, cpu_only=True)
+def target_lengths_of_the_batch(self: Inner, h: Tensor, x: Tensor) -> Tensor:
+    lengths = (x[:1, 0] > 0).long() + 1
+    scores = h.unsqueeze(1).log_softmax(dim=-1)
+    targets = torch.tensor([[1, 2]])
+    return functional.ctc_loss(scores, targets, torch.tensor([8]), lengths)  # refused
+
+
 @refused(HOST_READ, "tensor_split", READ, cpu_only=True)
 def split_at_a_tensor(self: Inner, h: Tensor, x: Tensor) -> Tensor:
     return h.tensor_split((x[0] > 0).sum().view(1), dim=1)[0]  # refused
@@ -274,6 +354,12 @@ def get_rng_state(self: Inner, h: Tensor, x: Tensor) -> Tensor:
     return h
 
 
+@refused(GENERATOR, "torch.Generator.get_state", GENERATED, cpu_only=True, module=None)
+def generator_in_a_hook(self: Inner, h: Tensor, x: Tensor) -> Tensor:
+    h.register_hook(lambda grad: grad * torch.get_rng_state()[0])  # refused
+    return h
+
+
 @refused(GENERATOR, "torch.Generator.set_state", GENERATED, driver=False)
 def set_rng_state(self: Inner, h: Tensor, x: Tensor) -> Tensor:
     torch.set_rng_state(RNG_STATE)  # refused
@@ -312,6 +398,31 @@ def sparse(self: Inner, h: Tensor, x: Tensor) -> Tensor:
     shape = (1, 4)
     matrix = torch.sparse_coo_tensor(indices, h.detach(), shape, check_invariants=False)  # refused
     return h * torch.sparse.sum(matrix)
+
+
+@refused(
+    HIDDEN_WRITE,
+    "graphfsdp_programs.silent_add.default",
+    "(a torch.float32 tensor of shape (4,)) without saying so in its schema",
+    cpu_only=True,
+    by="capture",
+)
+def written_in_secret(self: Inner, h: Tensor, x: Tensor) -> Tensor:
+    shift: Tensor = torch.ops.graphfsdp_programs.silent_add(self.gate, x[0])  # refused
+    return h * shift
+
+
+LIBRARY = torch.library.Library("graphfsdp_programs", "FRAGMENT")
+LIBRARY.define("silent_add(Tensor x, Tensor y) -> Tensor")
+LIBRARY.define("honest_add(Tensor(a!) x, Tensor y) -> Tensor")
+
+
+def _add(x: Tensor, y: Tensor) -> Tensor:
+    return x.add_(y).clone()
+
+
+for _name in ("silent_add", "honest_add"):
+    LIBRARY.impl(_name, _add, "CompositeExplicitAutograd")
 
 
 @misbehaves(HOST_READ, "Tensor.__float__", READ, ON_DEVICE)
@@ -517,13 +628,34 @@ ALLOWED: dict[str, Program] = {
     "data_attribute": lambda self, h, x: h + h.data.mean() + self.extra.data,
     "sort_and_topk": lambda self, h, x: h.sort(dim=0).values + h.topk(2).values.sum(),
     "dtype_view": lambda self, h, x: h + x.view(torch.int32).remainder(7).float(),
+    "declared_write": lambda self, h, x: (
+        h * torch.ops.graphfsdp_programs.honest_add(self.gate, x[0])
+    ),
 }
+
+
+def literal_that_is_written(self: Inner, h: Tensor, x: Tensor) -> Tensor:
+    """Begins anew in every replay."""
+    total = torch.tensor([0.0, 1.0, 2.0, 3.0])
+    total += h.detach().mean(dim=0)
+    total[0] = 7.0
+    return h * total
+
+
+def contents_that_no_operator_wrote(self: Inner, h: Tensor, x: Tensor) -> Tensor:
+    filled = torch.empty(4)
+    filled.untyped_storage()  # harmless
+    numpy.from_dlpack(filled)[:] = 3.0
+    return h * filled + torch.empty(4).copy_(x[0])
+
 
 # Their CUDA kernels may read on the host, which is theirs to decide in each release.
 ALLOWED_ON_A_CPU: dict[str, Program] = {
     "nonzero_static": lambda self, h, x: h * torch.nonzero_static(x[0] > 0, size=4).sum(),
     "permutation": lambda self, h, x: h[torch.randperm(8)],
     "multinomial": lambda self, h, x: h[torch.multinomial(x.abs() + 1, 2)[:, 0]],
+    "literal_that_is_written": literal_that_is_written,
+    "contents_that_no_operator_wrote": contents_that_no_operator_wrote,
 }
 
 # Reads of constants, which are the same in every replay.

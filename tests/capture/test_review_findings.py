@@ -11,87 +11,17 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import graphfsdp
-import programs
 from graphfsdp.optim import FusedAdam
 from helpers import Batch, Case, check_against_eager
 from probe import (
     Inner,
-    Program,
-    assert_refused_in,
     batches,
     check_captured,
-    check_refused,
     make_probe,
     refusal_of,
 )
 
 CPU = torch.device("cpu")
-
-
-def reading_hook(self: Inner, h: Tensor, x: Tensor) -> Tensor:
-    h.register_hook(lambda grad: grad * grad.tolist()[0][0])  # refused
-    return h
-
-
-class ReadingBackward(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, h: Tensor) -> Tensor:
-        return h.clone()
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
-        return grads[0] * torch.tensor([grads[0].abs().max()], device=grads[0].device)  # refused
-
-
-def reading_backward(self: Inner, h: Tensor, x: Tensor) -> Tensor:
-    out: Tensor = ReadingBackward.apply(h)  # type: ignore[no-untyped-call]
-    return out
-
-
-def inner_gradient(self: Inner, h: Tensor, x: Tensor) -> Tensor:
-    inner = x.clone().requires_grad_()
-    inner.register_hook(lambda grad: grad * grad.tolist()[0][0])  # refused
-    (slope,) = torch.autograd.grad((inner * inner).sum(), inner)
-    return h * slope
-
-
-@pytest.mark.parametrize(
-    ("program", "marked", "op"),
-    [
-        (reading_hook, reading_hook, "Tensor.tolist"),
-        (reading_backward, ReadingBackward.backward, "torch.tensor"),
-        (inner_gradient, inner_gradient, "Tensor.tolist"),
-    ],
-)
-def test_reads_below_the_dispatcher_are_refused_in_a_backward_too(
-    program: Program, marked: Any, op: str, device: torch.device
-) -> None:
-    error = check_refused(program, device)
-    assert error.op == op
-    assert_refused_in(error, marked)
-    assert torch._C._len_torch_function_stack() == 0
-
-
-def test_no_function_mode_is_left_after_a_generator_was_refused_in_a_backward() -> None:
-    def program(self: Inner, h: Tensor, x: Tensor) -> Tensor:
-        h.register_hook(lambda grad: grad * torch.get_rng_state()[0])
-        return h
-
-    assert check_refused(program, CPU).op == "torch.Generator.get_state"
-    assert torch._C._len_torch_function_stack() == 0
-
-
-def test_a_refusal_that_the_model_turns_into_another_error_is_still_the_refusal() -> None:
-    def program(self: Inner, h: Tensor, x: Tensor) -> Tensor:
-        try:
-            factor = x.sum().item()  # refused
-        except graphfsdp.CaptureError as error:
-            raise RuntimeError("something went wrong") from error
-        return h * factor
-
-    error = check_refused(program, CPU)
-    assert error.op == programs.SCALAR
-    assert_refused_in(error, program)
 
 
 def test_an_own_operator_that_draws_random_numbers_is_undone() -> None:
@@ -131,16 +61,6 @@ def test_numpy_cannot_write_a_constant_behind_the_recording() -> None:
         step(batches(CPU, 1)[0])
 
 
-def test_contents_that_no_operator_wrote_are_part_of_the_program() -> None:
-    def program(self: Inner, h: Tensor, x: Tensor) -> Tensor:
-        filled = torch.empty(4)
-        filled.untyped_storage()  # harmless
-        np.from_dlpack(filled)[:] = 3.0
-        return h * filled + torch.empty(4).copy_(x[0])
-
-    check_captured(program, CPU)
-
-
 def ctc_loss(model: nn.Module, x: Tensor, targets: Tensor) -> Tensor:
     scores = model(x).log_softmax(dim=-1)
     as_numbers = torch.ctc_loss(scores, targets, (12, 12), (4, 4), reduction=1)
@@ -171,15 +91,6 @@ def test_lengths_that_never_change_need_no_host_read(kind: str) -> None:
     else:
         case = Case(PackedLSTM, batch)
     check_against_eager(case, CPU)
-
-
-def test_target_lengths_from_the_batch_are_refused() -> None:
-    def program(self: Inner, h: Tensor, x: Tensor) -> Tensor:
-        lengths = (x[:1, 0] > 0).long() + 1
-        scores = h.unsqueeze(1).log_softmax(dim=-1)
-        return functional.ctc_loss(scores, torch.tensor([[1, 2]]), torch.tensor([8]), lengths)
-
-    assert check_refused(program, CPU).op == "aten._ctc_loss.Tensor"
 
 
 class BatchOfTensors(UserDict[str, Tensor]):

@@ -52,11 +52,11 @@ def test_capture_refuses_by_name_and_rolls_back(name: str, device: torch.device)
     assert_diagnosed(case, error.hazard)
     assert "Remedy: " in str(error)
     if case.op is not None and case.target == "cpu":
-        assert error.module_path == "body.inner"
+        assert error.module_path == case.module
         assert error.source is not None
-        assert error.source.function == case.program.__name__
+        assert error.source.function.partition(".")[0] == case.program.__name__
         assert f"{error.source.file}:{error.source.line} in {error.source.function}" in str(error)
-        assert "body.inner" in str(error)
+        assert str(case.module or "") in str(error)
 
 
 @sparse_warns
@@ -72,7 +72,7 @@ def test_check_lists_what_is_refused_and_changes_nothing(name: str) -> None:
     assert hazards, str(report)
     assert_diagnosed(case, hazards[0])
     if case.target == "cpu":
-        assert hazards[0].module_path == "body.inner"
+        assert hazards[0].module_path == case.module
         if case.kind in (HazardKind.HOST_READ, HazardKind.DYNAMIC_SHAPE):
             assert hazards[0].cuda_error == 900
 
