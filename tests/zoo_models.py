@@ -123,6 +123,26 @@ class GPT(nn.Module):
         )
 
 
+class Statistical(nn.Module):
+    """Running statistics, dropout, a number, and a tensor that outlives the iteration."""
+
+    kept: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(5, 8)
+        self.norm = nn.BatchNorm1d(8)
+        self.drop = nn.Dropout(0.3)
+        self.last = nn.Linear(8, 1)
+        self.scale = 1.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.drop(self.norm(self.first(x)).relu())
+        self.kept = hidden.detach().mean()
+        out: Tensor = self.last(hidden) * self.scale
+        return out.square().mean()
+
+
 class MixtureOfExperts(nn.Module):
     """Top-2 of 4 experts; every expert sees every row, so that all shapes are fixed."""
 

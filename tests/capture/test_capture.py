@@ -90,16 +90,6 @@ def test_leaving_the_context_closes_even_on_an_error(device: torch.device) -> No
     assert step.phase is Phase.CLOSED
 
 
-def test_two_captured_models_do_not_disturb_each_other(device: torch.device) -> None:
-    def train(scope: str) -> list[Tensor]:
-        first, _, _, next_batch = make_step(device, scope=scope)
-        second, _, _, next_ids = make_step(device, "gpt", scope=scope)
-        return [step for _ in range(9) for step in (first(*next_batch()), second(*next_ids()))]
-
-    for one, other in zip(train("none"), train("full_iteration"), strict=True):
-        assert torch.equal(one, other)
-
-
 def test_two_steps_over_one_model_take_turns(device: torch.device) -> None:
     """Two losses, each with an optimizer of its own, as adversarial training has them."""
 

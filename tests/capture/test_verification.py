@@ -10,28 +10,14 @@ import graphfsdp
 from graphfsdp._capture.verify import first_difference
 from graphfsdp.optim import FusedAdam
 from helpers import assert_same_state, assert_same_states, snapshot
+from zoo_models import Statistical
 
 
-class Model(nn.Module):
-    kept: Tensor
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Linear(5, 8)
-        self.norm = nn.BatchNorm1d(8)
-        self.drop = nn.Dropout(0.3)
-        self.last = nn.Linear(8, 1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        hidden = self.drop(self.norm(self.first(x)).relu())
-        self.kept = hidden.detach().mean()  # an attribute that outlives the iteration
-        out: Tensor = self.last(hidden)
-        return out.square().mean()
-
-
-def make(device: torch.device, **options: Any) -> tuple[graphfsdp.CapturedStep, Model, FusedAdam]:
+def make(
+    device: torch.device, **options: Any
+) -> tuple[graphfsdp.CapturedStep, Statistical, FusedAdam]:
     torch.manual_seed(0)
-    model = Model().to(device)
+    model = Statistical().to(device)
     optimizer = FusedAdam(model.parameters(), lr=1e-2)
     return graphfsdp.capture(model, optimizer, max_grad_norm=1.0, **options), model, optimizer
 
@@ -71,7 +57,7 @@ def test_a_number_that_the_graph_cannot_see_is_named_to_the_line(device: torch.d
     """A number that no name in the code leads to: no guard can know of it, verification does."""
     factor = Hidden()
     torch.manual_seed(0)
-    model = Model().to(device)
+    model = Statistical().to(device)
     optimizer = FusedAdam(model.parameters())
 
     def loss_fn(model: nn.Module, x: Tensor) -> Tensor:

@@ -2,7 +2,6 @@
 
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor, nn
 
@@ -116,13 +115,3 @@ def test_models_from_the_meta_device_are_watched_too() -> None:
     loss = penalized(model, torch.ones(2, WIDTH, device=rank_device()))
     with raises_on_rank(ConfigError, "has reached the sharded parameter"):
         loss.backward()
-
-
-def test_hooks_are_left_alone_without_sharding() -> None:
-    model = nn.Linear(2, 1)
-    calls: list[Tensor] = []
-    model.weight.register_hook(calls.append)
-    model(torch.ones(1, 2)).sum().backward()
-    assert len(calls) == 1
-    with pytest.raises(ConfigError, match="is not initialised"):
-        graphfsdp.fully_shard(model)

@@ -12,35 +12,21 @@ import graphfsdp
 from graphfsdp import Phase
 from graphfsdp.optim import FusedAdam
 from helpers import assert_same_state, make_optimizer, snapshot
+from zoo_models import Statistical
 
 NUM_STEPS = 20
 CHANGED_AT = 8
 
 
-class Model(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Linear(5, 8)
-        self.norm = nn.BatchNorm1d(8)
-        self.drop = nn.Dropout(0.3)
-        self.last = nn.Linear(8, 1)
-        self.scale = 1.0
-
-    def forward(self, x: Tensor) -> Tensor:
-        hidden = self.drop(self.norm(self.first(x)).relu())
-        out: Tensor = self.last(hidden) * self.scale
-        return out.square().mean()
+Change = Callable[[Statistical, torch.optim.Optimizer], Any]
 
 
-Change = Callable[[Model, torch.optim.Optimizer], Any]
-
-
-def another_module(model: Model, optimizer: torch.optim.Optimizer) -> None:
+def another_module(model: Statistical, optimizer: torch.optim.Optimizer) -> None:
     model.last = nn.Linear(8, 1).to(model.first.weight.device)
     optimizer.add_param_group({"params": list(model.last.parameters())})
 
 
-def replaced_state(model: Model, optimizer: torch.optim.Optimizer) -> None:
+def replaced_state(model: Statistical, optimizer: torch.optim.Optimizer) -> None:
     for entries in optimizer.state.values():
         entries["exp_avg"] = entries["exp_avg"].clone()
 
@@ -83,7 +69,7 @@ def train(
 ) -> tuple[list[dict[str, Tensor]], graphfsdp.CapturedStep]:
     optimizer_name, change = CASES[name]
     torch.manual_seed(0)
-    model = Model().to(device)
+    model = Statistical().to(device)
     optimizer = make_optimizer(optimizer_name, model.parameters(), device)
     states = []
     switch = torch.are_deterministic_algorithms_enabled()
@@ -129,7 +115,7 @@ def test_a_change_runs_eagerly(name: str, device: torch.device) -> None:
 def test_a_change_that_is_undone_leaves_the_graph(device: torch.device) -> None:
     def run(scope: str) -> tuple[list[Tensor], graphfsdp.CaptureReport]:
         torch.manual_seed(0)
-        model = Model().to(device)
+        model = Statistical().to(device)
         losses = []
         optimizer = FusedAdam(model.parameters())
         with graphfsdp.capture(model, optimizer, scope=scope, on_change="eager") as step:
@@ -149,7 +135,7 @@ def test_a_change_between_two_captures_spoils_the_first_graph(device: torch.devi
 
     def run(scope: str) -> list[Tensor]:
         torch.manual_seed(0)
-        model = Model().to(device)
+        model = Statistical().to(device)
         optimizer = torch.optim.SGD(model.parameters(), lr=1e-2, fused=True)
         losses = []
         with graphfsdp.capture(model, optimizer, scope=scope, on_change="recapture") as step:
