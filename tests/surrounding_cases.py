@@ -4,7 +4,7 @@ import enum
 import functools
 import operator
 import types
-from collections import deque
+from collections import UserDict, deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -182,6 +182,29 @@ class Reader(nn.Module):
         return self.weighted(self.layer(x).square().mean() * number * self.shared)
 
 
+def weighed(
+    read: Callable[[], Any], changes: tuple[Callable[[], Any], Callable[[], Any]], named: str
+) -> Around:
+    return Around(lambda model, x: model(x) * read(), *changes, named)
+
+
+def learning_rate_of_others() -> Around:
+    other = torch.optim.SGD([nn.Parameter(torch.ones(2))], lr=0.1)
+    changes = puts(other.param_groups[0], "lr", 0.2)
+    return weighed(lambda: other.param_groups[0]["lr"], changes, "'lr' of group 0 of")
+
+
+def of_a_scheduler(name: str, read: Callable[[Any], float]) -> Around:
+    optimizer = torch.optim.SGD([nn.Parameter(torch.ones(2))], lr=0.1)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    optimizer.step()
+    old = getattr(scheduler, name)
+    changes = scheduler.step, lambda: setattr(scheduler, name, old)
+    return weighed(
+        lambda: read(scheduler) + 1, changes, f"'{name}' of closure variable 'scheduler'"
+    )
+
+
 def held_by_a_class(target: type, name: str, new: Any, named: str) -> Around:
     model = Reader(types.SimpleNamespace(weight=1.0))
     return Around(None, *sets(target, name, new), named, model)
@@ -333,6 +356,16 @@ CASES: dict[str, Case] = {
         {"a": torch.ones(())}, "a", torch.ones(()) * 2, "'a' of closure variable"
     ),
     "deque_item": lambda: of_an_item(deque([1.0, 1.0]), 1, 2.0, "1 of closure variable 'items'"),
+    "user_dict_item": lambda: of_an_item(UserDict(a=1.0), "a", 2.0, "closure variable 'items'"),
+    "bytearray_item": lambda: of_an_item(bytearray(b"ab"), 1, 3, "closure variable 'items'"),
+    "global_by_its_name": lambda: weighed(
+        lambda: globals()["FACTOR"], puts(globals(), "FACTOR", 2.0), "global variable 'FACTOR'"
+    ),
+    "learning_rate_of_others": learning_rate_of_others,
+    "last_epoch": lambda: of_a_scheduler("last_epoch", lambda scheduler: scheduler.last_epoch),
+    "last_learning_rate": lambda: of_a_scheduler(
+        "_last_lr", lambda scheduler: scheduler.get_last_lr()[0]
+    ),
     "array_item": lambda: of_an_item(
         np.ones(2),
         1,

@@ -25,6 +25,7 @@ from surrounding_cases import (
     assert_named_until_put_back,
     puts,
     sets,
+    weighed,
 )
 
 
@@ -84,18 +85,15 @@ def forward_beside_the_model() -> Around:
     return Around(loss_fn, *sets(Factor, "weight", 2.0), "Factor.weight")
 
 
-def of_a_schedule(make_loss: Callable[[Any], Loss]) -> Around:
+def behind_a_property() -> Around:
     schedule = Schedule()
     named = "'_weight' of closure variable 'schedule'"
-    return Around(make_loss(schedule), *sets(schedule, "_weight", 2.0), named)
+    return weighed(lambda: schedule.weight, sets(schedule, "_weight", 2.0), named)
 
 
-def held_by_a_model(value: Any, target: Any, attribute: str, named: str) -> Around:
-    return Around(None, *sets(target, attribute, 2.0), named, Reader(value))
-
-
-def object_of_a_model(value: Any, attribute: str) -> Around:
-    return held_by_a_model(value, value, attribute, f"'{attribute}' of attribute 'value'")
+def slots_of_a_model() -> Around:
+    value = Slots()
+    return Around(None, *sets(value, "weight", 2.0), "'weight' of attribute 'value'", Reader(value))
 
 
 def made_up_attribute() -> Around:
@@ -121,10 +119,23 @@ def environment_variable() -> Around:
     return Around(loss_fn, change, undo, f"environment variable '{name}' was missing .* b'2.0'")
 
 
-def imported_inside() -> Around:
-    module = types.ModuleType("surrounding_settings")
+def settings_module() -> types.ModuleType:
+    module = sys.modules["surrounding_settings"] = types.ModuleType("surrounding_settings")
     module.__file__ = __file__
     module.SCALE = 1.0  # type: ignore[attr-defined]
+    return module
+
+
+def loaded_module_by_its_name() -> Around:
+    return weighed(
+        lambda: sys.modules["surrounding_settings"].SCALE,
+        sets(settings_module(), "SCALE", 2.0),
+        "'SCALE' of module 'surrounding_settings'",
+    )
+
+
+def imported_inside() -> Around:
+    module = settings_module()
 
     def loss_fn(model: Any, x: Tensor) -> Tensor:
         from surrounding_settings import SCALE  # type: ignore[import-not-found]
@@ -132,7 +143,6 @@ def imported_inside() -> Around:
         loss: Tensor = model(x) * SCALE
         return loss
 
-    sys.modules[module.__name__] = module
     return Around(loss_fn, *sets(module, "SCALE", 2.0), "'SCALE' of module 'surrounding_settings'")
 
 
@@ -158,12 +168,6 @@ class Told:
     @classmethod
     def by_class(cls) -> float:
         return cls.weight
-
-
-def weighed(
-    read: Callable[[], Any], changes: tuple[Callable[[], Any], Callable[[], Any]], named: str
-) -> Around:
-    return Around(lambda model, x: model(x) * read(), *changes, named)
 
 
 def of_this_thread() -> Around:
@@ -243,16 +247,15 @@ def of_its_own(name: str, value: Any) -> Around:
 CASES: dict[str, Callable[[], Around]] = {
     "backward_of_a_function": backward_of_a_function,
     "forward_beside_the_model": forward_beside_the_model,
-    "behind_a_property": lambda: of_a_schedule(
-        lambda schedule: lambda model, x: model(x) * schedule.weight
-    ),
+    "behind_a_property": behind_a_property,
     "made_up_attribute": made_up_attribute,
     "deep_chain": deep_chain,
     "environment_variable": environment_variable,
     "imported_inside": imported_inside,
+    "loaded_module_by_its_name": loaded_module_by_its_name,
     "context_variable": context_variable,
     "length_of_a_long_list": length_of_a_long_list,
-    "slots_of_a_model": lambda: object_of_a_model(Slots(), "weight"),
+    "slots_of_a_model": slots_of_a_model,
     "of_this_thread": of_this_thread,
     "behind_a_proxy": behind_a_proxy,
     "registered": registered,

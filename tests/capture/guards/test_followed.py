@@ -1,5 +1,6 @@
 """Whatever way code goes to a value, by operators too, a later change of the value is named."""
 
+import argparse
 import dataclasses
 import functools
 import operator
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 
 from footgun_net import inputs, start
 from graphfsdp import Phase
-from surrounding_cases import CPU, Around, assert_named_until_put_back
+from surrounding_cases import CPU, Around, Settings, assert_named_until_put_back
 
 Reads = Callable[[], Any]
 Sets = Callable[[float], Any]
@@ -79,16 +80,10 @@ class Missing(dict[str, float]):
         return self.box[key]
 
 
-@dataclasses.dataclass
-class Data:
-    weight: float = 1.0
-    epoch: int = 0
-
-
-def by_match(data: Data) -> tuple[Reads, Sets]:
+def by_match(data: Settings) -> tuple[Reads, Sets]:
     def read() -> float:
         match data:
-            case Data(weight=weight):
+            case Settings(weight=weight):
                 return weight
         return 0.0
 
@@ -109,7 +104,7 @@ def of_dict(make: Callable[[dict[str, float]], Reads]) -> tuple[Reads, Sets]:
 
 
 def by_text(make: Callable[[Any], Reads]) -> tuple[Reads, Sets]:
-    data = Data()
+    data = Settings()
     return make(data), lambda value: setattr(data, "weight", value)
 
 
@@ -148,7 +143,7 @@ WAYS: dict[str, Callable[[], tuple[Reads, Sets]]] = {
         lambda missing=Missing(): missing["weight"],  # noqa: B008
         lambda value: Missing.box.update(weight=value),
     ),
-    "match": lambda: by_match(Data()),
+    "match": lambda: by_match(Settings()),
     "attrgetter": lambda: by_text(lambda data: by_getter(data, operator.attrgetter("weight"))),
     "dict": lambda: by_text(lambda data: lambda: data.__dict__["weight"]),
     "asdict": lambda: by_text(lambda data: lambda: dataclasses.asdict(data)["weight"]),
@@ -185,8 +180,8 @@ def test_a_value_is_guarded_whatever_way_code_goes_to_it(name: str) -> None:
     )
 
 
-@pytest.mark.parametrize("thing", [Special(), Data()])
-def test_what_nothing_reads_of_an_object_with_special_methods_may_change(thing: Any) -> None:
+@pytest.mark.parametrize("thing", [Special(), Settings(), argparse.Namespace(weight=1.0)])
+def test_what_nothing_reads_of_an_object_may_change(thing: Any) -> None:
     def loss_fn(model: nn.Module, x: Tensor) -> Tensor:
         loss: Tensor = model(x) * thing.weight
         return loss

@@ -17,7 +17,6 @@ from surrounding_cases import (
     CASES,
     CPU,
     Frozen,
-    Loss,
     Registry,
     Settings,
     Term,
@@ -31,16 +30,6 @@ UNUSED = 1.0
 @pytest.mark.parametrize("name", CASES)
 def test_what_changes_around_a_loss_is_named_until_it_is_put_back(name: str) -> None:
     assert_named_until_put_back(CASES[name])
-
-
-@pytest.mark.parametrize("settings", [Settings(), argparse.Namespace(weight=1.0, epoch=0)])
-def test_what_a_loss_does_not_read_of_a_configuration_may_change(settings: Any) -> None:
-    loss_fn: Loss = lambda model, x: model(x) * settings.weight  # noqa: E731
-    step, *_ = start(CPU, loss_fn)
-    for epoch in range(6):
-        settings.epoch = epoch
-        step(inputs(CPU))
-    assert step.phase is graphfsdp.Phase.REPLAY
 
 
 def test_unused_functions_unread_numbers_and_a_scheduler_around_the_step_change_nothing(

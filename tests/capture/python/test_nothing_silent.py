@@ -1,4 +1,4 @@
-"""Generators, iterators, clocks, numbers of others: refused, warned of or guarded, by name."""
+"""Generators, iterators, clocks: refused or warned of, by name."""
 
 import collections
 import datetime
@@ -9,7 +9,6 @@ import os
 import queue
 import random
 import secrets
-import sys
 import time
 import types
 import uuid
@@ -23,16 +22,15 @@ from torch import Tensor, nn
 
 import graphfsdp
 from counting_net import mean_square
-from graphfsdp import CaptureError, GuardError, VerificationError
+from graphfsdp import CaptureError, VerificationError
 from graphfsdp.optim import FusedAdam
-from moving_state import MODULE, loss_with, of_closure, refusal_of
+from moving_state import loss_with, of_closure, refusal_of
 
 Loss = Callable[[nn.Module, Tensor], Tensor]
 START = time.time()
 CLOCK_STARTED, PERF_STARTED = time.monotonic(), time.perf_counter_ns()
 TODAY = time.strftime("%j", time.localtime(START))
 DAY = datetime.datetime.now()
-FACTOR = 1.0
 
 
 def doubled_if(decide: Callable[[], Any]) -> Loss:
@@ -217,74 +215,6 @@ def test_what_stops_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
     told = [record for record in caplog.records if record.levelno >= logging.WARNING]
     assert len(told) == 1
     assert "losses grew by 1 entry" in told[0].getMessage()
-
-
-def of_an_optimizer(read: Callable[[Any], float]) -> tuple[Loss, Callable[[], None], str]:
-    other = torch.optim.SGD([nn.Parameter(torch.ones(2))], lr=0.1)
-    return (
-        lambda model, x: mean_square(model, x) * read(other.param_groups[0]["lr"]),
-        lambda: other.param_groups[0].update(lr=0.2),
-        "'lr' of group 0 of",
-    )
-
-
-def of_a_scheduler(*, asks: bool) -> tuple[Loss, Callable[[], None], str]:
-    other = torch.optim.SGD([nn.Parameter(torch.ones(2))], lr=0.1)
-    scheduler = torch.optim.lr_scheduler.StepLR(other, 1)
-    other.step()
-    if asks:
-        return (
-            lambda model, x: mean_square(model, x) * scheduler.get_last_lr()[0],
-            scheduler.step,
-            "'_last_lr' of closure variable 'scheduler'",
-        )
-    return (
-        lambda model, x: mean_square(model, x) * scheduler.last_epoch,
-        scheduler.step,
-        "'last_epoch' of closure variable 'scheduler'",
-    )
-
-
-def of_a_table(table: Any, key: Any) -> tuple[Loss, Callable[[], None], str]:
-    loss_fn: Loss = lambda model, x: mean_square(model, x) * table[key]  # noqa: E731
-    return loss_fn, lambda: table.__setitem__(key, 3), "closure variable 'table'"
-
-
-def by_global_name() -> tuple[Loss, Callable[[], None], str]:
-    loss_fn: Loss = lambda model, x: mean_square(model, x) * globals()["FACTOR"]  # noqa: E731
-    return loss_fn, lambda: globals().update(FACTOR=2.0), "global variable 'FACTOR'"
-
-
-def by_module_name() -> tuple[Loss, Callable[[], None], str]:
-    MODULE.factor = 1.0  # type: ignore[attr-defined]
-    sys.modules["moving_settings"] = MODULE
-    loss_fn: Loss = lambda model, x: (  # noqa: E731
-        mean_square(model, x) * sys.modules["moving_settings"].factor
-    )
-    return loss_fn, lambda: setattr(MODULE, "factor", 2.0), "'factor' of module 'moving_settings'"
-
-
-GUARDED: dict[str, Callable[[], tuple[Loss, Callable[[], None], str]]] = {
-    "learning_rate": lambda: of_an_optimizer(lambda lr: lr),
-    "last_epoch": lambda: of_a_scheduler(asks=False),
-    "last_learning_rate": lambda: of_a_scheduler(asks=True),
-    "user_dict": lambda: of_a_table(collections.UserDict(a=1), "a"),
-    "bytearray": lambda: of_a_table(bytearray(b"ab"), 1),
-    "global_name": by_global_name,
-    "module_name": by_module_name,
-}
-
-
-@pytest.mark.parametrize("name", GUARDED)
-def test_numbers_that_belong_to_others_are_guarded(name: str) -> None:
-    loss_fn, change, named = GUARDED[name]()
-    model = nn.Linear(4, 4)
-    with graphfsdp.capture(model, FusedAdam(model.parameters()), loss_fn=loss_fn) as step:
-        for _ in range(5):
-            step(torch.ones(3, 4))
-        change()
-        with pytest.raises(GuardError, match=named):
-            step(torch.ones(3, 4))
 
 
 def test_a_verification_whose_eager_side_counts_on_names_what_moves() -> None:
