@@ -59,10 +59,6 @@ STAND_IN_API cublasStatus_t cublasSetStream_v2(cublasHandle_t handle, cudaStream
   get(handle)->workspace = nullptr;  // one of its own again, which it keeps for itself
   return CUBLAS_STATUS_SUCCESS;
 }
-STAND_IN_API cublasStatus_t cublasGetStream_v2(cublasHandle_t handle, cudaStream_t* stream) {
-  *stream = get(handle)->stream;
-  return CUBLAS_STATUS_SUCCESS;
-}
 STAND_IN_API cublasStatus_t cublasSetWorkspace_v2(cublasHandle_t handle, void* workspace,
                                                   size_t num_bytes) {
   get(handle)->workspace = workspace;

@@ -150,20 +150,12 @@ STAND_IN_API cudaError_t cudaProfilerStop() { return cudaSuccess; }
 // ---- the driver's half ----
 
 STAND_IN_API CUresult cuInit(unsigned) { return CUDA_SUCCESS; }
-STAND_IN_API CUresult cuDriverGetVersion(int* version) {
-  *version = CUDA_VERSION_PLAYED;
-  return CUDA_SUCCESS;
-}
 STAND_IN_API CUresult cuDeviceGet(CUdevice* device, int index) {
   *device = index;
   return index < num_devices() ? CUDA_SUCCESS : CUDA_ERROR_INVALID_DEVICE;
 }
 STAND_IN_API CUresult cuDeviceGetCount(int* count) {
   *count = num_devices();
-  return CUDA_SUCCESS;
-}
-STAND_IN_API CUresult cuDeviceGetName(char* text, int size, CUdevice) {
-  snprintf(text, size, "%s", NAME);
   return CUDA_SUCCESS;
 }
 STAND_IN_API CUresult cuDeviceGetAttribute(int* value, CUdevice_attribute which, CUdevice) {
@@ -188,8 +180,6 @@ STAND_IN_API CUresult cuCtxGetCurrent(CUcontext* context) {
   return CUDA_SUCCESS;
 }
 STAND_IN_API CUresult cuCtxSetCurrent(CUcontext) { return CUDA_SUCCESS; }
-STAND_IN_API CUresult cuCtxPushCurrent_v2(CUcontext) { return CUDA_SUCCESS; }
-STAND_IN_API CUresult cuCtxPopCurrent_v2(CUcontext* context) { return cuCtxGetCurrent(context); }
 STAND_IN_API CUresult cuCtxGetDevice(CUdevice* device) {
   *device = thread_device;
   return CUDA_SUCCESS;

@@ -102,20 +102,10 @@ STAND_IN_API CUresult cuLaunchCooperativeKernel(CUfunction function, unsigned gr
 
 // ---- memory ----
 
-STAND_IN_API CUresult cuMemcpyHtoDAsync_v2(CUdeviceptr to, const void* from, size_t num_bytes,
-                                           CUstream stream) {
-  return driver_error(cudaMemcpyAsync(reinterpret_cast<void*>(to), from, num_bytes,
-                                      cudaMemcpyHostToDevice, stream));
-}
 STAND_IN_API CUresult cuMemcpyDtoHAsync_v2(void* to, CUdeviceptr from, size_t num_bytes,
                                            CUstream stream) {
   return driver_error(cudaMemcpyAsync(to, reinterpret_cast<void*>(from), num_bytes,
                                       cudaMemcpyDeviceToHost, stream));
-}
-STAND_IN_API CUresult cuMemcpyDtoDAsync_v2(CUdeviceptr to, CUdeviceptr from, size_t num_bytes,
-                                           CUstream stream) {
-  return driver_error(cudaMemcpyAsync(reinterpret_cast<void*>(to), reinterpret_cast<void*>(from),
-                                      num_bytes, cudaMemcpyDeviceToDevice, stream));
 }
 STAND_IN_API CUresult cuMemsetD32Async(CUdeviceptr to, unsigned value, size_t count,
                                        CUstream stream) {
@@ -142,10 +132,6 @@ STAND_IN_API CUresult cuStreamGetCaptureInfo_v2(CUstream stream, CUstreamCapture
                                                 cuuint64_t* id, CUgraph* graph,
                                                 const CUgraphNode** dependencies, size_t* count) {
   return cuStreamGetCaptureInfo_v3(stream, status, id, graph, dependencies, nullptr, count);
-}
-STAND_IN_API CUresult cuStreamIsCapturing(CUstream stream, CUstreamCaptureStatus* status) {
-  return driver_error(
-      cudaStreamIsCapturing(stream, reinterpret_cast<cudaStreamCaptureStatus*>(status)));
 }
 STAND_IN_API CUresult cuGraphGetNodes(CUgraph graph, CUgraphNode* nodes, size_t* count) {
   return driver_error(cudaGraphGetNodes(graph, nodes, count));

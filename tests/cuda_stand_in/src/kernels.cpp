@@ -79,8 +79,6 @@ STAND_IN_API void** __cudaRegisterFatBinary(void* binary) { return new void*(bin
 STAND_IN_API void __cudaRegisterFatBinaryEnd(void**) {}
 STAND_IN_API void __cudaUnregisterFatBinary(void**) {}
 STAND_IN_API char __cudaInitModule(void**) { return 1; }
-STAND_IN_API void __cudaRegisterManagedVar(void**, void**, char*, const char*, int, size_t, int,
-                                           int) {}
 STAND_IN_API void __cudaRegisterFunction(void**, const char* function, char*, const char* name,
                                          int, uint3*, uint3*, dim3*, dim3*, int*) {
   Lock lock(mutex());
