@@ -15,9 +15,8 @@ from graphfsdp.optim import FusedAdam
 from recording import record
 from zoo_models import WIDTH, Squared
 
+NUM_PROBED = 200  # several parts of a program
 PROBED: list[StorageWeakRef] = []
-
-
 ALIVE: list[int] = []
 
 
@@ -59,7 +58,7 @@ def test_intermediates_are_freed_after_their_last_use() -> None:
 
     def iterate() -> list[Tensor]:
         h = x
-        for _ in range(20):
+        for _ in range(NUM_PROBED):
             h = probe(h)
         return [h]
 
@@ -72,7 +71,7 @@ def test_intermediates_are_freed_after_their_last_use() -> None:
         with watched_lifetimes():
             results = graph.replay()
             assert max(ALIVE) <= 2
-            assert len(ALIVE) == 20
+            assert len(ALIVE) == NUM_PROBED
             assert num_alive() == 1
             del results
             assert num_alive() == 0

@@ -127,7 +127,7 @@ class _Counting(torch.optim.SGD):
 
     def step(self, closure: object = None) -> None:  # type: ignore[override]
         super().step()
-        self.num_steps = self.num_steps + 1
+        self.num_steps = self.num_steps + 1  # counted
 
 
 class _Own(torch.optim.SGD):
@@ -282,6 +282,9 @@ def test_capture_refuses_wrong_settings(name: str) -> None:
         assert kind is HazardKind.PRECISION or "Remedy: " in str(caught.value)
     if isinstance(caught.value, graphfsdp.CaptureError):
         assert caught.value.kind is kind
+        if name == "optimizer_that_counts":
+            assert caught.value.source is not None
+            assert caught.value.source.line == line_of(_Counting.step, "# counted")
 
 
 @pytest.mark.filterwarnings("ignore:Anomaly Detection:UserWarning")

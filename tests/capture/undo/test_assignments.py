@@ -1,8 +1,5 @@
 """What an iteration swaps or counts on the host is refused with the line that does it."""
 
-from collections.abc import Callable
-from typing import Any
-
 import pytest
 import torch
 from torch import Tensor, nn
@@ -85,23 +82,3 @@ def test_the_line_that_swaps_a_buffer_is_named(kind: type[nn.Module]) -> None:
     assert text in source.text
     assert function in str(source)
     assert source.file == __file__
-
-
-class Counting(torch.optim.SGD):
-    num_steps = 0
-
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        self.num_steps += 1
-        return super().step(closure)
-
-
-def test_the_line_of_an_optimizer_that_counts_is_named() -> None:
-    model = nn.Linear(3, 1)
-    optimizer = Counting(model.parameters(), lr=torch.tensor(0.1), fused=True)
-    options: dict[str, Any] = {"loss_fn": lambda model, x: model(x).sum(), "warmup_steps": 1}
-    step = graphfsdp.capture(model, optimizer, **options)
-    step(torch.randn(4, 3))
-    with pytest.raises(graphfsdp.CaptureError, match="'num_steps'") as caught:
-        step(torch.randn(4, 3))
-    assert caught.value.source is not None
-    assert "self.num_steps += 1" in caught.value.source.text
