@@ -215,7 +215,7 @@ class Training:
     norms: list[Tensor] = field(default_factory=list)  # before clipping
     params: dict[str, Tensor] = field(default_factory=dict)  # whole
     buffers: dict[str, Tensor] = field(default_factory=dict)
-    report: graphfsdp.CaptureReport | None = None
+    report: graphfsdp.CaptureReport = field(init=False, repr=False, compare=False)
 
     def tensors(self) -> dict[str, Tensor]:
         found = {f"loss {index}": loss for index, loss in enumerate(self.losses)}
@@ -272,7 +272,6 @@ def assert_same_training(expected: Training, got: Training) -> None:
 
 def assert_replayed(training: Training, num_steps: int = NUM_STEPS) -> None:
     """Check that the run was captured once and replayed ever after."""
-    assert training.report is not None
     assert training.report.num_captures == 1
     assert training.report.num_calls["replay"] == len(training.losses) - 4 >= num_steps - 4 >= 3
 

@@ -162,7 +162,6 @@ def test_compiled_code_is_in_the_graph(backend: Backend | str, compiled: str) ->
     got = run(case, "full_iteration", device)
     if computes():
         assert_same_run(expected, got)
-    assert got.report is not None
     assert got.report.num_captures == 1
     if isinstance(backend, Backend):
         assert backend.take_counts() == [1, 0, 3, 1]
@@ -186,7 +185,6 @@ def test_capture_compiles_the_model_while_the_step_lives(scope: str) -> None:
         got = run(case, scope, device, compile=True)
     assert_same_run(expected, got)
     assert backend.take_counts()[:2] == [1, 0]
-    assert got.report is not None
     assert got.report.num_captures == 1
 
 

@@ -34,7 +34,6 @@ def trained(way: str, strategy: str, dropout: float, scope: str) -> Training:
 
 
 def num_collectives(training: Training) -> dict[str, int]:
-    assert training.report is not None
     counts = training.report.op_counts
     return {op: counts[f"graphfsdp.{op}.default"] for op in ("all_gather_", "reduce_scatter_")}
 

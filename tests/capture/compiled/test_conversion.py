@@ -57,7 +57,6 @@ def _without_inductor() -> Iterator[None]:
 def test_a_graph_computes_what_was_recorded(name: str) -> None:
     options: dict[str, Any] = {"microbatches": 2, "max_grad_norm": 0.05, "num_steps": NUM_STEPS}
     trace = check_against_eager(ZOO[name], CPU, compile=True, **options)
-    assert trace.report is not None
     lines = trace.report.compiled
     assert lines
     assert not [line for line in lines if "Error" in line or "what was recorded" in line]
@@ -104,7 +103,6 @@ def test_short_attention_in_16_bits_goes_backward_in_float32() -> None:
         got = run(case, "full_iteration", CPU, compile=True)
     assert computed == [torch.float32] * 5
     assert_within_a_third_of_the_bound(expected, got, BOUNDS[torch.bfloat16])
-    assert got.report is not None
     assert " 0 pieces" not in got.report.compiled[0]
 
 
@@ -123,7 +121,6 @@ def test_equal_layers_are_compiled_once_and_random_numbers_cut_nothing() -> None
 
     with compiling_by(note):
         trace = check_against_eager(Case(make, _rows), CPU, compile=True, num_steps=NUM_STEPS)
-    assert trace.report is not None
     num_pieces = int(trace.report.compiled[0].split(" pieces")[0].split()[-1])
     assert len({graph.text for graph in graphs}) == len(graphs) <= num_pieces - 5
     ahead = [line for line in trace.report.compiled if "ahead" in line or "draws" in line]
@@ -186,7 +183,6 @@ def test_memory_that_nobody_has_written_is_no_reason_to_drop_a_piece() -> None:
 
     with compiling_by(makes_other_memory):
         trace = check_against_eager(Case(Padded, _rows), CPU, compile=True, num_steps=NUM_STEPS)
-    assert trace.report is not None
     first, *others = trace.report.compiled
     assert " 0 pieces" not in first
     assert not any("something else" in line for line in others), others
@@ -227,7 +223,6 @@ doubled.register_autograd(lambda context, grad: grad * 2)
 def test_what_cannot_be_compiled_runs_as_recorded_and_is_named() -> None:
     case = Case(Mixed, _rows, lambda model, x: model(x))
     trace = check_against_eager(case, CPU, compile=True, num_steps=NUM_STEPS)
-    assert trace.report is not None
     assert " 0 pieces" not in trace.report.compiled[0]
     text = str(trace.report)
     for name, reason in (
@@ -251,7 +246,6 @@ def test_what_the_compiler_refuses_is_cut_out() -> None:
 
     with compiling_by(refuses):
         trace = check_against_eager(ZOO["gpt"], CPU, compile=True, num_steps=NUM_STEPS)
-    assert trace.report is not None
     first, *others = trace.report.compiled
     assert " 0 pieces" not in first
     assert any(line.startswith("as today: aten.gelu.default is refused") for line in others), others
@@ -325,7 +319,6 @@ def test_a_wrong_piece_is_found_and_does_not_run(
     compiler, reason = WRONG[what]
     with compiling_by(compiler):
         trace = check_against_eager(ZOO["extras"], CPU, compile=True, num_steps=NUM_STEPS)
-    assert trace.report is not None
     assert "0 of" in trace.report.compiled[0]
     assert any(reason in line for line in trace.report.compiled)
     assert reason in caplog.text
@@ -364,7 +357,6 @@ def test_pieces_between_those_that_fail_hand_on_what_these_look_at(first: int) -
 
     with compiling_by(every_other):
         trace = check_against_eager(Case(make, batch), CPU, compile=True, num_steps=NUM_STEPS)
-    assert trace.report is not None
     assert " 0 pieces" not in trace.report.compiled[0]
     assert any("as today: RuntimeError" in line for line in trace.report.compiled)
 
@@ -429,8 +421,6 @@ def test_auto_drops_what_is_slower() -> None:
     with compiling_by(slow):
         trace = check_against_eager(ZOO["model_output"], CPU, compile="auto", num_steps=NUM_STEPS)
         kept = check_against_eager(ZOO["model_output"], CPU, compile=True, num_steps=NUM_STEPS)
-    assert trace.report is not None
-    assert kept.report is not None
     assert "as today: 1 pieces, which are no faster compiled" in trace.report.compiled
     assert "in 1 pieces" in kept.report.compiled[0]
 
@@ -446,7 +436,6 @@ def test_auto_compiles_nothing_if_all_of_it_together_is_no_faster(
 
     monkeypatch.setattr(compiling, "_pays", pays)
     trace = check_against_eager(ZOO["model_output"], CPU, compile="auto", num_steps=NUM_STEPS)
-    assert trace.report is not None
     assert raced == [7, 7]
     assert "as today: 1 pieces, which are no faster compiled" in trace.report.compiled
 

@@ -40,7 +40,6 @@ def test_ranks_replay_as_eager(strategy: str, compiler: Any, compiles: bool | st
         trained = replayed_as_eager(
             lambda: make_net(strategy, 0.1), microbatches=MICROBATCHES, compile=compiles
         )
-    assert trained.report is not None
     first, *others = trained.report.compiled
     failed = (compiler is fails_on_rank_1 or compiles == "auto") and dist.get_rank() == 1
     assert first.startswith("0 of") is failed, first

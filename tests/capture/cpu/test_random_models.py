@@ -206,7 +206,6 @@ def test_random_networks_replay_as_eager_runs(
     expected = run(case, "none", device, optimizer=optimizer, **options)
     got = run(case, scope, device, optimizer=optimizer, **options)
     assert_same_run(expected, got)
-    assert got.report is not None
     assert got.report.num_captures == 1
     assert got.num_forwards[-1] == 4 * microbatches
 
