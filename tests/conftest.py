@@ -155,10 +155,14 @@ def _no_modes_left() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
-def _quick_garbage_collection() -> None:
+def _quick_garbage_collection() -> Iterator[None]:
     """Leave what exists out of collections: each capture runs one, and imports left a lot."""
     gc.collect()  # what the last test left; quick, since all before it is frozen
     gc.freeze()
+    yield
+    is_on = gc.isenabled()
+    gc.enable()
+    assert is_on, "the collector was left off"
 
 
 @pytest.fixture(autouse=True)

@@ -83,19 +83,3 @@ def test_finalisers_run_between_operators_and_never_in_a_recording(
     assert calls < 8
     assert_same_state(states[0], states[1])
     assert len(eager_collector) >= 16
-
-
-def test_the_collector_is_on_again_after_a_refused_capture() -> None:
-    model = nn.Linear(4, 1)
-
-    def loss_fn(model: nn.Module, x: Tensor) -> Tensor:
-        loss: Tensor = model(x).sum()
-        loss.item()
-        return loss
-
-    options: dict[str, Any] = {"loss_fn": loss_fn, "warmup_steps": 1}
-    with graphfsdp.capture(model, FusedAdam(model.parameters()), **options) as step:
-        step(torch.randn(3, 4))
-        with pytest.raises(graphfsdp.CaptureError):
-            step(torch.randn(3, 4))
-    assert gc.isenabled()
