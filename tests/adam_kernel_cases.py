@@ -128,9 +128,7 @@ def make_moment(
 
 
 def make_case(
-    shapes: Sequence[int | tuple[int, ...]],
-    dtypes: Dtypes,
-    device: torch.device | str = "cpu",
+    shapes: Sequence[int | tuple[int, ...]], dtypes: Dtypes, device: torch.device | str = "cpu"
 ) -> Case:
     """Return random tensors."""
     hyper = torch.tensor(

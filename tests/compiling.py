@@ -48,11 +48,7 @@ def compiling_models_by(backend: Any) -> AbstractContextManager[object]:
 
 def assert_within_a_third_of_the_bound(expected: Trace, got: Trace, bound: float) -> None:
     """Compare the first replay, which begins where eager does, and what may not differ at all."""
-    before, after, compiled = (
-        expected.snapshots[3],
-        expected.snapshots[4],
-        got.snapshots[4],
-    )
+    before, after, compiled = (expected.snapshots[3], expected.snapshots[4], got.snapshots[4])
     losses = [{f"result {i}": each for i, each in enumerate(t.outputs[4])} for t in (expected, got)]
     weights = {name: tensor for name, tensor in before.items() if is_weight(name)}
     allowed = allowances(after | losses[0], weights, bound / 3)

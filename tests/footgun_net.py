@@ -25,12 +25,7 @@ class Net(nn.Module):
 
 
 def start(
-    device: torch.device,
-    loss_fn: Any = None,
-    *,
-    lr: float = 0.0,
-    model: Any = None,
-    **options: Any,
+    device: torch.device, loss_fn: Any = None, *, lr: float = 0.0, model: Any = None, **options: Any
 ) -> tuple[graphfsdp.CapturedStep, Net, FusedAdam]:
     """Return a step whose weights do not move unless lr says so."""
     torch.manual_seed(0)

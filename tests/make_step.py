@@ -8,9 +8,7 @@ from torch import nn
 
 import graphfsdp
 from graphfsdp import CapturedStep
-from helpers import (
-    make_optimizer,
-)
+from helpers import make_optimizer
 from zoo import ZOO
 
 

@@ -254,10 +254,7 @@ HELD: dict[str, tuple[Callable[[], Count], str]] = {
     "property": (lambda: of_attribute(Hidden()), "owner._calls"),
     "slots": (lambda: of_attribute(Slots()), "owner.calls"),
     "class": (lambda: of_attribute(type("Mine", (OfAClass,), {"calls": 0})), "Mine.calls"),
-    "numpy_scalar": (
-        lambda: of_attribute(types.SimpleNamespace(calls=np.int64(0))),
-        "owner.calls",
-    ),
+    "numpy_scalar": (lambda: of_attribute(types.SimpleNamespace(calls=np.int64(0))), "owner.calls"),
     "item": (lambda: of_item(TABLE), "table['calls']"),
     "user_dict": (lambda: of_item(collections.UserDict(calls=0)), "table.data['calls']"),
     "own_dict": (lambda: of_item(Own(calls=0)), "table['calls']"),

@@ -8,11 +8,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ranks import rank_device
-from sharding_helpers import (
-    Block,
-    shard,
-    units,
-)
+from sharding_helpers import Block, shard, units
 
 WIDTH = 8
 NUM_BLOCKS = 4

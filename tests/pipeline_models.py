@@ -13,11 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import pipelining
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    RowwiseParallel,
-    parallelize_module,
-)
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import graphfsdp
 from faults import Fault, FaultMode

@@ -8,11 +8,7 @@ from torch import Tensor, nn
 
 import graphfsdp
 from graphfsdp.optim import FusedAdam
-from helpers import (
-    make_optimizer,
-    run,
-    set_lr,
-)
+from helpers import make_optimizer, run, set_lr
 from zoo import ZOO
 from zoo_models import WIDTH, Squared
 

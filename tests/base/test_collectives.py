@@ -17,14 +17,7 @@ from graphfsdp.base.collectives import (
 )
 from helpers import OpNames
 from ranks import RankError, RankPool, on_ranks, rank_device, world_group
-from sharding_helpers import (
-    adam,
-    batches,
-    buffers,
-    make_net,
-    my_part,
-    raises_on_rank,
-)
+from sharding_helpers import adam, batches, buffers, make_net, my_part, raises_on_rank
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
@@ -140,9 +133,7 @@ def my_rank() -> int:
     return dist.get_rank()
 
 
-def test_the_pool_reports_a_failure_and_a_hang_and_goes_on(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_the_pool_reports_a_failure_and_a_hang_and_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ranks.GRACE_S", 0.5)
     pool = RankPool(2)
     with contextlib.closing(pool):

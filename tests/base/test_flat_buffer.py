@@ -9,11 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from cuda_stand_in import library
-from graphfsdp.base.flat_buffer import (
-    FlatBuffer,
-    copy_all,
-    is_dense,
-)
+from graphfsdp.base.flat_buffer import FlatBuffer, copy_all, is_dense
 from graphfsdp.base.memory_plan import VECTOR_BYTES
 
 CPU = torch.device("cpu")

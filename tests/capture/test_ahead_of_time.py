@@ -10,12 +10,7 @@ from torch import Tensor, nn
 import graphfsdp
 from graphfsdp import Phase
 from graphfsdp.optim import FusedAdam, Muon
-from helpers import (
-    assert_same_state,
-    assert_same_states,
-    set_lr,
-    snapshot,
-)
+from helpers import assert_same_state, assert_same_states, set_lr, snapshot
 from zoo_models import Statistical
 
 NUM_STEPS = 14

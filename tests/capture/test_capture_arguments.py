@@ -86,10 +86,7 @@ def replace_layer(model: nn.Module) -> None:
     ids=["double", "half", "meta", "replaced"],
 )
 def test_a_model_that_is_changed_before_its_capture_is_refused(
-    num_before: int,
-    change: Callable[[nn.Module], object],
-    scopes: tuple[str, ...],
-    message: str,
+    num_before: int, change: Callable[[nn.Module], object], scopes: tuple[str, ...], message: str
 ) -> None:
     for scope in scopes:
         model = mlp_of_one()

@@ -11,12 +11,7 @@ from torch import Tensor, nn
 import graphfsdp
 from graphfsdp import Phase
 from graphfsdp.optim import FusedAdam
-from helpers import (
-    assert_same_state,
-    assert_same_states,
-    count_forwards,
-    snapshot,
-)
+from helpers import assert_same_state, assert_same_states, count_forwards, snapshot
 from ranks import on_ranks
 from sharding_helpers import batches as token_batches
 from sharding_helpers import make_net, my_part

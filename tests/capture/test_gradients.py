@@ -116,10 +116,7 @@ FORMS: dict[str, Disturb] = {
     ],
 )
 def test_what_happens_to_gradients_between_calls_does_not_matter(
-    disturb: Disturb,
-    scope: str,
-    microbatches: int,
-    device: torch.device,
+    disturb: Disturb, scope: str, microbatches: int, device: torch.device
 ) -> None:
     options: dict[str, Any] = {"microbatches": microbatches, "max_grad_norm": 0.1}
     step, model, optim, next_batch = make_step(device, "shared_layer", scope="none", **options)

@@ -9,13 +9,7 @@ from torch import Tensor, nn
 
 import graphfsdp
 from graphfsdp.optim import FusedAdam
-from helpers import (
-    Case,
-    assert_same_run,
-    make_optimizer,
-    run,
-    set_lr,
-)
+from helpers import Case, assert_same_run, make_optimizer, run, set_lr
 from make_step import make_step
 from zoo import ZOO, loss_with_extras
 from zoo_models import WIDTH, WithOutput

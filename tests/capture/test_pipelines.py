@@ -150,12 +150,7 @@ def test_it_trains_as_one_process(name: str) -> None:
     with (
         mock.patch("graphfsdp._capture.iteration.global_norm", norm),
         graphfsdp.capture(
-            model,
-            optim,
-            scope="none",
-            loss_fn=_whole_loss,
-            microbatches=count,
-            max_grad_norm=0.5,
+            model, optim, scope="none", loss_fn=_whole_loss, microbatches=count, max_grad_norm=0.5
         ) as step,
     ):
         for index in range(NUM_STEPS):

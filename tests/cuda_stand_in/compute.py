@@ -20,11 +20,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._C._dynamo.eval_frame import (
-    _FrameAction,
-    _FrameExecStrategy,
-    set_code_exec_strategy,
-)
+from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
 
 from cuda_stand_in import library, special
 from cuda_stand_in.draws import Draws, Place

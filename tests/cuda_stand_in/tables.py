@@ -72,10 +72,7 @@ class Plain:
     """
 
     def __init__(
-        self,
-        num_graphs: int = 0,
-        compile_mode: str | None = None,
-        model: nn.Module | None = None,
+        self, num_graphs: int = 0, compile_mode: str | None = None, model: nn.Module | None = None
     ) -> None:
         self._model = _model() if model is None else model
         if compile_mode is not None:
@@ -144,11 +141,7 @@ def _ours(scope: str, *, compiled: bool = False, model: nn.Module | None = None)
         model.parameters(), exp_avg_dtype=narrow, exp_avg_sq_dtype=narrow, **contenders.ADAM
     )
     return graphfsdp.capture(
-        model,
-        optimizer,
-        scope=scope,
-        max_grad_norm=contenders.MAX_GRAD_NORM,
-        compile=compiled,
+        model, optimizer, scope=scope, max_grad_norm=contenders.MAX_GRAD_NORM, compile=compiled
     )
 
 

@@ -73,8 +73,7 @@ def test_two_stages_replay_in_any_order(name: str, gpu_ranks: RankPool) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "inner"),
-    [("1f1b", "optim_grads_params"), ("interleaved", "tensor")],
+    ("name", "inner"), [("1f1b", "optim_grads_params"), ("interleaved", "tensor")]
 )
 def test_stages_that_are_parallel_in_themselves_replay_in_any_order(
     name: str, inner: str, gpu_ranks4: RankPool

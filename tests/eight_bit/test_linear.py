@@ -98,11 +98,7 @@ class Net(nn.Module):
     ],
 )
 def test_replays_equal_eager(
-    device: torch.device,
-    number_format: str,
-    fp8_format: str,
-    dtype: torch.dtype,
-    microbatches: int,
+    device: torch.device, number_format: str, fp8_format: str, dtype: torch.dtype, microbatches: int
 ) -> None:
     """Ten replays with another batch, another learning rate and other dropout each time."""
     runs = []

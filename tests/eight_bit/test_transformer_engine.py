@@ -133,8 +133,7 @@ def test_its_optimizer_refuses_quantised_parameters_as_ours_does() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "cls"),
-    [("float8_tensor", "Float8Tensor"), ("mxfp8_tensor", "MXFP8Tensor")],
+    ("name", "cls"), [("float8_tensor", "Float8Tensor"), ("mxfp8_tensor", "MXFP8Tensor")]
 )
 def test_its_quantised_tensors_have_the_extension_of_fsdp2(name: str, cls: str) -> None:
     _, found = parse(f"pytorch/tensor/{name}.py")

@@ -152,11 +152,7 @@ def _case(dtypes: Dtypes, weights: list[float], grads: list[float]) -> Case:
 @given(weights=ROWS, grads=ROWS, amsgrad=st.booleans(), adam_w_mode=st.booleans())
 @pytest.mark.parametrize("dtypes", [FP32, MIXED])
 def test_kernel_equals_the_tensor_code_bit_for_bit_whatever_the_values(
-    dtypes: Dtypes,
-    weights: list[float],
-    grads: list[float],
-    amsgrad: bool,
-    adam_w_mode: bool,
+    dtypes: Dtypes, weights: list[float], grads: list[float], amsgrad: bool, adam_w_mode: bool
 ) -> None:
     dtypes = dtypes._replace(max_exp_avg_sq=torch.float32 if amsgrad else None)
     flags = Flags(adam_w_mode)
@@ -171,11 +167,7 @@ def test_kernel_equals_the_tensor_code_bit_for_bit_whatever_the_values(
 @given(weights=ROWS, grads=ROWS, amsgrad=st.booleans(), maximize=st.booleans())
 @pytest.mark.parametrize("dtypes", [FP32, MIXED])
 def test_cpu_path_equals_the_tensor_code_whatever_the_values(
-    dtypes: Dtypes,
-    weights: list[float],
-    grads: list[float],
-    amsgrad: bool,
-    maximize: bool,
+    dtypes: Dtypes, weights: list[float], grads: list[float], amsgrad: bool, maximize: bool
 ) -> None:
     dtypes = dtypes._replace(max_exp_avg_sq=torch.float32 if amsgrad else None)
     flags = Flags(maximize=maximize)
@@ -205,10 +197,7 @@ COMPILED = (
     FP32,
     MIXED,
     FP32._replace(
-        param=torch.bfloat16,
-        grad=torch.bfloat16,
-        exp_avg=torch.bfloat16,
-        exp_avg_sq=torch.bfloat16,
+        param=torch.bfloat16, grad=torch.bfloat16, exp_avg=torch.bfloat16, exp_avg_sq=torch.bfloat16
     ),
     MIXED._replace(main_param=torch.int16, max_exp_avg_sq=torch.float32),
 )

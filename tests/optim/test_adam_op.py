@@ -6,13 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from adam_helpers import (
-    SeenOps,
-    make_groups,
-    make_params,
-    set_grads,
-    take_steps,
-)
+from adam_helpers import SeenOps, make_groups, make_params, set_grads, take_steps
 from graphfsdp.optim import FusedAdam
 
 

@@ -30,10 +30,7 @@ def test_what_only_touches_is_not_merged() -> None:
     assert merge_neighbours([]) == []
 
 
-@given(
-    sizes=st.lists(st.integers(0, 5), min_size=1, max_size=8),
-    data=st.data(),
-)
+@given(sizes=st.lists(st.integers(0, 5), min_size=1, max_size=8), data=st.data())
 def test_runs_cover_every_element_once_and_are_maximal(
     sizes: list[int], data: st.DataObject
 ) -> None:

@@ -55,11 +55,7 @@ def test_without_bias_correction_the_first_step_is_that_of_the_formula(
     adam_w_mode=st.booleans(),
 )
 def test_any_shapes_groups_and_missing_gradients_equal_torch(
-    shapes: list[tuple[int, ...]],
-    flat: bool,
-    num_groups: int,
-    missing: set[int],
-    adam_w_mode: bool,
+    shapes: list[tuple[int, ...]], flat: bool, num_groups: int, missing: set[int], adam_w_mode: bool
 ) -> None:
     params, twins = make_twins(shapes)
     if flat:

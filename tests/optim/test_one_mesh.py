@@ -7,22 +7,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    RowwiseParallel,
-    parallelize_module,
-)
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import graphfsdp
 from graphfsdp.errors import ConfigError
 from graphfsdp.optim.adapters.as_made import one_mesh_at_a_time
-from parallel_models import (
-    TP_AXES,
-    part_of_axis,
-    plain_model,
-    tensor_parallel,
-    whole_batches,
-)
+from parallel_models import TP_AXES, part_of_axis, plain_model, tensor_parallel, whole_batches
 from ranks import RankPool
 from sharding_helpers import (
     Training,

@@ -53,9 +53,7 @@ MODES: dict[str, dict[str, Any]] = {
     "all narrow": {**HALVES, **NARROW, "amsgrad": True},
 }
 # Clipping and skipping are its own, and not those of the capture.
-OWN: dict[str, dict[str, Any]] = {
-    "own norm": {"max_grad_norm": 0.1, "skip_nonfinite": True},
-}
+OWN: dict[str, dict[str, Any]] = {"own norm": {"max_grad_norm": 0.1, "skip_nonfinite": True}}
 
 
 def make_adam(settings: dict[str, Any]) -> Callable[[nn.Module], FusedAdam]:

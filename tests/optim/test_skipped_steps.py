@@ -9,12 +9,7 @@ from torch import Tensor, nn
 import graphfsdp
 from graphfsdp.checkpoint import full_state_dict, load_full_state_dict
 from graphfsdp.optim import DeviceGradScaler, FusedAdam
-from helpers import (
-    assert_same_states,
-    make_optimizer,
-    no_host_sync,
-    snapshot,
-)
+from helpers import assert_same_states, make_optimizer, no_host_sync, snapshot
 
 NUM_STEPS = 16
 BAD = (1, 5, 6, 11)  # warm-up and replays

@@ -108,8 +108,7 @@ def references(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 @pytest.mark.parametrize(
-    ("precision", "strategy"),
-    [*IN_TWO, ("fp32", "instances"), ("untied", "pipeline")],
+    ("precision", "strategy"), [*IN_TWO, ("fp32", "instances"), ("untied", "pipeline")]
 )
 def test_two_ranks_train_as_one_process_does(
     precision: str, strategy: str, plan: Plan, references: dict[str, Path]

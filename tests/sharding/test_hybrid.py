@@ -28,8 +28,7 @@ from sharding_helpers import (
 
 
 @pytest.mark.parametrize(
-    ("strategy", "outer"),
-    [("optim_grads", "no_shard"), ("optim_grads_params", "optim")],
+    ("strategy", "outer"), [("optim_grads", "no_shard"), ("optim_grads_params", "optim")]
 )
 @on_ranks("ranks4")
 def test_two_axes_train_as_one_rank_and_replay_as_eager(strategy: str, outer: str) -> None:

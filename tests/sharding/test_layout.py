@@ -180,10 +180,7 @@ def test_short_tensors_lie_uncut_whatever_their_rows() -> None:
 
 @pytest.mark.parametrize(
     ("num_ranks", "itemsize", "message"),
-    [
-        (0, 4, "num_ranks must be at least 1, got 0"),
-        (2, 3, "itemsize must be one of .* got 3"),
-    ],
+    [(0, 4, "num_ranks must be at least 1, got 0"), (2, 3, "itemsize must be one of .* got 3")],
 )
 def test_impossible_arguments_are_refused(num_ranks: int, itemsize: int, message: str) -> None:
     with pytest.raises(ConfigError, match=message):

@@ -13,13 +13,7 @@ from graphfsdp.sharding.gradients import Gradients
 from graphfsdp.sharding.module import unit_of
 from overlap_helpers import NUM_BLOCKS, Journal, inputs, make_stack
 from ranks import RankPool, on_ranks, rank_device
-from sharding_helpers import (
-    adam,
-    assert_equal_tensors,
-    buffers,
-    full_parameters,
-    on_meta,
-)
+from sharding_helpers import adam, assert_equal_tensors, buffers, full_parameters, on_meta
 
 
 def journals(overlap: bool) -> list[list[str]]:

@@ -16,15 +16,7 @@ from graphfsdp.optim import FusedAdam
 from graphfsdp.optim.fused.flat_runs import merge_neighbours
 from overlap_helpers import NUM_BLOCKS, WIDTH, Stack, make_stack
 from ranks import on_ranks, rank_device
-from sharding_helpers import (
-    STRATEGIES,
-    adam,
-    batches,
-    buffers,
-    make_net,
-    my_part,
-    shard,
-)
+from sharding_helpers import STRATEGIES, adam, batches, buffers, make_net, my_part, shard
 
 FLOAT_BYTES = 4
 MOMENTS = ("exp_avg", "exp_avg_sq")

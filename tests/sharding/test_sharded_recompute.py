@@ -6,14 +6,7 @@ import torch
 from helpers import NUM_STEPS
 from ranks import on_ranks, rank_device
 from recomputing import Recomputing
-from sharding_helpers import (
-    Training,
-    adam,
-    assert_replayed,
-    assert_same_training,
-    shard,
-    train,
-)
+from sharding_helpers import Training, adam, assert_replayed, assert_same_training, shard, train
 
 # By name: whether the block, a segment of blocks or a part of a block runs again, and by whom;
 # with how much dropout, which torch's own would draw anew.

@@ -63,10 +63,7 @@ def train_contrast(
     return [torch.stack(losses), *whole]
 
 
-@pytest.mark.parametrize(
-    ("strategy", "microbatches"),
-    [("optim", 2), ("optim_grads_params", 1)],
-)
+@pytest.mark.parametrize(("strategy", "microbatches"), [("optim", 2), ("optim_grads_params", 1)])
 @on_ranks("ranks2")
 def test_an_average_that_the_forward_pass_updates(strategy: str, microbatches: int) -> None:
     """The writes reach weights that were gathered ahead, or for the microbatch before."""

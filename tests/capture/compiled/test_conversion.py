@@ -13,13 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import graphfsdp
-from compiling import (
-    Compiled,
-    Compiler,
-    as_it_is,
-    assert_within_a_third_of_the_bound,
-    compiling_by,
-)
+from compiling import Compiled, Compiler, as_it_is, assert_within_a_third_of_the_bound, compiling_by
 from graphfsdp._capture.compiled import worker
 from graphfsdp._capture.compiled.bounds import BOUNDS, allowances
 from graphfsdp._capture.compiled.inductor import RefusedError
@@ -27,14 +21,7 @@ from graphfsdp._capture.compiled.stretch_graph import StretchGraph
 from graphfsdp._capture.cpu import compiling
 from graphfsdp.base.op_tensors import is_empty
 from graphfsdp.optim import FusedAdam
-from helpers import (
-    Batch,
-    Case,
-    assert_same_state,
-    check_against_eager,
-    run,
-    snapshot,
-)
+from helpers import Batch, Case, assert_same_state, check_against_eager, run, snapshot
 from zoo import ZOO
 from zoo_models import WIDTH, Squared
 

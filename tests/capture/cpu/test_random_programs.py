@@ -229,9 +229,7 @@ def check(
     with pytest.MonkeyPatch.context() as patch:
         if poisons:
             patch.setattr(
-                graphfsdp.api,
-                "make_backend",
-                lambda name, device, *_: PoisoningBackend(device),
+                graphfsdp.api, "make_backend", lambda name, device, *_: PoisoningBackend(device)
             )
         got = run(case, scope, torch.device("cpu"), **options)
     assert_same_run(expected, got)

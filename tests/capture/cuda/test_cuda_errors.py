@@ -16,10 +16,7 @@ MESSAGES = {
         "operation would result in a merge of two independent capture sequences",
     ),
     903: ("cudaErrorStreamCaptureUnmatched", "capture was not initiated in this stream"),
-    904: (
-        "cudaErrorStreamCaptureUnjoined",
-        "capturing stream has unjoined work",
-    ),
+    904: ("cudaErrorStreamCaptureUnjoined", "capturing stream has unjoined work"),
     905: (
         "cudaErrorStreamCaptureIsolation",
         "dependency created on uncaptured work in another stream",

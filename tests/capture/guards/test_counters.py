@@ -121,10 +121,7 @@ def linear() -> nn.Module:
     return nn.Linear(4, 4)
 
 
-@pytest.mark.parametrize(
-    "make_model",
-    [CountingNet, Initialises, Passed, Reads, Counts, SameName],
-)
+@pytest.mark.parametrize("make_model", [CountingNet, Initialises, Passed, Reads, Counts, SameName])
 def test_a_model_that_only_counts_or_decides_for_ever_is_captured(
     make_model: Callable[[], nn.Module],
 ) -> None:

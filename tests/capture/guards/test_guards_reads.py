@@ -270,10 +270,7 @@ VALUES: dict[str, Values] = {
     "tuple": (lambda m: setattr(m, "nested", ((2.0, 9.0), 4.0)), "attribute 'nested'"),
     "data": (lambda m: setattr(m.data, "gain", 9.0), r"'gain' of 'data' was 2\.0"),
     "data_replaced": (lambda m: setattr(m, "data", object()), "attribute 'data' was a Data"),
-    "function": (
-        lambda m: setattr(m, "function", torch.sin),
-        "'function' was one function",
-    ),
+    "function": (lambda m: setattr(m, "function", torch.sin), "'function' was one function"),
     "numpy": (lambda m: setattr(m, "of_numpy", np.float32(9.0)), r"'of_numpy' was .*2\.0"),
     "frozenset": (lambda m: setattr(m, "kinds", frozenset({"one", "two"})), "attribute 'kinds'"),
     "none": (lambda m: setattr(m, "nothing", 9.0), r"'nothing' was None .* now 9\.0"),

@@ -12,14 +12,7 @@ from torch import Tensor, nn
 import graphfsdp
 from graphfsdp.optim import FusedAdam
 from helpers import assert_same_state, snapshot
-from probe import (
-    Inner,
-    assert_refused_in,
-    batches,
-    check_refused,
-    make_probe,
-    refusal_of,
-)
+from probe import Inner, assert_refused_in, batches, check_refused, make_probe, refusal_of
 from programs import REFUSED, SCALAR
 
 CPU = torch.device("cpu")
@@ -27,13 +20,7 @@ CPU = torch.device("cpu")
 
 @pytest.mark.parametrize("name", ["item", "boolean_mask", "get_rng_state"])
 @pytest.mark.parametrize(
-    "options",
-    [
-        {"microbatches": 2},
-        {"max_grad_norm": 0.1},
-        {"scope": "forward_backward"},
-    ],
-    ids=str,
+    "options", [{"microbatches": 2}, {"max_grad_norm": 0.1}, {"scope": "forward_backward"}], ids=str
 )
 def test_refused_whatever_the_options(
     name: str, options: dict[str, object], device: torch.device
