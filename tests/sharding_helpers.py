@@ -200,7 +200,8 @@ def adam(model: nn.Module, name: str = "fused_adam", **options: Any) -> torch.op
     params = [param for param in model.parameters() if param.requires_grad]
     options = {"eps": ADAM_EPS, "weight_decay": 0.1} | options
     if name == "fused_adam":
-        return FusedAdam(params, lr=0.02, **options)
+        decoupled = any(unit.group.options.policy.use_decoupled_grad for unit in units(model))
+        return FusedAdam(params, lr=0.02, use_decoupled_grad=decoupled, **options)
     device = params[0].device
     on_gpu = device.type == "cuda"
     lr = torch.tensor(0.02, device=device)

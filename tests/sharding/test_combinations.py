@@ -74,8 +74,7 @@ def combined(options: dict[str, Any], *, plain: bool) -> Training:
     shard(model, options["strategy"], mp_policy=policy, **faster)
     if meta:
         graphfsdp.materialize(model)
-    extra: dict[str, Any] = {"use_decoupled_grad": True} if policy.use_decoupled_grad else {}
-    optim = adam(model, **extra)
+    optim = adam(model)
     if options["evaluates"] and not plain:
         model.eval()
         with torch.no_grad():

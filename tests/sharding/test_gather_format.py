@@ -23,17 +23,14 @@ from graphfsdp.eight_bit.formats import (
     to_mxfp8,
 )
 from graphfsdp.eight_bit.weight import EightBitWeight
-from helpers import NUM_STEPS
 from ranks import on_ranks, rank_device
 from sharding_helpers import (
     FEW_STEPS,
-    Training,
     adam,
     assert_equal_tensors,
-    assert_replayed,
-    assert_same_training,
     hybrid_mesh,
     num_steps_of,
+    replayed_as_eager,
     train,
 )
 
@@ -94,25 +91,9 @@ def data(index: int, width: int = WIDTH) -> Tensor:
     return torch.randn(12, width, generator=generator).to(rank_device())
 
 
-def trained(
-    model: Any, scope: str, num_steps: int, decoupled: bool = False, **options: Any
-) -> Training:
-    extra: dict[str, Any] = {"use_decoupled_grad": True} if decoupled else {}
-    options |= {"scope": scope, "data": [(data(index),) for index in range(num_steps)]}
-    return train(model, adam(model, **extra), max_grad_norm=1.0, **options)
-
-
-def replayed_as_eager(
-    microbatches: int = 1, num_steps: int = NUM_STEPS, **options: Any
-) -> Training:
-    decoupled = bool(options.get("policy", {}).get("use_decoupled_grad"))
-    runs = [
-        trained(make(**dict(options)), scope, num_steps, decoupled, microbatches=microbatches)
-        for scope in ("none", "full_iteration")
-    ]
-    assert_same_training(*runs)
-    assert_replayed(runs[1], num_steps)
-    return runs[1]
+def trained(num_steps: int, **options: Any) -> dict[str, Any]:
+    data_of_rank = [(data(index),) for index in range(num_steps)]
+    return {"num_steps": num_steps, "data": data_of_rank, "max_grad_norm": 1.0, **options}
 
 
 DECOUPLED = {
@@ -170,7 +151,10 @@ def test_replays_equal_eager(
 def replays_as_eager(microbatches: int, is_long: bool, options: dict[str, Any]) -> None:
     if "outer_strategy" in options:
         options = options | {"mesh": hybrid_mesh()}
-    run = replayed_as_eager(microbatches, num_steps_of(is_long, True), **options)
+    num_steps = num_steps_of(is_long, True)
+    run = replayed_as_eager(
+        lambda: make(**options), **trained(num_steps, microbatches=microbatches)
+    )
     # Once an iteration, for all weights.
     counts = run.report.op_counts
     in_8_bits = options["gather_format"]
@@ -196,8 +180,10 @@ DELAYED: dict[str, Any] = {
 def test_delayed_scales_replay_as_eager_and_are_those_of_all_ranks(
     microbatches: int, options: dict[str, Any]
 ) -> None:
-    replayed_as_eager(microbatches, num_steps_of(microbatches, 2), **DELAYED, **options)
-    model = make(**DELAYED, **options)
+    num_steps = num_steps_of(microbatches, 2)
+    options = DELAYED | options
+    replayed_as_eager(lambda: make(**options), **trained(num_steps, microbatches=microbatches))
+    model = make(**options)
     seen = Wire()
     with graphfsdp.capture(model, adam(model), scope="none", microbatches=microbatches) as step:
         step(data(0) * (1 + dist.get_rank()))
@@ -283,8 +269,8 @@ def test_layers_multiply_the_numbers_of_the_wire(gather_format: str) -> None:
 def test_every_strategy_computes_with_the_same_numbers_on_four_ranks() -> None:
     """Scales do not depend on where ranks are cut, so only the order of reductions differs."""
     whole, cut = (
-        trained(make("float8", **options), "none", FEW_STEPS)
-        for options in ({"strategy": "no_shard"}, {"overlap": False})
+        train(model, adam(model), scope="none", **trained(FEW_STEPS))
+        for model in (make("float8", strategy="no_shard"), make("float8", overlap=False))
     )
     assert torch.equal(whole.losses[0], cut.losses[0])
     torch.testing.assert_close(whole.params, cut.params, rtol=0.02, atol=0.02)

@@ -133,7 +133,6 @@ def test_a_model_from_meta_is_the_model_from_constructors(
 def trained_from_meta(strategy: str, num_steps: int) -> None:
     policy = MIXED if strategy == "optim_grads" else graphfsdp.MixedPrecisionPolicy()
     early = strategy == "optim_grads_params"  # an optimizer that was made on meta goes on
-    options: dict[str, Any] = {"use_decoupled_grad": True} if policy.use_decoupled_grad else {}
     runs: list[Training] = []
     initial: list[dict[str, Tensor]] = []
     norm: Any = nn.BatchNorm1d if policy.param_dtype is None else nn.LayerNorm
@@ -145,7 +144,7 @@ def trained_from_meta(strategy: str, num_steps: int) -> None:
             shard(model, strategy, mp_policy=policy)
             assert all(param.is_meta for param in model.parameters())
             held = {name: id(param) for name, param in model.named_parameters()}
-            optim = adam(model, **options) if early else None
+            optim = adam(model) if early else None
             assert id(graphfsdp.materialize(model)) == id(model)
             assert held == {name: id(param) for name, param in model.named_parameters()}
             assert {p.device.type for p in model.parameters()} == {rank_device().type}
@@ -157,7 +156,7 @@ def trained_from_meta(strategy: str, num_steps: int) -> None:
             optim = None
         initial.append(values_of(model))
         if num_steps:
-            runs.append(train(model, optim or adam(model, **options), num_steps=num_steps))
+            runs.append(train(model, optim or adam(model), num_steps=num_steps))
     assert_equal_tensors(*initial)
     if num_steps:
         assert_same_training(*runs)
