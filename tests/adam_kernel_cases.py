@@ -61,7 +61,6 @@ def dtype_names(dtypes: Dtypes) -> str:
 
 @pytest.fixture
 def interpreter(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Run the kernels in Triton's interpreter."""
     use_interpreter(monkeypatch, step_kernel)
     with np.errstate(all="ignore"):
         yield
@@ -130,7 +129,6 @@ def make_moment(
 def make_case(
     shapes: Sequence[int | tuple[int, ...]], dtypes: Dtypes, device: torch.device | str = "cpu"
 ) -> Case:
-    """Return random tensors."""
     hyper = torch.tensor(
         [[1e-2, 0.9, 0.999, 1e-8, 0.1], [3e-1, 0.0, 0.5, 1e-3, 0.0], [1e-3, 0.8, 0.95, 0.0, 1.0]],
         dtype=torch.float64,

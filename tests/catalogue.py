@@ -152,8 +152,6 @@ class ScaledGradient(torch.autograd.Function):
 
 
 class InPlaceFunction(torch.autograd.Function):
-    """Writes its input and says so."""
-
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
         ctx.mark_dirty(x)

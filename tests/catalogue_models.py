@@ -48,8 +48,6 @@ class SharedStorage(nn.Module):
 
 
 class Symmetric(nn.Module):
-    """A parametrization."""
-
     def forward(self, weight: Tensor) -> Tensor:
         return weight.triu() + weight.triu(1).transpose(-1, -2)
 
@@ -71,8 +69,6 @@ class KeptActivations(nn.Module):
 
 
 class Pair(NamedTuple):
-    """Part of a batch."""
-
     x: Tensor
     scale: Tensor
 

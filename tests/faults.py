@@ -18,8 +18,6 @@ from helpers import assert_same_state, snapshot
 
 
 class Fault(enum.Enum):
-    """How an operator fails."""
-
     ERROR = "error"
     OUT_OF_MEMORY = "out of memory"
     INTERRUPT = "interrupt"  # Ctrl-C, as the signal that it is

@@ -93,7 +93,6 @@ def start(
     body: type[Body] = Body,
     **options: Any,
 ) -> Guarded:
-    """Return a step of seeded weights after some calls."""
     torch.manual_seed(5)
     model = GuardNet(body)
     params = [param for param in model.parameters() if param.requires_grad]

@@ -32,8 +32,6 @@ atexit.register(gc.unfreeze)  # extension modules complain about what is not col
 
 @dataclass(frozen=True)
 class Batch:
-    """Arguments of one call."""
-
     args: tuple[Any, ...] = ()
     kwargs: dict[str, Any] = field(default_factory=dict)
 
@@ -126,7 +124,6 @@ def snapshot(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Te
 
 
 def assert_same_state(expected: dict[str, Tensor], got: dict[str, Tensor], when: str = "") -> None:
-    """Compare two snapshots bit for bit."""
     assert list(expected) == list(got), (
         f"{when}: {set(expected) ^ set(got)} exist on one side only, or in another order"
     )
@@ -139,7 +136,6 @@ def assert_same_state(expected: dict[str, Tensor], got: dict[str, Tensor], when:
 def assert_same_states(
     expected: list[dict[str, Tensor]], got: list[dict[str, Tensor]], when: str = ""
 ) -> None:
-    """Compare snapshots after each call bit for bit."""
     for index, (one, other) in enumerate(zip(expected, got, strict=True)):
         assert_same_state(one, other, f"{when} call {index}")
 
@@ -198,7 +194,6 @@ def run(
 
 
 def assert_same_run(expected: Trace, got: Trace) -> None:
-    """Compare two runs bit for bit, call by call."""
     assert len(expected.outputs) == len(got.outputs)
     calls = zip(expected.outputs, got.outputs, strict=True)
     for index, (left, right) in enumerate(calls):

@@ -15,7 +15,6 @@ from zoo import ZOO
 def make_step(
     device: torch.device, name: str = "mlp", optimizer: str = "fused_adam", **options: Any
 ) -> tuple[CapturedStep, nn.Module, torch.optim.Optimizer, Callable[[], tuple[Any, ...]]]:
-    """Return a step, its model and optimizer, and a source of batches."""
     case = ZOO[name]
     torch.manual_seed(3)
     model = case.make().to(device)

@@ -44,8 +44,6 @@ class Pair(NamedTuple):
 
 @dataclass(frozen=True)
 class Frozen:
-    """Is replaced as well."""
-
     calls: int = 0
 
 

@@ -261,8 +261,6 @@ def _join(rank: int, num_ranks: int, device_type: str, folder: str) -> None:
 
 
 def _answer(payload: bytes) -> bytes:
-    """Run what the pool has sent; the generator starts anew for each call."""
-
     def call() -> Any:
         function, args = pickle.loads(payload)
         torch.manual_seed(0)
@@ -307,19 +305,16 @@ def chosen_device() -> str:
 
 @pytest.fixture(scope="session")
 def ranks1() -> Iterator[RankPool]:
-    """One gloo rank."""
     yield from _session(1, chosen_device())
 
 
 @pytest.fixture(scope="session")
 def ranks2() -> Iterator[RankPool]:
-    """Two gloo ranks."""
     yield from _session(2, chosen_device())
 
 
 @pytest.fixture(scope="session")
 def ranks4() -> Iterator[RankPool]:
-    """Four gloo ranks."""
     yield from _session(4, chosen_device())
 
 
@@ -337,7 +332,6 @@ def gpu_ranks() -> Iterator[RankPool]:
 
 @pytest.fixture(scope="session")
 def gpu_ranks4() -> Iterator[RankPool]:
-    """Four NCCL ranks."""
     if torch.cuda.device_count() < 4:
         pytest.skip("needs four GPUs")
     yield from _session(4, "cuda")

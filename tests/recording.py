@@ -51,7 +51,6 @@ def record(
     poisons: bool = False,
     scratch: Sequence[Tensor] = (),
 ) -> tuple[CpuGraph, list[Tensor]]:
-    """Record any function of no arguments."""
     backend = (PoisoningBackend if poisons else CpuGraphBackend)(CPU)
     undo = backend.begin_undo(())
     try:

@@ -67,8 +67,6 @@ def puts(target: Any, key: Any, new: Any) -> tuple[Callable[[], Any], Callable[[
 
 
 class Mode(enum.Enum):
-    """Decides on a factor."""
-
     ONE = 1
     TWO = 2
 
@@ -84,14 +82,10 @@ class Term:
 
 
 class Factor:
-    """A class as a configuration."""
-
     weight = 1.0
 
 
 class Slots:
-    """Has no dict."""
-
     __slots__ = ("weight",)
 
     def __init__(self) -> None:
@@ -172,11 +166,9 @@ class Reader(nn.Module):
 
     @property
     def factor(self) -> float:
-        """Of a class's attribute."""
         return type(self).table["scale"]
 
     def forward(self, x: Tensor) -> Tensor:
-        """[B, 4] to []."""
         value = self.value
         number = value.weight if hasattr(value, "weight") else value[0].weight
         return self.weighted(self.layer(x).square().mean() * number * self.shared)

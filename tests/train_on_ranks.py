@@ -34,8 +34,6 @@ class Run:
 
 @dataclass(frozen=True)
 class Answer:
-    """What a rank printed and how it ended."""
-
     code: int
     out: str
     err: str

@@ -14,8 +14,6 @@ ROWS = 12  # divisible into 1, 2 and 3 microbatches
 
 
 def features(*shape: int) -> Callable[[torch.Generator], Batch]:
-    """Return batches of one float tensor."""
-
     def make(generator: torch.Generator) -> Batch:
         return Batch((torch.randn(ROWS, *shape, generator=generator),))
 
@@ -23,7 +21,6 @@ def features(*shape: int) -> Callable[[torch.Generator], Batch]:
 
 
 def tokens(generator: torch.Generator) -> Batch:
-    """Return a batch of ids and of targets."""
     ids = torch.randint(0, VOCABULARY, (2, ROWS, TOKENS), generator=generator)
     return Batch((ids[0], ids[1]))
 

@@ -35,7 +35,6 @@ class Model(nn.Module):
 def train(
     device: torch.device, lengths: tuple[int, ...] = LENGTHS, rows: int = 4, **options: Any
 ) -> tuple[list[dict[str, Tensor]], graphfsdp.CaptureReport]:
-    """Return everything after each call."""
     torch.manual_seed(0)
     model = Model().to(device)
     optimizer = FusedAdam(model.parameters(), lr=1e-2)

@@ -28,7 +28,6 @@ class Model(nn.Module):
 
 
 def good(device: torch.device) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return arguments that fit."""
     x = torch.randn(8, 4, device=device)
     batch = {"x": x, "nested": [torch.randn(8, 4, device=device), "name"]}
     return (batch, torch.rand(8, device=device)), {"power": 2.0}

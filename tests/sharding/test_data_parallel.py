@@ -80,7 +80,6 @@ def run_program(path: str, port: int) -> str:
 
 
 def single(out: Path, *flags: str) -> Path:
-    """Do a run in this process."""
     assert main(["train", *SMALL, "--data", TEXT, "--out", str(out), *flags]) == 0
     return out
 

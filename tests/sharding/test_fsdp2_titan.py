@@ -83,7 +83,6 @@ def next_batch(index: int, mesh: DeviceMesh) -> tuple[Tensor, Tensor]:
 
 
 def losses_of(shard: Any, tp: int, accumulation: int) -> list[float]:
-    """Return the losses of this rank."""
     model, mesh = parallelized(shard, tp)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=False, foreach=True)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / 5))

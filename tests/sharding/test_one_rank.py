@@ -21,8 +21,6 @@ from unseen import Unseen
 
 
 class Scaled(nn.Module):
-    """Multiplies by a number of Python's."""
-
     def __init__(self, numbers: Unseen) -> None:
         super().__init__()
         self.linear = nn.Linear(4, 4)

@@ -27,7 +27,6 @@ class Contrast(nn.Module):
         self.key = copy.deepcopy(self.query).requires_grad_(False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """[B, WIDTH] to []."""
         with torch.no_grad():
             for key, query in zip(self.key.parameters(), self.query.parameters(), strict=True):
                 key.mul_(0.9).add_(query, alpha=0.1)

@@ -28,8 +28,6 @@ def twins() -> tuple[Guarded, Guarded]:
 
 
 def both(do: Callable[[Any], Any], undo: Callable[[Any], Any]) -> Apply:
-    """Return a change of the model, with what takes it back."""
-
     def apply(guarded: Guarded) -> Undo:
         do(guarded.model)
         return lambda: undo(guarded.model)
@@ -38,8 +36,6 @@ def both(do: Callable[[Any], Any], undo: Callable[[Any], Any]) -> Apply:
 
 
 def set_attribute(path: str, name: str, value: Any) -> Apply:
-    """Return a change of one attribute of a module."""
-
     def apply(guarded: Guarded) -> Undo:
         module = guarded.model.get_submodule(path)
         old = getattr(module, name)
@@ -82,8 +78,6 @@ def replace(path: str) -> Apply:
 
 
 def take(path: str, table: str, name: str) -> Apply:
-    """Return the removal of what a module holds."""
-
     def apply(guarded: Guarded) -> Undo:
         held = getattr(guarded.model.get_submodule(path), table)
         old = held.pop(name)

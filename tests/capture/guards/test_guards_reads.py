@@ -32,24 +32,18 @@ class Net(nn.Module):
 
     @property
     def from_property(self) -> float:
-        """The number."""
         return self.number
 
     def __getitem__(self, name: str) -> Any:
-        """Return an attribute by its name."""
         return getattr(self, name)
 
     def forward(self, x: Tensor) -> Tensor:
-        """[B, 4] to []."""
         loss: Tensor = (self.layer(x) * self.read_by[0](self)).square().mean()
         return loss
 
 
 class Counting(Net):
-    """Counts its calls, too."""
-
     def forward(self, x: Tensor) -> Tensor:
-        """[B, 4] to []."""
         self.num_seen += 1
         return super().forward(x)
 
@@ -208,8 +202,6 @@ def test_a_recording_leaves_the_class_of_modules_as_it_was() -> None:
 
 
 class Data:
-    """A configuration."""
-
     def __init__(self) -> None:
         self.gain = 2.0
         self.table = {"k": 2.0}
@@ -237,7 +229,6 @@ class Holder(Net):
         self.unread = {"gain": 2.0}
 
     def forward(self, x: Tensor) -> Tensor:
-        """[B, 4] to []."""
         gain = self.numbers[0] * self.options["gain"] * self.nested[0][1] * self.at_class
         gain *= self.data.gain * self.data.table["k"] * (2.0 if "on" in self.flags else 1.0)
         gain *= 1.0 if self.nothing is None else self.nothing
@@ -248,10 +239,7 @@ class Holder(Net):
 
 
 class CountingHolder(Holder):
-    """Counts its calls in a dict."""
-
     def forward(self, x: Tensor) -> Tensor:
-        """[B, 4] to []."""
         self.counts["calls"] += 1
         return super().forward(x)
 

@@ -32,8 +32,6 @@ SECONDS = 20  # of a busy machine; without the timeout of the group it takes abo
 
 @dataclasses.dataclass
 class Heard:
-    """What a rank has met."""
-
     kind: str
     text: str
     seconds: float

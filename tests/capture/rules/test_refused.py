@@ -121,8 +121,6 @@ def with_optimizer(make: Callable[[Iterator[nn.Parameter]], torch.optim.Optimize
 
 
 class _Counting(torch.optim.SGD):
-    """Counts its steps in Python."""
-
     num_steps = 0
 
     def step(self, closure: object = None) -> None:  # type: ignore[override]
@@ -131,8 +129,6 @@ class _Counting(torch.optim.SGD):
 
 
 class _Own(torch.optim.SGD):
-    """Has a step of its own."""
-
     def step(self, closure: object = None) -> None:  # type: ignore[override]
         super().step()
 
