@@ -7,12 +7,13 @@ from typing import Any
 
 import pytest
 import torch
+from test_param_schedule import SCHEDULE
 from torch import nn
 from torch.optim import lr_scheduler
 from torch.optim.lr_scheduler import LRScheduler
 
 import graphfsdp
-from graphfsdp.optim import FusedAdam, ParamSchedule, ParamScheduler
+from graphfsdp.optim import FusedAdam, ParamScheduler
 
 Make = Callable[[torch.optim.Optimizer], LRScheduler]
 
@@ -60,16 +61,6 @@ def test_every_scheduler_of_torch_is_here() -> None:
     assert classes == set(SCHEDULERS)
 
 
-OURS = ParamSchedule(
-    10,
-    "cosine",
-    lr_warmup_iters=2,
-    weight_decay_incr_style="linear",
-    start_weight_decay=0.0,
-    end_weight_decay=1.0,
-)
-
-
 def train(
     name: str, scope: str, tensor_lr: bool, device: torch.device
 ) -> list[tuple[torch.Tensor, ...]]:
@@ -78,7 +69,7 @@ def train(
     lr = torch.tensor(0.1, device=device) if tensor_lr else 0.1
     optimizer = FusedAdam(model.parameters(), lr=lr, weight_decay=0.5)
     ours = name == "ParamScheduler"
-    scheduler: Any = ParamScheduler(optimizer, OURS) if ours else SCHEDULERS[name](optimizer)
+    scheduler: Any = ParamScheduler(optimizer, SCHEDULE) if ours else SCHEDULERS[name](optimizer)
     found = []
     with graphfsdp.capture(
         model, optimizer, scope=scope, loss_fn=lambda m, x: m(x).square().mean()

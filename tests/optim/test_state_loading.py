@@ -2,7 +2,6 @@
 
 import copy
 import io
-import pickle
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -225,27 +224,6 @@ def test_a_loaded_lr_goes_into_the_lr_tensor() -> None:
     optimizer.load_state_dict(state)
     assert optimizer.param_groups[0]["lr"] is lr
     assert lr.item() == 0.25
-
-
-@pytest.mark.parametrize("how", ["deepcopy", "pickle"])
-def test_copies_go_on_alike_and_apart(how: str) -> None:
-    model = nn.Linear(5, 3).bfloat16()
-    optimizer = FusedAdam(model.parameters(), lr=0.1, master_weights=True, weight_decay=0.1)
-    set_grads(list(model.parameters()))
-    optimizer.step()
-    if how == "deepcopy":
-        twin_model, twin = copy.deepcopy((model, optimizer))
-    else:
-        twin_model, twin = pickle.loads(pickle.dumps((model, optimizer)))
-    assert twin.settings == optimizer.settings
-    for _ in range(2):
-        set_grads(list(model.parameters()), list(twin_model.parameters()))
-        optimizer.step()
-        twin.step()
-    assert_equal(list(model.parameters()), list(twin_model.parameters()))
-    before = copies_of(list(twin_model.parameters()))
-    optimizer.step()
-    assert_equal(list(twin_model.parameters()), before)
 
 
 def test_state_that_was_taken_away_starts_anew() -> None:

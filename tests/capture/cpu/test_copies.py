@@ -56,22 +56,30 @@ def muon_of(params: Any, lr: float) -> Muon:
 
 
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("make_optim", [FusedAdam, sgd])
+@pytest.mark.parametrize(
+    ("make_optim", "dtype"),
+    [
+        (FusedAdam, torch.float32),
+        (partial(FusedAdam, master_weights=True), torch.bfloat16),
+        (sgd, torch.float32),
+    ],
+)
 def test_a_pair_that_is_being_replayed_is_copied_and_both_train_alike(
-    way: str, make_optim: Callable[[Any], torch.optim.Optimizer]
+    way: str, make_optim: Callable[[Any], torch.optim.Optimizer], dtype: torch.dtype
 ) -> None:
     """The graph stays with the original; nothing is shared."""
     torch.manual_seed(0)
     layers = [nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 1)]
-    model = nn.Sequential(*layers)
+    model = nn.Sequential(*layers).to(dtype)
     optim = make_optim(model.parameters())
     step = capture(model, optim)
-    batches = [torch.randn(5, 4) for _ in range(9)]
+    batches = [torch.randn(5, 4, dtype=dtype) for _ in range(9)]
     for batch in batches[:4]:
         step(batch)
     before = snapshot(model, optim)
     pair: Pair = WAYS[way]((model, optim))
     assert pair[1].param_groups[0]["params"][0] is next(pair[0].parameters())
+    assert getattr(pair[1], "settings", None) == getattr(optim, "settings", None)
     other = capture(*pair)
     losses = [other(batch) for batch in batches[4:]]
     assert_same_state(before, snapshot(model, optim), "the original")
