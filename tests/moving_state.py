@@ -100,10 +100,12 @@ def of_item(table: Any, key: Any = "calls") -> Count:
     return counted
 
 
-def of_length(grow: Callable[[], Any], length: Callable[[], int]) -> Count:
+def of_holder(
+    holder: Any, grow: Callable[[Any], object], length: Callable[[Any], int] = len
+) -> Count:
     def counted() -> int:
-        grow()
-        return length()
+        grow(holder)
+        return length(holder)
 
     return counted
 
@@ -194,31 +196,6 @@ def of_text(template: str) -> Count:
     return counted
 
 
-def of_list() -> Count:
-    history: list[int] = []
-    return of_length(lambda: history.append(0), lambda: len(history))
-
-
-def of_set() -> Count:
-    seen: set[int] = set()
-    return of_length(lambda: seen.add(len(seen)), lambda: len(seen))
-
-
-def of_queue() -> Count:
-    waiting: queue.Queue[int] = queue.Queue()
-    return of_length(lambda: waiting.put(1), waiting.qsize)
-
-
-def of_deque() -> Count:
-    recent: collections.deque[int] = collections.deque([0], maxlen=3)
-    return of_length(lambda: recent.append(recent[-1] + 1), lambda: recent[-1])
-
-
-def of_bytes() -> Count:
-    content = bytearray(b"")
-    return of_length(lambda: content.append(1), lambda: len(content))
-
-
 def of_method() -> Count:
     class Meter:
         def __init__(self) -> None:
@@ -277,11 +254,21 @@ HELD: dict[str, tuple[Callable[[], Count], str]] = {
         "state.value.calls",
     ),
     "text": (lambda: of_text("call {}"), "state.word"),
-    "length_of_a_list": (of_list, "history"),
-    "length_of_a_set": (of_set, "seen"),
-    "queue": (of_queue, "waiting"),
-    "deque": (of_deque, "recent"),
-    "bytearray": (of_bytes, "content"),
+    "length_of_a_list": (lambda: of_holder([], lambda items: items.append(0)), "holder"),
+    "length_of_a_set": (lambda: of_holder(set(), lambda seen: seen.add(len(seen))), "holder"),
+    "queue": (
+        lambda: of_holder(queue.Queue(), lambda items: items.put(1), queue.Queue.qsize),
+        "holder",
+    ),
+    "deque": (
+        lambda: of_holder(
+            collections.deque([0], maxlen=3),
+            lambda recent: recent.append(recent[-1] + 1),
+            lambda recent: int(recent[-1]),
+        ),
+        "holder",
+    ),
+    "bytearray": (lambda: of_holder(bytearray(), lambda content: content.append(1)), "holder"),
     "method": (of_method, "Meter.total"),
     "context_variable": (of_context, "SCALE.get()"),
 }
