@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 import graphfsdp
+from allowed_programs import ALLOWED
 from graphfsdp.optim import FusedAdam
 from probe import Inner, Probe, Program
-from programs import ALLOWED
 from programs import REFUSED as PROGRAMS
 
 
