@@ -237,7 +237,7 @@ def swallowed_with_another_one(self: Inner, h: Tensor, x: Tensor) -> Tensor:
     return h
 
 
-@refused(HOST_READ, SCALAR, READ, cpu_only=True)
+@refused(HOST_READ, SCALAR, READ)
 def turned_into_another_error(self: Inner, h: Tensor, x: Tensor) -> Tensor:
     try:
         return h * x.sum().item()  # refused

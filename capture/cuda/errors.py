@@ -142,7 +142,10 @@ def explain(error: BaseException) -> CudaCaptureError | None:
     """
     found = None
     link: BaseException | None = error
-    while link is not None:
+    links: list[BaseException] = []
+    # A refusal that the model has turned into another error is the cause and the end of it.
+    while link is not None and not any(link is each for each in links):
+        links.append(link)
         found = find_capture_error(str(link)) or found
         link = link.__cause__ or link.__context__
     return found
