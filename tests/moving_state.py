@@ -3,10 +3,13 @@
 import argparse
 import collections
 import contextvars
+import functools
 import math
 import queue
 import sys
+import threading
 import types
+import weakref
 from array import array
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -32,6 +35,10 @@ COUNTS: collections.Counter[str] = collections.Counter()
 MODULE = types.ModuleType("moving_settings")
 MODULE.__file__ = __file__
 MODULE.calls = 0  # type: ignore[attr-defined]
+MODULE.inner = types.ModuleType("moving_settings.inner")  # type: ignore[attr-defined]
+MODULE.inner.__file__ = __file__
+MODULE.inner.calls = 0
+KEPT: list[Any] = []  # what is referred to weakly
 SCALE = contextvars.ContextVar("SCALE", default=0)
 
 
@@ -148,6 +155,63 @@ def of_loaded_module() -> Count:
     return counted
 
 
+def of_imported_module() -> Count:
+    sys.modules["moving_settings"] = MODULE
+
+    def counted() -> int:
+        import moving_settings  # type: ignore[import-not-found]
+
+        moving_settings.calls += 1
+        return int(moving_settings.calls)
+
+    return counted
+
+
+def of_inner_module() -> Count:
+    def counted() -> int:
+        MODULE.inner.calls += 1
+        return int(MODULE.inner.calls)
+
+    return counted
+
+
+def of_registered_function() -> Count:
+    @functools.singledispatch
+    def counted(value: object) -> int:
+        return 0
+
+    table = {"calls": 0}
+
+    @counted.register
+    def _(value: int) -> int:
+        table["calls"] += 1
+        return table["calls"]
+
+    return lambda: counted(1)
+
+
+def kept(thing: Any) -> Any:
+    KEPT.append(thing)
+    return thing
+
+
+def of_reference() -> Count:
+    reference = weakref.ref(kept(Hidden()))
+
+    def counted() -> int:
+        owner: Any = reference()
+        owner.calls += 1
+        return int(owner.calls)
+
+    return counted
+
+
+def of_this_thread() -> Count:
+    owner = threading.local()
+    owner.calls = 0
+    return of_attribute(owner)
+
+
 def of_default() -> Count:
     def counted(state: list[int] = [0]) -> int:  # noqa: B006
         state[0] += 1
@@ -241,6 +305,12 @@ HELD: dict[str, tuple[Callable[[], Count], str]] = {
     "global": (of_global, "CALLS"),
     "globals_by_name": (of_globals_by_name, "CALLS"),
     "loaded_module": (of_loaded_module, "moving_settings.calls"),
+    "imported_module": (of_imported_module, "moving_settings.calls"),
+    "inner_module": (of_inner_module, "moving_settings.inner.calls"),
+    "registered_function": (of_registered_function, "table['calls']"),
+    "reference": (of_reference, "reference()._calls"),
+    "proxy": (lambda: of_attribute(weakref.proxy(kept(Hidden()))), "owner._calls"),
+    "thread": (of_this_thread, "owner.calls"),
     "default": (of_default, "(default 0)[0]"),
     "function": (of_function, "counted.calls"),
     "tuple": (lambda: of_replaced((0, "a"), lambda old: (old[0] + 1, "a")), "state.value[0]"),

@@ -1,10 +1,8 @@
 """How guards ask: many things in one call, compared with what they were."""
 
 import contextvars
-import enum
 import operator
 import types
-import weakref
 from array import array
 from collections import ChainMap, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -19,15 +17,12 @@ from torch import Tensor, nn
 from torch._C._dynamo.guards import dict_version
 from torch.overrides import TorchFunctionMode
 
+from graphfsdp._capture.trace.reach import MISSING, SCALARS, VALUES, WeakTensor
 from graphfsdp.base.changes import Change, ChangeKind
 
-MISSING = object()
 FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType, types.MethodType, type)
 CONTAINERS = (dict, list, set, deque, bytearray, array)
-_PLAIN = (
-    *(bool, int, float, complex, str, bytes, type(None), range, slice, enum.Enum, np.generic),
-    *(torch.dtype, torch.device, torch.Generator),
-)
+_PLAIN: tuple[type, ...] = (*SCALARS, *VALUES, torch.Generator)
 _IDENTITIES = (*FUNCTIONS, types.CodeType, types.ModuleType, Tensor, nn.Module)
 
 
@@ -292,7 +287,7 @@ def same(old: Any, new: Any) -> bool:
     Objects of the user's classes are, if they are of one class: what is read of them has places
     of its own.
     """
-    if isinstance(old, weakref.ref):
+    if isinstance(old, WeakTensor):
         old = old()
     if old is new:
         return True
@@ -317,11 +312,6 @@ def _is_same_memory(old: Tensor, new: Tensor) -> bool:
         return False
     facts = [(t.data_ptr(), t.shape, t.stride(), t.dtype, t.requires_grad) for t in (old, new)]
     return facts[0] == facts[1]
-
-
-def without_tensors(value: Any) -> Any:
-    """Return a weak reference to a tensor; other values are what they are."""
-    return weakref.ref(value) if isinstance(value, Tensor) else value
 
 
 def _first_difference(title: str, old: Any, new: Any) -> tuple[str, Any, Any]:

@@ -27,7 +27,6 @@ from torch import Tensor, nn
 from graphfsdp._capture.guards.asks import (
     CONTAINERS,
     FUNCTIONS,
-    MISSING,
     Ask,
     Place,
     Places,
@@ -35,12 +34,19 @@ from graphfsdp._capture.guards.asks import (
     copy_of,
     is_plain,
     same,
-    without_tensors,
 )
-from graphfsdp._capture.guards.modules import OWN, is_named, join
+from graphfsdp._capture.guards.modules import is_named, join
 from graphfsdp._capture.guards.reads import Reads
 from graphfsdp._capture.trace.attribute_log import AttributeLog
-from graphfsdp._capture.trace.reach import functions_of, special_methods
+from graphfsdp._capture.trace.reach import (
+    MISSING,
+    OWN,
+    called_instead,
+    functions_of,
+    loaded,
+    special_methods,
+    without_tensors,
+)
 from graphfsdp._capture.trace.source import file_of, is_installed_file, is_users_file
 from graphfsdp.base.changes import Change
 
@@ -112,9 +118,8 @@ class _Search:
                 for key, value in given.items():
                     what = f"{kind} {key!r} of a functools.partial"
                     self._variable(what, given, key, value, read, (), read)
-            self._function(function.func, owner, title)
         elif isinstance(function, types.MethodType):
-            self._function(function.__func__, function.__self__, title)
+            owner = function.__self__
         elif isinstance(function, types.FunctionType):
             self._code(function, owner, title)
         elif isinstance(function, types.BuiltinMethodType):
@@ -124,14 +129,13 @@ class _Search:
             call: object = type(function).__call__
             if isinstance(call, types.FunctionType):
                 self._code(call, function, title)
-        wrapped = getattr(function, "__wrapped__", None)
-        if callable(wrapped) and self._is_new("wrapped", function):
-            self._function(wrapped, owner, title)
         registry = getattr(function, "registry", None)  # of functools.singledispatch
         if isinstance(registry, types.MappingProxyType):
             called = getattr(function, "__qualname__", title)
             self._look(f"what is registered for {called}", registry)
-            self._named += [(each, None, "") for each in registry.values()]
+        for inner in called_instead(function):
+            if self._is_new("inner", inner, owner):
+                self._function(inner, owner, title)
 
     def _reads(self, code: types.CodeType) -> Reads:
         if code not in self._known:
@@ -190,8 +194,8 @@ class _Search:
             read = reads.of(name, deeper)
             self._variable(what, table, name, table[name], read, reads.texts, deeper)
         by_text = reads.texts if "modules" in reads.attributes else set()  # of sys
-        for name in sorted((by_text | reads.imports) & sys.modules.keys()):
-            self._module(f"module {name!r}", sys.modules[name], reads.attributes, reads.attributes)
+        for name, module in loaded(by_text | reads.imports):
+            self._module(f"module {name!r}", module, reads.attributes, reads.attributes)
         if {"environ", "getenv"} & (reads.attributes | reads.globals):
             environ: Any = os.environ
             for name in sorted(reads.texts):
@@ -292,6 +296,8 @@ class _Search:
         self, title: str, value: Any, read: AbstractSet[str], deeper: AbstractSet[str], depth: int
     ) -> None:
         """Note the items of a container, and what is read of an object."""
+        if isinstance(value, weakref.ref):
+            value = value()
         if isinstance(value, contextvars.ContextVar):
             self._look(f"the value of {title}", value)
             return
@@ -304,8 +310,10 @@ class _Search:
             self._look(f"the items of {title}", value)
             self._objects_in(title, dict(value), deeper, depth)
             return
-        if not isinstance(value, (type, Tensor, nn.Module)) and self._is_new("special", value):
-            for base, name in special_methods(type(value)):
+        is_class = isinstance(value, type)
+        is_function = is_class and issubclass(value, torch.autograd.Function)
+        if not (is_class or isinstance(value, (Tensor, nn.Module))) or is_function:
+            for base, name in special_methods(value if is_function else type(value)):
                 if not _is_of_a_library(base):
                     self._of_class(value, base, name, title, deeper, depth)
         value = value.data if isinstance(value, (UserDict, UserList)) else value
@@ -315,22 +323,18 @@ class _Search:
             self._items(title, value)
             self._objects_in(title, value, deeper, depth)
         elif not is_plain(value) and not isinstance(value, (Tensor, nn.Module)):
-            if isinstance(value, type) and issubclass(value, torch.autograd.Function):
-                self._named += [(value.forward, None, ""), (value.backward, None, "")]
             self._attributes(
                 value, title, lambda name: f"{name!r} of {title}", read, deeper, depth + 1
             )
 
-    def _deeper(self, title: str, value: Any, read: AbstractSet[str], depth: int) -> None:
-        if depth < _MAX_DEPTH and self._is_new("inside", value, *sorted(read)):
-            self._contents(title, value, read, read, depth + 1)
-
     def _objects_in(self, title: str, live: Any, read: AbstractSet[str], depth: int) -> None:
-        if len(live) > _MAX_OBJECTS:
+        if len(live) > _MAX_OBJECTS or depth >= _MAX_DEPTH:
             return
+        names = sorted(read)
         for key, item in list(dict.items(live) if isinstance(live, dict) else enumerate(live)):
-            if not is_plain(item) and not isinstance(item, (Tensor, nn.Module)):
-                self._deeper(f"{key!r} of {title}", item, read, depth)
+            is_data = is_plain(item) or isinstance(item, (Tensor, nn.Module))
+            if not is_data and self._is_new("inside", item, *names):
+                self._contents(f"{key!r} of {title}", item, read, read, depth + 1)
 
     def _module(
         self,
@@ -339,18 +343,20 @@ class _Search:
         read: AbstractSet[str],
         deeper: AbstractSet[str],
     ) -> None:
-        """Note what is read of a Python module, or of one in it; of libraries, only functions."""
+        """Look at what is read of a Python module, or of one in it; of others only functions."""
         if not self._is_new("module", module, *sorted(read)):
             return
-        is_users = is_users_file(file_of(module))
-        for name in sorted(read & vars(module).keys()):
-            value = vars(module)[name]
+        is_users, table = is_users_file(file_of(module)), vars(module)
+        for name in sorted(read & table.keys()):
+            value, what = table[name], f"{name!r} of {title}"
             if isinstance(value, _SIMPLE_FUNCTIONS):
-                self._note(f"function {name!r} of {module.__name__}", vars(module), name, value)
-            elif isinstance(value, types.ModuleType):
+                what = f"function {name!r} of {module.__name__}"
+            if isinstance(value, types.ModuleType):
                 self._module(f"module {value.__name__!r}", value, deeper, deeper)
             elif is_users:
-                self._note(f"{name!r} of {title}", vars(module), name, value)
+                self._variable(what, table, name, value, deeper, (), deeper)
+            elif isinstance(value, _SIMPLE_FUNCTIONS):
+                self._note(what, table, name, value)
 
     def _items(self, title: str, live: Any) -> None:
         if len(live) > _MAX_ITEMS:

@@ -9,7 +9,6 @@ from torch import Tensor, nn
 from graphfsdp._capture.guards.asks import (
     CONTAINERS,
     FUNCTIONS,
-    MISSING,
     Ask,
     Place,
     Places,
@@ -18,11 +17,10 @@ from graphfsdp._capture.guards.asks import (
     same_objects,
 )
 from graphfsdp._capture.trace.attribute_log import AttributeLog
+from graphfsdp._capture.trace.reach import MISSING, OWN
 from graphfsdp.base.changes import Change, ChangeKind
 
 _TABLES = (("_parameters", "parameter"), ("_buffers", "buffer"), ("_modules", "module"))
-# What every module has and no forward pass depends on.
-OWN = frozenset((*vars(nn.Module()), *dir(nn.Module))) - {"training"}
 # What torch's own layers keep for their repr: the forward pass takes it from the weights.
 _UNUSED_BY_TORCH = frozenset(
     {
@@ -124,11 +122,11 @@ class AttributeGuard:
         for path, module in self._modules:
             table = vars(module)
             for name, value in table.items():
-                if name in OWN or log.assigned(module, name):
-                    continue
-                if name == "training":
+                if name == "training" and not log.assigned(module, name):
                     if every_mode or any(log.read(part, name) for part in module.modules()):
                         self._modes[path] = table, value
+                elif name in OWN or log.assigned(module, name):
+                    continue
                 elif is_read(module, name, value):
                     self._add(join(path, name), table, name, before)
             for name in ("forward", *sorted(log.names_read(module) - OWN - table.keys())):

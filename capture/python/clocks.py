@@ -12,6 +12,16 @@ from graphfsdp._capture.trace.source import called_by_us, user_source_line
 from graphfsdp.base.hazards import SourceLine
 
 ClockReads = list[tuple[str, SourceLine | None]]
+# Functions that tell the time, and the classes with methods that do.
+CLOCKS = frozenset(
+    {
+        *(time.time, time.time_ns, time.monotonic, time.monotonic_ns),
+        *(time.perf_counter, time.perf_counter_ns, time.process_time, time.process_time_ns),
+        *(time.thread_time, time.thread_time_ns, time.localtime, time.gmtime),
+        *(time.ctime, time.asctime, time.strftime),
+        *(datetime.datetime, datetime.date),
+    }
+)
 _NOW, _IN_PARTS = time.time, time.localtime  # whatever these names are bound to meanwhile
 _OF_SECONDS = ("localtime", "gmtime", "ctime")  # or of now, if none are given
 _OF_PARTS = types.MappingProxyType({"asctime": 0, "strftime": 1})  # the same, behind so many more

@@ -2,33 +2,21 @@
 
 import contextlib
 import contextvars
-import datetime
 import operator
 import random
 import types
-import uuid
 import warnings
 from array import array
 from collections import OrderedDict, deque
 from collections.abc import Iterable, Iterator
-from decimal import Decimal
-from fractions import Fraction
 from gc import get_referents
 from itertools import count
 from typing import Any, NamedTuple
 
 import numpy as np
-import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-MISSING = object()
-SCALARS = frozenset(
-    {int, float, bool, str, complex, bytes, type(None), range, slice, torch.dtype, torch.device}
-)
-# Of these classes, what is the same is equal.
-VALUES = (datetime.date, datetime.time, datetime.timedelta, Decimal, Fraction, uuid.UUID)
-# What every module has; its mode is set by whoever calls the iteration.
-OWN = frozenset((*vars(nn.Module()), *dir(nn.Module)))
+from graphfsdp._capture.trace.reach import MISSING, OWN, SCALARS
 
 
 def position_of(value: Any, depth: int) -> Any:

@@ -1,22 +1,14 @@
 """Named places of Python, as they were at one time, and what has moved between two times."""
 
 import contextlib
-import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from torch import Tensor
 
-from graphfsdp._capture.python.held import (
-    MISSING,
-    position_of,
-    put,
-    put_array,
-    put_length,
-    state_of,
-)
+from graphfsdp._capture.python.held import position_of, put, put_array, put_length, state_of
+from graphfsdp._capture.trace.reach import MISSING, WeakTensor, without_tensors
 
 
 @dataclass(slots=True)
@@ -107,7 +99,8 @@ class Snapshot:
 
     def hold(self, put_back: Callable[[Any, Any], None], live: Any, saved: Any) -> None:
         """Remember what something that can change held: its items, not one of its own objects."""
-        self._held.append((put_back, live, _each(_weak, saved) if self._weakly else saved))
+        kept = _each(without_tensors, saved) if self._weakly else saved
+        self._held.append((put_back, live, kept))
 
     def restore(self) -> None:
         """Put everything back to what it was, in the objects that it was in."""
@@ -139,21 +132,13 @@ def _each(change: Callable[[Any], Any], saved: Any) -> Any:
     return [change(item) for item in saved] if type(saved) is list else change(saved)
 
 
-def _weak(value: Any) -> Any:
-    return _Weak(value) if issubclass(type(value), Tensor) else value
-
-
 def _strong(value: Any) -> Any:
-    if not isinstance(value, _Weak):
+    if not isinstance(value, WeakTensor):
         return value
     found = value()
     if found is None:
         raise LookupError("a tensor that is gone")
     return found
-
-
-class _Weak(weakref.ref[Tensor]):
-    """None of the users' own weak references."""
 
 
 def _is_float(values: np.ndarray[Any, Any]) -> bool:

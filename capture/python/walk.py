@@ -11,7 +11,9 @@ import enum
 import functools
 import random
 import sys
+import threading
 import types
+import weakref
 from array import array
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -21,10 +23,21 @@ import torch
 from torch import Tensor, nn
 
 from graphfsdp._capture.python import held
-from graphfsdp._capture.python.code import CLOCKS, names_in, numbers_in
-from graphfsdp._capture.python.held import MISSING, OWN, SCALARS
+from graphfsdp._capture.python.clocks import CLOCKS
 from graphfsdp._capture.python.places import Place, Snapshot
-from graphfsdp._capture.trace.reach import INDIRECT, functions_of, is_called_by_python
+from graphfsdp._capture.trace.reach import (
+    INDIRECT,
+    MISSING,
+    OWN,
+    SCALARS,
+    VALUES,
+    called_instead,
+    functions_of,
+    is_called_by_itself,
+    loaded,
+    names_in,
+    numbers_in,
+)
 from graphfsdp._capture.trace.source import file_of, is_installed_file, is_users_file
 
 _MAX_DEPTH = 12
@@ -37,18 +50,9 @@ _SCHEDULERS = (torch.optim.lr_scheduler.LRScheduler, torch.optim.Optimizer)
 # Objects of these are the machinery of Python.
 _MACHINERY = frozenset(
     {
-        *(
-            "_io",
-            "_pytest",
-            "_thread",
-            "_weakref",
-            "asyncio",
-            "concurrent",
-            "importlib",
-            "io",
-            "logging",
-        ),
-        *("multiprocessing", "pathlib", "re", "socket", "subprocess", "threading", "weakref"),
+        *("_io", "_pytest", "_thread", "_weakref", "asyncio", "concurrent", "importlib", "io"),
+        *("logging", "multiprocessing", "pathlib", "re", "socket", "subprocess", "threading"),
+        "weakref",
     }
 )
 _NO_SLOTS = frozenset({"__dict__", "__weakref__"})
@@ -68,12 +72,12 @@ def take_snapshot(
     ``weakly``: hold no tensor.
     """
     walk = _Walk(optimizers, Snapshot(weakly=weakly))
+    walk.generator("random", random._inst)
+    walk.generator("numpy.random", np.random.mtrand._rand)
     for path, module in model.named_modules():
         walk.module(f"model.{path}".rstrip("."), module, 0)
     for function in functions:
         walk.visit(getattr(function, "__name__", type(function).__name__), function)
-    walk.generator("random", random._inst)
-    walk.generator("numpy.random", np.random.mtrand._rand)
     return walk.found
 
 
@@ -83,6 +87,7 @@ class _Walk:
         self._alive: dict[int, Any] = {id(optimizer): optimizer for optimizer in optimizers}
         self._looks: dict[type, _Look | None] = {}  # asked once for each class and walk
         self._named: set[str] = set()  # by code
+        self._asked: set[tuple[int, frozenset[str]]] = set()  # modules of Python, for these names
         self._unnamed: dict[str, list[tuple[Any, int, int]]] = {}
         # The same by the class that has them.
         self._unnamed_of: dict[str, list[tuple[Any, int, int]]] = {}
@@ -106,7 +111,7 @@ class _Walk:
         if isinstance(value, tuple):
             self._tuple(name, value, depth + 1, far, held.InTuple(holder, key))
             return
-        if isinstance(value, (np.generic, frozenset, enum.Enum, *held.VALUES)):
+        if isinstance(value, (frozenset, *VALUES)):
             self.found.places[name] = Place(value, "value", holder, key)
             return
         self._clock(value, holder, key)
@@ -211,15 +216,12 @@ class _Walk:
 
     def function(self, name: str, function: Any, depth: int, far: int) -> None:
         """Note what a function names: globals, closure, defaults, and its own attributes."""
-        wrapped = getattr(function, "__wrapped__", None)
-        if wrapped is not None:
-            self.visit(name, wrapped, depth, far)
+        for inner in called_instead(function):
+            self.visit(name, inner, depth, far)
         if isinstance(function, functools.partial):
-            self.visit(name, function.func, depth, far)
             self.visit(f"{name}.args", function.args, depth, far)
             self.visit(f"{name}.keywords", function.keywords, depth, far)
         elif isinstance(function, types.MethodType):
-            self.visit(name, function.__func__, depth, far)
             owner = function.__self__
             title = owner.__name__ if isinstance(owner, type) else type(owner).__name__
             self.visit(title, owner, depth, far)
@@ -257,14 +259,16 @@ class _Walk:
         for key in mine:
             if isinstance(table[key], types.ModuleType):
                 self._module_of_python(table[key], names, depth, far)
-        if {"sys", "modules"} <= names:  # sys.modules["name"].x
-            for key in names & sys.modules.keys() - {"sys"}:
-                self._module_of_python(sys.modules[key], names, depth, far)
+        for _, module in loaded(names):
+            self._module_of_python(module, names, depth, far)
 
     def _module_of_python(
         self, module: types.ModuleType, names: frozenset[str], depth: int, far: int
     ) -> None:
         """Note what code reads of a module, by the names in it; of libraries only clocks."""
+        if (id(module), names) in self._asked:
+            return
+        self._asked.add((id(module), names))
         table = vars(module)
         named = sorted(names & table.keys())
         if not is_users_file(file_of(module)):
@@ -275,6 +279,9 @@ class _Walk:
         far += is_installed_file(file_of(module))
         if far <= _MAX_FAR:
             self._names(f"{module.__name__}.", table, named, depth, far)
+            for key in named:
+                if isinstance(table[key], types.ModuleType):
+                    self._module_of_python(table[key], names, depth, far)
 
     def python_module(self, name: str, module: types.ModuleType, depth: int, far: int) -> None:
         """Note the data of a module that something holds; of libraries nothing."""
@@ -381,7 +388,7 @@ class _Walk:
         Models can also be built, loaded, saved and generated with, which no iteration does.
         """
         name = getattr(function, "__qualname__", key)
-        if is_called_by_python(key, function) or key == "forward" or key in self._named:
+        if is_called_by_itself(kind, key, function) or key == "forward" or key in self._named:
             self.visit(name, function, depth, far)
         elif not (key == "__init__" and issubclass(kind, nn.Module)):
             item = (function, depth, far)
@@ -397,6 +404,10 @@ class _Walk:
             found += self._unnamed_of.pop(code.co_qualname.rpartition(".")[0], [])
         for function, depth, far in found:
             self.visit(getattr(function, "__qualname__", "a method"), function, depth, far)
+
+    def reference(self, name: str, value: Any, depth: int, far: int) -> None:
+        """Note what a weak reference refers to."""
+        self.visit(f"{name}()", value(), depth, far)
 
     def iterator(self, name: str, value: Any, depth: int, far: int) -> None:
         self.found.places[name] = Place(held.position_of(value, 0), "advance", value)
@@ -440,6 +451,8 @@ def _look_of(kind: type) -> _Look | None:
         (torch.optim.Optimizer, _Walk.optimizer),
         (_SCHEDULERS, _Walk.attributes),
         (type, _Walk.user_class),
+        (weakref.ref, _Walk.reference),
+        ((threading.local, *weakref.ProxyTypes), _Walk.item),
         (types.ModuleType, _Walk.python_module),
     )
     if kind in _CONTAINERS:

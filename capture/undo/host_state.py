@@ -1,5 +1,6 @@
 """An iteration that can be undone: what Python objects point at which tensors, and the rest."""
 
+import itertools
 import random
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -32,18 +33,14 @@ class HostState:
     ) -> None:
         self._model = model
         self._optimizers = [HostOptimizer(optimizer, counts) for optimizer in optimizers]
-        self._attributes = {
-            (module_name, name): (module, value)
-            for module_name, module in model.named_modules()
-            for name, value in _tensor_attributes(module)
-        }
+        self._kept = [
+            (path, module, list(map(_kept, _tables(module))))
+            for path, module in model.named_modules()
+        ]
         # What `tensor.data = ...` would take away; an alias keeps the memory, not the tensor.
         self._data = {
-            key: tensor.detach()
-            for key, (_, tensor) in self._attributes.items()
-            if _is_plain(tensor)
+            tensor: tensor.detach() for *_, tensor in self._tensors() if _is_plain(tensor)
         }
-        self._kept = [(module, list(map(_kept, _tables(module)))) for module in model.modules()]
         self._restore_gradients = restore_gradients
 
     def check_unchanged(self, was_read: Callable[[Tensor], bool]) -> None:
@@ -51,9 +48,9 @@ class HostState:
             raise change
 
     def changes(self, was_read: Callable[[Tensor], bool]) -> Iterator[CaptureError]:
-        for (module_name, name), (module, before) in self._attributes.items():
+        for module_name, module, name, before in self._tensors():
             if _lookup(module, name) is before:
-                if self._has_new_data((module_name, name)):
+                if self._has_new_data(before):
                     yield CaptureError(
                         f"the iteration gave {_join(module_name, name)!r} new memory (.data = or "
                         "set_); a replay would go on reading the old one. Remedy: update it in "
@@ -78,26 +75,31 @@ class HostState:
     def restore(self) -> None:
         for root in sharded_roots(self._model):
             root.abandon_iteration()
-        for module, tables in self._kept:
+        for _, module, tables in self._kept:
             for table, kept in zip(_tables(module), tables, strict=True):
                 for name in [key for key, value in table.items() if isinstance(value, Tensor)]:
                     if name not in kept:
                         del table[name]
                 table.update(kept)
             module._non_persistent_buffers_set.intersection_update(module._buffers)
-        for key, (_, before) in self._attributes.items():
-            if self._has_new_data(key):
-                before.data = self._data[key]
+        for tensor, data in self._data.items():
+            if self._has_new_data(tensor):
+                tensor.data = data
         for optimizer in self._optimizers:
             optimizer.restore()
         self._restore_gradients()
 
-    def _has_new_data(self, key: tuple[str, str]) -> bool:
-        old = self._data.get(key)
+    def _tensors(self) -> Iterator[tuple[str, nn.Module, str, Tensor]]:
+        for path, module, tables in self._kept:
+            for name, value in itertools.chain.from_iterable(table.items() for table in tables):
+                if isinstance(value, Tensor):
+                    yield path, module, name, value
+
+    def _has_new_data(self, tensor: Tensor) -> bool:
+        old = self._data.get(tensor)
         if old is None:
             return False
-        new = self._attributes[key][1]
-        return bool(new.untyped_storage()._cdata != old.untyped_storage()._cdata)
+        return bool(tensor.untyped_storage()._cdata != old.untyped_storage()._cdata)
 
 
 def _tables(module: nn.Module) -> Sequence[dict[str, Any]]:
@@ -118,21 +120,12 @@ def _is_plain(tensor: Tensor) -> bool:
     return not torch._C._functorch.is_functorch_wrapped_tensor(tensor)  # as vmap leaves them
 
 
-def _tensor_attributes(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    yield from ((name, p) for name, p in module._parameters.items() if p is not None)
-    yield from ((name, b) for name, b in module._buffers.items() if b is not None)
-    yield from ((name, v) for name, v in vars(module).items() if isinstance(v, Tensor))
-
-
 def _is_registered(module: nn.Module, name: str) -> bool:
     return name in module._parameters or name in module._buffers
 
 
 def _lookup(module: nn.Module, name: str) -> object:
-    for table in (module._parameters, module._buffers, vars(module)):
-        if name in table:
-            return table[name]
-    return None
+    return next((table[name] for table in _tables(module) if name in table), None)
 
 
 def _join(module_name: str, name: str) -> str:

@@ -2,10 +2,14 @@
 
 import argparse
 import dataclasses
+import datetime
 import functools
 import operator
+import sys
 import types
+import weakref
 from collections.abc import Callable
+from decimal import Decimal
 from typing import Any, ClassVar
 
 import pytest
@@ -132,6 +136,55 @@ def by_partial(thing: Any) -> tuple[Reads, Sets]:
     return lambda: given(), lambda value: setattr(thing, "weight", value)
 
 
+def of_value(make: Callable[[float], Any], read: Callable[[Any], Any]) -> tuple[Reads, Sets]:
+    """Of a value that is replaced, never changed."""
+    held = types.SimpleNamespace(value=make(1.0))
+    return lambda: read(held.value), lambda value: setattr(held, "value", make(value))
+
+
+def by_reference(data: Data) -> tuple[Reads, Sets]:
+    reference = weakref.ref(data)
+
+    def read() -> float:
+        found = reference()
+        assert found is not None
+        return found.weight
+
+    return read, lambda value: setattr(DATA, "weight", value)
+
+
+DATA = Data()
+SETTINGS = types.ModuleType("settings_around")
+exec("def scale(): return FACTOR", vars(SETTINGS))
+
+
+def of_module(name: str, thing: Any, read: Reads) -> tuple[Reads, Sets]:
+    setattr(SETTINGS, name, thing)
+    return read, lambda value: setattr(thing, "weight", value)
+
+
+def of_module_table() -> tuple[Reads, Sets]:
+    table = SETTINGS.TABLE = {"weight": 1.0}  # type: ignore[attr-defined]
+    return lambda: SETTINGS.TABLE["weight"], lambda value: table.update(weight=value)
+
+
+def of_module_function() -> tuple[Reads, Sets]:
+    SETTINGS.FACTOR = 1.0  # type: ignore[attr-defined]
+    return lambda: SETTINGS.scale(), lambda value: setattr(SETTINGS, "FACTOR", value)
+
+
+def of_imported_function() -> tuple[Reads, Sets]:
+    SETTINGS.FACTOR = 1.0  # type: ignore[attr-defined]
+    sys.modules[SETTINGS.__name__] = SETTINGS
+
+    def read() -> Any:
+        from settings_around import scale  # type: ignore[import-not-found]
+
+        return scale()
+
+    return read, lambda value: setattr(SETTINGS, "FACTOR", value)
+
+
 def by_getter(data: Any, get: Any) -> Reads:
     return lambda: get(data)
 
@@ -151,6 +204,16 @@ WAYS: dict[str, Callable[[], tuple[Reads, Sets]]] = {
     "nested_tuple": lambda: of_dict(by_nested_tuple),
     "bound_builtin": lambda: of_dict(by_bound_builtin),
     "partial": lambda: by_partial(namespace()),
+    "decimal": lambda: of_value(Decimal, float),
+    "date": lambda: of_value(lambda day: datetime.date(2000, 1, int(day)), lambda date: date.day),
+    "reference": lambda: by_reference(DATA),
+    "table_of_a_module": of_module_table,
+    "object_of_a_module": lambda: of_module("data", namespace(), lambda: SETTINGS.data.weight),
+    "class_of_a_module": lambda: of_module(
+        "Kind", type("Kind", (), {"weight": 1.0}), lambda: SETTINGS.Kind.weight
+    ),
+    "function_of_a_module": of_module_function,
+    "imported_function": of_imported_function,
     "partialmethod": lambda: (
         lambda inner=Inner(): inner.scaled(),  # noqa: B008
         lambda value: setattr(Inner.held, "weight", value),

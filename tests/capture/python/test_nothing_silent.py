@@ -128,6 +128,29 @@ def of_classes() -> Callable[[], bool]:
     return decide
 
 
+class Counted(torch.autograd.Function):
+    """Counts in its backward pass, which no code of the users' names."""
+
+    calls = 0
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        Counted.calls += 1
+        return grad * 2 if Counted.calls > 1_000 else grad
+
+
+def test_a_count_of_a_backward_pass_is_refused_by_name() -> None:
+    def loss_fn(model: nn.Module, x: Tensor) -> Tensor:
+        loss: Tensor = Counted.apply(mean_square(model, x))  # type: ignore[no-untyped-call]
+        return loss
+
+    assert "Counted.calls: " in str(refusal_of(loss_fn))
+
+
 NAMES = [f"stage_{index}" for index in range(9)]
 # States without a number that moves, and what the refusal must name.
 STAGES: dict[str, tuple[Callable[[], Callable[[], bool]], str]] = {
