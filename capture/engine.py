@@ -16,7 +16,7 @@ from graphfsdp._capture.iteration import AnyIteration
 from graphfsdp._capture.messages import messages_as_operators
 from graphfsdp._capture.python.places import Snapshot
 from graphfsdp._capture.python.walk import take_snapshot
-from graphfsdp._capture.recording import Recording
+from graphfsdp._capture.recording import Recording, kept_by
 from graphfsdp._capture.rules.constants import ConstantWatch
 from graphfsdp._capture.trace.backend import GraphBackend
 from graphfsdp._capture.trace.landing import Landing
@@ -245,8 +245,7 @@ class Engine:
     def _state(self) -> Iterator[Tensor]:
         yield from self.model.parameters()
         yield from self.model.buffers()
-        for module in self.model.modules():
-            yield from (value for value in vars(module).values() if isinstance(value, Tensor))
+        yield from (tensor for _, _, tensor in kept_by(self.model))
         yield from (param.grad for param in self.model.parameters() if param.grad is not None)
         yield from self.gradients.storages()
         yield from (tensor for _, tensor in self.optimizer.state_tensors())

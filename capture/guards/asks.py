@@ -199,6 +199,12 @@ class Places:
             place.title = f"{title} ({number})"
         self.places[place.title] = place
 
+    def named_tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield the tensors that were found, with names for messages."""
+        for title, place in self.places.items():
+            if isinstance(place.value, Tensor):
+                yield title, place.value
+
     def asks(self, *, watched: bool = False) -> Iterator[Ask]:
         """Yield one question for each way to look.
 
@@ -315,9 +321,7 @@ def _is_same_memory(old: Tensor, new: Tensor) -> bool:
 
 
 def _first_difference(title: str, old: Any, new: Any) -> tuple[str, Any, Any]:
-    if title.startswith("the values of ") or not isinstance(old, (dict, list, deque)):
-        return title, old, new
-    if not isinstance(new, (dict, list, deque)):
+    if not all(isinstance(each, (dict, list, deque)) for each in (old, new)):
         return title, old, new
     before = old if isinstance(old, dict) else dict(enumerate(old))
     now = new if isinstance(new, dict) else dict(enumerate(new))

@@ -478,38 +478,33 @@ class ClosureGuard:
             return bool(log.names_read(value)) if isinstance(value, nn.Module) else True
 
         self._find = find
-        self._places = {
+        used = {
             title: place
             for title, place in find().items()
             if is_used(place.value) and same(before.get(title, MISSING), place.value)
         }
-
-    def named_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield the tensors that were found, with names for messages."""
-        for title, place in self._places.items():
-            if isinstance(place.value, Tensor):
-                yield title, place.value
+        self.places = Places(_remedy, used)
 
     def asks(self) -> Iterator[Ask]:
         """Yield one question for each way to look."""
-        return Places(_remedy, self._places).asks()
+        return self.places.asks()
 
     def changes(self) -> list[Change]:
         """Compare each place and name what has changed."""
-        now = self._find()
-        gone = [title for title in self._places if title not in now]
+        now, places = self._find(), self.places.places
+        gone = [title for title in places if title not in now]
         found = [
             change_of(title, place.value, now[title].value, _remedy)
-            for title, place in self._places.items()
+            for title, place in places.items()
             if title in now and not same(place.value, now[title].value)
         ]
         found = found or [
-            change_of(title, self._places[title].value, MISSING, _remedy)
+            change_of(title, places[title].value, MISSING, _remedy)
             for title in gone
-            if not isinstance(self._places[title].value, Tensor)
+            if not isinstance(places[title].value, Tensor)
         ]
         if not found:
-            self._places = {title: now[title] for title in self._places if title in now}
+            self.places.places = {title: now[title] for title in places if title in now}
         return found
 
 

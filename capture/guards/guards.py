@@ -117,13 +117,15 @@ class Guards:
             StructureGuard(outside),
             beside,
             HookGuard(list(tables_of_modules(outside))),
-            TensorGuard([*weights, *beside.named_tensors(), *closures.named_tensors()]),
+            TensorGuard(
+                [*weights, *beside.places.named_tensors(), *closures.places.named_tensors()]
+            ),
         )
         self._values, self._before = {}, {}
         names = {id(param): name for name, param in self._named_params.items()}
         guards: tuple[Guard, ...] = (
             StructureGuard(modules),
-            TensorGuard([*self._named_tensors(), *attributes.named_tensors()]),
+            TensorGuard([*self._named_tensors(), *attributes.places.named_tensors()]),
             TensorGuard(
                 ((f"gradient of {name!r}", view) for name, view in self._named_gradients()),
                 addresses_only=True,

@@ -111,7 +111,7 @@ class AttributeGuard:
         self._modules = modules
         self._types = [type(module) for _, module in self._modules]
         self._modes: dict[str, tuple[dict[str, Any], bool]] = {}
-        self._places = Places(_REMEDY)
+        self.places = Places(_REMEDY)
         self._contents: set[int] = set()  # ids of containers in there
 
         def is_read(module: nn.Module, name: str, value: object) -> bool:
@@ -131,9 +131,9 @@ class AttributeGuard:
                     self._add(join(path, name), table, name, before)
             for name in ("forward", *sorted(log.names_read(module) - OWN - table.keys())):
                 title, old = f"attribute {join(path, name)!r}", table.get(name, MISSING)
-                self._places.add(Place(title, table, name, old, is_exact=True))
+                self.places.add(Place(title, table, name, old, is_exact=True))
         for cls in dict.fromkeys(self._types):
-            self._places.add(Place(f"{cls.__name__}.forward", cls, "forward", cls.forward))
+            self.places.add(Place(f"{cls.__name__}.forward", cls, "forward", cls.forward))
         of_classes = {
             (type(module), name)
             for _, module in self._modules
@@ -143,20 +143,14 @@ class AttributeGuard:
         for cls, name in sorted(of_classes, key=str):
             value = getattr(cls, name, MISSING)
             if is_plain(value):
-                self._places.add(Place(f"{cls.__name__}.{name}", cls, name, value))
-
-    def named_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield the plain attributes that are tensors and were read, with names for messages."""
-        for title, place in self._places.places.items():
-            if isinstance(place.value, Tensor):
-                yield title, place.value
+                self.places.add(Place(f"{cls.__name__}.{name}", cls, name, value))
 
     def asks(self) -> Iterator[Ask]:
         """Yield questions for classes, modes and values."""
         yield Ask((type, [module for _, module in self._modules]), self._types, exact=True)
         holders, modes = [h for h, _ in self._modes.values()], [m for _, m in self._modes.values()]
         yield Ask((operator.itemgetter("training"), holders), modes, dicts=holders)
-        yield from self._places.asks(watched=True)
+        yield from self.places.asks(watched=True)
 
     def changes(self) -> list[Change]:
         """Compare each value and name what has changed."""
@@ -166,24 +160,24 @@ class AttributeGuard:
                 what = f"the class of {path!r}" if path else "the model's class"
                 words = known.__name__, type(module).__name__
                 found.append(Change(ChangeKind.ATTRIBUTE, what, *words, _REMEDY))
-        return found + self._places.changes()
+        return found + self.places.changes()
 
     def _add(
         self, path: str, holder: dict[str, Any], name: str, before: Mapping[int, tuple[Any, Any]]
     ) -> None:
         value, title = holder[name], f"attribute {path!r}"
         if isinstance(value, Tensor):
-            self._places.add(Place(title, holder, name, value, is_exact=True))
+            self.places.add(Place(title, holder, name, value, is_exact=True))
             return
         if is_named(value):
-            self._places.add(Place(title, holder, name, value))
+            self.places.add(Place(title, holder, name, value))
         for inner, live in _walk(path, value, 0):
             known = before.get(id(live))  # None or other contents: the iteration has changed it
             if known is None or not same_objects(known[1], live):
                 continue
             if id(live) not in self._contents:
                 self._contents.add(id(live))
-                self._places.add(Place(repr(inner), None, None, copy_of(live), live))
+                self.places.add(Place(repr(inner), None, None, copy_of(live), live))
 
     def _mode_changes(self) -> Iterator[Change]:
         changed = {

@@ -184,11 +184,6 @@ def put_back_array(live: Any, saved: Any) -> None:
         live[:] = saved
 
 
-def put_back_context(live: contextvars.ContextVar[Any], saved: dict[str, Any]) -> None:
-    if live.get(None) is not saved["content"]:
-        live.set(saved["content"])
-
-
 def put_back_generator(live: Any, saved: Any) -> None:
     if isinstance(live, random.Random):
         live.setstate(saved)

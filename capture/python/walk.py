@@ -206,13 +206,16 @@ class _Walk:
         as_array = saved if is_array else np.array(list(saved))
         self.found.places[name] = Place(as_array, "array", value)
 
-    def cell(self, name: str, value: types.CellType, depth: int, far: int) -> None:
+    def box(self, name: str, value: Any, depth: int, far: int) -> None:
+        """Note what lies in a cell or in a context variable."""
+        is_cell = isinstance(value, types.CellType)
         try:
-            content = value.cell_contents
-        except ValueError:  # empty yet
+            content = value.cell_contents if is_cell else value.get()
+        except (ValueError, LookupError):  # empty yet
             return
         self.found.hold(held.put_back_attributes, value, {"cell_contents": content})
-        self.visit(name, content, depth, far, value, "cell_contents")
+        title = name if is_cell else f"{name}.get()"
+        self.visit(title, content, depth, far, value, "cell_contents")
 
     def function(self, name: str, function: Any, depth: int, far: int) -> None:
         """Note what a function names: globals, closure, defaults, and its own attributes."""
@@ -412,14 +415,6 @@ class _Walk:
     def iterator(self, name: str, value: Any, depth: int, far: int) -> None:
         self.found.places[name] = Place(held.position_of(value, 0), "advance", value)
 
-    def context_variable(self, name: str, value: Any, depth: int, far: int) -> None:
-        try:
-            content = value.get()
-        except LookupError:
-            return
-        self.found.hold(held.put_back_context, value, {"content": content})
-        self.visit(f"{name}.get()", content, depth, far, value)
-
     def generator(self, name: str, value: Any, depth: int = 0, far: int = 0) -> None:
         """Note the state of a generator of random numbers."""
         self._alive[id(value)] = value
@@ -443,9 +438,8 @@ def _look_of(kind: type) -> _Look | None:
     """Return how things of a class are looked at."""
     rows: tuple[tuple[Any, _Look], ...] = (
         ((np.ndarray, array, bytearray), _Walk.numbers),
-        (types.CellType, _Walk.cell),
+        ((types.CellType, contextvars.ContextVar), _Walk.box),
         (_FUNCTIONS, _Walk.function),
-        (contextvars.ContextVar, _Walk.context_variable),
         ((random.Random, np.random.RandomState, np.random.Generator), _Walk.generator),
         (nn.Module, _Walk.module),
         (torch.optim.Optimizer, _Walk.optimizer),

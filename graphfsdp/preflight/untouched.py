@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from graphfsdp._capture.recording import kept_by
 from graphfsdp._capture.undo.host_state import save_random_states
 
 _Undo = Callable[[], None]
@@ -70,13 +71,8 @@ def _optimizer_tables(optimizer: torch.optim.Optimizer) -> Iterator[_Undo]:
 
 def _tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Tensor]:
     params = [param for group in optimizer.param_groups for param in group["params"]]
-    found = [*model.parameters(), *model.buffers(), *params]
-    found += [
-        value
-        for module in model.modules()
-        for value in vars(module).values()
-        if isinstance(value, Tensor)
-    ]
+    kept = [tensor for _, _, tensor in kept_by(model)]
+    found = [*model.parameters(), *model.buffers(), *params, *kept]
     return list({id(tensor): tensor for tensor in found}.values())
 
 
