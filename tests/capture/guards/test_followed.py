@@ -142,7 +142,7 @@ def of_value(make: Callable[[float], Any], read: Callable[[Any], Any]) -> tuple[
     return lambda: read(held.value), lambda value: setattr(held, "value", make(value))
 
 
-def by_reference(data: Data) -> tuple[Reads, Sets]:
+def by_reference(data: Settings) -> tuple[Reads, Sets]:
     reference = weakref.ref(data)
 
     def read() -> float:
@@ -153,7 +153,7 @@ def by_reference(data: Data) -> tuple[Reads, Sets]:
     return read, lambda value: setattr(DATA, "weight", value)
 
 
-DATA = Data()
+DATA = Settings()
 SETTINGS = types.ModuleType("settings_around")
 exec("def scale(): return FACTOR", vars(SETTINGS))
 
