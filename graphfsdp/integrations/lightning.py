@@ -250,7 +250,11 @@ def _is_own(owner: Any, base: Any, name: str) -> bool:
 
 def _refuse(trainer: Any, module: Any) -> None:
     problem, remedy = None, ""
-    if not module.automatic_optimization:
+    if not isinstance(module, LightningModule):
+        package = LightningModule.__module__.partition(".")[0]
+        problem = f"is a callback of {package}, and {type(module).__name__} is of another package"
+        remedy = "import lightning.pytorch or pytorch_lightning, not both"
+    elif not module.automatic_optimization:
         problem = "cannot capture manual optimization (automatic_optimization=False)"
         remedy = (
             "in on_train_start graphfsdp.capture_in_place(list(module.children()), "
@@ -265,7 +269,7 @@ def _refuse(trainer: Any, module: Any) -> None:
     for base, owners in ((LightningModule, [module]), (Callback, trainer.callbacks)):
         for owner in owners:
             for name, way_out in _REFUSED:
-                if hasattr(base, name) and _is_own(owner, base, name):
+                if problem is None and hasattr(base, name) and _is_own(owner, base, name):
                     problem = f"does by itself what {type(owner).__name__}.{name} replaces"
                     remedy = way_out
     if problem is not None:
