@@ -45,9 +45,10 @@ def inner_optimizer(optimizer: object) -> torch.optim.Optimizer:
 
 
 def _is_wrapper(optimizer: object) -> bool:
-    package = type(optimizer).__module__.partition(".")[0]
+    # A wrapper may be a child of what it wraps, made on the way: of a class that is ABC's, say.
+    packages = {base.__module__.partition(".")[0] for base in type(optimizer).__mro__}
     inner = getattr(optimizer, "optimizer", None)
-    return package in _WRAPPERS and isinstance(inner, torch.optim.Optimizer)
+    return not packages.isdisjoint(_WRAPPERS) and isinstance(inner, torch.optim.Optimizer)
 
 
 def refuse_parallel_wrapper(model: nn.Module) -> None:

@@ -222,6 +222,10 @@ class InPlace:
                 for name, method in forward_methods(module).items():
                     vars(module)[name] = _ModuleCall(self, module, method)
                     self._undo.callback(vars(module).__setitem__, name, method)
+        # Once: each new hook makes guards look closely (see Note [Hook numbers]).
+        is_going_on = lambda: self._region is not None and not self._is_running  # noqa: E731
+        others = refusing_other_optimizers(self._steps, self._own, is_going_on)
+        self._undo.enter_context(others)
         for optimizer in self._optimizers:
             self._replace(optimizer, "zero_grad", self._on_zero_grad)
             self._replace(optimizer, "step", self._on_step)
@@ -308,9 +312,6 @@ class InPlace:
         self._open.callback(setattr, torch, "clear_autocast_cache", _END_AUTOCAST)
         torch.clear_autocast_cache = self._on_autocast_end
         self._open.enter_context(grouped_where_they_will_be(self._device))
-        self._open.enter_context(
-            refusing_other_optimizers(self._steps, self._own, lambda: self._is_running)
-        )
         for owner, name, method in methods_of_shards(self._units):
             self._open.callback(setattr, owner, name, method)
             setattr(owner, name, self._putting_off(method))

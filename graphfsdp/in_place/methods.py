@@ -71,16 +71,17 @@ def grouped_where_they_will_be(device: torch.device) -> Iterator[None]:
 
 @contextmanager
 def refusing_other_optimizers(
-    known: Collection[int], params: Collection[int], is_running: Callable[[], bool]
+    known: Collection[int], params: Collection[int], is_going_on: Callable[[], bool]
 ) -> Iterator[None]:
     """Refuse steps of optimizers that a loop was not given, on parameters of its models; by ids.
 
-    No iteration would ever end with one, and what was put off be kept for ever.
+    No iteration would ever end with one, and what was put off be kept for ever; ``is_going_on``
+    tells whether there is one.
     """
 
     def refuse(optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
         held = (id(param) for group in optimizer.param_groups for param in group["params"])
-        if is_running() or id(optimizer) in known or not any(key in params for key in held):
+        if not is_going_on() or id(optimizer) in known or not any(key in params for key in held):
             return
         raise refusal(
             f"{type(optimizer).__name__} steps weights of a model that is captured in place, and "

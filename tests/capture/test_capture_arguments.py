@@ -97,3 +97,25 @@ def test_a_model_that_is_changed_before_its_capture_is_refused(
             text = rf"'layers.0.weight' was a torch.{message}.*1 more.*Remedy: change"
             with pytest.raises(graphfsdp.GuardError, match=text):
                 step(torch.ones(2, 1))
+
+
+class Wrapper:
+    """A child of what it wraps, made on the way, as Lightning Fabric's are."""
+
+    __module__ = "lightning.fabric.wrappers"
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer = optimizer
+        self.__class__ = type("Wrapped", (type(self), type(optimizer)), {})
+
+    def step(self) -> None:
+        raise AssertionError("a graph takes the wrapped one's step")
+
+
+def test_a_wrapper_is_taken_off_an_optimizer_whatever_its_class() -> None:
+    model = nn.Linear(4, 2)
+    wrapped: Any = Wrapper(FusedAdam(model.parameters()))
+    with graphfsdp.capture(model, wrapped, loss_fn=lambda m, x: m(x).square().mean()) as step:
+        for _ in range(6):
+            step(torch.randn(3, 4))
+        assert step.phase is graphfsdp.Phase.REPLAY

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import batch_norm, cross_entropy
 from torch.overrides import _get_current_function_mode
+from torch.utils.hooks import RemovableHandle
 
 import graphfsdp
 from graphfsdp.in_place.loop import InPlace
@@ -522,6 +523,20 @@ def test_a_loop_that_an_error_has_left_is_over_when_the_next_one_begins(name: st
     assert "replay" in str(loop.report())
     loop.close()
     assert _get_current_function_mode() is None
+
+
+def test_iterations_register_no_hooks() -> None:
+    """Each new one, wherever it is, has the guards of all steps look closely at the next replay."""
+    model = nn.Linear(4, 3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    numbers = set()
+    with graphfsdp.capture_in_place(model, optimizer) as loop:
+        for _ in range(10):
+            optimizer.zero_grad()
+            model(torch.randn(8, 4)).square().mean().backward()
+            optimizer.step()
+            numbers |= {RemovableHandle.next_id} if loop.phase is graphfsdp.Phase.REPLAY else set()
+    assert len(numbers) == 1
 
 
 def test_a_loop_within_another_one_is_refused() -> None:
