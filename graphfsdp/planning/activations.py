@@ -8,7 +8,8 @@ import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
+
+from graphfsdp.base.op_tensors import OpCall, OperatorMode
 
 
 @dataclass(frozen=True)
@@ -48,22 +49,16 @@ def _drop_gradient(param: Tensor) -> None:
     param.grad = None
 
 
-class Watching(TorchDispatchMode):
+class Watching(OperatorMode):
     """Shows each operator that has run, its arguments and its result."""
 
     def __init__(self, see: Callable[[Any, Sequence[Any], Any], None]) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self._see = see
 
-    def __torch_dispatch__(
-        self,
-        func: Any,
-        types: Sequence[type],
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
-        result = func(*args, **(kwargs or {}))
-        self._see(func, (*args, *(kwargs or {}).values()), result)
+    def on_op(self, call: OpCall) -> Any:
+        result = call.run()
+        self._see(call.op, (*call.args, *call.kwargs.values()), result)
         return result
 
 
