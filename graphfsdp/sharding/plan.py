@@ -112,10 +112,6 @@ class BufferPlan:
             return 1
         return slot.num_rows if self.gather_format is GatherFormat.FLOAT8_ROWWISE else 0
 
-    @property
-    def full_grad_bytes(self) -> int:
-        return self.layout.total_numel * self.dtypes.comm.itemsize if self.trainable else 0
-
 
 def linear_weights(modules: Iterable[nn.Module]) -> dict[int, GatherFormat | None]:
     """Return the identities of weights that ``nn.Linear`` alone holds, in the modules given.
