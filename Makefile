@@ -65,9 +65,10 @@ gpu-check:  ## tests, parity and speed on a machine with a GPU; writes a JSON fi
 	$(PYTHON) -m benchmarks.gpu_check $(ARGS)
 
 # An earlier build/ would put modules that are gone into the wheel.
-wheel: $(VENV)/.train  ## build the wheel into DIST
-	rm -rf build
-	$(bin)/python -m pip wheel . --quiet --no-deps --wheel-dir "$(DIST)"
+wheel: $(VENV)/.release  ## build source archive and wheel into DIST, and have what an index would refuse named
+	rm -rf build "$(DIST)"/graphfsdp-*
+	$(bin)/python -m build --outdir "$(DIST)" .
+	$(bin)/python -m twine check --strict "$(DIST)"/*
 
 clean:  ## remove the environment and every build product; runs/ stays
 	rm -rf $(VENV) $(VENV_CUDA) tests/cuda_stand_in/build build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
@@ -86,6 +87,10 @@ $(VENV)/.train: pyproject.toml constraints.txt | $(bin)/python
 $(VENV)/.dev: pyproject.toml constraints.txt | $(bin)/python
 	$(bin)/python -m pip install --quiet --constraint constraints.txt --editable ".[dev]"
 	@touch $@ $(VENV)/.train
+
+$(VENV)/.release: pyproject.toml constraints.txt | $(VENV)/.train
+	$(bin)/python -m pip install --quiet --constraint constraints.txt "build" "twine"
+	@touch $@
 
 # torch names the versions of NVIDIA's packages itself. Not from an index of CPU builds, which count
 # as newer.

@@ -12,6 +12,8 @@ from typing import Any
 import pytest
 from packaging.requirements import Requirement
 
+import graphfsdp
+
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 
 
@@ -82,6 +84,14 @@ def test_what_only_some_users_need_is_an_extra() -> None:
     required = {r.name for r in direct_requirements()[""]}
     assert required == {"numpy", "rich", "torch"}
     assert {"plot", "nvtx", "mlperf", "test", "dev"} <= direct_requirements().keys()
+
+
+def test_the_licence_is_named_and_shipped() -> None:
+    assert project()["license"] == "Apache-2.0"
+    assert project()["license-files"] == ["LICENSE"]
+    licence = (ROOT / "LICENSE").read_text()
+    assert "Apache License" in licence and "The graphfsdp authors" in licence
+    assert f"## [{graphfsdp.__version__}]" in (ROOT / "CHANGELOG.md").read_text()
 
 
 def test_annotations_and_the_page_of_the_report_are_shipped() -> None:
