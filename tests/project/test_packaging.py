@@ -90,7 +90,8 @@ def test_the_licence_is_named_and_shipped() -> None:
     assert project()["license"] == "Apache-2.0"
     assert project()["license-files"] == ["LICENSE"]
     licence = (ROOT / "LICENSE").read_text()
-    assert "Apache License" in licence and "The graphfsdp authors" in licence
+    assert "Apache License" in licence
+    assert "The graphfsdp authors" in licence
     assert f"## [{graphfsdp.__version__}]" in (ROOT / "CHANGELOG.md").read_text()
 
 
