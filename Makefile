@@ -7,11 +7,19 @@ PYTHON ?= python3
 VENV   ?= .venv
 # Options for the program that a target runs, such as ARGS="--preset tiny --train-iters 100".
 ARGS   ?=
-# The environment of `make cuda-test`, which holds torch's CUDA build (5 GB): by default the torch
-# that the machines with a GPU have. For another one, in an environment of its own:
-# make cuda-test VENV_CUDA=.venv-cuda-newest CUDA_TORCH=2.14.1
+# The environment of `make cuda-test` and `make core-test`, which holds torch's CUDA build (5 GB): by
+# default the oldest torch that is supported. For another one, in an environment of its own:
+# make cuda-test VENV_CUDA=.venv-cuda-newest CUDA_TORCH="<=2.15.0" PYTHON=python3.13
 VENV_CUDA  ?= .venv-cuda
 CUDA_TORCH ?= 2.11.0
+# The newest torch that was tested; graphfsdp warns of newer ones.
+NEWEST_TORCH ?= 2.15.0
+# What .ci/run asks of each torch beside the one that constraints.txt pins.
+CORE = $(addprefix tests/,capture/test_capture.py capture/test_on_change.py \
+  capture/test_verification.py capture/test_model_zoo.py capture/cpu/test_cpu_graph.py \
+  optim/test_fused_adam.py optim/test_as_made.py optim/test_skipped_steps.py \
+  sharding/test_fully_shard.py sharding/test_sharded_capture.py sharding/test_fsdp2_scripts.py \
+  sharding/test_row_arithmetic.py checkpoint/test_checkpoint.py in_place/test_in_place.py)
 # Where `make train` puts its run; a new directory each time, since a run is never overwritten.
 RUN    ?= runs/$(shell date +%Y%m%d-%H%M%S)
 # Where `make bench` puts its results, likewise.
@@ -24,7 +32,7 @@ DIST   ?= dist
 bin := $(VENV)/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help train test cuda-env cuda-test cuda-tables lint format bench gpu-check wheel clean
+.PHONY: help train test core-test newest-torch cuda-env cuda-test cuda-tables lint format bench gpu-check wheel clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s  %s\n", $$1, $$2 }' Makefile
@@ -42,6 +50,13 @@ cuda-env: $(VENV_CUDA)/.stamp
 
 cuda-test: $(VENV_CUDA)/.stamp  ## the tests for a GPU, on torch's CUDA build above a stand-in for the driver
 	$(VENV_CUDA)/bin/python tests/cuda_stand_in/above.py -m pytest -m gpu -n auto --maxprocesses 4 --dist loadfile $(ARGS)
+
+newest-torch:
+	@echo $(NEWEST_TORCH)
+
+# From the checkout, as on a machine where nothing can be installed.
+core-test: $(VENV_CUDA)/.stamp  ## the core of the suite on a CPU, on the torch of that environment
+	CUDA_VISIBLE_DEVICES= PYTHONPATH=. $(VENV_CUDA)/bin/python -m pytest -n auto --maxprocesses 4 --dist loadfile $(CORE) $(ARGS)
 
 cuda-tables: $(VENV_CUDA)/.stamp  ## launches and memory of one iteration above that stand-in, into docs/emulated.md
 	$(VENV_CUDA)/bin/python tests/cuda_stand_in/tables.py
@@ -98,5 +113,6 @@ $(VENV_CUDA)/.stamp: tests/cuda_stand_in/requirements.txt
 	@$(PYTHON) -m venv $(VENV_CUDA) || { rm -rf $(VENV_CUDA); exit 1; }
 	grep -vE '^(torch|triton|setuptools)==' constraints.txt > $(VENV_CUDA)/constraints.txt
 	env -u PIP_EXTRA_INDEX_URL $(VENV_CUDA)/bin/python -m pip install --quiet --progress-bar off \
-	  --constraint $(VENV_CUDA)/constraints.txt --requirement tests/cuda_stand_in/requirements.txt torch==$(CUDA_TORCH)
+	  --constraint $(VENV_CUDA)/constraints.txt --requirement tests/cuda_stand_in/requirements.txt \
+	  "torch$(if $(findstring =,$(CUDA_TORCH)),,==)$(CUDA_TORCH)"
 	@touch $@

@@ -47,7 +47,7 @@ _ERRORS = (
         "keep the value on the device, make the tensor before the iteration, or pin its memory",
         HazardKind.HOST_READ,
     ),
-    CudaCaptureError(
+    CudaCaptureError(  # before torch 2.14, which knows every generator that is drawn from
         900,
         "cudaErrorStreamCaptureUnsupported",
         "Attempt to increase offset for a CUDA generator not in capture mode",

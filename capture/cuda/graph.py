@@ -25,6 +25,12 @@ from graphfsdp.base.hazards import HazardKind
 from graphfsdp.base.streams import collecting_kept, forked, in_turn
 from graphfsdp.errors import CaptureError, PhaseError
 
+# Torch 2.14 and newer: a graph registers generators at their first draw, reset() brings allocator
+# and generators out of a capture that could not be ended, and names that a model gives to its
+# kernels (torch.cuda.graph_annotations) reach profilers.
+_TORCH_ENDS_BROKEN_CAPTURES = hasattr(torch.cuda.CUDAGraph, "pools")
+_OPTIONS: dict[str, Any] = {"enable_annotations": True} if _TORCH_ENDS_BROKEN_CAPTURES else {}
+
 
 class CudaGraph:
     """A captured iteration and the fixed tensors in which it leaves its results."""
@@ -144,7 +150,7 @@ class CudaGraphBackend:
         driver = find_driver()
         watcher = recorder(model, self.device, driver)
         graph = torch.cuda.CUDAGraph(keep_graph=True)  # so that its nodes can be counted
-        generators = _generators_of(model)
+        generators = [] if _TORCH_ENDS_BROKEN_CAPTURES else _generators_of(model)
         for generator in generators:
             graph.register_generator_state(generator)
         if not any(other.is_open for other in self._graphs):
@@ -172,7 +178,7 @@ class CudaGraphBackend:
                 graph.instantiate()
             check(watcher.has_touched)
         except BaseException as error:
-            if _has_ended(graph):
+            if _TORCH_ENDS_BROKEN_CAPTURES or _has_ended(graph):
                 with suppress(RuntimeError):  # the error of the iteration is the one to tell
                     graph.reset()
             else:
@@ -205,7 +211,11 @@ class CudaGraphBackend:
         # thread_local: an illegal call on another thread (a loader that pins memory) is no
         # business of this capture.
         capture = torch.cuda.graph(
-            graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"
+            graph,
+            pool=self._pool,
+            stream=self._stream,
+            capture_error_mode="thread_local",
+            **_OPTIONS,
         )
         try:
             capture.__enter__()
@@ -300,8 +310,8 @@ def _end_broken_capture(
     """Bring torch's allocator and generators out of a capture that could not be ended.
 
     Note [Broken captures]: what a capture must not do (a host read, a stream that was not joined)
-    makes the driver throw the capture away, and then torch leaves out the rest of what ends one:
-    the allocator goes on believing that a capture is under way, so that the next
+    makes the driver throw the capture away, and then torch before 2.14 leaves out the rest of what
+    ends one: the allocator goes on believing that a capture is under way, so that the next
     ``torch.cuda.empty_cache``, and with it the next capture, fails an assertion; and before torch
     2.13 generators refuse every draw outside a capture. The allocator is told that the capture is
     over, and the generators take part in another, tiny one. The graph itself has to be kept: the
@@ -314,7 +324,7 @@ def _end_broken_capture(
         graph.reset()
     try:
         torch._C._cuda_endAllocateToPool(device.index, pool)
-    except RuntimeError:  # it never began, or a later torch has ended it
+    except RuntimeError:  # it never began
         return False
     try:
         torch._C._cuda_releasePool(device.index, pool)

@@ -70,6 +70,48 @@ def _nothing_stays() -> Any:
     assert torch.cuda.current_stream() == torch.cuda.default_stream()
 
 
+@pytest.mark.skipif(
+    not hasattr(torch.cuda.graphs, "register_graph_replay_start_hook"),
+    reason="needs the hooks of torch 2.14",
+)
+def test_profilers_hear_of_captures_and_replays_as_of_any_graph() -> None:
+    heard: list[str] = []
+
+    def a_graph_of_ones_own() -> None:
+        graph, x = torch.cuda.CUDAGraph(keep_graph=True), torch.ones(3, device=CUDA)
+        with torch.cuda.graph(graph):
+            x.add_(1)
+        graph.instantiate()
+        for _ in range(5):
+            graph.replay()
+        graph.reset()
+
+    def a_step() -> None:
+        with make_step() as step:
+            for _ in range(8):
+                step(batch())
+
+    events = ("capture_start", "capture_end", "instantiate", "replay_start", "replay_end")
+    handles = [
+        getattr(torch.cuda.graphs, f"register_graph_{event}_hook")(
+            lambda _, event=event: heard.append(event)
+        )
+        for event in (*events, "destroy")
+    ]
+    try:
+        a_graph_of_ones_own()
+        gc.collect()
+        expected = list(heard)
+        heard.clear()
+        a_step()
+        gc.collect()
+    finally:
+        for handle in handles:
+            handle.remove()
+    assert expected.count("replay_end") == 5
+    assert heard == expected
+
+
 def test_the_driver_names_nodes_and_the_report_counts_them(tmp_path: Path) -> None:
     with make_step() as step:
         for _ in range(5):
@@ -171,12 +213,17 @@ def raises_in_capture(
 
 
 WORDS = "what happened"
+# Torch 2.14 and newer; before, a graph had to be told of generators.
+FINDS_GENERATORS = hasattr(torch.cuda.CUDAGraph, "pools")
 
 
 @pytest.mark.parametrize("is_watched", [True, False])
 @pytest.mark.parametrize(
     "error",
-    [ValueError, KeyboardInterrupt, CaptureError, None],
+    [
+        *(ValueError, KeyboardInterrupt, CaptureError),
+        pytest.param(None, marks=pytest.mark.skipif(FINDS_GENERATORS, reason="it may draw")),
+    ],
     ids=["error", "ctrl_c", "refusal", "refusal_of_torch"],
 )
 def test_the_first_error_of_a_capture_is_told(
@@ -199,6 +246,30 @@ def test_the_first_error_of_a_capture_is_told(
         step(batch())
     assert step.phase is Phase.REPLAY
     step.close()
+
+
+@pytest.mark.skipif(not FINDS_GENERATORS, reason="torch refuses it")
+@pytest.mark.parametrize("is_watched", [True, False])
+def test_a_generator_that_no_module_holds_goes_on_as_in_eager_iterations(
+    is_watched: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not is_watched:
+        path = "graphfsdp._capture.cuda.graph.has_compiled_regions"
+        monkeypatch.setattr(path, lambda model: True)
+
+    def losses(scope: str) -> list[Tensor]:
+        generator = torch.Generator(CUDA).manual_seed(5)
+
+        def loss_fn(model: nn.Module, x: Tensor) -> Tensor:
+            loss: Tensor = model(x * torch.rand(WIDTH, device=CUDA, generator=generator))
+            return loss
+
+        with make_step(loss_fn, scope=scope) as step:
+            torch.manual_seed(6)
+            return [step(batch()) for _ in range(14)]
+
+    for eager, replayed in zip(losses("none"), losses("full_iteration"), strict=True):
+        assert torch.equal(eager, replayed)
 
 
 @pytest.mark.multi_gpu

@@ -185,3 +185,7 @@ STAND_IN_API cudaError_t cudaGetDriverEntryPointByVersion(
   if (status) *status = cudaDriverEntryPointSuccess;
   return cudaSuccess;
 }
+STAND_IN_API CUresult cuDriverGetVersion(int* version) {  // Triton 3.8 asks when it loads a kernel
+  *version = CUDA_VERSION;
+  return CUDA_SUCCESS;
+}
