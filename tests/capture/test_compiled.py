@@ -19,7 +19,7 @@ from helpers import Batch, Case, assert_same_run, check_against_eager, run
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:Using `torch.compile.module.`:UserWarning"),
-    pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is"),
     # torch.compile hides these by itself, which does not help where warnings are errors.
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning"),
     # Inductor's advice on GPUs that have them.

@@ -280,7 +280,7 @@ def doubled(x: Tensor) -> Tensor:
     return x * 2
 
 
-@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is")
 def test_what_is_not_there_has_no_memory_to_read() -> None:
     errors: list[BaseException] = []
     devices = []
