@@ -5,11 +5,11 @@ import gc
 import io
 import os
 import signal
-import socket
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.distributed.run import main as torchrun_main
 
 import forked
@@ -54,7 +54,8 @@ class Plan:
 
     def execute(self, launched: RankPool) -> None:
         """Do the runs, each in a new process group."""
-        ports = free_ports(len(self.runs))
+        stores = [launchers_store() for _ in self.runs]
+        ports = [store.port for store in stores]
         first, second = launched.run(_run_all, self.runs, ports, limit_s=300)
         for run, *answers in zip(self.runs, first, second, strict=True):
             self.done[run.name] = answers
@@ -71,7 +72,7 @@ FORKS = ("--run-path", "--start-method=fork")
 @contextlib.contextmanager
 def torchrun(*arguments: str) -> Iterator[forked.Forked]:
     """Start two ranks as the README says; the launcher itself need not import torch anew."""
-    options = ["--nproc-per-node=2", f"--master-port={free_ports(1)[0]}"]
+    options = ("--nproc-per-node=2", "--standalone")  # at a port that the system chooses
     with forked.forked(_launch, [*options, *arguments]) as launcher:
         try:
             yield launcher
@@ -81,12 +82,9 @@ def torchrun(*arguments: str) -> Iterator[forked.Forked]:
                 launcher.ended()
 
 
-def free_ports(count: int) -> list[int]:
-    with contextlib.ExitStack() as stack:
-        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for one in sockets:
-            one.bind(("127.0.0.1", 0))
-        return [int(one.getsockname()[1]) for one in sockets]
+def launchers_store() -> TCPStore:
+    """Host what the processes of ``launched2`` meet in, as torchrun does."""
+    return TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 
 
 def _run_all(runs: list[Run], ports: list[int]) -> list[Answer]:
