@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from limits import Limit
 from ranks import fork_server
 
 ROOT = Path(__file__).parents[1]
@@ -40,7 +41,9 @@ class Forked:
 
     def ended(self, limit_s: float = LIMIT_S) -> subprocess.CompletedProcess[str]:
         """Wait for the end; return the exit code and what was written."""
-        self._process.join(limit_s)
+        limit = Limit(limit_s)
+        while self._process.exitcode is None and (left_s := limit.left_s()):
+            self._process.join(left_s)
         code = self._process.exitcode
         out, errors = (path.read_text() if path.exists() else "" for path in self._kept)
         assert code is not None, f"it did not end in {limit_s:g} s: {out}{errors}"
@@ -94,7 +97,7 @@ exec(source)
 def run_to_their_ends(folder: Path, *sources: str) -> list[subprocess.CompletedProcess[str]]:
     """Do what ``python -c`` does with each, side by side; torch is imported once for all."""
     command = [sys.executable, "-c", _TO_THEIR_ENDS, str(folder), *sources]
-    said = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, check=True)
+    said = subprocess.run(command, capture_output=True, text=True, check=True)
     return [
         subprocess.CompletedProcess(
             [], int(code), *((folder / f"{index}.{kind}").read_text() for kind in ("out", "err"))

@@ -10,6 +10,7 @@ import random
 import signal
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 
 import graphfsdp
 from graphfsdp.optim import FusedAdam
+from limits import until
 
 UNFINISHED = ".unfinished-"
 
@@ -62,6 +64,10 @@ def save_forever(root: Path, step: int) -> None:
         fill(model, optimizer, step)
 
 
+def differs(path: Path, written_ns: int) -> bool:
+    return path.stat().st_mtime_ns != written_ns
+
+
 def main() -> None:
     root, num_kills = Path(sys.argv[1]), int(sys.argv[2])
     random.seed(int(sys.argv[3]))
@@ -73,11 +79,7 @@ def main() -> None:
         child = os.fork()
         if child == 0:
             save_forever(root, step + 1)
-        marker = root / "latest"
-        before = marker.stat().st_mtime_ns
-        deadline = time.monotonic() + 30
-        while marker.stat().st_mtime_ns == before and time.monotonic() < deadline:
-            time.sleep(0.001)
+        until(partial(differs, root / "latest", (root / "latest").stat().st_mtime_ns), 30)
         time.sleep(random.random() * 0.03)
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)

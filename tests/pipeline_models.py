@@ -2,7 +2,6 @@
 
 import dataclasses
 import threading
-import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -24,7 +23,7 @@ from sharding_helpers import ADAM_EPS, Block
 WIDTH = 6
 NUM_BLOCKS = 4
 BATCH = 8
-SECONDS = 20  # of a busy machine
+SECONDS = 30  # in which all is over, the first warm-ups included
 
 
 class Tower(nn.Module):
@@ -153,7 +152,7 @@ def tensor_parallel(mesh: DeviceMesh) -> Callable[[nn.Module], Any]:
 
 def fails_on_the_last_rank(
     name: str, index: int, num_ops: int, launches: AbstractContextManager[Any]
-) -> tuple[str, float, str]:
+) -> tuple[str, str]:
     schedule = schedule_of(KINDS[name], dropout=0.2)
     optim = adam(schedule)
     step = graphfsdp.capture(schedule, optim, max_grad_norm=1.0)
@@ -162,16 +161,14 @@ def fails_on_the_last_rank(
         x, target = batch(earlier)
         step(x, target=target)
     x, target = batch(index)
-    started = time.monotonic()
     fails = FaultMode(num_ops, Fault.ERROR, after=False) if is_last else launches
     with pytest.raises(Exception) as caught, fails:  # noqa: PT011, PT012 (judged by the caller)
         # Launched on a GPU, a replay has come back before any other rank has failed.
-        while time.monotonic() - started < SECONDS:
+        while True:
             step(x, target=target)
-    seconds = time.monotonic() - started
     # One that still waited when Python ends would take the process with it.
     assert not [each for each in threading.enumerate() if each.name == "graphfsdp messages"]
-    return f"{caught.type.__name__}: {caught.value}", seconds, step.phase.value
+    return f"{caught.type.__name__}: {caught.value}", step.phase.value
 
 
 def check_failing_rank(
@@ -187,13 +184,13 @@ def check_failing_rank(
     """
     try:
         around = launches or nullcontext()
-        *others, (failed, *_) = pool.run(fails_on_the_last_rank, name, index, num_ops, around)
+        run = (fails_on_the_last_rank, name, index, num_ops, around)
+        *others, (failed, _) = pool.run(*run, limit_s=SECONDS)
     finally:
         pool.close(force=True)
     assert "InjectedError" in failed
     num_ranks = pool.num_ranks
     place = f"rank {num_ranks - 1} of {num_ranks} failed in iteration {index + 1}"
-    for heard, seconds, phase in others:
+    for heard, phase in others:
         assert heard.startswith(f"RankFailedError: {place}"), heard
-        assert seconds < SECONDS
         assert phase == "broken"

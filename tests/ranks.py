@@ -32,7 +32,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-GROUP_TIMEOUT_S = 60
+from limits import Limit, until
+
+GROUP_TIMEOUT_S = 3600  # nobody may have to wait for it: a pool's limits are over before
 GRACE_S = 2  # for the other ranks after one has failed: some wait for it in a collective
 START_LIMIT_S = 90
 BACKEND_VARIABLE = "GRAPHFSDP_TEST_RANKS"  # "nccl": pools that are gloo's otherwise
@@ -89,7 +91,8 @@ class RankPool:
         Args:
             function: Lives at module level; it may use the default process group.
             *args: What can be pickled.
-            limit_s: After this long the ranks are ended; three times that on GPUs.
+            limit_s: After so many seconds of an idle machine the ranks are ended; three times
+                that on GPUs.
 
         Returns:
             One result per rank.
@@ -160,21 +163,20 @@ class RankPool:
         """Wait for one answer of each rank; None for those that sent none in time."""
         answers: list[_Answer | None] = [None] * len(self._workers)
         waiting = {worker.connection: rank for rank, worker in enumerate(self._workers)}
-        deadline = time.monotonic() + limit_s
-        while waiting and time.monotonic() < deadline:
-            remaining = max(0.0, deadline - time.monotonic())
-            for ready in multiprocessing.connection.wait(list(waiting), remaining):
+        limit, has_failed = Limit(limit_s), False
+        while waiting and (left_s := limit.left_s()):
+            for ready in multiprocessing.connection.wait(list(waiting), left_s):
                 assert isinstance(ready, multiprocessing.connection.Connection)
                 rank = waiting.pop(ready)
                 try:
                     answer = pickle.loads(ready.recv_bytes())
                 except (EOFError, ConnectionResetError):
-                    self._workers[rank].process.join(1)
+                    self._workers[rank].process.join(10)
                     code = self._workers[rank].process.exitcode
                     answer = _Answer(f"the process ended with exit code {code}")
                 answers[rank] = answer
-                if answer.failure is not None:
-                    deadline = min(deadline, time.monotonic() + GRACE_S)
+                if answer.failure is not None and not has_failed:
+                    limit, has_failed = Limit(GRACE_S), True
         return answers
 
     def _stacks(self, ranks: list[int]) -> dict[int, str]:
@@ -183,9 +185,11 @@ class RankPool:
             pid = self._workers[rank].process.pid
             if pid is not None and self._workers[rank].process.is_alive():
                 os.kill(pid, signal.SIGUSR1)
+        files = {rank: self._workers[rank].stack_file for rank in ranks}
         if ranks:
-            time.sleep(0.5)
-        return {rank: self._workers[rank].stack_file.read_text() for rank in ranks}
+            until(lambda: all(file.stat().st_size for file in files.values()), 5)
+            time.sleep(0.5)  # they are written line by line
+        return {rank: file.read_text() for rank, file in files.items()}
 
 
 def _describe(answers: list[_Answer | None], stacks: dict[int, str], limit_s: float) -> str:
@@ -239,7 +243,7 @@ def _take_place(rank: int, num_ranks: int) -> None:
     places = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": num_ranks}
     places["LOCAL_WORLD_SIZE"] = num_ranks
     os.environ.update({name: str(value) for name, value in places.items()})
-    os.environ["MASTER_ADDR"] = "127.0.0.1"
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "TORCHELASTIC_USE_AGENT_STORE": "True"}
 
 
 def _join(rank: int, num_ranks: int, device_type: str, folder: str) -> None:

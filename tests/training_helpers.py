@@ -4,7 +4,6 @@ import argparse
 import contextlib
 import json
 import signal
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ import torch
 import forked
 from forked import ROOT as ROOT
 from graphfsdp.cli import main
+from limits import until
 
 TEXT = argparse.__file__  # real text that every Python has; 16 KiB or more of it are held out
 # Of a flag that is given again, the last one counts.
@@ -52,11 +52,12 @@ def assert_same_run(out: Path, reference: Path) -> None:
 def started(arguments: list[str], is_ready: Callable[[], bool]) -> Iterator[forked.Forked]:
     """Run a training in a process of its own until something is there; end it afterwards."""
     with forked.forked(main, arguments) as process:
-        deadline = time.monotonic() + 100
-        while not is_ready():
-            assert process.is_alive(), process.ended()
-            assert time.monotonic() < deadline
-            time.sleep(0.002)
+
+        def is_ready_or_over() -> bool:
+            return is_ready() or not process.is_alive()
+
+        assert until(is_ready_or_over, 100)
+        assert process.is_alive(), process.ended()
         yield process
 
 

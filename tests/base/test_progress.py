@@ -2,11 +2,11 @@
 
 import io
 import sys
-import time
 
 import pytest
 
 from graphfsdp.base.progress import say, shown_when_slow, telling
+from limits import until
 
 
 def test_what_is_said_is_told_to_the_innermost_listener() -> None:
@@ -39,8 +39,7 @@ def test_what_lasts_is_shown_on_a_terminal(
     monkeypatch.setenv("TERM", "xterm")
     with shown_when_slow("recording", after_s):
         say("a piece")
-        deadline = time.monotonic() + 30
-        while is_shown and "a piece, " not in stream.getvalue() and time.monotonic() < deadline:
-            time.sleep(0.05)
+        if is_shown:
+            until(lambda: "a piece, " in stream.getvalue(), 30)
     assert ("a piece, " in stream.getvalue()) is is_shown
     assert bool(stream.getvalue()) is is_shown

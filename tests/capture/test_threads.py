@@ -55,12 +55,12 @@ def test_two_threads_that_capture_on_one_device_train_as_each_alone(device: torc
             both = threading.Barrier(2)
             runs = [threads.submit(train, device, 1 + n, "full_iteration", both) for n in (0, 1)]
             for run, wanted in zip(runs, expected, strict=True):
-                assert all(map(torch.equal, run.result(60), wanted))
+                assert all(map(torch.equal, run.result(), wanted))
 
 
 def test_a_turn_that_does_not_come_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(streams, "_TURN_LIMIT_S", 0.05)
     with ThreadPoolExecutor(1) as other, streams.in_turn():
         with pytest.raises(PhaseError, match=r"another thread .* Remedy"):
-            other.submit(train, torch.device("cpu"), 1, "full_iteration").result(30)
+            other.submit(train, torch.device("cpu"), 1, "full_iteration").result()
         assert train(torch.device("cpu"), 1, "full_iteration")  # this thread has the turn

@@ -1,7 +1,7 @@
 """Batches that are taken ahead: the same ones, the state of those handed out, errors, copies."""
 
 import threading
-import time
+import types
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,6 +14,7 @@ from forked import run_source
 from graphfsdp.data import Feed
 from graphfsdp.errors import ConfigError
 from graphfsdp.optim import FusedAdam
+from limits import until
 
 
 class Numbers:
@@ -42,10 +43,7 @@ class Numbers:
 
 
 def is_ahead(loader: Numbers, count: int) -> None:
-    deadline = time.monotonic() + 20
-    while loader.position < count:
-        assert time.monotonic() < deadline
-        time.sleep(0.001)
+    assert until(lambda: loader.position >= count, 20)
 
 
 def values(batches: Iterator[Any], count: int) -> list[float]:
@@ -92,15 +90,21 @@ def test_it_ends_and_fails_where_the_loader_does(ahead: int, device: torch.devic
     assert threading.active_count() == before
 
 
-def test_it_says_how_long_it_made_one_wait() -> None:
+def test_it_says_how_long_it_made_one_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 0.0
+    clock = types.SimpleNamespace(perf_counter=lambda: now)
+    monkeypatch.setattr("graphfsdp.data.feed.time", clock)
+
     class Slow(Numbers):
         def __next__(self) -> dict[str, Any]:
-            time.sleep(0.02)
+            nonlocal now
+            now += 0.25
             return super().__next__()
 
-    slow = Feed(Slow(end=6))
-    list(slow)
-    assert 0.06 < slow.waited_s < 10
+    slow = Feed(Slow(end=6), ahead=0)
+    for _ in slow:
+        now += 100.0
+    assert slow.waited_s == 6 * 0.25
     with pytest.raises(ConfigError, match="ahead must be at least 0, got -1"):
         Feed(Slow(), ahead=-1)
 

@@ -1,7 +1,6 @@
 """What `graphfsdp plan` says, against real worlds of gloo ranks."""
 
 import dataclasses
-import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -23,6 +22,7 @@ from graphfsdp.sharding.buffer import ShardBuffer
 from graphfsdp.training.build import shard_model
 from graphfsdp.training.config import TrainConfig
 from graphfsdp.training.gpt import GPT
+from limits import until
 from parallel_models import EP_AXES
 from ranks import RankPool
 from sharding_helpers import buffers as sharded_buffers
@@ -128,9 +128,7 @@ class Patient(Lives):
         self._expected = expected
 
     def add(self, storage: torch.UntypedStorage) -> None:
-        deadline = time.monotonic() + 0.5
-        while self.now() + storage.nbytes() > self._expected and time.monotonic() < deadline:
-            time.sleep(0.001)
+        until(lambda: self.now() + storage.nbytes() <= self._expected, 0.5, pause_s=0.001)
         super().add(storage)
 
 

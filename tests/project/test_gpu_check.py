@@ -2,6 +2,7 @@ import dataclasses
 import json
 import pathlib
 import subprocess
+import types
 from typing import Any
 
 import pytest
@@ -13,6 +14,8 @@ from benchmarks import gpu_check
 from graphfsdp.bench.command import SHORTEST_CASE_S
 from graphfsdp.bench.records import NotRun
 from graphfsdp.bench.report import write_directory
+
+STOPPED = types.SimpleNamespace(monotonic=lambda: 0.0)  # a clock
 
 
 def run_gpu_check(out: pathlib.Path, *arguments: str) -> subprocess.CompletedProcess[str]:
@@ -76,6 +79,7 @@ def test_no_part_takes_the_seconds_of_later_ones(
         return {"rows": [], "error": None}
 
     monkeypatch.setattr(gpu_check, "suite_part", note)
+    monkeypatch.setattr(gpu_check, "time", STOPPED)
     names = ("compile", "overlap", "optimizer")
     tests = {name: [name] for name in names}
     path = tmp_path / "result.json"
@@ -86,7 +90,7 @@ def test_no_part_takes_the_seconds_of_later_ones(
     assert least - gpu_check.BENCH_START_S > SHORTEST_CASE_S
     for index, name in enumerate(names):
         later = sum(budgets[other] for other in names[index + 1 :])
-        assert 0 < 2 * (gpu_check.TOTAL_LIMIT_S - later) - limits[name] < 30
+        assert limits[name] == 2 * (gpu_check.TOTAL_LIMIT_S - later)
     assert next(iter(budgets)) == "smoke"
     assert list(budgets)[-1] == gpu_check.REDUCE_OVERHEAD
 
@@ -104,6 +108,7 @@ def test_on_a_gpu_only_its_tests_run_and_on_several_processes(
         return [], ""
 
     monkeypatch.setattr(gpu_check, "run_pytest", run_pytest)
+    monkeypatch.setattr(gpu_check, "time", STOPPED)
     monkeypatch.setattr(
         "benchmarks.gpu_check.importlib.util.find_spec", lambda name: name if has_xdist else None
     )
@@ -117,7 +122,7 @@ def test_on_a_gpu_only_its_tests_run_and_on_several_processes(
     files = [*(f"{tmp_path}/test_{index}.py" for index in range(8)), "tests/x.py"]
     given = [arguments[2:] for arguments, _ in seen]
     assert sorted(given) == sorted(files[index::6] for index in range(6))
-    assert all(arguments[:2] == marked and 99 < limit_s <= 100 for arguments, limit_s in seen)
+    assert all(arguments[:2] == marked and limit_s == 100 for arguments, limit_s in seen)
 
 
 def fake_bench(monkeypatch: pytest.MonkeyPatch, returncode: int = 0) -> list[list[str]]:
@@ -182,7 +187,7 @@ def test_a_part_that_fails_does_not_stop_the_others(tmp_path: pathlib.Path) -> N
     bad = [f"{tmp_path}/test_bad.py::{name}" for name in ("test_bad", "test_dies")]
     parts = {"smoke": [*bad, f"{tmp_path}/test_one.py"], "tests": [f"{tmp_path}/test_one.py"]}
     path = tmp_path / "result.json"
-    document = gpu_check.check(torch.device("cpu"), list(parts), path, tests=parts)
+    document = gpu_check.check(torch.device("cpu"), list(parts), path, times=20.0, tests=parts)
     assert json.loads(path.read_text()) == document
     assert not document["ok"]
     smoke, tests = document["parts"]
@@ -201,17 +206,19 @@ def test_a_part_that_fails_does_not_stop_the_others(tmp_path: pathlib.Path) -> N
 
 def test_a_suite_that_takes_too_long_still_reports_what_it_ran(tmp_path: pathlib.Path) -> None:
     (tmp_path / "test_long.py").write_text(
-        "import time\ndef test_one():\n    pass\ndef test_two():\n    time.sleep(600)\n"
+        "import os, signal, time\ndef test_one():\n    pass\n"
+        # The signal of its timer: to the program that stops the suite it is the end of the limit.
+        "def test_two():\n    os.kill(os.getppid(), signal.SIGALRM); time.sleep(600)\n"
     )
-    part = gpu_check.suite_part([str(tmp_path)], 12, torch.device("cpu"))
+    part = gpu_check.suite_part([str(tmp_path)], 600, torch.device("cpu"))
     assert part["rows"][0]["result"] == "1 passed, 0 failed, 0 skipped"
-    assert "stopped after 12 s" in part["error"]
+    assert "stopped after 600 s" in part["error"]
     assert "test_long.py:5: KeyboardInterrupt" in part["error"]
 
 
 def test_a_suite_that_cannot_be_collected_is_not_taken_for_a_good_one(
     tmp_path: pathlib.Path,
 ) -> None:
-    part = gpu_check.suite_part([str(tmp_path / "missing.py")], 60, torch.device("cpu"))
+    part = gpu_check.suite_part([str(tmp_path / "missing.py")], 600, torch.device("cpu"))
     assert part["error"]
     assert not part["rows"][0]["ok"]

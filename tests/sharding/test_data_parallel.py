@@ -7,15 +7,15 @@ import json
 import os
 import runpy
 import signal
-import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from graphfsdp.cli import main
+from limits import until
 from ranks import RankPool
-from train_on_ranks import FORKS, SMALL, TEXT, Answer, Plan, free_ports, torchrun
+from train_on_ranks import FORKS, SMALL, TEXT, Answer, Plan, launchers_store, torchrun
 
 ROOT = Path(__file__).parents[2]
 DROPOUT = ["--hidden-dropout", "0.2", "--attention-dropout", "0.1"]
@@ -229,7 +229,8 @@ def test_a_batch_that_cannot_be_divided_is_refused_once(tmp_path: Path) -> None:
 
 def test_the_example_learns_on_two_ranks(launched2: RankPool) -> None:
     example = str(ROOT / "examples" / "sharded.py")
-    shown, nothing = launched2.run(run_program, example, free_ports(1)[0])
+    store = launchers_store()
+    shown, nothing = launched2.run(run_program, example, store.port)
     lines = shown.splitlines()
     assert len(lines) == 4
     assert nothing == ""
@@ -243,13 +244,14 @@ def test_ctrl_c_ends_all_ranks_and_keeps_what_was_logged(tmp_path: Path) -> None
     metrics = out / "metrics.jsonl"
     flags = [*SMALL, "--data", TEXT, "--train-iters", "1000000", "--out", str(out)]
     with torchrun("-m", "graphfsdp", "train", *flags, *STAGE_3) as launcher:
-        deadline = time.monotonic() + 60
-        while not metrics.exists() or metrics.read_text().count("\n") < 8:
+
+        def trains() -> bool:
             assert launcher.is_alive(), launcher.ended()
-            assert time.monotonic() < deadline
-            time.sleep(0.05)
+            return metrics.exists() and metrics.read_text().count("\n") >= 8
+
+        assert until(trains, 60, pause_s=0.05)
         launcher.send_signal(signal.SIGINT)
-        done = launcher.ended(60)
+        done = launcher.ended()
     assert done.returncode != 0
     assert done.stderr.count("interrupted; what was logged so far is kept") == 1
     assert "Error" not in done.stderr.replace("SignalException", "")

@@ -2,10 +2,10 @@
 
 import copy
 import itertools
-import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -395,15 +395,26 @@ def test_a_trial_copies_neither_weights_nor_optimizer_state(
     assert copied == [pytest.approx(sum(p.nbytes for p in model.parameters()), abs=padding)]
 
 
-def test_auto_drops_what_is_slower() -> None:
+def test_auto_drops_what_is_slower(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 0
+
+    def read_clock() -> int:
+        nonlocal now
+        now += 1000
+        return now
+
     def slow(graph: StretchGraph) -> Compiled:
         function = as_it_is(graph)
 
         def run(inputs: list[Tensor]) -> list[Tensor]:
-            time.sleep(0.02)
+            nonlocal now
+            now += 20_000_000
             return function(inputs)
 
         return run
+
+    clock = SimpleNamespace(perf_counter=lambda: 0.0, perf_counter_ns=read_clock)
+    monkeypatch.setattr(compiling, "time", clock)
 
     with compiling_by(slow):
         trace = check_against_eager(ZOO["model_output"], CPU, compile="auto", num_steps=NUM_STEPS)

@@ -17,6 +17,7 @@ from cuda_twin import CODES, CONTROLS, REFUSED, UNSEEN, answer
 from graphfsdp._capture.cuda.errors import explain
 from graphfsdp.optim import FusedAdam
 from helpers import Case, assert_same_run, no_host_sync, run
+from limits import until
 from ranks import PRELOADED
 from zoo import ZOO, features
 from zoo_models import GPT, WIDTH, Squared
@@ -43,7 +44,7 @@ def twins() -> Results:
         theirs.close()
         result: dict[str, Any] = {"crash": "no answer"}
         try:
-            if ours.poll(100):
+            if until(ours.poll, 100, pause_s=0.01):
                 result = ours.recv()
         except EOFError:
             process.join(10)

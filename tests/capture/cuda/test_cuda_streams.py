@@ -104,7 +104,7 @@ def test_the_thread_that_autograd_computes_gradients_on_is_watched_and_let_go() 
 
     def ask(order: Callable[[], object]) -> object:
         orders.put(order)
-        return answers.get(timeout=20)
+        return answers.get()
 
     def on_the_thread() -> None:
         with DispatchMode(watcher):

@@ -13,6 +13,7 @@ from graphfsdp._capture.ranks.whereabouts import Whereabouts
 from graphfsdp.base.collectives import Interruptible
 from graphfsdp.base.rank_agreement import RankStore
 from helpers import quick_garbage_collection
+from limits import slowdown
 from rank_steps import batch, build
 from ranks import RankPool, on_ranks
 
@@ -59,7 +60,7 @@ def test_an_error_on_one_rank_undoes_the_iteration_on_all(ranks2: RankPool, stra
     ranks2.run(fails_on_one_rank, strategy)
 
 
-def fails_while_the_other_is_busy() -> None:
+def fails_while_the_other_is_busy(slow: float) -> None:
     """Rank 1 fails at the end of an iteration that rank 0 takes long for."""
     step, model, optim = build("optim_grads_params", "full_iteration")
     step(batch(0))
@@ -68,11 +69,11 @@ def fails_while_the_other_is_busy() -> None:
     def hook(*args: object) -> None:
         if dist.get_rank() == 1:
             raise LateError("of rank 1")
-        time.sleep(1.5)
+        time.sleep(1.5 * slow)
 
     handle = optim.register_step_post_hook(hook)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("graphfsdp._capture.ranks.ranks._SILENT_S", 0.7)
+        patch.setattr("graphfsdp._capture.ranks.ranks._SILENT_S", 0.7 * slow)
         with pytest.raises((LateError, graphfsdp.CaptureError), match="of rank 1"):
             step(batch(1))
     world.assert_unchanged("call 1")
@@ -82,7 +83,7 @@ def fails_while_the_other_is_busy() -> None:
 
 
 def test_a_rank_that_fails_waits_for_one_that_is_busy(ranks2: RankPool) -> None:
-    ranks2.run(fails_while_the_other_is_busy)
+    ranks2.run(fails_while_the_other_is_busy, slowdown())
 
 
 @on_ranks("ranks2")

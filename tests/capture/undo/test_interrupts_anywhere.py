@@ -4,10 +4,12 @@ import itertools
 import os
 import queue
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
+from types import CodeType, FrameType
 from typing import Any
 
 import pytest
@@ -18,11 +20,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import graphfsdp
 from faults import World
 from graphfsdp import Phase
+from graphfsdp._capture.undo import interrupts
 from graphfsdp.optim import FusedAdam
 from interrupting import InterruptAt, Interrupted, Place, batch
+from limits import until
 
 # Of each kind of call; a call has thousands of places.
 NUM_TRIED = int(os.environ.get("GRAPHFSDP_INTERRUPTS", "40"))
+WAITS = (threading.Condition.wait.__code__, queue.Queue.get.__code__)
 EDGES = ("_capture/step.py", "undo/interrupts.py")
 
 
@@ -188,12 +193,20 @@ class Waiting(nn.Module):
         return loss
 
 
-def send(*after_s: float) -> None:
-    """Have SIGINT come after so many seconds each, and not wait for that."""
+def press_when_in(*functions: CodeType) -> None:
+    """Have SIGINT come when this thread is in these, the innermost first; do not wait for it."""
+    thread = threading.get_ident()
+
+    def is_there() -> bool:
+        frame: FrameType | None = sys._current_frames()[thread]
+        for function in functions:
+            if frame is None or frame.f_code is not function:
+                return False
+            frame = frame.f_back
+        return True
 
     def run() -> None:
-        for seconds in after_s:
-            time.sleep(seconds)
+        if until(is_there, 60, pause_s=0.05):
             os.kill(os.getpid(), signal.SIGINT)
 
     threading.Thread(target=run, daemon=True).start()
@@ -207,13 +220,18 @@ def test_a_model_that_sleeps_hears_ctrl_c_at_once(scope: str) -> None:
     with graphfsdp.capture(model, optimizer, scope=scope) as step:
         step(batch(0))
         world = World(model, optimizer)
-        between[0] = partial(time.sleep, 40)
-        started = time.monotonic()
-        send(0.2)
+        woke: list[object] = []
+
+        def nap() -> None:
+            time.sleep(40)
+            woke.append("by itself")
+
+        between[0] = nap
+        press_when_in(nap.__code__)
         try:
             step(batch(1))
         except KeyboardInterrupt:  # whose frames hold what they were in
-            assert time.monotonic() - started < 20
+            assert not woke
             world.assert_unchanged(scope, without_gradients=scope == "none")
             between[0] = lambda: None
             for _ in range(6):
@@ -223,9 +241,19 @@ def test_a_model_that_sleeps_hears_ctrl_c_at_once(scope: str) -> None:
             raise AssertionError("nobody has heard of it")
 
 
-def test_what_waits_in_a_library_of_python_hears_the_second_ctrl_c_after_a_second() -> None:
+def test_what_waits_in_a_library_of_python_hears_the_second_ctrl_c_after_a_second(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """The first one would come in the middle of what that has entered."""
     never: queue.Queue[None] = queue.Queue()
+    times = [0.0, 0.9, 1.1]  # at which the signals come
+
+    def read_clock() -> float:
+        if times[1:]:
+            press_when_in(*WAITS)
+        return times.pop(0)
+
+    monkeypatch.setattr(interrupts, "monotonic", read_clock)
     between: list[Callable[[], object]] = [lambda: None]
     model = Waiting(lambda: between[0]())
     optimizer = FusedAdam(model.parameters(), lr=0.1)
@@ -233,11 +261,10 @@ def test_what_waits_in_a_library_of_python_hears_the_second_ctrl_c_after_a_secon
         step(batch(0))
         world = World(model, optimizer)
         between[0] = partial(never.get, timeout=40)
-        started = time.monotonic()
-        send(0.2, 0.1, 1.2)
+        press_when_in(*WAITS)
         with pytest.raises(KeyboardInterrupt):
             step(batch(1))
-        assert 1.4 < time.monotonic() - started < 20
+        assert not times
         world.assert_unchanged("waiting")
         between[0] = lambda: None
         step(batch(1))
