@@ -31,7 +31,7 @@ class GraphNodes(Protocol):
         ...
 
     def nodes(self, graph: int) -> "array[int] | None":
-        """Return the handles of a graph's nodes, in any order."""
+        """Return the handles of a graph's nodes, in any order; takes as long as there are many."""
         ...
 
     def name(self, node: int) -> str:
@@ -93,7 +93,9 @@ class CudaDriver:
         found, count = (ctypes.c_uint64 * known)(), ctypes.c_size_t(known)
         if self._cuda.cuGraphGetNodes(ctypes.c_void_p(graph), found, ctypes.byref(count)) != 0:
             return None
-        return array("Q", found)
+        listed = array("Q")
+        listed.frombytes(bytes(found))  # array("Q", found) would make a Python number of each
+        return listed
 
     def name(self, node: int) -> str:
         kind = ctypes.c_int(-1)

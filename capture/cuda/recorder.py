@@ -26,12 +26,21 @@ _UNORDERED = (
 )
 
 
+# Up to so many nodes are listed after each operator, more of them when there are so many times as
+# many as when they were listed last.
+_NUM_EXACT, _GROWTH = 256, 1.25
+
+
 class CudaRecorder(Watcher):
     """A watcher that looks for new nodes of the graph after each operator.
 
     Note [Kernels by operator]: a capture only adds nodes. So those that are new after an operator
-    are the operator's, on whichever of the capture's streams it ran. Nothing is said of the order
-    in which the driver lists nodes; that new ones are the last ones is only the quickest guess.
+    are the operator's, on whichever of the capture's streams it ran. How many they are the driver
+    tells at once, and so that is asked after each operator; but it only ever lists all of them,
+    which after each operator would make a capture quadratic in its nodes. The documentation says
+    nothing of the order of such a list. If each of the first lists has begun with the one before
+    it, the driver appends, and so the others are made for ever larger blocks; if one has not, nodes
+    are listed after each operator to the end.
 
     Note [One order of collectives]: branches of a graph have no order, and each rank's GPU chooses
     by itself. Collectives of two communicators (tensor parallelism beside sharding, say) that do
@@ -54,6 +63,7 @@ class CudaRecorder(Watcher):
         self._listed = array("Q")  # nodes, as the driver has listed them last
         self._found: list[int] = []  # nodes in the order of the operators
         self._num_found: list[int] = []  # after each operator
+        self._appends = True
         self._graph: int | None = None
         self._exchange: str | None = None  # the first collective that is not ours
 
@@ -65,8 +75,7 @@ class CudaRecorder(Watcher):
             self._exchange = self._exchange or call.name
         results = [self._region(tensor, call.name) for tensor in flat_tensors([result])]
         self._description.add(OpCall(call.op, inputs, named), results, site=self.site)
-        self._find_nodes()
-        self._num_found.append(len(self._found))
+        self._num_found.append(self._count_nodes())
         return result
 
     def describe(self, outputs: Sequence[Tensor], graph: int) -> ProgramFacts:
@@ -100,24 +109,30 @@ class CudaRecorder(Watcher):
             raise CaptureError(_UNORDERED, op=self._exchange)
         return names
 
-    def _find_nodes(self) -> None:
+    def _count_nodes(self) -> int:
+        """Return how many nodes there are; list them now and then."""
         if self._driver is None:
-            return
+            return 0
         if self._graph is None:
             stream = torch.cuda.current_stream(self._device).cuda_stream
             self._graph = self._driver.capturing_graph(stream)
-        if self._graph is None or self._driver.count(self._graph) == len(self._listed):
-            return
-        nodes = self._driver.nodes(self._graph)
-        if nodes is not None:
-            self._add(nodes)
+        num_nodes = None if self._graph is None else self._driver.count(self._graph)
+        num_listed = len(self._listed)
+        if self._graph is None or num_nodes is None or num_nodes == num_listed:
+            return num_listed
+        is_due = num_nodes >= _GROWTH * num_listed or num_nodes <= _NUM_EXACT
+        if is_due or not self._appends:
+            self._add(self._driver.nodes(self._graph) or array("Q"))
+        return num_nodes
 
     def _add(self, nodes: "array[int]") -> None:
+        """Take the nodes of the graph that are new in such a list."""
         num_known = len(self._listed)
-        if nodes[:num_known] == self._listed:
+        if nodes[:num_known].tobytes() == self._listed.tobytes():
             self._found += nodes[num_known:]
         else:
-            known = set(self._listed)
+            self._appends = False
+            known = set(self._found)
             self._found += [node for node in nodes if node not in known]
         self._listed = nodes
 

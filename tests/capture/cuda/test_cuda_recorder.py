@@ -1,6 +1,8 @@
 """Which operator made which nodes of a CUDA graph, with a driver that is played."""
 
 from array import array
+from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
@@ -21,6 +23,7 @@ class PlayedDriver:
     """A driver whose graph grows by what is put into it.
 
     Attributes:
+        num_listed: Nodes that were listed so far, each as often as it was.
         turn: How far the list of its nodes is turned round, which is for the driver to choose.
         made: What operators launch, others than by their names.
         ordered: Names of nodes that were made to wait for each other; None refuses that.
@@ -29,6 +32,7 @@ class PlayedDriver:
     def __init__(self) -> None:
         self.names: list[str] = []
         self.turn = 0
+        self.num_listed = 0
         self.made = {"copy_": ["memcpy"], "mm": ["memset", "kernel gemm"], "t": [], "detach": []}
         self.ordered: list[tuple[str, str]] | None = []
 
@@ -41,6 +45,7 @@ class PlayedDriver:
 
     def nodes(self, graph: int) -> "array[int] | None":
         assert graph == GRAPH
+        self.num_listed += len(self.names)
         handles = array("Q", range(len(self.names)))
         return handles[self.turn :] + handles[: self.turn]
 
@@ -95,7 +100,9 @@ def played(monkeypatch: pytest.MonkeyPatch) -> PlayedDriver:
 
 
 def capture(
-    driver: PlayedDriver | None, after: tuple[str, ...] = (), kind: type[Model] = Model
+    driver: PlayedDriver | None,
+    after: tuple[str, ...] = (),
+    kind: Callable[[], Model] = Model,
 ) -> ProgramFacts:
     model, x = kind(), torch.ones(2, 4)
     recorder = CudaRecorder(model, CPU, driver)
@@ -112,6 +119,30 @@ def capture(
 
 def kernels_of(nodes: list[NodeFacts], op: str) -> list[tuple[str, ...]]:
     return [node.kernels for node in nodes if node.op.startswith(f"aten.{op}.")]
+
+
+class Long(Model):
+    def __init__(self, num_operators: int) -> None:
+        super().__init__()
+        self.num_operators = num_operators
+
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(self.num_operators):
+            x = x.tanh()
+        return x.sum()
+
+
+@pytest.mark.parametrize("turn", [0, 1])
+def test_a_long_capture_lists_each_node_a_few_times_and_attributes_it(
+    played: PlayedDriver, turn: int
+) -> None:
+    num_operators = 3000 if turn == 0 else 400
+    played.turn = turn
+    facts = capture(played, kind=partial(Long, num_operators))
+    assert kernels_of(list(facts.nodes), "tanh") == [("kernel tanh",)] * num_operators
+    assert kernels_of(list(facts.nodes), "sum") == [("kernel sum",)]
+    if turn == 0:  # 256 * 257 / 2 at the beginning, then a geometric series
+        assert played.num_listed < 33_000 + 8 * num_operators
 
 
 @pytest.mark.parametrize("turn", [0, 1, 3])

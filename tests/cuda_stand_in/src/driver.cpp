@@ -189,3 +189,7 @@ STAND_IN_API CUresult cuDriverGetVersion(int* version) {  // Triton 3.8 asks whe
   *version = CUDA_VERSION;
   return CUDA_SUCCESS;
 }
+STAND_IN_API CUresult cuStreamIsCapturing(CUstream stream, CUstreamCaptureStatus* status) {
+  return static_cast<CUresult>(
+      cudaStreamIsCapturing(stream, reinterpret_cast<cudaStreamCaptureStatus*>(status)));
+}
