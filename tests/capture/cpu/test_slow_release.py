@@ -1,7 +1,6 @@
 """Tests of memory that another thread still holds when a recording ends."""
 
 import threading
-import types
 
 import pytest
 import torch
@@ -10,29 +9,18 @@ from torch import Tensor
 from recording import record
 
 
-@pytest.mark.parametrize(("lets_go", "num_escapes"), [(True, 0), (False, 1)])
+@pytest.mark.parametrize(("held_s", "patience_s", "num_escapes"), [(0.02, 20, 0), (None, 0.1, 1)])
 def test_what_a_worker_thread_soon_lets_go_is_no_escape(
-    lets_go: bool, num_escapes: int, monkeypatch: pytest.MonkeyPatch
+    held_s: float | None, patience_s: float, num_escapes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As gloo's threads do with the buffers of a collective."""
+    monkeypatch.setattr("graphfsdp._capture.cpu.graph._RELEASE_S", patience_s)
     threads: list[threading.Thread] = []
-    may_let_go = threading.Event()
-    now = 0.0
+    is_over = threading.Event()
 
     def keep(tensor: Tensor) -> None:
-        may_let_go.wait()
+        is_over.wait(held_s)
         del tensor
-
-    def wait(seconds: float) -> None:
-        """Be asked for the time while the backend waits."""
-        nonlocal now
-        now += seconds
-        if lets_go:
-            may_let_go.set()
-            threads[-1].join()
-
-    clock = types.SimpleNamespace(monotonic=lambda: now, sleep=wait)
-    monkeypatch.setattr("graphfsdp._capture.cpu.graph.time", clock)
 
     def lend(tensor: Tensor) -> None:
         tensor.fill_(2.0)
@@ -53,7 +41,7 @@ def test_what_a_worker_thread_soon_lets_go_is_no_escape(
         graph, results = record(iterate)
         weight.fill_(3.0)
         replayed = graph.replay()[0]
-    may_let_go.set()
+    is_over.set()
     for thread in threads:
         thread.join()
     assert graph.facts.num_escapes == num_escapes
