@@ -9,8 +9,14 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
+from graphfsdp.base.torch_internals import (
+    keystr,
+    tree_flatten,
+    tree_leaves_with_path,
+    tree_structure,
+    tree_unflatten,
+)
 from graphfsdp.errors import ConfigError
 
 _NUM_STAGES = 2  # batches that may be on their way to the GPU before the host waits
@@ -157,7 +163,7 @@ class StaticInputs:
         num_microbatches: int,
     ) -> None:
         """ConfigError if a leaf cannot be a static input or be split."""
-        leaves, self._spec = pytree.tree_flatten((args, kwargs))
+        leaves, self._spec = tree_flatten((args, kwargs))
         self._form = BatchForm.of((args, kwargs), leaves)
         self._names = _leaf_names((args, kwargs))
         self._leaves: list[TensorLeaf | PlainLeaf] = []
@@ -175,7 +181,7 @@ class StaticInputs:
             pageable = device.type == "cuda" and leaf.device.type == "cpu" and not leaf.is_pinned()
             stages = _PinnedStages(leaf, device) if pageable else None
             self._targets.append((index, static[index], stages))
-        self.args, self.kwargs = pytree.tree_unflatten(static, self._spec)
+        self.args, self.kwargs = tree_unflatten(static, self._spec)
         self._copy(leaves)
 
     def accept(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -203,7 +209,7 @@ class StaticInputs:
 
     def _flatten(self, batch: _Batch) -> list[Any] | None:
         """Return a batch's leaves in the order of the first one's; keys may come in any order."""
-        leaves, spec = pytree.tree_flatten(batch)
+        leaves, spec = tree_flatten(batch)
         if spec == self._spec:
             return leaves
         if sorted(_leaf_names(batch)) != sorted(self._names):
@@ -223,9 +229,7 @@ class StaticInputs:
         names = _leaf_names(batch)
         missing = [f"{name} is missing" for name in self._names if name not in names]
         extra = [f"{name} is new" for name in names if name not in self._names]
-        containers = (
-            f"the containers differ: expected {self._spec}, got {pytree.tree_structure(batch)}"
-        )
+        containers = f"the containers differ: expected {self._spec}, got {tree_structure(batch)}"
         return (
             "the batch has another structure than the one that was captured: "
             f"{', '.join([*missing, *extra]) or containers}. "
@@ -325,13 +329,13 @@ def _inside(leaf: object) -> Iterator[object]:
 
 
 def _leaf_names(batch: _Batch) -> list[str]:
-    return [_render(path) for path, _ in pytree.tree_leaves_with_path(batch)]
+    return [_render(path) for path, _ in tree_leaves_with_path(batch)]
 
 
 def _render(path: Sequence[Any]) -> str:
     """Write a path as the caller wrote the argument: args[0]['ids'], mask."""
     which, first, *rest = path
-    tail = pytree.keystr(tuple(rest))
+    tail = keystr(tuple(rest))
     if which.idx == 0:
         return f"args[{first.idx}]{tail}"
     return f"{first.key}{tail}"

@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from graphfsdp._capture.gradients import PersistentGradients
 from graphfsdp._capture.inputs import StaticInputs
@@ -21,6 +20,7 @@ from graphfsdp.base.hazards import SourceLine
 from graphfsdp.base.norms import clip_coefficient, global_norm
 from graphfsdp.base.nvtx import nvtx_range
 from graphfsdp.base.sharded import sharded_roots
+from graphfsdp.base.torch_internals import tree_leaves, tree_map, tree_structure, tree_unflatten
 from graphfsdp.errors import ConfigError, InvalidLossError
 
 LossFunction = Callable[..., Any]
@@ -84,7 +84,7 @@ class AnyIteration(abc.ABC):
                 args, kwargs = microbatch(inputs, index, num_microbatches)
                 output = run_users(self._loss_fn, self._models, *args, **kwargs)
                 _check_tensors(output, "loss_fn returned", self._loss_source())
-                outputs.append(pytree.tree_map(own, output))
+                outputs.append(tree_map(own, output))
         return outputs[0] if len(outputs) == 1 else merge(outputs)
 
     def _end(self) -> None:
@@ -171,7 +171,7 @@ class Iteration(AnyIteration):
             with nvtx_range("backward"):
                 run_users(torch.autograd.backward, scaled)
                 self._gradients.end_backward()
-        return pytree.tree_map(own, output)
+        return tree_map(own, output)
 
     def _loss_of(self, output: Any) -> Tensor:
         loss = output[0] if isinstance(output, tuple) and output else output
@@ -237,7 +237,7 @@ class CustomIteration(AnyIteration):
             output = self._run(inputs)
         self._end()
         _check_tensors(output, "the iteration returned", definition_of(self._function))
-        return pytree.tree_map(own, output)
+        return tree_map(own, output)
 
     def _run(self, inputs: StaticInputs) -> Any:
         try:
@@ -269,7 +269,7 @@ def clear_autocast_cache() -> None:
 
 
 def _check_tensors(output: Any, returned: str, source: SourceLine | None) -> None:
-    for leaf in pytree.tree_leaves(output):
+    for leaf in tree_leaves(output):
         if leaf is not None and not isinstance(leaf, Tensor):
             beside = " beside the loss" if returned.startswith("loss_fn") else ""
             raise InvalidLossError(
@@ -290,7 +290,7 @@ def microbatch(
         length = leaf.shape[0] // num_microbatches
         return leaf.narrow(0, index * length, length)
 
-    args, kwargs = pytree.tree_map(part, (inputs.args, inputs.kwargs))
+    args, kwargs = tree_map(part, (inputs.args, inputs.kwargs))
     return args, kwargs
 
 
@@ -303,10 +303,10 @@ def own(leaf: Any) -> Any:
 
 def merge(outputs: list[Any]) -> Any:
     """Return the mean loss, and other results stacked, over the microbatches."""
-    specs = [pytree.tree_structure(output) for output in outputs]
+    specs = [tree_structure(output) for output in outputs]
     loss, *others = [
         None if leaves[0] is None else torch.stack(leaves)
-        for leaves in zip(*(pytree.tree_leaves(output) for output in outputs), strict=True)
+        for leaves in zip(*(tree_leaves(output) for output in outputs), strict=True)
     ]
     assert loss is not None
-    return pytree.tree_unflatten([loss.mean(dim=0), *others], specs[0])
+    return tree_unflatten([loss.mean(dim=0), *others], specs[0])

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from graphfsdp._capture.gradients import PersistentGradients
 from graphfsdp._capture.inputs import StaticInputs
@@ -20,6 +19,7 @@ from graphfsdp.base.capturable import CapturableOptimizer
 from graphfsdp.base.collectives import broadcast_
 from graphfsdp.base.nvtx import nvtx_range
 from graphfsdp.base.sharded import pipeline_stages
+from graphfsdp.base.torch_internals import tree_flatten, tree_map
 from graphfsdp.errors import ConfigError
 
 _TARGET = "target"
@@ -82,7 +82,7 @@ class Pipeline:
                 "target=targets), on all ranks of the pipeline"
             )
         self._check_rows(args, target)
-        leaves, spec = pytree.tree_flatten((args, kwargs, target))
+        leaves, spec = tree_flatten((args, kwargs, target))
         kinds = [(each.shape, each.dtype) if isinstance(each, Tensor) else each for each in leaves]
         key = (trains, str(spec), str(kinds))
         if key not in self._copies:
@@ -230,7 +230,7 @@ class PipelineIteration(Iteration):
         """Return the loss, or, where the batch has no target, the outputs on the last rank."""
         with torch.no_grad(), nvtx_range("forward"), without_looks():
             clear_autocast_cache()
-            return pytree.tree_map(own, self._pipeline.run(inputs, trains=False))
+            return tree_map(own, self._pipeline.run(inputs, trains=False))
 
 
 def pipeline_of(model: object) -> Pipeline | None:

@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from graphfsdp._capture.gradients import Landed
 from graphfsdp._capture.guards.guards import Guards
@@ -18,6 +17,7 @@ from graphfsdp._capture.rules.constants import ConstantWatch
 from graphfsdp._capture.trace.backend import Graph
 from graphfsdp.base.collector import YOUNG, without_collector
 from graphfsdp.base.dtensors import Wrapping
+from graphfsdp.base.torch_internals import TreeSpec, tree_flatten, tree_unflatten
 from graphfsdp.config import OnChange
 from graphfsdp.errors import BatchMismatchError, split_remedy
 
@@ -46,14 +46,14 @@ class Results:
     """The form of an iteration's output: a graph knows a flat list of plain tensors."""
 
     def __init__(self) -> None:
-        self._spec: pytree.TreeSpec | None = None
+        self._spec: TreeSpec | None = None
         # By leaf of the output, how many tensors are in it; those that are none are None.
         self._parts: list[tuple[Wrapping | None, int]] = []
         self._is_single = False
 
     def flatten(self, output: Any) -> list[Tensor]:
         """Remember the form of an output, and return its tensors."""
-        leaves, self._spec = pytree.tree_flatten(output)
+        leaves, self._spec = tree_flatten(output)
         tensors: list[Tensor] = []
         self._parts = []
         for leaf in leaves:
@@ -75,7 +75,7 @@ class Results:
             inside = list(itertools.islice(tensors, count))
             whole = inside[0] if inside else None
             leaves.append(whole if wrapping is None else wrapping.around(inside))
-        return pytree.tree_unflatten(leaves, self._spec), next(tensors, None)
+        return tree_unflatten(leaves, self._spec), next(tensors, None)
 
 
 class Recording:

@@ -7,7 +7,6 @@ from types import TracebackType
 from typing import Any, NoReturn, Self
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from graphfsdp._capture.engine import Engine
@@ -18,6 +17,7 @@ from graphfsdp._capture.runner import StepRunner
 from graphfsdp._capture.undo.copy_on_write import is_undo_mode
 from graphfsdp._capture.undo.interrupts import DeferredInterrupts
 from graphfsdp.base.op_tensors import operator_modes
+from graphfsdp.base.torch_internals import all_groups, num_dispatch_modes
 from graphfsdp.config import CaptureOptions, at_least
 from graphfsdp.errors import NotCopyableError, PhaseError, broken
 
@@ -267,7 +267,7 @@ class _CallGate:
             raise PhaseError("this captured step is closed. Remedy: capture again")
         if runner.phase is Phase.BROKEN:
             raise broken(runner.breakage)
-        known = dist.distributed_c10d._world.pg_names if runner.groups else ()
+        known = all_groups() if runner.groups else ()
         if runner.groups and any(group not in known for group in runner.groups):
             raise PhaseError(
                 "the captured step was called after destroy_process_group, and the model is "
@@ -280,7 +280,7 @@ class _CallGate:
                 "trained. Remedy: call it outside (torch.no_grad is fine)"
             )
         inside = runner.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-        if torch._C._len_torch_dispatch_stack():
+        if num_dispatch_modes():
             modes = operator_modes()
             inside = inside or any(is_undo_mode(mode) or is_watching_mode(mode) for mode in modes)
         if inside:

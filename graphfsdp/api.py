@@ -41,7 +41,7 @@ from graphfsdp.preconditions import (
 )
 
 if TYPE_CHECKING:
-    from torch.distributed.pipelining.schedules import _PipelineSchedule as PipelineSchedule
+    from graphfsdp.base.torch_internals import PipelineSchedule
 
 # Belongs to a context, not to the module: other threads and tasks capture as ever.
 _ANSWER: ContextVar[Callable[..., Any] | None] = ContextVar("graphfsdp_capture", default=None)

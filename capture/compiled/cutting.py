@@ -9,6 +9,7 @@ import torch
 from graphfsdp._capture.compiled.repeats import layer_borders
 from graphfsdp._capture.trace.values import Geometry, Node, Value
 from graphfsdp.base.op_tensors import OpCall, is_empty
+from graphfsdp.base.torch_internals import schema_of
 
 # A call of a compiled piece costs about as much as so many operators.
 _FEWEST = 4
@@ -56,7 +57,7 @@ def optimizer_kernels(nodes: Sequence[Node]) -> int:
 
 
 def _is_optimizer_kernel(node: Node) -> bool:
-    return node.op._schema.name.startswith(("aten::_fused_", "graphfsdp::fused_"))
+    return schema_of(node.op).name.startswith(("aten::_fused_", "graphfsdp::fused_"))
 
 
 class Cutter:

@@ -12,6 +12,13 @@ import torch
 
 from graphfsdp._capture.trace.out_forms import COPIES, WITH_OUT, out_overload, short_name
 from graphfsdp.base.op_tensors import is_empty
+from graphfsdp.base.torch_internals import (
+    OpOverload,
+    binding_of,
+    num_dispatch_modes,
+    profiler_is_on,
+    schema_of,
+)
 
 # Their Python binding picks the same overload, given the recorded arguments (and out=), and parses
 # them faster than an OpOverload does: 0.4 to 2 microseconds a call.
@@ -52,7 +59,7 @@ Constant = Callable[[object, str], str]  # gives an object a name in the program
 
 
 def call(
-    op: torch._ops.OpOverload,
+    op: OpOverload,
     args: Sequence[str],
     kwargs: Mapping[str, str],
     constant: Constant,
@@ -64,15 +71,15 @@ def call(
     gives the arguments that are the same objects in each replay, and ``...`` for the others.
     """
     name = short_name(op)
-    function = op._schema.name.removeprefix("aten::")
+    function = schema_of(op).name.removeprefix("aten::")
     if name in _METHODS and not kwargs:
         return f"{args[0]}.{function}({', '.join(args[1:])})"
-    kernel = op.py_kernels.get(torch._C.DispatchKey.CPU)
-    called = op._op
+    kernel = op.py_kernels.get(torch.DispatchKey.CPU)
+    called = binding_of(op)
     if kernel is not None:
         # Ours can be told ahead what stays.
         prepared = kernel.prepared(*known()) if hasattr(kernel, "prepared") and not kwargs else None
-        called = _unless_watched(prepared or kernel, op._op)
+        called = _unless_watched(prepared or kernel, binding_of(op))
     if name in _BINDINGS and not kwargs:
         called = getattr(torch._C._VariableFunctions, function)
     named = [f"{key}={value}" for key, value in kwargs.items()]
@@ -83,14 +90,14 @@ def _unless_watched(kernel: Callable[..., Any], operator: Callable[..., Any]) ->
     """Call a kernel in Python by itself, or its operator where a mode or a profiler sees those."""
 
     def call(*args: Any) -> Any:
-        if torch._C._len_torch_dispatch_stack() or torch._C._autograd._profiler_enabled():
+        if num_dispatch_modes() or profiler_is_on():
             return operator(*args)
         return kernel(*args)
 
     return call
 
 
-def can_write_into(op: torch._ops.OpOverload) -> bool:
+def can_write_into(op: OpOverload) -> bool:
     name = short_name(op)
     if name in WITH_OUT:
         return out_overload(op) is not None
@@ -98,7 +105,7 @@ def can_write_into(op: torch._ops.OpOverload) -> bool:
 
 
 def call_into(
-    op: torch._ops.OpOverload,
+    op: OpOverload,
     args: Sequence[str],
     kwargs: Mapping[str, str],
     outs: Sequence[str],
@@ -121,13 +128,13 @@ def call_into(
         return f"{out}.copy_({args[0]})"
     further: tuple[str, ...] = ()
     if name in _RENAMED or name in _BINDINGS:
-        function, further = _RENAMED.get(name, (op._schema.name.removeprefix("aten::"), ()))
+        function, further = _RENAMED.get(name, (schema_of(op).name.removeprefix("aten::"), ()))
         called, places = getattr(torch._C._VariableFunctions, function), ["out"]
     else:
         overload = out_overload(op)
         assert overload is not None
-        called = overload._op
-        places = [argument.name for argument in overload._schema.arguments if argument.is_out]
+        called = binding_of(overload)
+        places = [argument.name for argument in schema_of(overload).arguments if argument.is_out]
     named = [f"{key}={value}" for key, value in kwargs.items()]
     named += [f"{key}={value}" for key, value in zip(places, outs, strict=True)]
     return f"{constant(called, 'f')}({', '.join([*args, *further, *named])})"

@@ -27,6 +27,7 @@ from graphfsdp._capture.trace.values import Node, StorageInfo, as_bytes, span, v
 from graphfsdp._capture.undo.interrupts import DeferredInterrupts, deliver_waiting
 from graphfsdp.base.op_tensors import OpCall, is_empty
 from graphfsdp.base.progress import say
+from graphfsdp.base.torch_internals import below_autograd, without_autocast
 from graphfsdp.config import Compile
 
 _LOG = logging.getLogger("graphfsdp")
@@ -404,7 +405,7 @@ def _digest(tensor: Tensor) -> bytes:
 
 
 def _run(replay: Replay) -> list[Tensor]:
-    with torch._C._AutoDispatchBelowAutograd(), torch._C._DisableAutocast():
+    with below_autograd(), without_autocast():
         return list(replay())
 
 

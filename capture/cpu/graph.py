@@ -28,6 +28,7 @@ from graphfsdp._capture.trace.values import (
 from graphfsdp._capture.undo.copy_on_write import CopyOnWrite
 from graphfsdp.base.collector import YOUNG, without_collector
 from graphfsdp.base.op_tensors import OpCall, OperatorMode
+from graphfsdp.base.torch_internals import below_autograd, foreach_copy_, key_of, without_autocast
 from graphfsdp.config import Compile
 from graphfsdp.errors import CaptureError
 
@@ -63,7 +64,7 @@ class CommitPoint:
 def find_commit_point(nodes: Sequence[Node], scratch: Sequence[Tensor]) -> CommitPoint:
     """Find the first write that cannot be put back; nobody needs old contents of ``scratch``."""
     max_kept = max(_MIN_KEPT, len(nodes) // _NODES_PER_KEPT)
-    free = {tensor.untyped_storage()._cdata for tensor in scratch}
+    free = {key_of(tensor.untyped_storage()) for tensor in scratch}
     kept: dict[int, Value] = {}
     generators: dict[int, torch.Generator] = {}
     num_bytes = 0
@@ -74,7 +75,7 @@ def find_commit_point(nodes: Sequence[Node], scratch: Sequence[Tensor]) -> Commi
         call = OpCall(node.op, node.args, node.kwargs)
         for value in values_among(call.written_arguments()):
             info = value.storage
-            if info.external and id(value) not in kept and info.get()._cdata not in free:
+            if info.external and id(value) not in kept and key_of(info.get()) not in free:
                 found[id(value)] = value
         num_bytes += sum(map(_num_bytes, found.values()))
         if found and (num_bytes > _MAX_KEPT_BYTES or len(kept) + len(found) > max_kept):
@@ -101,7 +102,7 @@ class ReplayUndo:
         self.effect = Effect.NONE
         if self._kept:
             with torch.no_grad():
-                torch._foreach_copy_(self._copies, self._kept)
+                foreach_copy_(self._copies, self._kept)
         self._states = list(map(torch.Generator.get_state, self._generators))
 
     def commit(self) -> None:
@@ -112,7 +113,7 @@ class ReplayUndo:
         if self.effect is not Effect.NONE:
             return
         if self._kept:
-            torch._foreach_copy_(self._kept, self._copies)
+            foreach_copy_(self._kept, self._copies)
         for generator, state in zip(self._generators, self._states, strict=True):
             generator.set_state(state)
 
@@ -184,7 +185,7 @@ class CpuGraph:
     def _run(self, replay: Replay | None) -> list[Tensor]:
         if replay is None:
             raise CaptureError("the graph is closed")
-        with torch._C._AutoDispatchBelowAutograd(), torch._C._DisableAutocast():
+        with below_autograd(), without_autocast():
             return list(replay())
 
     def close(self) -> None:

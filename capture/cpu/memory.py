@@ -21,6 +21,7 @@ from graphfsdp._capture.trace.values import (
 from graphfsdp.base.host_memory import advise_huge_pages
 from graphfsdp.base.memory_plan import ALIGNMENT_BYTES, Lifetime, MemoryPlan, plan_memory
 from graphfsdp.base.op_tensors import is_empty
+from graphfsdp.base.torch_internals import below_autograd, storage_behind, without_autocast
 
 _FOLDED_BYTES = 1 << 16  # larger constants are made anew in each replay: memory counts more
 
@@ -71,7 +72,7 @@ class Arena:
     def _alive(self) -> torch.UntypedStorage | None:
         if self._storage is None:
             return None
-        return torch.UntypedStorage._new_with_weak_ptr(self._storage.cdata)
+        return storage_behind(self._storage)
 
 
 def give_back_freed_pages() -> None:
@@ -204,7 +205,7 @@ class ProgramMemory:
 
     def _run(self, node: Node) -> Tensor:
         kwargs = {name: self._filled(value) for name, value in node.kwargs.items()}
-        with torch._C._AutoDispatchBelowAutograd(), torch._C._DisableAutocast():
+        with below_autograd(), without_autocast():
             result: Tensor = node.op(*[self._filled(value) for value in node.args], **kwargs)
         return result
 

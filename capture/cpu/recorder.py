@@ -18,6 +18,7 @@ from graphfsdp._capture.trace.values import (
 )
 from graphfsdp.base.hazards import HazardKind
 from graphfsdp.base.op_tensors import OpCall, is_empty
+from graphfsdp.base.torch_internals import key_of
 
 
 class Recorder(Watcher):
@@ -88,7 +89,7 @@ class Recorder(Watcher):
     def _key_of(self, tensor: Tensor, op: str) -> tuple[int, Geometry]:
         geometry = geometry_of(tensor)
         shared = self._geometries.setdefault(geometry, geometry)
-        return storage_of(tensor, op)._cdata, shared
+        return key_of(storage_of(tensor, op)), shared
 
     def _append_view(self, info: StorageInfo, value: Value) -> int:
         offset, shape, stride, dtype, conj, neg = value.geometry
@@ -215,8 +216,8 @@ class Recorder(Watcher):
     def _run_distrusted(self, call: OpCall) -> Any:
         """Run an operator of somebody else, and refuse it if it writes without saying so."""
         op = call.name
-        declared = {storage_of(tensor, op)._cdata for tensor in call.written}
-        secret = [each for each in call.tensors if storage_of(each, op)._cdata not in declared]
+        declared = {key_of(storage_of(tensor, op)) for tensor in call.written}
+        secret = [each for each in call.tensors if key_of(storage_of(each, op)) not in declared]
         before = [as_bytes(storage_of(tensor, op)).clone() for tensor in secret]
         result = call.run()
         for tensor, old in zip(secret, before, strict=True):

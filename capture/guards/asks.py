@@ -14,11 +14,11 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch._C._dynamo.guards import dict_version
 from torch.overrides import TorchFunctionMode
 
 from graphfsdp._capture.trace.reach import MISSING, SCALARS, VALUES, WeakTensor
 from graphfsdp.base.changes import Change, ChangeKind
+from graphfsdp.base.torch_internals import dict_version
 
 FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType, types.MethodType, type)
 CONTAINERS = (dict, list, set, deque, bytearray, array)

@@ -26,6 +26,7 @@ from graphfsdp._capture.trace.attribute_log import AttributeLog
 from graphfsdp._capture.trace.source import definition_of
 from graphfsdp.base.changes import Change, ChangeKind
 from graphfsdp.base.sharded import units_of
+from graphfsdp.base.torch_internals import buffers_of, parameters_of
 
 
 class Guards:
@@ -193,7 +194,7 @@ def _modules_outside(model: nn.Module, log: AttributeLog) -> NamedModules:
 
 def _weights(around: NamedModules) -> Iterator[tuple[str, Tensor]]:
     for path, module in around:
-        for kind, table in (("parameter", module._parameters), ("buffer", module._buffers)):
+        for kind, table in (("parameter", parameters_of(module)), ("buffer", buffers_of(module))):
             for name, tensor in table.items():
                 if tensor is not None:
                     yield f"{kind} {join(path, name)!r}", tensor

@@ -19,6 +19,7 @@ from graphfsdp._capture.guards.asks import (
 from graphfsdp._capture.trace.attribute_log import AttributeLog
 from graphfsdp._capture.trace.reach import MISSING, OWN
 from graphfsdp.base.changes import Change, ChangeKind
+from graphfsdp.base.torch_internals import children_of
 
 _TABLES = (("_parameters", "parameter"), ("_buffers", "buffer"), ("_modules", "module"))
 # What torch's own layers keep for their repr: the forward pass takes it from the weights.
@@ -71,9 +72,9 @@ class StructureGuard:
                 if old is not new:
                     found.append(_slot_change(kind, join(path, name), old, new))
         return found or [
-            _order_change(path, before, module._modules)
+            _order_change(path, before, children_of(module))
             for path, module, table, _, before in self._before
-            if table == "_modules" and list(before) != list(module._modules)
+            if table == "_modules" and list(before) != list(children_of(module))
         ]
 
 

@@ -114,7 +114,7 @@ def _global_state(device_type: str) -> dict[str, Callable[[], Any]]:
             torch.is_autocast_enabled(device_type) and torch.get_autocast_dtype(device_type)
         ),
         "the default dtype": torch.get_default_dtype,
-        "torch.use_deterministic_algorithms": torch._C._get_deterministic_algorithms,
+        "torch.use_deterministic_algorithms": torch.are_deterministic_algorithms_enabled,
     }
 
 

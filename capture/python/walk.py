@@ -39,6 +39,7 @@ from graphfsdp._capture.trace.reach import (
     numbers_in,
 )
 from graphfsdp._capture.trace.source import file_of, is_installed_file, is_users_file
+from graphfsdp.base.torch_internals import buffers_of, children_of, parameters_of
 
 _MAX_DEPTH = 12
 _MAX_FAR = 2
@@ -303,10 +304,10 @@ class _Walk:
         kept = {key: value for key, value in own.items() if not isinstance(value, Tensor)}
         self.found.hold(held.put_back_module, table, kept)
         self._each(f"{name}.", own, depth + 1, far, table)
-        for key, tensor in (*module._parameters.items(), *module._buffers.items()):
+        for key, tensor in (*parameters_of(module).items(), *buffers_of(module).items()):
             if tensor is not None:
                 self._tensor(f"{name}.{key}", tensor, depth, far)
-        for key, child in module._modules.items():
+        for key, child in children_of(module).items():
             if child is not None and id(child) not in self._alive:
                 self.module(f"{name}.{key}", child, depth, far)
         self._class(type(module), depth, far)

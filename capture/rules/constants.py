@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import _disable_current_modes
 
 from graphfsdp._capture.rules.functions import is_fixed_one_hot, one_hot
 from graphfsdp._capture.rules.refusals import Refusal, running_optimizer
@@ -29,6 +28,7 @@ from graphfsdp._capture.trace.source import (
 )
 from graphfsdp.base.hazards import HazardKind
 from graphfsdp.base.op_tensors import OpCall, OperatorMode
+from graphfsdp.base.torch_internals import backward_node, without_modes
 from graphfsdp.errors import CaptureError
 
 _LOG = logging.getLogger("graphfsdp")
@@ -84,7 +84,7 @@ class ConstantLog:
         values = _values([*call.args, *call.kwargs.values()])
         if call.is_literal:
             # A look at the contents is none of the iteration's operators.
-            with _disable_current_modes():
+            with without_modes():
                 values.append(_contents(call.args[0]))
             self._made.update(places)  # anew in each run
         outside = tuple(0 if place in self._made else place for place in places)
@@ -429,5 +429,5 @@ class _ConstantMode(OperatorMode):
     def _optimizer_left_out(self) -> torch.optim.Optimizer | None:
         if not self._without_optimizer or torch.is_grad_enabled():
             return None
-        in_backward = torch._C._current_autograd_node() is not None
+        in_backward = backward_node() is not None
         return None if in_backward else running_optimizer()

@@ -17,6 +17,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from graphfsdp._capture.trace.source import frames
 from graphfsdp.base.hazards import HazardKind
 from graphfsdp.base.op_tensors import OpCall, flat_tensors
+from graphfsdp.base.torch_internals import CUMPROD_READS, OpOverload, is_in_backward, schema_of
 
 Varies = Callable[[Tensor], bool]  # whether its contents differ from replay to replay
 
@@ -228,19 +229,18 @@ RANDOM_RECOMPUTE = Refusal(
 
 _WHERE = "torch.where(mask, value, x)"
 # Operators whose gradient torch computes by reading values on the host: name, overload ("" for
-# all), argument whose gradient it is, remedy, first torch version that no longer reads.
+# all), argument whose gradient it is, remedy.
 # Under a dispatch mode torch takes another formula for these, which reads nothing but differs in
 # the last bits. So a CUDA capture of the eager formula fails, and a recording would not be what
 # eager computes. Found by running the gradients of torch's whole operator data base with and
 # without a mode and comparing bits (torch 2.11 to 2.13).
 _READING_GRADIENTS = (
-    ("aten::prod", "", 0, "multiply step by step, or x.log().sum().exp()", None),
-    ("aten::masked_fill", "Tensor", 2, _WHERE, None),
-    ("aten::masked_fill_", "Tensor", 2, _WHERE, None),
-    ("aten::linalg_lstsq", "", 0, "torch.linalg.solve on the normal equations", None),
-    ("aten::cumprod", "", 0, "torch 2.12 or newer", (2, 12)),
+    ("aten::prod", "", 0, "multiply step by step, or x.log().sum().exp()"),
+    ("aten::masked_fill", "Tensor", 2, _WHERE),
+    ("aten::masked_fill_", "Tensor", 2, _WHERE),
+    ("aten::linalg_lstsq", "", 0, "torch.linalg.solve on the normal equations"),
+    *((("aten::cumprod", "", 0, "torch 2.12 or newer"),) if CUMPROD_READS else ()),
 )
-_TORCH = tuple(map(int, torch.__version__.split(".")[:2]))
 _INDEX_PUT = ("aten::index_put", "aten::index_put_", "aten::_index_put_impl_")
 _JUDGED = frozenset(
     {
@@ -278,9 +278,9 @@ def refuse_op(call: OpCall, varies: Varies) -> Refusal | None:
 
 
 @functools.cache  # asked for each call
-def _is_plain(op: torch._ops.OpOverload) -> bool:
+def _is_plain(op: OpOverload) -> bool:
     """Tell whether no call of an operator is refused, but for a number that lies on the host."""
-    return op._schema.name not in _JUDGED and not _JUDGED_TAGS.intersection(op.tags)
+    return schema_of(op).name not in _JUDGED and not _JUDGED_TAGS.intersection(op.tags)
 
 
 def _transfer(call: OpCall) -> Refusal | None:
@@ -324,19 +324,19 @@ def _host_scalar(call: OpCall, varies: Varies) -> Refusal | None:
 
 
 def _reading_gradient(call: OpCall) -> Refusal | None:
-    for name, overload, argument, remedy, mended in _READING_GRADIENTS:
-        if call.schema_name != name or (overload and call.op._overloadname != overload):
+    for name, overload, argument, remedy in _READING_GRADIENTS:
+        if call.schema_name != name or (overload and schema_of(call.op).overload_name != overload):
             continue
         value = call.args[argument] if argument < len(call.args) else None
         reads = isinstance(value, Tensor) and value.requires_grad and torch.is_grad_enabled()
-        if reads and (mended is None or mended > _TORCH):
+        if reads:
             return dataclasses.replace(READING_GRADIENT.of(call.op), remedy=remedy)
     return None
 
 
 def _recomputes_randomly(call: OpCall) -> bool:
     """Tell whether a backward pass draws numbers anew because it needs activations again."""
-    if not call.is_random or torch._C._current_graph_task_id() == -1:
+    if not call.is_random or not is_in_backward():
         return False  # most are none of these
     for frame in frames():
         code = frame.f_code

@@ -9,6 +9,7 @@ import torch
 
 from graphfsdp._capture.rules.refusals import ISOLATION, UNJOINED, Refusal
 from graphfsdp.base.hazards import HazardKind, SourceLine
+from graphfsdp.base.torch_internals import is_in_backward
 
 _Clock = dict[Hashable, int]  # by stream: how many of its operators are known to be over
 
@@ -110,7 +111,7 @@ class StreamWatch:
         counts. Whether a hook joins what it has forked is left to the driver.
         """
         stream = _key(torch.cuda.current_stream(self._device))
-        if stream == self.book.main or torch._C._current_graph_task_id() == -1:
+        if stream == self.book.main or not is_in_backward():
             self.book.use(stream, op, module_path, source)
 
     def on_call(self, frame: FrameType) -> Refusal | None:

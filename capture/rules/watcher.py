@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from graphfsdp._capture.rules.functions import (
     FunctionRules,
@@ -39,6 +38,7 @@ from graphfsdp._capture.trace.source import (
 from graphfsdp._capture.trace.values import StorageInfo, StorageTable
 from graphfsdp.base.hazards import HazardKind, HazardLog, SourceLine
 from graphfsdp.base.op_tensors import OpCall, OperatorMode, operator_modes, storage_key
+from graphfsdp.base.torch_internals import backward_node, dispatch_mode_stack
 from graphfsdp.errors import CaptureError
 
 # Below these there are operators alone, but for what asks its arguments for their contents.
@@ -97,7 +97,7 @@ class Watcher:
         functions = _FunctionMode(self)
         self._thread = threading.get_ident()
         self._has_modes_below = not all(
-            isinstance(mode, OperatorMode) for mode in _get_current_dispatch_mode_stack()
+            isinstance(mode, OperatorMode) for mode in dispatch_mode_stack()
         )
         try:
             with ExitStack() as stack:
@@ -137,7 +137,7 @@ class Watcher:
     @property
     def place(self) -> tuple[str | None, SourceLine | None]:
         """The running module's full name and the user's line, as an error tells them."""
-        if torch._C._current_autograd_node() is None:
+        if backward_node() is None:
             return self._tracker.path, user_source_line()
         source = user_line_in_backward()
         if source is not None:
@@ -162,7 +162,7 @@ class Watcher:
             cuda_error=refusal.cuda_error,
         )
         if self._hazards is not None:
-            in_backward = torch._C._current_autograd_node() is not None
+            in_backward = backward_node() is not None
             self._hazards.add(error.hazard, is_echo=in_backward)
             return
         self.failure = self.failure or error

@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 
 from graphfsdp._capture.trace.source import has_compiled
-from graphfsdp.base.traced import not_compiled
+from graphfsdp.base.torch_internals import not_compiled
 
 # Frames of these look into modules for reasons of their own.
 _PLUMBING = ("torch.nn.modules.module", "torch._dynamo.", "graphfsdp.")

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from graphfsdp._capture.trace.values import Node, Value, span_bytes
 from graphfsdp.base.memory_plan import Lifetime
+from graphfsdp.base.torch_internals import key_of
 
 
 @dataclass(frozen=True)
@@ -46,7 +47,7 @@ def elided_copies(
     geometry of the target, which lies outside the iteration, is aligned, so that no kernel sees a
     place that eager mode would not give it, and is not touched while the storage is in use.
     """
-    storages = {tensor.untyped_storage()._cdata for tensor in scratch}
+    storages = {key_of(tensor.untyped_storage()) for tensor in scratch}
     touched = [
         (index, *addresses(value))
         for index, node in enumerate(nodes)

@@ -20,7 +20,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import _disable_current_modes
 
 from graphfsdp._capture.trace.elision import is_plain, is_whole, places
 from graphfsdp._capture.trace.out_forms import COPIES, WITH_OUT, out_overload, short_name
@@ -35,6 +34,7 @@ from graphfsdp._capture.trace.values import (
 )
 from graphfsdp.base.hazards import HazardKind
 from graphfsdp.base.op_tensors import OpCall, flat_tensors, is_empty, storage_key
+from graphfsdp.base.torch_internals import OpOverload, key_of, schema_of, without_modes
 from graphfsdp.errors import CaptureError
 
 # Where a kernel may do without regard to alignment, of all that torch calls: cuBLASLt looks up to
@@ -139,7 +139,7 @@ class _Landing:
 
     def tensor(self) -> Tensor:
         assert self.storage is not None
-        with _disable_current_modes():  # this is none of the iteration's operators
+        with without_modes():  # this is none of the iteration's operators
             return materialise(self.made, self.storage, self.first_byte)
 
 
@@ -161,7 +161,7 @@ class Landing:
         noted = self._noted
         if noted is None:
             return None
-        gradients = {tensor.untyped_storage()._cdata for tensor in self._gradients}
+        gradients = {key_of(tensor.untyped_storage()) for tensor in self._gradients}
         return Redirection(noted, dict(_landings(noted, gradients)))
 
 
@@ -327,7 +327,7 @@ def _reduced_buffers(trace: Trace) -> dict[int, int]:
     reduced = {
         id(value.storage)
         for node in trace.nodes
-        if node.op._schema.name in _REDUCTIONS
+        if schema_of(node.op).name in _REDUCTIONS
         for value in node.args
     }
     return {
@@ -375,17 +375,17 @@ def _is_in_place(call: OpCall, landed: _Landing) -> bool:
 
 
 @functools.cache
-def _can_land(op: torch._ops.OpOverload) -> bool:
+def _can_land(op: OpOverload) -> bool:
     name = short_name(op)
     return name in COPIES or (name in WITH_OUT and _into(op) is not None)
 
 
 @functools.cache
-def _into(op: torch._ops.OpOverload) -> tuple[torch._ops.OpOverload, str] | None:
+def _into(op: OpOverload) -> tuple[OpOverload, str] | None:
     overload = out_overload(op, "cuda")
     if overload is None:
         return None
-    names = [argument.name for argument in overload._schema.arguments if argument.is_out]
+    names = [argument.name for argument in schema_of(overload).arguments if argument.is_out]
     return (overload, names[0]) if len(names) == 1 else None
 
 

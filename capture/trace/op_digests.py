@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from graphfsdp.base.op_tensors import OpCall, OperatorMode, flat_tensors, is_empty
+from graphfsdp.base.torch_internals import key_of
 
 # A program has some of its own: for constants, for what outlives it, for ones_like and its kin.
 _OWN = frozenset({"copy", "clone", "fill", "zero"})
@@ -99,4 +100,4 @@ def _as_bytes(tensor: Tensor) -> Tensor:
 def _storage(tensor: Tensor) -> int:
     if tensor.layout is not torch.strided:
         return id(tensor)
-    return int(tensor.untyped_storage()._cdata)
+    return int(key_of(tensor.untyped_storage()))

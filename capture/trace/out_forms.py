@@ -9,7 +9,7 @@ kernel, same strides.
 import functools
 from typing import Any
 
-import torch
+from graphfsdp.base.torch_internals import OpOverload, has_kernel, schema_of
 
 _POINTWISE = (
     *("abs", "acos", "acosh", "add.Tensor", "addcdiv", "addcmul", "angle", "asin", "asinh", "atan"),
@@ -48,31 +48,28 @@ COPIES = frozenset({"clone", "_to_copy"})
 
 
 @functools.cache
-def short_name(op: torch._ops.OpOverload) -> str:
+def short_name(op: OpOverload) -> str:
     """Return "mm" for aten::mm, "add.Tensor" for aten::add.Tensor; "" outside of aten."""
     if op.namespace != "aten":
         return ""
-    name: str = op._schema.name.removeprefix("aten::")
-    return f"{name}.{op._schema.overload_name}" if op._schema.overload_name else name
+    name: str = schema_of(op).name.removeprefix("aten::")
+    return f"{name}.{schema_of(op).overload_name}" if schema_of(op).overload_name else name
 
 
 @functools.cache
-def out_overload(
-    op: torch._ops.OpOverload, device_type: str = "cpu"
-) -> torch._ops.OpOverload | None:
+def out_overload(op: OpOverload, device_type: str = "cpu") -> OpOverload | None:
     """Return the overload that takes the results as arguments, if such a device has a kernel.
 
     What torch generates (compute, then copy) is registered for all devices at once instead.
     """
     packet = op._overloadpacket
-    wanted = [_form(argument) for argument in op._schema.arguments]
+    wanted = [_form(argument) for argument in schema_of(op).arguments]
     for overload_name in packet.overloads():
-        overload: torch._ops.OpOverload = getattr(packet, overload_name)
-        arguments = overload._schema.arguments
+        overload: OpOverload = getattr(packet, overload_name)
+        arguments = schema_of(overload).arguments
         given = [_form(argument) for argument in arguments if not argument.is_out]
         num_outs = len(arguments) - len(given)
-        if num_outs and num_outs == len(op._schema.returns) and given == wanted:
-            has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
+        if num_outs and num_outs == len(schema_of(op).returns) and given == wanted:
             return overload if has_kernel(overload.name(), device_type.upper()) else None
     return None
 

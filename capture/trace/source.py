@@ -21,6 +21,7 @@ from torch.nn.modules import module as torch_module
 
 from graphfsdp import errors
 from graphfsdp.base.hazards import SourceLine
+from graphfsdp.base.torch_internals import COMPILED_CALL, backward_node
 
 _TORCH = str(Path(torch.__file__).parent)
 _PACKAGE = Path(inspect.getfile(errors)).parent
@@ -157,7 +158,7 @@ def called_by_us() -> bool:
 def compiled_modules(model: nn.Module) -> Iterator[str]:
     """Yield the names of modules that torch.compile has made, or compiled in place."""
     for name, module in model.named_modules():
-        call = getattr(module, "_compiled_call_impl", None)
+        call = getattr(module, COMPILED_CALL, None)
         # graphfsdp.capture_in_place has its calls there, too.
         in_place = call is not None and not type(call).__module__.startswith("graphfsdp.in_place")
         if in_place or type(module).__name__ == "OptimizedModule":
@@ -269,7 +270,7 @@ class SiteTable:
 
     def _place(self) -> _Place:
         module = self._tracker.path
-        node = torch._C._current_autograd_node()
+        node = backward_node()
         if node is not None:
             self._ran_backward = True
             return self._backward_place(node, module)

@@ -10,6 +10,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from graphfsdp.base.hazards import HazardKind
 from graphfsdp.base.op_tensors import storage_key
+from graphfsdp.base.torch_internals import OpOverload, key_of, storage_behind
 from graphfsdp.errors import CaptureError, SourceLine
 
 
@@ -39,7 +40,7 @@ class StorageInfo:
 
     def get(self) -> torch.UntypedStorage:
         """ReferenceError if it has been freed."""
-        storage = torch.UntypedStorage._new_with_weak_ptr(self.ref.cdata)
+        storage = storage_behind(self.ref)
         if storage is None:
             raise ReferenceError("the storage has been freed")
         return storage
@@ -75,7 +76,7 @@ class StorageTable:
         self._infos: dict[int, StorageInfo] = {}
 
     def find(self, tensor: Tensor, op: str) -> StorageInfo | None:
-        return self._infos.get(storage_of(tensor, op)._cdata)
+        return self._infos.get(key_of(storage_of(tensor, op)))
 
     def get(self, key: int) -> StorageInfo | None:
         """Return the storage of a ``storage_key``."""
@@ -89,7 +90,7 @@ class StorageTable:
         """Register the storage of a tensor that was never seen before."""
         storage = storage_of(tensor, op)
         info = StorageInfo(StorageWeakRef(storage), external, varies)
-        self._infos[storage._cdata] = info
+        self._infos[key_of(storage)] = info
         return info
 
     def __iter__(self) -> Iterator[StorageInfo]:
@@ -151,7 +152,7 @@ class Node:
         inputs: The Values among its arguments, lists opened.
     """
 
-    op: torch._ops.OpOverload
+    op: OpOverload
     args: list[Any]
     kwargs: dict[str, Any]
     outputs: list[Value | None]

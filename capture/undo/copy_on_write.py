@@ -11,6 +11,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from graphfsdp._capture.trace.values import as_bytes, span, storage_of
 from graphfsdp._capture.undo.interrupts import deliver_waiting
 from graphfsdp.base.op_tensors import OpCall, OperatorMode, storage_key
+from graphfsdp.base.torch_internals import key_of, storage_behind
 from graphfsdp.errors import CaptureError
 
 _Range = tuple[int, int]  # first byte, byte after the last
@@ -43,7 +44,7 @@ class CopyOnWrite:
     def save(self, tensor: Tensor) -> None:
         storage = storage_of(tensor, "save")
         start, end = byte_range(tensor)
-        ranges = self._ranges.setdefault(storage._cdata, set())
+        ranges = self._ranges.setdefault(key_of(storage), set())
         if any(first <= start and end <= last for first, last in ranges):
             return
         reference = StorageWeakRef(storage)  # keeps the identity from being used again
@@ -63,7 +64,7 @@ class CopyOnWrite:
     def roll_back(self) -> None:
         # Newest first: where ranges overlap, the copy that was made first is the oldest contents.
         for reference, first, old in reversed(self._saved):
-            storage = torch.UntypedStorage._new_with_weak_ptr(reference.cdata)
+            storage = storage_behind(reference)
             if storage is not None:
                 as_bytes(storage)[first : first + old.numel()].copy_(old)
         for generator, state in self._generators.values():

@@ -14,6 +14,7 @@ from graphfsdp._capture.trace.backend import Undo
 from graphfsdp._capture.trace.source import assignment_of, definition_of
 from graphfsdp.base.hazards import HazardKind
 from graphfsdp.base.sharded import sharded_roots
+from graphfsdp.base.torch_internals import buffers_of, is_functorch_wrapped, key_of, parameters_of
 from graphfsdp.errors import CaptureError
 
 
@@ -81,7 +82,7 @@ class HostState:
                     if name not in kept:
                         del table[name]
                 table.update(kept)
-            module._non_persistent_buffers_set.intersection_update(module._buffers)
+            module._non_persistent_buffers_set.intersection_update(buffers_of(module))
         for tensor, data in self._data.items():
             if self._has_new_data(tensor):
                 tensor.data = data
@@ -99,12 +100,12 @@ class HostState:
         old = self._data.get(tensor)
         if old is None:
             return False
-        return bool(tensor.untyped_storage()._cdata != old.untyped_storage()._cdata)
+        return bool(key_of(tensor.untyped_storage()) != key_of(old.untyped_storage()))
 
 
 def _tables(module: nn.Module) -> Sequence[dict[str, Any]]:
     """Return where a module holds tensors and numbers."""
-    return module._parameters, module._buffers, vars(module)
+    return parameters_of(module), buffers_of(module), vars(module)
 
 
 def _kept(table: Mapping[str, Any]) -> dict[str, Any]:
@@ -117,11 +118,11 @@ def _is_plain(tensor: Tensor) -> bool:
     """Tell whether a tensor lies in one storage of its own class's making."""
     if type(tensor) not in (Tensor, nn.Parameter) or tensor.layout is not torch.strided:
         return False
-    return not torch._C._functorch.is_functorch_wrapped_tensor(tensor)  # as vmap leaves them
+    return not is_functorch_wrapped(tensor)
 
 
 def _is_registered(module: nn.Module, name: str) -> bool:
-    return name in module._parameters or name in module._buffers
+    return name in parameters_of(module) or name in buffers_of(module)
 
 
 def _lookup(module: nn.Module, name: str) -> object:

@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
+from graphfsdp.base.torch_internals import TreeSpec, tree_flatten, tree_unflatten
 from graphfsdp.errors import ConfigError
 
 
@@ -84,7 +84,7 @@ class Buckets:
         num_rows, length = leaves[0].shape[:2]
         sizes = (self._rows_for(num_rows), self.length_for(length))
         padded = [_fill_up(leaf, sizes, value) for leaf, value in zip(leaves, fills, strict=True)]
-        return pytree.tree_unflatten(padded, spec)
+        return tree_unflatten(padded, spec)
 
     def collate(self, samples: Sequence[Any], fill: Any) -> Any:
         """Make a padded batch of sequences of different lengths.
@@ -118,7 +118,7 @@ class Buckets:
         for column, value in zip(columns, fills, strict=True):
             rows = torch.stack([_fill_up(leaf, (length,), value) for leaf in column])
             batch.append(_fill_up(rows, (num_rows,), value))
-        return pytree.tree_unflatten(batch, spec)
+        return tree_unflatten(batch, spec)
 
     def _rows_for(self, num_rows: int) -> int:
         if self.num_rows is not None and num_rows > self.num_rows:
@@ -145,13 +145,13 @@ def masked_mean(values: Tensor, mask: Tensor) -> Tensor:
     return total / counts.sum().clamp(min=1)
 
 
-def _flatten(batch: Any, fill: Any) -> tuple[list[Tensor], list[float], pytree.TreeSpec]:
-    leaves, spec = pytree.tree_flatten(batch)
+def _flatten(batch: Any, fill: Any) -> tuple[list[Tensor], list[float], TreeSpec]:
+    leaves, spec = tree_flatten(batch)
     if not leaves or not all(isinstance(leaf, Tensor) for leaf in leaves):
         raise ConfigError("padding needs tensors, in any nesting, and nothing else")
     if isinstance(fill, int | float):
         return leaves, [fill] * len(leaves), spec
-    fills, fill_spec = pytree.tree_flatten(fill)
+    fills, fill_spec = tree_flatten(fill)
     if fill_spec != spec:
         raise ConfigError(f"fill is nested otherwise than the batch: {fill_spec} and {spec}")
     return leaves, fills, spec

@@ -47,6 +47,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from graphfsdp.base.streams import Lane
+from graphfsdp.base.torch_internals import backend_of, key_of
 from graphfsdp.errors import ConfigError, PhaseError
 
 _REDUCTIONS = ("sum", "mean", "max")
@@ -117,7 +118,7 @@ def _reduce_scatter(
 
 
 def _is_gloo(group: dist.ProcessGroup, tensor: Tensor) -> bool:
-    return tensor.is_cpu and group._get_backend(tensor.device).name() == "gloo"
+    return tensor.is_cpu and backend_of(group, tensor.device).name() == "gloo"
 
 
 def _gather_copies(
@@ -317,7 +318,7 @@ def _exchange(
     ticket: Tensor,
 ) -> None:
     process_group = _group_of(group)
-    backend: Any = process_group._get_backend(ticket.device)
+    backend: Any = backend_of(process_group, ticket.device)
 
     def begin() -> list[Any]:
         works = [process_group.send([t], rank, tag) for t, rank in zip(sent, targets, strict=True)]
@@ -455,7 +456,7 @@ def reduce_scatter_(
     Capture: as ``all_gather_``.
     """
     _check_reduction(reduction)
-    if output.untyped_storage()._cdata == full.untyped_storage()._cdata:
+    if key_of(output.untyped_storage()) == key_of(full.untyped_storage()):
         raise ConfigError(
             "the output of a reduce-scatter lies in its own input; gloo and NCCL may read the "
             "input after they have begun to write. Remedy: separate storages"

@@ -7,9 +7,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 
 from graphfsdp.base.flat_buffer import contiguous_stride
+from graphfsdp.base.torch_internals import (
+    OpOverload,
+    TorchDispatchMode,
+    is_traceable_wrapper_subclass,
+    known_spec,
+    local_tensor_of,
+    spec_of,
+)
 
 # What the class of a wrapper has that says itself what is gathered of it.
 EXTENSION = "fsdp_pre_all_gather"
@@ -106,11 +113,8 @@ def wrap_rows_like(local: Tensor, like: Tensor) -> Tensor:
 def _wrap(local: Tensor, like: Tensor, shape: torch.Size, stride: tuple[int, ...]) -> Tensor:
     if not is_dtensor(like):
         return local
-    from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
-
     dtensor: Any = like
-    meta = TensorMeta(shape, stride, local.dtype)
-    spec = DTensorSpec(dtensor.device_mesh, dtensor.placements, meta)
+    spec = spec_of(dtensor.device_mesh, dtensor.placements, shape, stride, local.dtype)
     return can_be_copied(type(dtensor)(local.detach(), spec, requires_grad=False))
 
 
@@ -135,13 +139,13 @@ class _WithoutOffset(TorchDispatchMode):
 
     def __torch_dispatch__(
         self,
-        func: torch._ops.OpOverload,
+        func: OpOverload,
         types: Sequence[type],
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         result = func(*args, **(kwargs or {}))
         nowhere = torch.empty(0, dtype=result.dtype, device=result.device)
-        same: Any = type(result)(nowhere, result._spec, requires_grad=False)
-        same._local_tensor = result._local_tensor
+        same: Any = type(result)(nowhere, known_spec(result), requires_grad=False)
+        same._local_tensor = local_tensor_of(result)
         return same

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from graphfsdp.base.host_memory import zeros_flat
 from graphfsdp.base.memory_plan import neighbour_starts
+from graphfsdp.base.torch_internals import foreach_copy_
 
 # torch launches its kernel for many tensors anew behind 320 pieces of 65,536 elements each.
 _NUMEL_OF_LAUNCH = 320 * 65536
@@ -66,7 +67,7 @@ def copy_all(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
         together.setdefault(key, []).append((target, source))
     for key, pairs in together.items():
         if key is not None and len(pairs) > 1:
-            torch._foreach_copy_([one for one, _ in pairs], [other for _, other in pairs])
+            foreach_copy_([one for one, _ in pairs], [other for _, other in pairs])
         else:
             for target, source in pairs:
                 target.copy_(source)

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from graphfsdp.base.collectives import all_reduce_
 from graphfsdp.base.dtensors import RankGroups, local_part, sharding_groups
 from graphfsdp.base.sharded import MainGrad, sharded_roots
+from graphfsdp.base.torch_internals import foreach_mul_
 from graphfsdp.errors import ConfigError
 
 _EPS = 1e-6  # as torch.nn.utils.clip_grad_norm_ adds to the norm
@@ -127,7 +128,7 @@ def clip_grad_norm_(model: nn.Module, max_norm: float) -> Tensor:
     scale = clip_coefficient(norm, max_norm)
     gradients = [*whole, *(tensor for tensors in sharded.values() for tensor in tensors)]
     if gradients:
-        torch._foreach_mul_(gradients, scale)
+        foreach_mul_(gradients, scale)
     return norm
 
 

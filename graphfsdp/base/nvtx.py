@@ -8,6 +8,8 @@ from typing import Protocol
 import torch
 from torch._C._profiler import _RecordFunctionFast
 
+from graphfsdp.base.torch_internals import profiler_is_on
+
 # Before each name in torch's profiler, where operators are events like any other.
 RANGE_PREFIX = "graphfsdp: "
 _NO_RANGE = nullcontext()  # may be entered any number of times
@@ -39,7 +41,7 @@ def _profiled(name: str) -> Iterator[None]:
 
 def nvtx_range(name: str) -> AbstractContextManager[object]:
     """Capture: host side only; inside a recording it marks the host's time, not the kernels'."""
-    if torch.autograd._profiler_enabled():  # type: ignore[attr-defined]
+    if profiler_is_on():
         return _profiled(name)
     factory = _factory()
     return factory(name) if factory else _NO_RANGE

@@ -9,10 +9,15 @@ from typing import Any, NamedTuple, Self, TypeGuard
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import (
+from torch.utils._python_dispatch import _get_current_dispatch_mode
+
+from graphfsdp.base.torch_internals import (
+    OpOverload,
     TorchDispatchMode,
-    _get_current_dispatch_mode,
-    _get_current_dispatch_mode_stack,
+    dispatch_mode_stack,
+    key_of,
+    num_dispatch_modes,
+    schema_of,
 )
 
 # Operators that write arguments without saying so in their schema.
@@ -41,9 +46,9 @@ _EMPTY_OPS = frozenset(
 )
 
 
-def is_empty(op: torch._ops.OpOverload) -> bool:
+def is_empty(op: OpOverload) -> bool:
     """Tell whether an operator makes memory, and neither reads nor writes any."""
-    return op._schema.name in _EMPTY_OPS
+    return schema_of(op).name in _EMPTY_OPS
 
 
 def is_wrapper_subclass(kind: type) -> bool:
@@ -82,7 +87,7 @@ def flat_tensors(values: Any) -> list[Tensor]:
 def storage_key(tensor: Tensor) -> int:
     """Return what tells the storage under a tensor from others that live; 0 if it has none."""
     try:
-        return int(tensor.untyped_storage()._cdata)
+        return int(key_of(tensor.untyped_storage()))
     except NotImplementedError:  # what torch raises for sparse and opaque layouts, and under vmap
         return 0
 
@@ -95,14 +100,14 @@ def in_same_memory(tensor: Tensor) -> Tensor:
 
 
 @functools.cache  # asking a schema takes longer than many operators
-def _written_places(op: torch._ops.OpOverload) -> tuple[list[tuple[int, str]], bool]:
+def _written_places(op: OpOverload) -> tuple[list[tuple[int, str]], bool]:
     """Return index and name of what the schema says is written, and whether statistics are too."""
     places = [
         (index, argument.name)
-        for index, argument in enumerate(op._schema.arguments)
+        for index, argument in enumerate(schema_of(op).arguments)
         if argument.alias_info is not None and argument.alias_info.is_write
     ]
-    return places, op._schema.name in SILENT_WRITERS
+    return places, schema_of(op).name in SILENT_WRITERS
 
 
 class _OpFacts(NamedTuple):
@@ -117,8 +122,8 @@ class _OpFacts(NamedTuple):
 
 
 @functools.cache  # asked for each call
-def _facts_of(op: torch._ops.OpOverload) -> _OpFacts:
-    schema_name, namespace = str(op._schema.name), op.namespace
+def _facts_of(op: OpOverload) -> _OpFacts:
+    schema_name, namespace = str(schema_of(op).name), op.namespace
     return _OpFacts(
         name=str(op),
         schema_name=schema_name,
@@ -148,7 +153,7 @@ class OpCall:
 
     def __init__(
         self,
-        op: torch._ops.OpOverload,
+        op: OpOverload,
         args: Sequence[Any],
         kwargs: Mapping[str, Any],
         modes: Sequence["OperatorMode"] = (),
@@ -178,7 +183,7 @@ class OpCall:
                 return mode.on_op(self)
             finally:
                 self._modes.append(mode)
-        if self.is_trusted and not self.is_ours and not torch._C._len_torch_dispatch_stack():
+        if self.is_trusted and not self.is_ours and not num_dispatch_modes():
             return self.op(*self.args, **self.kwargs)  # no Python is in there
         with self.around(), _functions_seen() if self.sees_functions else nullcontext():
             return self.op(*self.args, **self.kwargs)
@@ -233,7 +238,7 @@ class OpCall:
 
     def given(self) -> Iterator[tuple[torch.Argument, Any]]:
         """Yield each argument that it was given, as the schema has it, and its value."""
-        for index, argument in enumerate(self.op._schema.arguments):
+        for index, argument in enumerate(schema_of(self.op).arguments):
             if index < len(self.args):
                 yield argument, self.args[index]
             elif argument.name in self.kwargs:
@@ -252,7 +257,7 @@ class OpCall:
         """
         if not self.is_random:
             return False
-        for argument in self.op._schema.arguments:
+        for argument in schema_of(self.op).arguments:
             if argument.name == "dropout_p":
                 given = {argument.name: value for argument, value in self.given()}
                 return bool(given.get("dropout_p", argument.default_value) != 0.0)
@@ -329,7 +334,7 @@ class OperatorMode(TorchDispatchMode):
             sys.setprofile(None)
         try:
             sees_functions = torch._C._is_torch_function_enabled()
-            with torch._C.DisableTorchFunction():
+            with torch.DisableTorchFunction():
                 return self._on_call(
                     func, types, args, kwargs or {}, profile if pauses else None, sees_functions
                 )
@@ -351,7 +356,7 @@ class OperatorMode(TorchDispatchMode):
         if any(is_wrapper_subclass(kind) for kind in types):
             return NotImplemented  # it desugars itself; its inner operators come back here
         modes = (self, *self._joined)
-        if isinstance(func, torch._ops.OpOverload):
+        if isinstance(func, OpOverload):
             call = OpCall(func, args, kwargs, modes)
             call.sees_functions = sees_functions
             if paused is not None:
@@ -381,6 +386,6 @@ def _resumed(profile: Any) -> Iterator[None]:
 
 def operator_modes() -> list[OperatorMode]:
     """Return the modes of this kind that operators meet now, the outermost first."""
-    modes = _get_current_dispatch_mode_stack()
+    modes = dispatch_mode_stack()
     found = [(mode, *mode._joined) for mode in modes if isinstance(mode, OperatorMode)]
     return [mode for joined in found for mode in joined]

@@ -12,9 +12,9 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
+from graphfsdp.base.torch_internals import backend_of
 from graphfsdp.errors import ConfigError, GraphFSDPError
 
 _FIRST_PAUSE_S = 0.0005
@@ -188,7 +188,7 @@ def timeout_of(group: dist.ProcessGroup) -> datetime.timedelta:
     """Return how long a group's collectives wait for a rank."""
     for device_type in ("cpu", "cuda"):
         try:
-            backend = group._get_backend(torch.device(device_type))
+            backend = backend_of(group, device_type)
             timeout: datetime.timedelta = backend.options._timeout
         except (AttributeError, RuntimeError):  # no backend for this device, or none with options
             continue

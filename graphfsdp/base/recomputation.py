@@ -7,13 +7,7 @@ from typing import Any, NamedTuple, ParamSpec, Self, TypeVar, cast
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import (
-    TorchDispatchMode,
-    _get_current_dispatch_mode_stack,
-    _pop_mode,
-    _push_mode,
-)
+from torch.utils._python_dispatch import _pop_mode, _push_mode
 
 from graphfsdp.base.op_tensors import (
     RUNNING_STATISTICS,
@@ -21,6 +15,15 @@ from graphfsdp.base.op_tensors import (
     OpCall,
     OperatorMode,
     storage_key,
+)
+from graphfsdp.base.torch_internals import (
+    OpOverload,
+    TorchDispatchMode,
+    dispatch_mode_stack,
+    num_users,
+    schema_of,
+    tree_flatten,
+    tree_unflatten,
 )
 from graphfsdp.errors import GraphFSDPError
 
@@ -72,7 +75,7 @@ def apart_from_checkpoints() -> Iterator[None]:
 
     They count operators, and expect the same ones in a recomputation.
     """
-    stack = _get_current_dispatch_mode_stack()
+    stack = dispatch_mode_stack()
     first = next((place for place, mode in enumerate(stack) if _is_selective(mode)), len(stack))
     above = [_pop_mode() for _ in stack[first:]][::-1]
     others = [mode for mode in above if not _is_selective(mode)]
@@ -126,7 +129,7 @@ class _Kept:
 
     @property
     def is_shared(self) -> bool:
-        return self.storage != 0 and torch._C._storage_Use_Count(self.storage) > _OWN_REFERENCES
+        return self.storage != 0 and num_users(self.storage) > _OWN_REFERENCES
 
     def own(self) -> None:
         """Copy the contents: somebody may write to them."""
@@ -153,11 +156,11 @@ class _Argument(NamedTuple):
 class _Drawn:
     """What one random operator returned, and wrote to its arguments."""
 
-    def __init__(self, op: torch._ops.OpOverload, result: Any, written: Sequence[Tensor]) -> None:
-        as_bits = op._schema.name in _ZERO_OR_ONE
+    def __init__(self, op: OpOverload, result: Any, written: Sequence[Tensor]) -> None:
+        as_bits = schema_of(op).name in _ZERO_OR_ONE
         self.op = op
         self.written = [_Kept(tensor, as_bits=as_bits, copy=True) for tensor in written]
-        leaves, self._spec = pytree.tree_flatten(result)
+        leaves, self._spec = tree_flatten(result)
         positions = {id(tensor): _Argument(number) for number, tensor in enumerate(written)}
         # By leaf: a written argument, a new tensor, or whatever else it was: flash attention
         # returns lengths, as plain numbers.
@@ -189,7 +192,7 @@ class _Drawn:
             else item
             for item in self.results
         ]
-        return pytree.tree_unflatten(leaves, self._spec)
+        return tree_unflatten(leaves, self._spec)
 
 
 class _Keep(OperatorMode):
@@ -247,7 +250,7 @@ class _Repeat(OperatorMode):
         elif written and not any(self._is_own(tensor) for tensor in written) and _only_writes(op):
             result = _arguments_of(op, args, call.kwargs)
         else:
-            if op._schema.name in SILENT_WRITERS:
+            if schema_of(op).name in SILENT_WRITERS:
                 stats = [None if s is None else s.clone() for s in args[RUNNING_STATISTICS]]
                 before, behind = RUNNING_STATISTICS.start, RUNNING_STATISTICS.stop
                 args = (*args[:before], *stats, *args[behind:])
@@ -258,7 +261,7 @@ class _Repeat(OperatorMode):
     def _is_own(self, tensor: Tensor) -> bool:
         return storage_key(tensor) in self._own
 
-    def _next_drawn(self, op: torch._ops.OpOverload) -> _Drawn:
+    def _next_drawn(self, op: OpOverload) -> _Drawn:
         drawn = self._drawn[self._next] if self._next < len(self._drawn) else None
         if drawn is None or drawn.op is not op:
             first = "nothing more" if drawn is None else f"with {drawn.op}"
@@ -271,24 +274,24 @@ class _Repeat(OperatorMode):
         return drawn
 
 
-def _only_writes(op: torch._ops.OpOverload) -> bool:
+def _only_writes(op: OpOverload) -> bool:
     """Tell whether an operator changes values and returns nothing but what it was given."""
     if op.namespace != "aten" or torch.Tag.inplace_view in op.tags:
         return False
-    returns = op._schema.returns
+    returns = schema_of(op).returns
     return all(ret.alias_info is not None and ret.alias_info.is_write for ret in returns)
 
 
-def _arguments_of(op: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+def _arguments_of(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """Return the arguments that an operator of that kind would return."""
     by_alias = {
         _alias_name(argument): args[index] if index < len(args) else kwargs.get(argument.name)
-        for index, argument in enumerate(op._schema.arguments)
+        for index, argument in enumerate(schema_of(op).arguments)
     }
-    found = [by_alias[_alias_name(value)] for value in op._schema.returns]
+    found = [by_alias[_alias_name(value)] for value in schema_of(op).returns]
     return None if not found else found[0] if len(found) == 1 else tuple(found)
 
 
-def _alias_name(argument: torch._C.Argument) -> str | None:
+def _alias_name(argument: torch.Argument) -> str | None:
     info = argument.alias_info
     return None if info is None else next(iter(info.before_set), None)

@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from graphfsdp.base.dtensors import is_dtensor, wrap_like
+from graphfsdp.base.torch_internals import part_and_offset
 from graphfsdp.errors import ConfigError
 
 
@@ -141,11 +142,7 @@ def _whole(value: Any) -> Tensor:
 
 def _my_part(whole: Tensor, like: Any) -> Tensor:
     """Return this rank's part of a whole tensor, cut like a DTensor; a copy."""
-    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-
-    sizes, offsets = compute_local_shape_and_global_offset(
-        like.shape, like.device_mesh, like.placements
-    )
+    sizes, offsets = part_and_offset(like.shape, like.device_mesh, like.placements)
     here = tuple(slice(first, first + n) for first, n in zip(offsets, sizes, strict=True))
     part = whole.detach()[here].to(like.device, copy=True)
     return wrap_like(part, like)

@@ -26,7 +26,7 @@ from graphfsdp.checkpoint.writing import describe_part, share_out
 from graphfsdp.errors import CheckpointError
 
 if TYPE_CHECKING:
-    from torch.distributed.pipelining.schedules import _PipelineSchedule as PipelineSchedule
+    from graphfsdp.base.torch_internals import PipelineSchedule
 
 FullState = dict[str, Any]
 

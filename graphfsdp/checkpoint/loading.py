@@ -35,7 +35,7 @@ from graphfsdp.errors import CheckpointDamagedError
 from graphfsdp.sharding.materialize.materialize import memory_for_values
 
 if TYPE_CHECKING:
-    from torch.distributed.pipelining.schedules import _PipelineSchedule as PipelineSchedule
+    from graphfsdp.base.torch_internals import PipelineSchedule
 
 
 @dataclass(frozen=True)

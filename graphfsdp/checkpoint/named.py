@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from graphfsdp.base.dtensors import is_dtensor, local_part
+from graphfsdp.base.torch_internals import part_and_offset
 from graphfsdp.checkpoint.safetensors_file import once_each
 from graphfsdp.errors import CheckpointError
 
@@ -61,11 +62,9 @@ def part_of(tensor: Tensor, like: Tensor | None = None) -> Part:
     """
     if not is_dtensor(tensor):
         return whole(tensor)
-    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-
     cut: Any = tensor if like is None else like
     shape = tuple(tensor.shape)
-    _, known = compute_local_shape_and_global_offset(cut.shape, cut.device_mesh, cut.placements)
+    _, known = part_and_offset(cut.shape, cut.device_mesh, cut.placements)
     offsets = (*known, *[0] * len(shape))[: len(shape)]
     return Part(local_part(tensor), offsets, shape)
 

@@ -30,7 +30,7 @@ from graphfsdp.checkpoint.writing import Snapshot, write_snapshot
 from graphfsdp.errors import CheckpointError, ConfigError
 
 if TYPE_CHECKING:
-    from torch.distributed.pipelining.schedules import _PipelineSchedule as PipelineSchedule
+    from graphfsdp.base.torch_internals import PipelineSchedule
 
 # Names among the objects.
 RANDOM = "random"

@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
+from graphfsdp.base.torch_internals import tree_map_only
 from graphfsdp.errors import ConfigError
 
 
@@ -195,7 +195,7 @@ class _Copies:
     def begin(self, item: _Item) -> None:
         """Copy a batch, behind nothing that runs on the device."""
         with torch.cuda.stream(self._stream):
-            item.batch = pytree.tree_map_only(Tensor, self._copy, item.batch)
+            item.batch = tree_map_only(Tensor, self._copy, item.batch)
             item.copied = self._stream.record_event()
 
     def hand_over(self, item: _Item) -> Any:
@@ -203,7 +203,7 @@ class _Copies:
         stream = torch.cuda.current_stream(self._device)
         assert item.copied is not None
         stream.wait_event(item.copied)
-        pytree.tree_map_only(Tensor, lambda tensor: tensor.record_stream(stream), item.batch)
+        tree_map_only(Tensor, lambda tensor: tensor.record_stream(stream), item.batch)
         return item.batch
 
     def _copy(self, tensor: Tensor) -> Tensor:

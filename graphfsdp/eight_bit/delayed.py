@@ -21,9 +21,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.graph import register_multi_grad_hook
-from torch.utils._pytree import tree_leaves
 
 from graphfsdp.base.collectives import all_reduce_
+from graphfsdp.base.torch_internals import (
+    buffers_of,
+    foreach_copy_,
+    tree_leaves,
+    when_backward_ends,
+)
 from graphfsdp.config import at_least
 from graphfsdp.eight_bit.formats import NUMBER
 from graphfsdp.errors import ConfigError
@@ -81,11 +86,10 @@ def update_when_backward_ends(model: nn.Module, args: Any, output: Any) -> None:
     """Take note of a forward pass, as its hook."""
     outputs = [each for each in tree_leaves(output) if isinstance(each, Tensor)]
     outputs = [each for each in outputs if each.requires_grad]
-    layers: Any = [each for each in model.modules() if HISTORY in each._buffers]
-    engine = torch.autograd.Variable._execution_engine
+    layers: Any = [each for each in model.modules() if HISTORY in buffers_of(each)]
     if outputs and layers:
         update = partial(update_scales, layers)
-        register_multi_grad_hook(outputs, lambda grad: engine.queue_callback(update), mode="any")
+        register_multi_grad_hook(outputs, lambda grad: when_backward_ends(update), mode="any")
 
 
 @torch.no_grad()
@@ -108,5 +112,5 @@ def update_scales(layers: Sequence[Delayed]) -> None:
     new = (largest / amax / 2**recipe.margin).clamp(max=torch.finfo(torch.float32).max)
     history = history.roll(-1, 1)
     history[:, 0] = 0.0
-    torch._foreach_copy_([layer.fp8_amax_history for layer in layers], list(history))
-    torch._foreach_copy_([layer.fp8_scale for layer in layers], list(new.where(amax > 0, scale)))
+    foreach_copy_([layer.fp8_amax_history for layer in layers], list(history))
+    foreach_copy_([layer.fp8_scale for layer in layers], list(new.where(amax > 0, scale)))

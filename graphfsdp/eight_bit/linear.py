@@ -10,6 +10,7 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F  # noqa: N812
 
+from graphfsdp.base.torch_internals import buffers_of, children_of
 from graphfsdp.config import Fp8Format, GatherFormat
 from graphfsdp.eight_bit.delayed import (
     GRADIENT,
@@ -133,9 +134,9 @@ def convert_linears(
             _check(name, linear, chosen)
             made[id(linear)] = EightBitLinear(linear, chosen, numbers, recipe)
     for owner in list(model.modules()):
-        for name, child in owner._modules.items():
+        for name, child in children_of(owner).items():
             if id(child) in made:
-                owner._modules[name] = made[id(child)]
+                children_of(owner)[name] = made[id(child)]
     model = made.get(id(model), model)
     if recipe is not None:
         model.register_forward_hook(update_when_backward_ends)
@@ -148,7 +149,7 @@ def _check_recipe(model: nn.Module, number_format: GatherFormat) -> None:
         f"needs the module that is called, and a {type(model).__name__} is not": type(model).forward
         is nn.Module.forward,
         "can be given once, and the model has layers with one": any(
-            HISTORY in each._buffers for each in model.modules()
+            HISTORY in buffers_of(each) for each in model.modules()
         ),
     }
     for remedy, holds in remedies.items():

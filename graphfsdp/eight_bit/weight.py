@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from graphfsdp.base.torch_internals import schema_of
 from graphfsdp.config import GatherFormat
 from graphfsdp.eight_bit.formats import from_float8, from_mxfp8
 from graphfsdp.errors import PhaseError
@@ -46,7 +47,7 @@ class EightBitWeight(Tensor):
         if func in _SAME:
             weight = args[0]
             return cls(weight.numbers, weight.scale, weight.format, weight.dtype)
-        if func._schema.is_mutable:
+        if schema_of(func).is_mutable:
             raise PhaseError(
                 f"{func} writes into a weight that was gathered in 8 bits, where the write would "
                 "be lost. Remedy: write it where it is sharded, between two iterations"

@@ -9,13 +9,20 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from graphfsdp._capture.trace.source import user_source_line
 from graphfsdp._capture.undo.interrupts import run_users
 from graphfsdp.base.hazards import HazardKind, SourceLine
 from graphfsdp.base.op_tensors import is_wrapper_subclass
 from graphfsdp.base.sharded import ShardedUnit
+from graphfsdp.base.torch_internals import (
+    TreeSpec,
+    register_pytree_node,
+    tree_flatten,
+    tree_leaves,
+    tree_map,
+    tree_unflatten,
+)
 from graphfsdp.errors import CaptureError, first_line
 from graphfsdp.in_place.forms import Form
 
@@ -116,11 +123,11 @@ class Call:
 
     function: Callable[..., Any]
     leaves: list[_Leaf]
-    spec: pytree.TreeSpec | None  # None: the leaves are the arguments
+    spec: TreeSpec | None  # None: the leaves are the arguments
     modes: Modes
     forms: list[Form]  # of the tensors that are given to it
     results: list[Any] = field(default_factory=list)  # Result, Own, Given, or the value
-    result_spec: pytree.TreeSpec | None = None  # None: the result is one leaf
+    result_spec: TreeSpec | None = None  # None: the result is one leaf
     source: SourceLine | None = None  # of the loop
 
     def is_like(self, other: "Call") -> bool:
@@ -145,7 +152,7 @@ class Call:
         values = [value(leaf) for leaf in self.leaves]
         args, kwargs = values, {}
         if self.spec is not None:
-            args, kwargs = pytree.tree_unflatten(values, self.spec)
+            args, kwargs = tree_unflatten(values, self.spec)
         with torch.set_grad_enabled(self.modes.grad):
             result = run_users(_from_line(self.source), self.function, args, kwargs)
         if self.results:
@@ -155,7 +162,7 @@ class Call:
         return result
 
 
-def flat(args: Any, kwargs: Any) -> tuple[Sequence[Any], pytree.TreeSpec | None]:
+def flat(args: Any, kwargs: Any) -> tuple[Sequence[Any], TreeSpec | None]:
     """Return all leaves and how they are nested, which few calls of torch functions are."""
     if not kwargs and all(isinstance(value, CONSTANT) or type(value) in _TENSORS for value in args):
         return args, None
@@ -181,22 +188,22 @@ class _Record:
         return made
 
 
-pytree.register_pytree_node(_Record, _Record.parts, _Record.made_of)
+register_pytree_node(_Record, _Record.parts, _Record.made_of)
 
 
 def _opened(tree: Any) -> Any:
-    return pytree.tree_map(lambda leaf: _Record(leaf) if _is_record(leaf) else leaf, tree)
+    return tree_map(lambda leaf: _Record(leaf) if _is_record(leaf) else leaf, tree)
 
 
 def _is_record(leaf: Any) -> bool:
     return is_dataclass(leaf) and not isinstance(leaf, type)
 
 
-def flattened(tree: Any) -> tuple[list[Any], pytree.TreeSpec]:
+def flattened(tree: Any) -> tuple[list[Any], TreeSpec]:
     """Do what ``tree_flatten`` does, and look into dataclasses that it does not know."""
-    leaves, spec = pytree.tree_flatten(tree)
+    leaves, spec = tree_flatten(tree)
     if any(map(_is_record, leaves)):
-        leaves, spec = pytree.tree_flatten(_opened(tree))
+        leaves, spec = tree_flatten(_opened(tree))
     return leaves, spec
 
 
@@ -363,5 +370,5 @@ def calls_first(optimizer: torch.optim.Optimizer) -> bool:
 
 def trains_through(args: Any, kwargs: Any) -> bool:
     """Tell whether a call is given what another model has computed, to train that."""
-    leaves = pytree.tree_leaves((args, kwargs)) if torch.is_grad_enabled() else ()
+    leaves = tree_leaves((args, kwargs)) if torch.is_grad_enabled() else ()
     return any(isinstance(t, Tensor) and t.requires_grad and not t.is_leaf for t in leaves)

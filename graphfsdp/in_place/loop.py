@@ -33,6 +33,7 @@ from graphfsdp.api import capture
 from graphfsdp.base.hazards import SourceLine
 from graphfsdp.base.op_tensors import as_written
 from graphfsdp.base.sharded import put_back, units_of
+from graphfsdp.base.torch_internals import COMPILED_CALL
 from graphfsdp.errors import CaptureError, ConfigError, PhaseError
 from graphfsdp.in_place.calls import (
     MOST_NEW,
@@ -63,8 +64,8 @@ from graphfsdp.preconditions import (
     trainable_of_all,
 )
 
-_GRADIENT_OF = vars(torch._C.TensorBase)["grad"].__get__
-_SET_GRADIENT = vars(torch._C.TensorBase)["grad"].__set__
+_GRADIENT: Any = Tensor.grad
+_GRADIENT_OF, _SET_GRADIENT = _GRADIENT.__get__, _GRADIENT.__set__
 # These ask for gradients one by one, also where a wrapper of an optimizer has inherited it.
 _ZERO_GRADS = frozenset(
     inspect.unwrap(kind.zero_grad).__code__ for kind in (nn.Module, torch.optim.Optimizer)
@@ -212,13 +213,13 @@ class InPlace:
         _end_abandoned()
         for model in self._models:
             for module in model.modules():
-                if vars(module).get("_compiled_call_impl") is not None:
+                if vars(module).get(COMPILED_CALL) is not None:
                     raise ConfigError(
                         "the model is compiled, or captured in place already. Remedy: capture the "
                         "uncompiled model, once"
                     )
-                vars(module)["_compiled_call_impl"] = _ModuleCall(self, module)
-                self._undo.callback(vars(module).pop, "_compiled_call_impl", None)
+                vars(module)[COMPILED_CALL] = _ModuleCall(self, module)
+                self._undo.callback(vars(module).pop, COMPILED_CALL, None)
                 for name, method in forward_methods(module).items():
                     vars(module)[name] = _ModuleCall(self, module, method)
                     self._undo.callback(vars(module).__setitem__, name, method)

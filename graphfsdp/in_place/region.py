@@ -28,9 +28,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._C._dynamo.guards import dict_version
 from torch.autograd.function import BackwardCFunction
-from torch.utils import _pytree as pytree
 
 from graphfsdp._capture.guards.settings import switched, switches_now
 from graphfsdp._capture.rules.refusals import Refusal, for_this_place
@@ -39,6 +37,12 @@ from graphfsdp._capture.undo.interrupts import DeferredInterrupts
 from graphfsdp.base.hazards import HazardKind
 from graphfsdp.base.op_tensors import storage_key
 from graphfsdp.base.sharded import ShardedUnit
+from graphfsdp.base.torch_internals import (
+    dict_version,
+    functorch_level,
+    is_functorch_wrapped,
+    tree_unflatten,
+)
 from graphfsdp.errors import CaptureError
 from graphfsdp.in_place.calls import (
     CONSTANT,
@@ -86,14 +90,13 @@ _NO_STEP = (
     "the model under torch.no_grad(), in eval(), or after close() of what it has returned"
 )
 _SETS_FLAG = frozenset({Tensor.requires_grad_, Tensor.requires_grad.__set__})  # type: ignore[attr-defined]
-_C_functorch = torch._C._functorch
-_AUTOGRAD = torch._C.DispatchKey.AutogradOther
+_AUTOGRAD = torch.DispatchKey.AutogradOther
 _is_excluded = torch._C._dispatch_tls_is_dispatch_key_excluded
 
 
 def check_within_no_operator(function: Callable[..., Any] | None = None) -> None:
     """Refuse what torch's own insides call, below autograd: it is no call of the loop."""
-    is_below = _is_excluded(_AUTOGRAD) or _C_functorch.maybe_current_level() is not None
+    is_below = _is_excluded(_AUTOGRAD) or functorch_level() is not None
     if is_below and not torch.is_inference_mode_enabled():
         raise of_unseen("a function" if function is None else name_of(function))
 
@@ -214,7 +217,7 @@ class Region:
         for leaf in leaves:
             if isinstance(leaf, Tensor):
                 self._check_apart(leaf, function)
-        if self.is_known or _C_functorch.maybe_current_level() is not None:
+        if self.is_known or functorch_level() is not None:
             return function(*args, **kwargs)
         before = random_states(self._kind)
         with DeferredInterrupts(), Watch() as watch:
@@ -228,8 +231,8 @@ class Region:
 
     def _check_apart(self, tensor: Tensor, function: Callable[..., Any]) -> None:
         """Refuse what was made of the models' tensors without the mode's knowing."""
-        while _C_functorch.is_functorch_wrapped_tensor(tensor):
-            tensor = _C_functorch.get_unwrapped(tensor)
+        while is_functorch_wrapped(tensor):
+            tensor = torch._C._functorch.get_unwrapped(tensor)
         key = storage_key(tensor)
         if tensor.is_meta or key in self._made_within or self.touches(tensor):
             raise of_unseen(name_of(function))
@@ -355,7 +358,7 @@ class Region:
     def _stand_ins(self, call: Call) -> Any:
         if call.result_spec is None:
             return self._stand_in(call.results[0])
-        return pytree.tree_unflatten([self._stand_in(r) for r in call.results], call.result_spec)
+        return tree_unflatten([self._stand_in(r) for r in call.results], call.result_spec)
 
     def _stand_in(self, result: Any) -> Any:
         if isinstance(result, Own):

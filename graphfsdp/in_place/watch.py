@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from graphfsdp.base.op_tensors import OpCall, OperatorMode, storage_key
+from graphfsdp.base.torch_internals import key_of, num_users
 
 
 class Watch(OperatorMode):
@@ -39,7 +40,7 @@ def is_alone(tensor: Tensor) -> bool:
     """Tell whether nobody else has a tensor's memory, who would see that a write is put off."""
     storage = tensor.untyped_storage()
     # One for the tensor, and one for this. NumPy's memory cannot be resized, nor what NumPy sees.
-    is_torchs = storage.resizable() and torch._C._storage_Use_Count(storage._cdata) <= 2
+    is_torchs = storage.resizable() and num_users(key_of(storage)) <= 2
     return is_torchs and not tensor._is_view()
 
 

@@ -91,7 +91,7 @@ def _is_aligned(part: Tensor) -> bool:
 
 def _on_cuda(x: Tensor, weight: Tensor, ends: Tensor, most: int) -> Tensor:
     if _has_grouped_kernel(x, weight.shape[2]):
-        product: Tensor = torch._grouped_mm(x, weight, offs=ends)
+        product: Tensor = grouped_mm(x, weight, offs=ends)  # type: ignore[call-arg]
         return product
     places = _padded_places(ends, most, x.shape[0])
     padded = _with_zero_row(x)[places].bmm(weight)  # [G, most, O]
@@ -101,7 +101,7 @@ def _on_cuda(x: Tensor, weight: Tensor, ends: Tensor, most: int) -> Tensor:
 
 def _weight_on_cuda(x: Tensor, grad: Tensor, ends: Tensor, most: int) -> Tensor:
     if _has_grouped_kernel(x, grad.shape[1]):
-        products: Tensor = torch._grouped_mm(x.t(), grad, offs=ends)
+        products: Tensor = grouped_mm(x.t(), grad, offs=ends)  # type: ignore[call-arg]
         # Nothing promises zeros for a group without rows.
         return products.masked_fill_((_sizes(ends) == 0)[:, None, None], 0)
     places = _padded_places(ends, most, x.shape[0])

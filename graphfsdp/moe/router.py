@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 
 from graphfsdp.base.collectives import all_reduce_
+from graphfsdp.base.torch_internals import is_in_backward
 from graphfsdp.config import at_least
 from graphfsdp.errors import ConfigError
 
@@ -140,7 +141,7 @@ def counts_now(module: nn.Module) -> bool:
 
     Within a backward pass torch's checkpoints run one again.
     """
-    return module.training and torch._C._current_graph_task_id() == -1
+    return module.training and not is_in_backward()
 
 
 def _in_full(device: torch.device) -> AbstractContextManager[object]:

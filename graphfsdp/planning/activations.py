@@ -10,6 +10,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 
 from graphfsdp.base.op_tensors import OpCall, OperatorMode
+from graphfsdp.base.torch_internals import key_of
 
 
 @dataclass(frozen=True)
@@ -77,17 +78,17 @@ class Lives:
         return self._total
 
     def add(self, storage: torch.UntypedStorage) -> None:
-        if storage._cdata not in self._live:
-            self._live[storage._cdata] = (StorageWeakRef(storage), storage.nbytes())
+        if key_of(storage) not in self._live:
+            self._live[key_of(storage)] = (StorageWeakRef(storage), storage.nbytes())
             self._total += storage.nbytes()
         if self._total > self.peak_bytes:  # else it is no new maximum, whatever has been freed
             self.peak_bytes = max(self.peak_bytes, self.now())
 
     def add_made(self, func: Any, args: Sequence[Any], result: Any) -> None:
         """Add what an operator has returned that it was not given."""
-        given = {storage._cdata for storage in _storages(args)}
+        given = {key_of(storage) for storage in _storages(args)}
         for storage in _storages(result if isinstance(result, list | tuple) else (result,)):
-            if storage._cdata not in given:
+            if key_of(storage) not in given:
                 self.add(storage)
 
 

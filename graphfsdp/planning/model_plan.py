@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
+from graphfsdp.base.torch_internals import key_of
 from graphfsdp.config import MixedPrecisionPolicy, ShardingStrategy
 from graphfsdp.errors import ConfigError
 from graphfsdp.optim import FusedAdam
@@ -203,7 +204,7 @@ def plan_model(
 
 
 def _storage_bytes(tensors: Iterable[Tensor]) -> int:
-    storages = {tensor.untyped_storage()._cdata: tensor.untyped_storage() for tensor in tensors}
+    storages = {key_of(tensor.untyped_storage()): tensor.untyped_storage() for tensor in tensors}
     return sum(storage.nbytes() for storage in storages.values())
 
 

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from graphfsdp._capture.recording import kept_by
 from graphfsdp._capture.undo.host_state import save_random_states
+from graphfsdp.base.torch_internals import key_of
 
 _Undo = Callable[[], None]
 _MAX_DEPTH = 3  # of objects of ours that an optimizer holds
@@ -102,7 +103,7 @@ def _tensor(tensor: Tensor) -> Iterator[_Undo]:
 
 def _looks_alike(left: Tensor, right: Tensor) -> bool:
     return (
-        left.untyped_storage()._cdata == right.untyped_storage()._cdata
+        key_of(left.untyped_storage()) == key_of(right.untyped_storage())
         and left.storage_offset() == right.storage_offset()
         and left.shape == right.shape
         and left.stride() == right.stride()

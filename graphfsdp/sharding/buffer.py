@@ -17,6 +17,7 @@ from torch.distributed.tensor.placement_types import Placement
 from graphfsdp.base.collectives import Transfer, all_gather_
 from graphfsdp.base.host_memory import zeros_flat
 from graphfsdp.base.streams import Lane
+from graphfsdp.base.torch_internals import local_tensor_of
 from graphfsdp.config import MixedPrecisionPolicy, ShardingStrategy
 from graphfsdp.sharding.extension import Extension
 from graphfsdp.sharding.gradients import Gradients
@@ -283,7 +284,7 @@ class ShardBuffer:
         """Return this rank's part of it: the main weights themselves, if they fit."""
         if self.extension is not None:
             param: Any = self.params[0]
-            return self.extension.before_gather(param._local_tensor, self.policy)
+            return self.extension.before_gather(local_tensor_of(param), self.policy)
         if self.packing is None:
             return self.main.to(self.device, self.dtypes.compute)
         self.packing.refresh()

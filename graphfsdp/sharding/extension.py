@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from graphfsdp.base.dtensors import EXTENSION, local_part
+from graphfsdp.base.torch_internals import is_traceable_wrapper_subclass
 from graphfsdp.config import MixedPrecisionPolicy
 from graphfsdp.errors import ConfigError
 

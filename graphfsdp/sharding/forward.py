@@ -5,10 +5,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from graphfsdp.base.sharded import FORWARD_METHOD
-from graphfsdp.base.traced import not_traced
+from graphfsdp.base.torch_internals import not_traced, tree_map
 from graphfsdp.errors import ConfigError
 from graphfsdp.sharding.module import FSDPModule, shards_of, unit_of
 
@@ -82,7 +81,7 @@ def _moved(values: Any, device: torch.device) -> Any:
     def move(leaf: Any) -> Any:
         return leaf.to(device) if isinstance(leaf, Tensor) and leaf.is_cpu else leaf
 
-    return pytree.tree_map(move, values)
+    return tree_map(move, values)
 
 
 def _cast(values: Any, dtype: torch.dtype | None) -> Any:
@@ -93,4 +92,4 @@ def _cast(values: Any, dtype: torch.dtype | None) -> Any:
         castable = isinstance(leaf, Tensor) and leaf.is_floating_point()
         return leaf.to(dtype) if castable else leaf
 
-    return pytree.tree_map(cast, values)
+    return tree_map(cast, values)

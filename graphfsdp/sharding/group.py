@@ -20,6 +20,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.tensor import DTensor
 
 from graphfsdp.base.dtensors import local_part, unwrapped
+from graphfsdp.base.torch_internals import key_of, local_tensor_of, parameters_of
 from graphfsdp.config import MixedPrecisionPolicy, ShardingStrategy
 from graphfsdp.errors import ConfigError
 from graphfsdp.sharding.arguments import refuse_packing
@@ -174,7 +175,7 @@ class ShardGroup:
             param = _replacement(whole, view, name)
             setattr(whole, TAKEN_AS, name)
             for owner, attribute in owners:
-                owner._parameters[attribute] = param
+                parameters_of(owner)[attribute] = param
             axes = self._axes.get(name)
             item = ManagedParameter(name, param, weakref.ref(whole), owners, buffer, slot, axes)
             item.awaited = whole if whole.is_meta else None
@@ -243,8 +244,8 @@ class ShardGroup:
                     "model), before the first forward pass"
                 )
             _refuse_gradient_hooks(item.param, functools.partial(self.full_name, item))
-            local = unwrapped(item.param._local_tensor)  # type: ignore[attr-defined]
-            if local.untyped_storage()._cdata != item.buffer.main.untyped_storage()._cdata:
+            local = unwrapped(local_tensor_of(item.param))
+            if key_of(local.untyped_storage()) != key_of(item.buffer.main.untyped_storage()):
                 raise ConfigError(
                     f"parameter {self.full_name(item)!r} does not lie in the "
                     "buffers of its unit any more (module.to(), param.data = ..., or "
@@ -405,7 +406,7 @@ def _free_parameters(modules: Sequence[nn.Module], ignored: Set[nn.Parameter]) -
     """Return the parameters that are not sharded yet, each once, with all that hold them."""
     found: dict[int, tuple[str, nn.Parameter, list[tuple[nn.Module, str]]]] = {}
     for module_name, owner in _named_modules(modules):
-        for name, param in owner._parameters.items():
+        for name, param in parameters_of(owner).items():
             if param is None or hasattr(param, _IS_SHARDED) or param in ignored:
                 continue
             full_name = f"{module_name}.{name}" if module_name else name
@@ -441,7 +442,7 @@ def _replacement(param: nn.Parameter, view: Tensor, name: str) -> nn.Parameter:
     if is_extended(param):
         forget_values(param)
     elif isinstance(param, DTensor):
-        param._local_tensor = param._local_tensor.new_empty(0)
+        param._local_tensor = local_tensor_of(param).new_empty(0)
     elif not param.is_meta:  # which has none, and is still asked for its shape
         param.data = param.data.new_empty(0)
     return sharded

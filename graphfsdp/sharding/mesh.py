@@ -14,10 +14,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.distributed.tensor.placement_types import Placement
 
 from graphfsdp.base.flat_buffer import contiguous_stride
+from graphfsdp.base.torch_internals import part_and_offset
 from graphfsdp.errors import ConfigError
 from graphfsdp.sharding.layout import BufferLayout, Slot
 from graphfsdp.sharding.placement import RowShard
@@ -218,7 +218,7 @@ class ModelAxes:
 
     def offset(self, dim: int) -> int:
         """Return where this rank's part begins along a tensor dim, in the whole parameter."""
-        _, offsets = compute_local_shape_and_global_offset(self.shape, self.mesh, self.placements)
+        _, offsets = part_and_offset(self.shape, self.mesh, self.placements)
         return int(offsets[dim])
 
     def as_seen(self, local: Tensor) -> Tensor:

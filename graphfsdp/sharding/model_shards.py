@@ -7,10 +7,10 @@ from itertools import zip_longest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed import distributed_c10d as c10d
 
 from graphfsdp.base.memory_plan import neighbour_starts
 from graphfsdp.base.rank_agreement import timeout_of
+from graphfsdp.base.torch_internals import all_groups, parameters_of
 from graphfsdp.errors import ConfigError
 from graphfsdp.sharding.buffer import Memory, ShardBuffer
 from graphfsdp.sharding.schedule import Schedule
@@ -80,7 +80,7 @@ class ModelShards:
             id(item.param): (unit, item) for unit in self.units for item in unit.group.managed
         }
         for module_name, module in root.named_modules():
-            for name, param in module._parameters.items():
+            for name, param in parameters_of(module).items():
                 found = managed.get(id(param))
                 if found is None or (module, name) in found[1].owners:
                     continue
@@ -171,9 +171,9 @@ def _gather_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
     if group.size() == 1:
         return group
     description = f"graphfsdp all-gather of {group.group_name}"
-    found = next((pg for pg in c10d._world.pg_map if pg.group_desc == description), None)
+    found = next((pg for pg in all_groups() if pg.group_desc == description), None)
     everyone: list[tuple[int, bool]] = [(0, False)] * group.size()
-    dist.all_gather_object(everyone, (len(c10d._world.pg_names), found is not None), group)
+    dist.all_gather_object(everyone, (len(all_groups()), found is not None), group)
     if all(has for _, has in everyone):
         assert found is not None
         return found

@@ -13,6 +13,7 @@ from torch.distributed.fsdp import UnshardHandle as TorchHandle
 from torch.distributed.tensor import DTensor
 
 from graphfsdp.base.sharded import MainGrad
+from graphfsdp.base.torch_internals import parameters_of
 from graphfsdp.errors import ConfigError, NotCopyableError
 from graphfsdp.sharding.arguments import check_precision
 from graphfsdp.sharding.group import ShardGroup
@@ -451,12 +452,12 @@ def _set_aside(group: ShardGroup) -> Iterator[None]:
     """Keep a unit's parameters out of ``nn.Module._apply``."""
     places = [(owner, name, item.param) for item in group.managed for owner, name in item.owners]
     for owner, name, _ in places:
-        owner._parameters[name] = None
+        parameters_of(owner)[name] = None
     try:
         yield
     finally:
         for owner, name, param in places:
-            owner._parameters[name] = param
+            parameters_of(owner)[name] = param
 
 
 def give_shards_memory(group: ShardGroup, device: torch.device) -> None:

@@ -12,9 +12,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard
 
 from graphfsdp.base.collectives import all_gather_
+from graphfsdp.base.torch_internals import ASKS_SUBCLASSES
 
-# Whether torch leaves operators to a child of its DTensor; below 2.13 it never asks.
-ASKS_SUBCLASSES = torch.torch_version.TorchVersion(torch.__version__) >= "2.13"
 # Where whole specs are compared.
 _SPECS, _EQUALITIES = "torch.distributed.tensor._dtensor_spec", ("_check_equals", "__eq__")
 

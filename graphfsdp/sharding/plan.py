@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from graphfsdp.base.dtensors import EXTENSION, local_part
+from graphfsdp.base.torch_internals import parameters_of
 from graphfsdp.config import GatherFormat, MixedPrecisionPolicy, ShardingStrategy
 from graphfsdp.eight_bit.formats import BLOCK, packed_numel
 from graphfsdp.eight_bit.linear import EightBitLinear
@@ -120,7 +121,7 @@ def linear_weights(modules: Iterable[nn.Module]) -> dict[int, GatherFormat | Non
     """
     holders: dict[int, list[nn.Module | None]] = {}
     for module in modules:
-        for name, param in module._parameters.items():
+        for name, param in parameters_of(module).items():
             fits = isinstance(module, nn.Linear) and name == "weight"
             holders.setdefault(id(param), []).append(module if fits else None)
     return {key: _one_format(found) for key, found in holders.items() if None not in found}

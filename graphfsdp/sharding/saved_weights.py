@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from graphfsdp.base.torch_internals import is_traceable_wrapper_subclass, key_of
 from graphfsdp.errors import PhaseError
 from graphfsdp.sharding.buffer import ShardBuffer
 
@@ -51,7 +51,7 @@ class _Pack:
             return _Wrapped(type(tensor), parts, context, tensor.shape, tensor.stride())
         if type(tensor) not in (Tensor, nn.Parameter) or tensor.layout is not torch.strided:
             return tensor
-        index = self._storages.get(tensor.untyped_storage()._cdata)
+        index = self._storages.get(key_of(tensor.untyped_storage()))
         if index is None:
             return tensor
         return _Place(index, tensor.shape, tensor.stride(), tensor.storage_offset(), tensor.dtype)
@@ -65,7 +65,7 @@ def saving_places(
     Whenever backward asks for a place, ``gather`` is called, and returns the whole buffer.
     """
     storages = {
-        buffer.full.untyped_storage()._cdata: index
+        key_of(buffer.full.untyped_storage()): index
         for index, buffer in enumerate(buffers)
         if buffer.full is not None
     }
@@ -105,12 +105,3 @@ def foreign_hooks_are_active() -> bool:
     """
     top = torch._C._autograd._top_saved_tensors_default_hooks(True)
     return top is not None and not isinstance(top[0], _Pack)
-
-
-def is_in_backward() -> bool:
-    return torch._C._current_graph_task_id() != -1
-
-
-def when_backward_ends(callback: Callable[[], None]) -> None:
-    """Call a function when the backward pass under way is over, behind those given before it."""
-    torch.autograd.Variable._execution_engine.queue_callback(callback)

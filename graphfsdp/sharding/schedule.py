@@ -25,11 +25,16 @@ from typing import Protocol
 import torch
 
 from graphfsdp.base.streams import Lane, is_capturing
+from graphfsdp.base.torch_internals import (
+    backward_id,
+    backward_node,
+    is_in_backward,
+    when_backward_ends,
+)
 from graphfsdp.sharding.buffer import ShardBuffer
 from graphfsdp.sharding.gradients import Reducing
 from graphfsdp.sharding.group import ShardGroup
 from graphfsdp.sharding.packing import PackedWeights
-from graphfsdp.sharding.saved_weights import is_in_backward, when_backward_ends
 
 # Whole gradient buffers that may be alive: one is being reduced, one is being filled.
 MAX_FULL_GRADS = 2
@@ -208,7 +213,7 @@ class Schedule:
 
     def follow_backward(self) -> None:
         """See to it that all units are told when the backward pass under way is over."""
-        if torch._C._current_autograd_node() is not None:  # else a last callback, behind ours
+        if backward_node() is not None:  # else a last callback, behind ours
             self._follow_backward()
 
     def settle(self) -> None:
@@ -267,7 +272,7 @@ class Schedule:
 
     def _follow_backward(self) -> None:
         """See to it that the backward pass under way ends with nothing left behind."""
-        task = torch._C._current_graph_task_id()
+        task = backward_id()
         if task == self._task:
             return
         if self._task != -1:

@@ -35,16 +35,19 @@ from torch.autograd.function import once_differentiable
 from graphfsdp.base.nvtx import nvtx_range
 from graphfsdp.base.recomputation import apart_from_checkpoints
 from graphfsdp.base.streams import Lane
-from graphfsdp.base.traced import not_traced
+from graphfsdp.base.torch_internals import (
+    is_in_backward,
+    not_traced,
+    parameters_of,
+    when_backward_ends,
+)
 from graphfsdp.config import ShardingStrategy
 from graphfsdp.errors import PhaseError
 from graphfsdp.sharding.buffer import ShardBuffer, version_of
 from graphfsdp.sharding.group import ShardGroup
 from graphfsdp.sharding.saved_weights import (
     foreign_hooks_are_active,
-    is_in_backward,
     saving_places,
-    when_backward_ends,
 )
 from graphfsdp.sharding.schedule import Schedule
 
@@ -481,7 +484,7 @@ class Unit:
             for owner, name in item.owners:
                 # Past nn.Module.__setattr__, which takes nothing but Parameters here.
                 seen = tensor if tensor is item.param else item.as_seen(tensor)
-                owner._parameters[name] = seen  # type: ignore[assignment]
+                parameters_of(owner)[name] = seen  # type: ignore[assignment]
 
     def _queue_end_of_backward(self) -> None:
         if is_in_backward():

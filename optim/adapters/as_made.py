@@ -17,9 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
-from torch.utils._python_dispatch import _disable_current_modes
 
 from graphfsdp.base.dtensors import is_dtensor
+from graphfsdp.base.torch_internals import has_kernel, without_modes
 from graphfsdp.config import MixedPrecisionPolicy, Scope
 from graphfsdp.errors import ConfigError
 from graphfsdp.optim.adapters.baked import BakedAdapter, Word
@@ -161,7 +161,6 @@ class TorchAdapter(BakedAdapter):
             _FUSED[cls.__name__] for cls in type(self.optimizer).__mro__ if cls.__name__ in _FUSED
         ]
         kernel = f"aten::_fused_{names[0]}_" if names else ""
-        has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
         return bool(names) and has_kernel(kernel, "CUDA" if on_gpu else "CPU")
 
     def _run_step(
@@ -242,7 +241,7 @@ class TorchAdapter(BakedAdapter):
         if state is self._loaded_from or self._baked is None:
             return
         self._loaded_from = state
-        with torch.no_grad(), _disable_current_modes():
+        with torch.no_grad(), without_modes():
             for param, known in self._known.items():
                 entries = state.get(param, {})
                 if _shapes(known) != _shapes(entries):

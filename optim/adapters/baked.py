@@ -12,6 +12,7 @@ from graphfsdp.base.changes import Change, ChangeKind, refuse
 from graphfsdp.base.dtensors import local_part, num_meshes
 from graphfsdp.base.hazards import HazardKind
 from graphfsdp.base.op_tensors import as_written
+from graphfsdp.base.torch_internals import foreach_mul_
 from graphfsdp.config import MixedPrecisionPolicy, Scope
 from graphfsdp.errors import CaptureError, ConfigError
 from graphfsdp.optim.adapters.live_numbers import LiveScalars, Slots, Tape, is_live, numbers_in
@@ -296,7 +297,7 @@ class BakedAdapter(Adapter):
             # This rank's parts: a list of DTensors would have to lie on one mesh.
             grads = [local_part(grad) for grad in found if grad is not None]
             if grads:
-                torch._foreach_mul_(grads, grad_scale)
+                foreach_mul_(grads, grad_scale)
         if found_inf is None or not self._skips_itself:
             self._take_step()
             return

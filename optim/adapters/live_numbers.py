@@ -17,9 +17,9 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import _disable_current_modes
 
 from graphfsdp.base.hazards import HazardKind
+from graphfsdp.base.torch_internals import without_modes
 from graphfsdp.errors import CaptureError
 from graphfsdp.optim.fused.hyper_table import LiveMemory
 
@@ -159,7 +159,7 @@ class Slots:
                 kind=HazardKind.OPTIMIZER,
             )
         self.upload()
-        with torch.no_grad(), _disable_current_modes():
+        with torch.no_grad(), without_modes():
             return memory[place]
 
 

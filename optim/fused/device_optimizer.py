@@ -6,9 +6,9 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
-from torch.utils._python_dispatch import _disable_current_modes
 
 from graphfsdp.base.streams import is_capturing, keep_for_graph
+from graphfsdp.base.torch_internals import without_modes
 from graphfsdp.errors import CaptureError
 from graphfsdp.optim.fused.checks import check_buffers, check_params
 from graphfsdp.optim.fused.control import StepControl
@@ -181,7 +181,7 @@ class DeviceOptimizer(LiveOptimizer):
             )
         found = find_stepped(self.param_groups, grads, self.state, self._settings)
         # Host work that a recording must not hold: it happens once.
-        with _disable_current_modes():
+        with without_modes():
             self._hyper.refresh(self.param_groups)
             stepped = [item.param for item in found]
             known = {param: n for param, n in self.step_classes.items() if self.state.get(param)}

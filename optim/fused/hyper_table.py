@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import _disable_current_modes
 
+from graphfsdp.base.torch_internals import without_modes
 from graphfsdp.errors import ConfigError
 
 HYPER_COLUMNS = ("lr", "beta1", "beta2", "eps", "weight_decay")
@@ -119,7 +119,7 @@ class LiveMemory:
     def on(self, device: torch.device) -> Tensor:
         """Return the numbers on a device, [...]; the address stays."""
         if device not in self._copies:
-            with torch.no_grad(), _disable_current_modes():
+            with torch.no_grad(), without_modes():
                 host = torch.from_numpy(self.host)
                 on_cpu = device.type == "cpu"
                 self._copies[device] = host if on_cpu else host.to(device, self._dtype)
@@ -127,7 +127,7 @@ class LiveMemory:
 
     def upload(self) -> None:
         """Copy what was written to the devices. Capture: nothing is recorded."""
-        with torch.no_grad(), _disable_current_modes():
+        with torch.no_grad(), without_modes():
             for device, copy in self._copies.items():
                 if device.type != "cpu":
                     copy.copy_(torch.from_numpy(self.host), non_blocking=True)

@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
-from torch.utils._python_dispatch import _disable_current_modes
 
 from graphfsdp.base.recut import recut_states
 from graphfsdp.base.streams import is_capturing
+from graphfsdp.base.torch_internals import without_modes
 from graphfsdp.errors import ConfigError
 from graphfsdp.optim.fused.checks import check_lr_device, parameter_name, refuse_copies
 from graphfsdp.optim.fused.control import StepControl
@@ -167,7 +167,7 @@ class LiveOptimizer(torch.optim.Optimizer, abc.ABC):
                 state_dict = replaced
         state_dict = recut_states(state_dict, self)
         loaded = self.match(state_dict)
-        with torch.no_grad(), _disable_current_modes():
+        with torch.no_grad(), without_modes():
             self.load_states(loaded)
             if "control" in state_dict:
                 self._control.load_state_dict(state_dict["control"])

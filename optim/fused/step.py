@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch._utils import _unflatten_dense_tensors
 
+from graphfsdp.base.torch_internals import foreach_add_, foreach_copy_, key_of
 from graphfsdp.optim.fused import kernel
 from graphfsdp.optim.fused.flat_runs import flat_view
 from graphfsdp.optim.fused.settings import Flags
@@ -82,11 +83,11 @@ def _step_args(flat: Sequence[Any]) -> StepArgs:
 
 def _advance(args: StepArgs) -> None:
     if args.found_inf is None:
-        torch._foreach_add_(args.steps, 1)
+        foreach_add_(args.steps, 1)
         return
     skip = (args.found_inf != 0).to(torch.float32)
     # With alpha, since without it torch would read the tensor on the host, as a number.
-    torch._foreach_add_(args.steps, 1 - skip, alpha=1)
+    foreach_add_(args.steps, 1 - skip, alpha=1)
     if args.skipped is not None:
         args.skipped.add_(skip)
 
@@ -221,7 +222,7 @@ class _Part:
         memory = scratch[: self.numel]
         if self._joined is None:
             scaled = list(_unflatten_dense_tensors(memory, self._contiguous))
-            torch._foreach_copy_(scaled, self._contiguous)
+            foreach_copy_(scaled, self._contiguous)
         elif self._joined.dtype == memory.dtype:  # one operator for all of them
             torch.mul(self._joined, scale, out=memory)
             return list(memory.split_with_sizes(self._sizes))
@@ -276,7 +277,7 @@ def _are_neighbours(grads: list[Tensor], sizes: list[int]) -> bool:
             return False
         end += size * grad.element_size()
     # Addresses rise between these two, so that all lie in their storage.
-    return bool(grads[0].untyped_storage()._cdata == grads[-1].untyped_storage()._cdata)
+    return bool(key_of(grads[0].untyped_storage()) == key_of(grads[-1].untyped_storage()))
 
 
 def _chunks(columns: Columns) -> Iterator[Columns]:
@@ -327,4 +328,4 @@ fused_adam_ = torch.ops.graphfsdp.fused_adam_.default
 
 _LIBRARY.impl("fused_adam_", as_kernel(run_cpu), "CPU")
 _LIBRARY.impl("fused_adam_", as_kernel(run_cuda), "CUDA")
-fused_adam_.py_impl(torch._C.DispatchKey.CPU)(_CpuKernel())
+fused_adam_.py_impl(torch.DispatchKey.CPU)(_CpuKernel())

@@ -8,6 +8,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from graphfsdp.base.torch_internals import foreach_copy_
+
 
 class StepTensors(NamedTuple):
     """One parameter's tensors, or one flat run's; all but the gradient are written in place."""
@@ -97,7 +99,7 @@ def store_weights(part: Columns, weights: list[Tensor]) -> None:
         return
     for stored in (part.main_params, part.params):
         if stored and stored is not weights:
-            torch._foreach_copy_(stored, weights)
+            foreach_copy_(stored, weights)
 
 
 def read_moments(part: Columns, dtype: torch.dtype) -> list[list[Tensor]]:
@@ -108,7 +110,7 @@ def read_moments(part: Columns, dtype: torch.dtype) -> list[list[Tensor]]:
 def store_moments(part: Columns, moments: list[list[Tensor]]) -> None:
     for stored, moment in zip(_stored_moments(part), moments, strict=True):
         if stored and stored is not moment:
-            torch._foreach_copy_(stored, moment)
+            foreach_copy_(stored, moment)
 
 
 def _stored_moments(part: Columns) -> tuple[list[Tensor], ...]:

@@ -10,10 +10,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
-from torch.utils._python_dispatch import _disable_current_modes
 
 from graphfsdp.base.dtensors import is_dtensor, local_part, wrap_like
 from graphfsdp.base.streams import is_capturing
+from graphfsdp.base.torch_internals import without_modes
 from graphfsdp.errors import CaptureError, ConfigError
 from graphfsdp.optim.fused.checks import check_gradient, check_parameter, parameter_name
 from graphfsdp.optim.fused.control import StepControl
@@ -184,7 +184,7 @@ class Muon(LiveOptimizer):
                 "at least one step before it (warmup_steps >= 1)"
             )
         # A recording must not hold it: it happens once.
-        with torch.no_grad(), _disable_current_modes():
+        with torch.no_grad(), without_modes():
             self.state[param] = _new_state(param, group)
             self._control.place(param.device)
 

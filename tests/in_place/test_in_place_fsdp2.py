@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_
 
 import graphfsdp
-from graphfsdp.sharding.placement import ASKS_SUBCLASSES
+from graphfsdp.base.torch_internals import ASKS_SUBCLASSES
 from helpers import NUM_STEPS
 from ranks import on_ranks, rank_device
 from sharding_helpers import hybrid_mesh

@@ -18,8 +18,8 @@ import everyday_scripts
 import graphfsdp
 from counting_net import mean_square
 from graphfsdp.base.collectives import all_gather_, reduce_scatter_
+from graphfsdp.base.torch_internals import ASKS_SUBCLASSES
 from graphfsdp.sharding.module import unit_of
-from graphfsdp.sharding.placement import ASKS_SUBCLASSES
 from ranks import on_ranks, rank_device
 from sharding_helpers import (
     FEW_STEPS,

@@ -15,8 +15,9 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 from torch.utils import _pytree as pytree
 
+from graphfsdp.base.torch_internals import ASKS_SUBCLASSES
 from graphfsdp.errors import ConfigError
-from graphfsdp.sharding.placement import ASKS_SUBCLASSES, RowShard
+from graphfsdp.sharding.placement import RowShard
 from graphfsdp.sharding.rows.tensors import make_dtensor
 from ranks import on_ranks
 

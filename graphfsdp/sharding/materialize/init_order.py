@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from graphfsdp.base.dtensors import local_part
+from graphfsdp.base.torch_internals import buffers_of, parameters_of
 from graphfsdp.errors import ConfigError
 from graphfsdp.sharding.module import class_name
 from graphfsdp.sharding.unit import Unit
@@ -29,10 +30,10 @@ class Entry:
 
     @property
     def is_buffer(self) -> bool:
-        return self.attribute in self.module._buffers
+        return self.attribute in buffers_of(self.module)
 
     def tensor(self) -> Tensor:
-        place = self.module._buffers if self.is_buffer else self.module._parameters
+        place = buffers_of(self.module) if self.is_buffer else parameters_of(self.module)
         held = place[self.attribute]
         assert held is not None
         return held
@@ -126,7 +127,7 @@ class InitOrder:
 
 
 def _entries(module_name: str, module: nn.Module) -> Iterator[Entry]:
-    for place in (module._parameters, module._buffers):
+    for place in (parameters_of(module), buffers_of(module)):
         for attribute, tensor in place.items():
             if tensor is not None:
                 name = f"{module_name}.{attribute}" if module_name else attribute
@@ -198,7 +199,7 @@ def keeping(module: nn.Module, kept: Set[int]) -> Iterator[None]:
     before: list[tuple[dict[str, Any], str, Tensor, Tensor]] = [
         (place, name, tensor, local_part(tensor).detach().clone())
         for below in module.modules()
-        for place in (cast("dict[str, Any]", below._parameters), below._buffers)
+        for place in (cast("dict[str, Any]", parameters_of(below)), buffers_of(below))
         for name, tensor in place.items()
         if tensor is not None and id(tensor) in kept
     ]

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from graphfsdp.base.collectives import broadcast_
 from graphfsdp.base.rank_agreement import RankAgreement
 from graphfsdp.base.sharded import sharded_roots
+from graphfsdp.base.torch_internals import parameters_of
 from graphfsdp.errors import ConfigError, GraphFSDPError
 from graphfsdp.sharding.group import ManagedParameter
 from graphfsdp.sharding.materialize.init_order import InitOrder, Stop, keeping
@@ -369,7 +370,7 @@ class _WholeUnit:
         """ConfigError: a parameter was set in parts, not at all, or put in another shape."""
         for item, view in zip(self._awaited, self._views, strict=True):
             owner, attribute = item.owners[0]
-            held = owner._parameters.get(attribute)
+            held = parameters_of(owner).get(attribute)
             name = self.unit.group.full_name(item)
             if held is None or held.shape != view.shape:
                 shape = "nothing" if held is None else f"shape {tuple(held.shape)}"
@@ -388,13 +389,13 @@ class _WholeUnit:
         for item, view in zip(self._awaited, self._views, strict=True):
             item.load(view)
             owner, attribute = item.owners[0]
-            vars(item.param).update(vars(owner._parameters[attribute]))
+            vars(item.param).update(vars(parameters_of(owner)[attribute]))
             item.awaited = None
 
     def close(self) -> None:
         for item in (*self._awaited, *self._others):
             for owner, attribute in item.owners:
-                owner._parameters[attribute] = item.param
+                parameters_of(owner)[attribute] = item.param
         self._views.clear()
         self.flats.clear()
 
@@ -411,4 +412,4 @@ def _install(item: ManagedParameter, whole: Tensor) -> None:
     param = nn.Parameter(whole, requires_grad=item.param.requires_grad)
     vars(param).update(vars(item.param))
     for owner, attribute in item.owners:
-        owner._parameters[attribute] = param
+        parameters_of(owner)[attribute] = param

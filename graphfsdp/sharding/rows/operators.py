@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from graphfsdp.base.torch_internals import OpOverload, schema_of
 from graphfsdp.errors import ConfigError
 
 _alias = torch.ops.aten.alias.default
@@ -39,10 +40,10 @@ SUMS = frozenset(("aten::sum", "aten::linalg_vector_norm"))
 
 
 @functools.cache
-def is_local(func: torch._ops.OpOverload) -> bool:
+def is_local(func: OpOverload) -> bool:
     """Tell whether an operator works element by element, on tensors or on lists of them."""
-    name = func._schema.name
-    if any("Tensor" not in str(result.type) for result in func._schema.returns):
+    name = schema_of(func).name
+    if any("Tensor" not in str(result.type) for result in schema_of(func).returns):
         return False  # torch.equal, which torch tags as pointwise
     if torch.Tag.pointwise in func.tags or name in _LOCAL:
         return True
@@ -54,10 +55,10 @@ def is_local(func: torch._ops.OpOverload) -> bool:
 
 
 @functools.cache
-def is_view(func: torch._ops.OpOverload) -> bool:
+def is_view(func: OpOverload) -> bool:
     return any(
         result.alias_info is not None and not result.alias_info.is_write
-        for result in func._schema.returns
+        for result in schema_of(func).returns
     )
 
 
@@ -70,7 +71,7 @@ def map_tensors(change: Callable[[Tensor], Any], value: Any) -> Any:
 
 
 def call_with(
-    func: torch._ops.OpOverload,
+    func: OpOverload,
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
     change: Callable[[Tensor], Any],
@@ -88,7 +89,7 @@ def resolved(size: Sequence[int], numel: int) -> tuple[int, ...]:
 
 
 def view_of_rows(
-    func: torch._ops.OpOverload,
+    func: OpOverload,
     local: Tensor,  # [rows here, ...]
     shape: tuple[int, ...],  # of the whole
     place: tuple[tuple[int, ...], Any],  # its strides and storage offset
@@ -101,7 +102,7 @@ def view_of_rows(
     if not shape:
         return None
     dims = len(shape)
-    name = func._schema.name.removeprefix("aten::")
+    name = schema_of(func).name.removeprefix("aten::")
     if name == "as_strided":
         same = tuple(args[0]) == shape and tuple(args[1]) == place[0]
         here = len(args) < 3 or args[2] in (None, place[1])
@@ -131,7 +132,7 @@ def view_of_rows(
     return view, (shape[0], *view.shape[1:])
 
 
-def refuse_plain(func: torch._ops.OpOverload, tensors: Sequence[Tensor]) -> None:
+def refuse_plain(func: OpOverload, tensors: Sequence[Tensor]) -> None:
     """Refuse tensors that may be whole, or somebody's rows; as torch's DTensor does."""
     for tensor in tensors:
         if not isinstance(tensor, DTensor) and tensor.dim() and tensor.numel() != 1:
@@ -144,7 +145,7 @@ def refuse_plain(func: torch._ops.OpOverload, tensors: Sequence[Tensor]) -> None
             )
 
 
-def refuse_whole(func: torch._ops.OpOverload) -> None:
+def refuse_whole(func: OpOverload) -> None:
     if func.namespace in ("c10d", "_c10d_functional", "_dtensor"):
         reason = "is a collective, and the ranks hold different rows. Remedy: param.to_local(), or "
         reason += "param.full_tensor()"

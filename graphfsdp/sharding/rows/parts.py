@@ -7,10 +7,10 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate
-from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.distributed.tensor.placement_types import Placement
 
 from graphfsdp.base.flat_buffer import contiguous_stride
+from graphfsdp.base.torch_internals import known_spec
 from graphfsdp.sharding.placement import RowShard
 
 
@@ -58,7 +58,7 @@ def my_rows(whole: Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) ->
 class CommonRows:
     """How the operands of one call are cut, and what shape their result has."""
 
-    def __init__(self, spec: DTensorSpec | None, shape: tuple[int, ...]) -> None:
+    def __init__(self, spec: Any, shape: tuple[int, ...]) -> None:
         self.spec = spec
         self.shape = shape
 
@@ -70,7 +70,7 @@ def common_rows(operands: Sequence[Tensor], written: set[int]) -> CommonRows | N
     cut = [tensor for tensor in spread if is_cut(tensor)]
     if not spread:
         return CommonRows(None, shape)
-    spec = (cut or spread)[0]._spec
+    spec = known_spec((cut or spread)[0])
     if any(tensor.device_mesh != spec.mesh for tensor in spread):
         return None
     if not cut:

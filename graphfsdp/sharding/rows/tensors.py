@@ -19,14 +19,21 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
-from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import Placement
 from torch.optim.optimizer import _foreach_supported_types as _optim_types
 from torch.utils._foreach_utils import _foreach_supported_types as _util_types
 
 from graphfsdp.base.op_tensors import OpCall, flat_tensors
+from graphfsdp.base.torch_internals import (
+    ASKS_SUBCLASSES,
+    OpOverload,
+    known_spec,
+    local_tensor_of,
+    schema_of,
+    spec_of,
+)
 from graphfsdp.errors import ConfigError
-from graphfsdp.sharding.placement import ASKS_SUBCLASSES, RowShard
+from graphfsdp.sharding.placement import RowShard
 from graphfsdp.sharding.rows.operators import (
     NEW,
     RANDOM,
@@ -60,7 +67,7 @@ class _Dispatched(DTensor):
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
         cls,
-        func: torch._ops.OpOverload,
+        func: OpOverload,
         types: Sequence[type],
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
@@ -79,7 +86,9 @@ class RowTensor(_Dispatched):
             inner_tensors, flatten_spec, outer_size, outer_stride
         )
         kind: Any = RowTensor
-        found: RowTensor = kind(made._local_tensor, made._spec, requires_grad=made.requires_grad)
+        found: RowTensor = kind(
+            local_tensor_of(made), known_spec(made), requires_grad=made.requires_grad
+        )
         return found
 
     def redistribute(
@@ -127,18 +136,18 @@ class Copied:
     def _now(self) -> int:
         # Writes into the rows count there alone, those into what autograd takes for their views
         # (ours among them) with the rows.
-        both = (self._rows, self._rows._local_tensor)
+        both = (self._rows, local_tensor_of(self._rows))
         return sum(-1 if tensor.is_inference() else tensor._version for tensor in both)
 
     def refresh(self) -> None:
         """Gather again what was written since; all ranks have written it, or none has."""
         if self._now() != self._moment:
-            self._whole.copy_(whole_of(self._rows)._local_tensor)
+            self._whole.copy_(local_tensor_of(whole_of(self._rows)))
             self._moment = self._now()
 
     def write_back(self) -> None:
         rows = self._rows
-        rows._local_tensor.copy_(my_rows(self._whole, rows.device_mesh, rows.placements))
+        local_tensor_of(rows).copy_(my_rows(self._whole, rows.device_mesh, rows.placements))
         self._moment = self._now()
 
 
@@ -175,7 +184,7 @@ class _ToLocal(Function):
     @staticmethod
     def forward(ctx: Any, rows: DTensor) -> Tensor:
         ctx.mesh, ctx.placements, ctx.shape = rows.device_mesh, rows.placements, rows.shape
-        local = rows._local_tensor
+        local = local_tensor_of(rows)
         return local.view_as(local)
 
     @staticmethod
@@ -190,10 +199,10 @@ def wrap_rows(
     shape: tuple[int, ...],
 ) -> DTensor:
     kind: Any = RowTensor if ASKS_SUBCLASSES and row_axis(placements) is not None else DTensor
-    meta = TensorMeta(torch.Size(shape), global_stride(local, shape), local.dtype)
+    spec = spec_of(mesh, placements, shape, global_stride(local, shape), local.dtype)
     # torch would take the storage offset of the part, and then look for a storage that it copies.
     at_start = local.new_empty(0) if local.storage_offset() else local
-    made: DTensor = kind(at_start, DTensorSpec(mesh, placements, meta), requires_grad=False)
+    made: DTensor = kind(at_start, spec, requires_grad=False)
     made._local_tensor = local
     return made
 
@@ -203,7 +212,7 @@ def whole_of(rows: DTensor) -> DTensor:
     mesh, axis = rows.device_mesh, row_axis(rows.placements)
     assert axis is not None
     place: Any = rows.placements[axis]
-    whole = place.gather(rows._local_tensor, mesh.get_group(axis))
+    whole = place.gather(local_tensor_of(rows), mesh.get_group(axis))
     if not rows.dim():
         whole = whole.view(())
     return wrap_rows(whole, mesh, without_rows(rows.placements), tuple(rows.shape))
@@ -217,14 +226,14 @@ def cut_like(whole: DTensor, mesh: DeviceMesh, placements: tuple[Placement, ...]
     kept = without_rows(placements)
     if whole.placements != kept:
         whole = whole.redistribute(mesh, kept)
-    local = my_rows(whole._local_tensor, mesh, placements).clone()
+    local = my_rows(local_tensor_of(whole), mesh, placements).clone()
     return wrap_rows(local, mesh, placements, tuple(whole.shape))
 
 
 # Operators
 
 
-def dispatch(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def dispatch(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     tensors = flat_tensors([*args, *kwargs.values()])
     views = [tensor for tensor in tensors if type(tensor) is WholeView]
     if views:
@@ -233,12 +242,12 @@ def dispatch(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[st
 
 
 def _run_cut(
-    func: torch._ops.OpOverload,
+    func: OpOverload,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     tensors: list[Tensor],
 ) -> Any:
-    name = func._schema.name
+    name = schema_of(func).name
     if not any(is_cut(tensor) for tensor in tensors):
         return func(*args, **kwargs)
     if name == "aten::is_same_size":
@@ -260,7 +269,7 @@ def _run_cut(
 
 
 def _run_with_views(
-    func: torch._ops.OpOverload,
+    func: OpOverload,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     views: Sequence["WholeView"],
@@ -303,12 +312,12 @@ def _run_with_views(
 
 def _as_torch(view: "WholeView") -> DTensor:
     """Return a view of a whole tensor as torch's own class."""
-    return DTensor(view._local_tensor, view._spec, requires_grad=view.requires_grad)
+    return DTensor(local_tensor_of(view), known_spec(view), requires_grad=view.requires_grad)
 
 
 def _view(whole: DTensor, copied: "Copied | None") -> WholeView:
     kind: Any = WholeView
-    made: WholeView = kind(whole._local_tensor, whole._spec, requires_grad=False)
+    made: WholeView = kind(local_tensor_of(whole), known_spec(whole), requires_grad=False)
     made._copied = copied
     return made
 
@@ -316,7 +325,7 @@ def _view(whole: DTensor, copied: "Copied | None") -> WholeView:
 # Rows of each rank
 
 
-def _run_on_rows(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _run_on_rows(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     values = [*args, *kwargs.values()]
     lists = [v for v in values if isinstance(v, list | tuple) and v and isinstance(v[0], Tensor)]
     single = [value for value in values if isinstance(value, Tensor)]
@@ -381,22 +390,22 @@ def _local(tensor: Any, place: CommonRows) -> Tensor:
     spec = place.spec
     assert spec is not None
     if is_cut(tensor) or row_axis(spec.placements) is None:
-        return tensor._local_tensor
+        return local_tensor_of(tensor)
     kept = (Replicate(),) * spec.mesh.ndim
     if tensor.placements != kept:
         tensor = tensor.redistribute(spec.mesh, kept)
-    whole: Tensor = tensor._local_tensor
+    whole: Tensor = local_tensor_of(tensor)
     if whole.dim() and whole.dim() == len(place.shape) and whole.shape[0] == place.shape[0]:
         return my_rows(whole, spec.mesh, spec.placements)
     return whole
 
 
-def _make_new(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _make_new(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     like, size = args[0], tuple(args[1])
     if not isinstance(like, DTensor):
         return _UNFIT
-    local, rest = like._local_tensor, args[2:]
-    if size == tuple(like.shape) and is_cut(like) and not func._schema.name.endswith("_strided"):
+    local, rest = local_tensor_of(like), args[2:]
+    if size == tuple(like.shape) and is_cut(like) and not schema_of(func).name.endswith("_strided"):
         made = func(local, list(local.shape), *rest, **kwargs)
         return wrap_rows(made, like.device_mesh, like.placements, size)
     made = func(local, list(size), *rest, **kwargs)
@@ -404,7 +413,7 @@ def _make_new(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[s
 
 
 def _view_rows(
-    func: torch._ops.OpOverload,
+    func: OpOverload,
     rows: DTensor,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
@@ -413,7 +422,7 @@ def _view_rows(
     if kwargs or any(isinstance(p, Shard) for p in without_rows(rows.placements)):
         return _UNFIT
     same_place = (rows.stride(), rows.storage_offset())
-    found = view_of_rows(func, rows._local_tensor, tuple(rows.shape), same_place, args[1:])
+    found = view_of_rows(func, local_tensor_of(rows), tuple(rows.shape), same_place, args[1:])
     return (
         _UNFIT
         if found is None
@@ -432,9 +441,10 @@ def _stand_in(tensor: Any, local: Tensor | None = None) -> Any:
     if not is_cut(tensor):
         return tensor
     places = tuple(Shard(0) if isinstance(p, RowShard) else p for p in tensor.placements)
-    meta = TensorMeta(tensor.shape, tensor.stride(), tensor.dtype)
-    local = tensor._local_tensor if local is None else local
-    return DTensor(local, DTensorSpec(tensor.device_mesh, places, meta), requires_grad=False)
+    mesh, dtype = tensor.device_mesh, tensor.dtype
+    spec = spec_of(mesh, places, tensor.shape, tensor.stride(), dtype)
+    local = local_tensor_of(tensor) if local is None else local
+    return DTensor(local, spec, requires_grad=False)
 
 
 def _as_rows(value: Any, like: DTensor) -> Any:
@@ -448,12 +458,10 @@ def _as_rows(value: Any, like: DTensor) -> Any:
     places = tuple(
         like.placements[axis] if at == axis else place for at, place in enumerate(value.placements)
     )
-    return wrap_rows(value._local_tensor, value.device_mesh, places, tuple(value.shape))
+    return wrap_rows(local_tensor_of(value), value.device_mesh, places, tuple(value.shape))
 
 
-def _run_as_torch(
-    func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Any:
+def _run_as_torch(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Let torch fill or draw the rows of each rank: it knows how random numbers differ there."""
     cut: list[Any] = [t for t in flat_tensors([*args, *kwargs.values()]) if is_cut(t)]
     made = {id(tensor): _stand_in(tensor) for tensor in cut}
@@ -465,7 +473,7 @@ def _run_as_torch(
 
 
 def _add_up(
-    func: torch._ops.OpOverload,
+    func: OpOverload,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     *,
@@ -479,12 +487,12 @@ def _add_up(
     rows = args[0]
     if not is_cut(rows) or not rows.dim() or len(flat_tensors([*args, *kwargs.values()])) > 1:
         return _UNFIT
-    local = rows._local_tensor
-    named = dict(zip((item.name for item in func._schema.arguments), args, strict=False))
+    local = local_tensor_of(rows)
+    named = dict(zip((item.name for item in schema_of(func).arguments), args, strict=False))
     named.update(kwargs)
     dim = named.get("dim")
     over_rows = dim is None or dim in ([], ()) or 0 in [d % rows.dim() for d in dim]
-    if func._schema.name == "aten::linalg_vector_norm":
+    if schema_of(func).name == "aten::linalg_vector_norm":
         order = named.get("ord", 2)
         if not order > 0 or (over_rows and dim is not None and len(dim) < rows.dim()):
             return _UNFIT
@@ -508,9 +516,7 @@ def _norm(tensor: Tensor, order: float = 2, dtype: torch.dtype | None = None, **
 # Whole tensors
 
 
-def _run_on_whole(
-    func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Any:
+def _run_on_whole(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run an operator on whole tensors, for which all ranks exchange their rows."""
     tensors = flat_tensors([*args, *kwargs.values()])
     refuse_whole(func)
@@ -530,7 +536,9 @@ def _run_on_whole(
     pairs = {}
     for tensor in tensors:
         whole = found.get(id(tensor), tensor)
-        pairs[id(tensor)] = whole._local_tensor if plain and isinstance(whole, DTensor) else whole
+        pairs[id(tensor)] = (
+            local_tensor_of(whole) if plain and isinstance(whole, DTensor) else whole
+        )
     shapes = {key: whole.shape for key, whole in found.items()}
     result = call_with(func, args, kwargs, lambda tensor: pairs[id(tensor)])
     written = OpCall(func, args, kwargs).written
@@ -541,7 +549,7 @@ def _run_on_whole(
     copied = None
     if plain and len(found) == 1:
         (rows,) = {id(tensor): tensor for tensor in tensors if id(tensor) in found}.values()
-        copied = Copied(rows, found[id(rows)]._local_tensor)  # type: ignore[arg-type]
+        copied = Copied(rows, local_tensor_of(found[id(rows)]))  # type: ignore[arg-type]
 
     def wrap(value: Tensor) -> Tensor:
         if id(value) in originals:
@@ -555,11 +563,11 @@ def _run_on_whole(
     return map_tensors(wrap, result)
 
 
-def _write_back(func: torch._ops.OpOverload, rows: Any, whole: DTensor, shape: torch.Size) -> None:
-    if whole._local_tensor.dim() != len(shape) or whole.shape != shape:
+def _write_back(func: OpOverload, rows: Any, whole: DTensor, shape: torch.Size) -> None:
+    if local_tensor_of(whole).dim() != len(shape) or whole.shape != shape:
         raise ConfigError(
             f"{func} has changed the shape of a sharded parameter from {tuple(shape)}; it has been "
             "left as it was. Remedy: a new tensor"
         )
-    mine = my_rows(whole._local_tensor, rows.device_mesh, rows.placements)
-    rows._local_tensor.copy_(mine)
+    mine = my_rows(local_tensor_of(whole), rows.device_mesh, rows.placements)
+    local_tensor_of(rows).copy_(mine)

@@ -1,0 +1,133 @@
+"""Insides of torch under plain names: what more than one module uses, so that it breaks once.
+
+docs/architecture.md lists them, and those that a single module uses.
+"""
+
+from collections.abc import Callable
+from operator import attrgetter
+from types import CodeType
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
+from torch._C._dynamo.guards import dict_version as dict_version
+from torch._ops import OpOverload as OpOverload
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.torch_version import TorchVersion
+from torch.utils import _python_dispatch
+from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
+from torch.utils._python_dispatch import (
+    is_traceable_wrapper_subclass as is_traceable_wrapper_subclass,
+)
+from torch.utils._pytree import TreeSpec as TreeSpec
+from torch.utils._pytree import keystr as keystr
+from torch.utils._pytree import register_pytree_node as register_pytree_node
+from torch.utils._pytree import tree_flatten as tree_flatten
+from torch.utils._pytree import tree_leaves as tree_leaves
+from torch.utils._pytree import tree_leaves_with_path as tree_leaves_with_path
+from torch.utils._pytree import tree_map as tree_map
+from torch.utils._pytree import tree_map_only as tree_map_only
+from torch.utils._pytree import tree_structure as tree_structure
+from torch.utils._pytree import tree_unflatten as tree_unflatten
+
+if TYPE_CHECKING:  # takes a second to import
+    from torch.distributed.pipelining import schedules
+
+    PipelineSchedule = schedules._PipelineSchedule
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+VERSION = TorchVersion(torch.__version__)
+# Whether torch leaves operators to a child of its DTensor; below 2.13 it never asks.
+ASKS_SUBCLASSES = VERSION >= "2.13"
+CUMPROD_READS = VERSION < "2.12"  # values on the host, in its backward pass
+
+# Where a module keeps what is called in place of its forward.
+COMPILED_CALL = "_compiled_call_impl"
+
+# As names of ours and not as functions: each call of one more would be on the way of each operator.
+foreach_copy_ = torch._foreach_copy_
+foreach_add_ = torch._foreach_add_
+foreach_mul_ = torch._foreach_mul_
+without_modes = _python_dispatch._disable_current_modes
+dispatch_mode_stack = _python_dispatch._get_current_dispatch_mode_stack
+num_dispatch_modes = torch._C._len_torch_dispatch_stack
+below_autograd = torch._C._AutoDispatchBelowAutograd
+without_autocast = torch._C._DisableAutocast
+backward_node = torch._C._current_autograd_node  # None outside of a backward pass
+backward_id = torch._C._current_graph_task_id  # -1 outside
+profiler_is_on: Callable[[], bool] = torch._C._autograd._profiler_enabled
+has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
+functorch_level = torch._C._functorch.maybe_current_level
+is_functorch_wrapped = torch._C._functorch.is_functorch_wrapped_tensor  # as vmap leaves tensors
+num_users = torch._C._storage_Use_Count  # of the storage with such a key
+key_of: Callable[[torch.UntypedStorage], int] = attrgetter("_cdata")  # no two that live have one
+schema_of: Callable[[OpOverload], torch.FunctionSchema] = attrgetter("_schema")
+binding_of: Callable[[OpOverload], Callable[..., Any]] = attrgetter("_op")  # the function in C++
+# What ``named_parameters`` and its like give are copies, without what is None.
+parameters_of: Callable[[nn.Module], dict[str, nn.Parameter | None]] = attrgetter("_parameters")
+buffers_of: Callable[[nn.Module], dict[str, Tensor | None]] = attrgetter("_buffers")
+children_of: Callable[[nn.Module], dict[str, nn.Module | None]] = attrgetter("_modules")
+# Of a DTensor: this rank's part, of which ``to_local`` would make a view for autograd; and mesh,
+# placements and geometry, with which another one can be made.
+local_tensor_of: Callable[[Any], Tensor] = attrgetter("_local_tensor")
+known_spec = attrgetter("_spec")
+
+
+def is_in_backward() -> bool:
+    return backward_id() != -1
+
+
+def when_backward_ends(callback: Callable[[], None]) -> None:
+    """Call a function when the backward pass under way is over, behind those given before it."""
+    torch.autograd.Variable._execution_engine.queue_callback(callback)
+
+
+def storage_behind(reference: StorageWeakRef) -> torch.UntypedStorage | None:
+    """Return the storage, or None if it has been freed."""
+    found: torch.UntypedStorage | None = torch.UntypedStorage._new_with_weak_ptr(reference.cdata)
+    return found
+
+
+def spec_of(
+    mesh: Any, placements: Any, shape: Any, stride: tuple[int, ...], dtype: torch.dtype
+) -> Any:
+    """Return that of a tensor whose whole has such a geometry."""
+    from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+
+    return DTensorSpec(mesh, placements, TensorMeta(torch.Size(shape), stride, dtype))
+
+
+def all_groups() -> list[dist.ProcessGroup]:
+    return list(dist.distributed_c10d._world.pg_map)
+
+
+def backend_of(group: dist.ProcessGroup, device: torch.device | str) -> Any:
+    """RuntimeError if the group has none for such a device."""
+    return group._get_backend(torch.device(device))
+
+
+def part_and_offset(shape: Any, mesh: Any, placements: Any) -> tuple[Any, Any]:
+    """Return shape and place of this rank's part of a DTensor, as ``torch.chunk`` cuts."""
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    return compute_local_shape_and_global_offset(shape, mesh, placements)
+
+
+def not_compiled(function: F) -> F:
+    """Let torch.compile compile neither frames of this function nor of what it calls."""
+    skip = _FrameAction.SKIP
+    code: CodeType = function.__code__
+    set_code_exec_strategy(code, _FrameExecStrategy(skip, skip))
+    return function
+
+
+def not_traced(function: F) -> F:
+    """End what torch.compile traces at a call of this function, and go on behind it.
+
+    ``torch.compiler.disable`` does so too, and imports all of torch.compile for it.
+    """
+    function._torchdynamo_disable = True  # type: ignore[attr-defined]
+    return not_compiled(function)
