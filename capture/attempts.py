@@ -43,6 +43,7 @@ class Attempts:
         self._ranks = ranks
         self._recordings = recordings
         self._trains = trains
+        self.torn = ""  # why nobody knows weights and optimizer state any more
 
     def run(self, recording: Recording, *, captures: bool, notes: bool) -> list[Tensor]:
         """Warm up, or capture; return the results of the iteration, which has taken effect once."""
@@ -72,7 +73,10 @@ class Attempts:
         self, recording: Recording, *, captures: bool, notes: bool, tried: bool
     ) -> list[Tensor]:
         engine = self._engine
-        attempt = engine.attempt()
+        on_cpu = engine.backend.device.type == "cpu"
+        # CUDA rule: a capture runs nothing. On a CPU it is an iteration that may be repeated.
+        copies = engine.undoes or not self._trains or (captures and on_cpu)
+        attempt = engine.attempt(copies=copies)
         watches = captures and not tried
         python = PythonWatch(partial(engine.python, weakly=True)) if watches else None
         grad_norm, results = engine.grad_norm, recording.results
@@ -95,6 +99,11 @@ class Attempts:
                 finally:
                     engine.grad_norm, recording.results = grad_norm, results
                     recording.drop_graph()
+            if not copies and not captures:
+                self.torn = (
+                    f"a warm-up failed ({type(first).__name__}: {first}), and with undo='none' "
+                    "nobody has kept what weights and optimizer state were before it"
+                )
             if isinstance(first, _PythonMovedError):
                 raise
             error = self._ranks.repeat(first) if refused and not recording.has_waited else first

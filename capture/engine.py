@@ -24,7 +24,7 @@ from graphfsdp._capture.undo.host_state import Attempt
 from graphfsdp.base.capturable import CapturableOptimizer
 from graphfsdp.base.changes import Change, ChangeKind
 from graphfsdp.base.sharded import main_grads_of, put_back, sharded_roots, units_of
-from graphfsdp.config import CaptureOptions, MixedPrecisionPolicy, OnChange, Scope
+from graphfsdp.config import CaptureOptions, MixedPrecisionPolicy, OnChange, Scope, Undo
 from graphfsdp.errors import CaptureError, GuardError
 
 # After such a change there are other gradients to keep.
@@ -65,6 +65,7 @@ class Engine:
         self._make_iteration = make_iteration
         self._take_gradients()
         self.full = options.scope is Scope.FULL_ITERATION
+        self.undoes = options.undo is Undo.AUTO
         self.grad_norm: Tensor | None = None
         self._replayed: Recording | None = None  # by the last run
         self._has_iterated = False
@@ -231,12 +232,16 @@ class Engine:
         functions = (*self._iteration.functions, *hooks)
         return take_snapshot(self.model, functions, optimizers, weakly=weakly)
 
-    def attempt(self) -> Attempt:
-        """Return what undoes an iteration that runs from now on and fails."""
+    def attempt(self, *, copies: bool = True) -> Attempt:
+        """Return what undoes an iteration that runs from now on and fails.
+
+        Without ``copies`` it puts back what Python holds, and no contents.
+        """
+        undo = self.backend.begin_undo(self._state(), self.gradients.unseen()) if copies else None
         return Attempt(
             self.model,
             self.optimizer.optimizers,
-            self.backend.begin_undo(self._state(), self.gradients.unseen()),
+            undo,
             counts=self.optimizer.counts,
             device=self.backend.device,
             restore_gradients=self.gradients.save_bindings(),

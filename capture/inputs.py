@@ -125,7 +125,8 @@ class _PinnedStages:
     """Page-locked copies of a batch leaf, used in turn.
 
     CUDA rule: only a copy from page-locked memory is asynchronous, and its source must not be
-    written before the copy has run; an event per stage tells when it has.
+    written before the copy has run; an event per stage tells when it has. So a leaf that is
+    page-locked itself takes the same way: its owner may fill it anew as soon as the call is over.
     """
 
     def __init__(self, like: Tensor, device: torch.device) -> None:
@@ -135,7 +136,7 @@ class _PinnedStages:
         self._next = 0
 
     def copy_to(self, target: Tensor, leaf: Tensor) -> None:
-        """Copy a pageable tensor to the device without waiting for the device."""
+        """Copy a tensor of the host to the device without waiting for the device."""
         index = self._next
         self._next = (index + 1) % _NUM_STAGES
         self._copied[index].synchronize()
@@ -178,8 +179,8 @@ class StaticInputs:
             _check_divides(name, leaf, num_microbatches)
             self._leaves.append(TensorLeaf.of(leaf))
             static[index] = torch.empty_like(leaf, device=device, requires_grad=False)
-            pageable = device.type == "cuda" and leaf.device.type == "cpu" and not leaf.is_pinned()
-            stages = _PinnedStages(leaf, device) if pageable else None
+            is_apart = device.type == "cuda" and leaf.device.type == "cpu"
+            stages = _PinnedStages(leaf, device) if is_apart else None
             self._targets.append((index, static[index], stages))
         self.args, self.kwargs = tree_unflatten(static, self._spec)
         self._copy(leaves)

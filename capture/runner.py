@@ -61,7 +61,7 @@ class StepRunner:
         self._backend = engine.backend
         self._options = options
         self.groups = engine.groups
-        self._ranks = Ranks(self.groups, deliver_waiting)
+        self._ranks = Ranks(self.groups, deliver_waiting, self.device.type)
         self._pid = os.getpid()
         self._recordings = Recordings(options.max_graphs, self.device, options.on_change)
         self._attempts = Attempts(engine, self._ranks, self._recordings, trains=True)
@@ -186,9 +186,9 @@ class StepRunner:
         if os.getpid() != self._pid:
             return  # a forked child holds a copy; the graphs and their streams are the parent's
         self._go_to(Phase.CLOSED)
-        self._ranks.close()
         self._evaluator.close()
         self._recordings.close()
+        self._ranks.close()  # until here it watches: graphs wait for what is in flight
         self._engine.close()
 
     def _after_changes(self, recording: Recording, changes: Sequence[Change]) -> Recording:
@@ -268,6 +268,7 @@ class StepRunner:
                 )
         finally:
             self._go_to(Phase.REPLAY if self._recordings.num_graphs else Phase.WARMUP)
+            self._break(self._attempts.torn)
         self._num_warm_ups += recording.graph is None
         took_ms = (time.perf_counter() - started) * 1e3
         self._tally.add(recording.graph, took_ms)

@@ -16,7 +16,7 @@ from graphfsdp._capture.iteration import AnyIteration, CustomIteration, Iteratio
 from graphfsdp._capture.pipelines import PipelineIteration, pipeline_of
 from graphfsdp._capture.step import CapturedStep, ExampleBatch
 from graphfsdp._capture.undo.interrupts import DeferredInterrupts
-from graphfsdp.config import CaptureOptions, Compile, MixedPrecisionPolicy, OnChange, Scope
+from graphfsdp.config import CaptureOptions, Compile, MixedPrecisionPolicy, OnChange, Scope, Undo
 from graphfsdp.optim.adapters.backends import JointOptimizer, adapt
 from graphfsdp.preconditions import (
     adopt_sharded_parameters,
@@ -72,6 +72,7 @@ def capture(
     max_graphs: int = 16,
     example_batch: object = None,
     verify: int = 0,
+    undo: str | Undo = "auto",
     backend: str = "auto",
     compile: bool | str = False,  # noqa: A002 (as torch has it)
     mp_policy: MixedPrecisionPolicy | None = None,
@@ -122,6 +123,10 @@ def capture(
             since only their first step knows how their state begins.
         verify: Compare this many replays of each graph with an eager run from the same state, bit
             for bit; see ``CapturedStep.verify``.
+        undo: "auto": a warm-up or a capture that fails leaves no trace. For that copies of weights,
+            gradients and optimizer state are kept while they run; on a GPU in memory of the host,
+            as much as they take on the device. "none" keeps none: a warm-up that fails leaves the
+            step broken (load a checkpoint, capture again), and Python alone as it was before.
         backend: "auto" takes the model's device; "cuda" and "cpu" insist on it.
         compile: On a CPU, compile the recording to C++ by Inductor: True, or "auto", which times
             each piece and keeps what is faster. Replays then equal eager within a bound, not bit
@@ -158,6 +163,7 @@ def capture(
         on_change=OnChange.parse(on_change),
         max_graphs=max_graphs,
         verify=verify,
+        undo=Undo.parse(undo),
     )
     compiles = Compile.parse(compile)
     refuse_compiling_nothing(options.scope, compiles)

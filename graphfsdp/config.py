@@ -43,6 +43,13 @@ class OnChange(_Choice):
     EAGER = "eager"  # run this call without a graph, and keep the graph
 
 
+class Undo(_Choice):
+    """Whether a failed warm-up leaves no trace."""
+
+    AUTO = "auto"
+    NONE = "none"  # no copies are kept for it; a failure leaves the step broken
+
+
 class Compile(_Choice):
     """Whether a recording is compiled."""
 
@@ -166,6 +173,7 @@ class CaptureOptions:
     on_change: OnChange = OnChange.RAISE
     max_graphs: int = 16
     verify: int = 0
+    undo: Undo = Undo.AUTO
 
     def __post_init__(self) -> None:
         minimum = 1 if self.scope is Scope.FULL_ITERATION else 0

@@ -1,6 +1,7 @@
 """The CUDA backend: the iteration as one torch.cuda.CUDAGraph."""
 
 import gc
+import threading
 import warnings
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
@@ -15,6 +16,8 @@ from graphfsdp._capture.cuda.driver import find_driver
 from graphfsdp._capture.cuda.errors import explain
 from graphfsdp._capture.cuda.host_copies import HostCopies, PinnedMemory
 from graphfsdp._capture.cuda.recorder import CudaRecorder, UnwatchedRecorder
+from graphfsdp._capture.ranks.group_ends import close_before_groups_end, issued_collectives
+from graphfsdp._capture.ranks.nccl_settings import prepare_nccl
 from graphfsdp._capture.rules.watcher import Watcher
 from graphfsdp._capture.trace.backend import Check, Effect, Graph, GraphFacts, Iterate
 from graphfsdp._capture.trace.source import has_compiled_regions, module_of, user_line_of
@@ -42,8 +45,12 @@ class CudaGraph:
         external: list[object],
         facts: GraphFacts,
         device: torch.device,
+        groups: frozenset[str],
     ) -> None:
+        """``groups`` are those in which it has captured collectives."""
+        self.groups = groups
         self._graph: torch.cuda.CUDAGraph | None = graph
+        self._in_use = threading.Lock()  # by a launch
         self._device = device
         self._outputs = outputs
         # CUDA rule: a graph knows addresses, not tensors. Whoever lets go of a tensor that the
@@ -55,13 +62,17 @@ class CudaGraph:
     def replay(self) -> list[Tensor]:
         """Launch the graph on the current stream; return copies of its results."""
         if self._graph is None:
-            raise CaptureError("the graph is closed")
+            raise CaptureError(
+                "the graph was closed, since a process group in which it has collectives was ended "
+                f"or aborted: one of {', '.join(sorted(self.groups))}. Remedy: capture anew"
+            )
         self.effect = Effect.NONE
         # The next replay overwrites the graph's own results. Allocated first: what may run out of
         # memory does so before anything is written.
         copies = [torch.empty_like(output) for output in self._outputs]
         self.effect = Effect.PART
-        self._graph.replay()
+        with self._in_use:
+            self._graph.replay()
         self.effect = Effect.ALL
         if copies:  # an iteration of the user's own may return nothing
             torch._foreach_copy_(copies, self._outputs)
@@ -87,13 +98,28 @@ class CudaGraph:
         if self._graph is not None:
             # CUDA rule: memory of a graph may be reused only when no launch is in flight. To wait
             # for that breaks any capture that is under way.
-            with in_turn():
+            with in_turn(), self._in_use:
                 with suppress(RuntimeError):  # of a kernel: whoever closes because of it knows it
                     torch.cuda.synchronize(self._device)
                 self._graph.reset()
             self._graph = None
-            self._outputs = []
-            self._external = []
+        self._outputs = []
+        self._external = []
+
+    def abandon(self) -> None:
+        """Give the graph back, but neither wait nor let go of the tensors that it uses.
+
+        What is in flight may wait for a rank that never comes, or be on its way out of that.
+        CUDA rule: a graph that was destroyed is freed when its launches have ended.
+        """
+        if self._graph is None or not self._in_use.acquire(blocking=False):
+            return
+        try:
+            with suppress(RuntimeError):  # of a kernel: whoever abandons it knows it
+                self._graph.reset()
+            self._graph = None
+        finally:
+            self._in_use.release()
 
 
 class CudaGraphBackend:
@@ -104,6 +130,7 @@ class CudaGraphBackend:
     def __init__(self, device: torch.device) -> None:
         index = torch.cuda.current_device() if device.index is None else device.index
         self.device = torch.device("cuda", index)
+        prepare_nccl(self.device)
         # CUDA rule: a capture cannot run on the default stream, and autograd nodes remember the
         # stream that they were made on; so warm-up and capture share this one.
         self._stream = _capture_stream(index)
@@ -160,6 +187,7 @@ class CudaGraphBackend:
         # torch.cuda.graph does so as well: what it gives back is not the pool's.
         self.give_back_memory()
         before = torch.cuda.memory_reserved(self.device)
+        issued = issued_collectives()
         try:
             with (
                 without_collector(),
@@ -197,8 +225,12 @@ class CudaGraphBackend:
         )
         external += [info.get() for info in watcher.storages if info.external]
         external += [local_part(tensor).untyped_storage() for tensor in _tensors_of(model)]
-        captured = CudaGraph(graph, outputs, external, facts, self.device)
+        now = issued_collectives()
+        groups = frozenset(name for name in now if now[name] != issued.get(name, 0))
+        captured = CudaGraph(graph, outputs, external, facts, self.device, groups)
         self._graphs.add(captured)
+        if groups:
+            close_before_groups_end(captured)
         self._host_memory.end()  # with this attempt
         self._host_memory = PinnedMemory()  # for another shape, or a verification
         # A capture runs nothing: this launch is the iteration that was recorded.

@@ -7,6 +7,8 @@ import torch
 from torch import Tensor
 
 from graphfsdp.base.dtensors import local_part
+from graphfsdp.base.host_memory import available_bytes
+from graphfsdp.errors import CaptureError
 
 # torch rounds page-locked memory up to a power of two.
 _CHUNK_BYTES = 1 << 26
@@ -29,6 +31,7 @@ class PinnedMemory:
         fitting = [chunk for chunk in self._spare if chunk.numel() == size][:wanted]
         self._spare = []
         missing = wanted - len(fitting)
+        _refuse_too_much(missing * size, num_bytes)
         return fitting + [_chunk(size) for _ in range(missing)]
 
     def give_back(self, chunks: list[Tensor]) -> None:
@@ -94,6 +97,20 @@ class HostCopies:
     def _wait(self) -> None:
         for device in {contents.device for contents in self._contents if contents.is_cuda}:
             torch.cuda.current_stream(device).synchronize()
+
+
+def _refuse_too_much(num_bytes: int, num_all: int) -> None:
+    """CaptureError before the system kills this process for what it takes."""
+    room = available_bytes()
+    if room is not None and num_bytes > room:
+        raise CaptureError(
+            "so that a failed warm-up or capture leaves no trace, this rank would keep "
+            f"{num_all / 2**30:.2f} GiB (weights, gradients, optimizer state) in memory of the "
+            f"host, {num_bytes / 2**30:.2f} GiB more than now, and may take {room / 2**30:.2f} GiB "
+            "(what the machine and the limits of its control groups leave, by ranks). Remedy: more "
+            "memory for the job, or capture(..., undo='none'), which keeps no copies: a warm-up "
+            "that fails then leaves the step broken"
+        )
 
 
 def _chunk(num_bytes: int) -> Tensor:

@@ -3,16 +3,17 @@
 If one fails, the others hear who and why within seconds, also in a collective.
 """
 
-import datetime
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 
 import torch.distributed as dist
 
-from graphfsdp._capture.ranks.whereabouts import Whereabouts, all_groups, backends_of
+from graphfsdp._capture.ranks.group_ends import abort_groups
+from graphfsdp._capture.ranks.replay_watch import ReplayWatch
+from graphfsdp._capture.ranks.whereabouts import Whereabouts
 from graphfsdp.base.collectives import interruptible
 from graphfsdp.base.rank_agreement import RankAgreement, RankStore
 from graphfsdp.errors import CaptureError, RankFailedError
@@ -22,7 +23,6 @@ _PAUSE_S_PER_RANK = 0.001  # all ranks together ask the store a thousand times i
 _CAUSE_S = 1.0  # after a collective's error, for the rank that has caused it to say so
 _SILENT_S = 10.0  # that ranks may be after a failure, before the groups are given up
 _GRACE_S = 2.0  # the same, where the failure may be the end of another process
-_AFTERWARDS = datetime.timedelta(seconds=1)
 _ITERATION = "iteration"  # what a call of the step is called
 _AGAIN, _MOVED = "again", "moved"
 # Of gloo's worker threads: their name, where Linux lists them, and how they are waited for.
@@ -67,7 +67,10 @@ class Ranks:
     """
 
     def __init__(
-        self, groups: list[dist.ProcessGroup], ask: Callable[[], None] = lambda: None
+        self,
+        groups: list[dist.ProcessGroup],
+        ask: Callable[[], None] = lambda: None,
+        device_type: str = "cpu",
     ) -> None:
         """``ask`` is called now and then where this rank waits for others, and may raise."""
         self.groups = groups
@@ -78,6 +81,8 @@ class Ranks:
         self.lost = ""
         self._heard = ""  # the failure for which the groups were aborted
         self._whereabouts = Whereabouts(self._store)
+        # On a CPU the group's own timeout acts.
+        self._replays = ReplayWatch(self._store) if device_type == "cuda" else None
         self._num_settled = 0
         self._num_attempted = self._num_replayed = 0  # the last iteration that was
         self._thread: threading.Thread | None = None
@@ -96,6 +101,8 @@ class Ranks:
                 self._listen()
                 self.check()
                 yield
+                if self._replays is not None:
+                    self._replays.note(self._name)
         except BaseException as error:
             raised = self._ended(error)
             if raised is error:
@@ -174,6 +181,8 @@ class Ranks:
         """Listen no more, and leave gloo's threads idle; idempotent."""
         if self.is_collective:
             await_gloo_threads()
+        if self._replays is not None:
+            self._replays.close()
         thread, self._thread = self._thread, None
         if thread is not None:
             self._stop.set()
@@ -197,11 +206,13 @@ class Ranks:
                     lost = self._store.put_first("lost", _other_kinds(self._me, attempt))
                 if lost is None:
                     self._whereabouts.answer()
+                    if self._replays is not None:
+                        self._replays.answer()
             except (RuntimeError, ValueError):  # the group is destroyed, or the host has ended
                 return
             if lost is not None:
                 self._heard = lost
-                _abort()
+                abort_groups()
                 return
 
     def _ended(self, error: BaseException) -> BaseException:
@@ -214,7 +225,7 @@ class Ranks:
                 f"{mine}; and the store of the process group does not answer: the process that "
                 f"hosts it (rank 0, unless a launcher does) has ended ({type(broken).__name__})"
             )
-            _abort()
+            abort_groups()
         if not self.lost:
             if first not in str(error) and first.partition(": ")[2] != mine.partition(": ")[2]:
                 error.add_note(f"graphfsdp: {first}")
@@ -236,7 +247,7 @@ class Ranks:
             return first
         first = store.put_first("lost", first)
         self._heard = first
-        _abort()
+        abort_groups()
         store.put(f"left/{me}", "yes")
         left = [f"left/{rank}" for rank in store.ranks]
         self._until(lambda: store.has(left), _GRACE_S)
@@ -268,17 +279,6 @@ def _other_kinds(name: str, iteration: int) -> str:
         "every rank must see the same kinds of batches in the same calls. Remedy: choose buckets "
         "by a rule that all ranks share, or on_change='eager'"
     )
-
-
-def _abort() -> None:
-    """Abort all process groups of this process."""
-    for group in all_groups():
-        for backend in backends_of(group):
-            with suppress(RuntimeError):  # it is destroyed, or cannot be aborted
-                if backend.name() == "gloo":
-                    backend._set_default_timeout(_AFTERWARDS)
-                else:
-                    backend.abort()
 
 
 def await_gloo_threads() -> None:

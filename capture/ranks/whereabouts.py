@@ -20,13 +20,13 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
-import torch
 import torch.distributed as dist
 
+from graphfsdp._capture.ranks.group_ends import backends_of
 from graphfsdp.base.collectives import Interruptible, interruptible
 from graphfsdp.base.rank_agreement import RankStore
+from graphfsdp.base.torch_internals import all_groups
 
 _PAUSE_S = 0.01
 _ASKED, _LOST, _SIGNS = "asked", "lost", "signs"
@@ -157,15 +157,3 @@ def _are_in_step(told: Iterator[str | None]) -> bool:
         for name, count in json.loads(text or "{}").items():
             counts.setdefault(name, set()).add(count)
     return all(len(found) == 1 for found in counts.values())
-
-
-def all_groups() -> list[dist.ProcessGroup]:
-    return list(dist.distributed_c10d._world.pg_map)
-
-
-def backends_of(group: dist.ProcessGroup) -> Iterator[Any]:
-    for device_type in ("cpu", "cuda"):
-        try:
-            yield group._get_backend(torch.device(device_type))
-        except RuntimeError:  # none for this device
-            continue

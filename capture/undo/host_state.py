@@ -4,7 +4,7 @@ import itertools
 import random
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -226,7 +226,7 @@ class Attempt:
         self,
         model: nn.Module,
         optimizers: Sequence[torch.optim.Optimizer],
-        undo: Undo,
+        undo: Undo | None,
         *,
         device: torch.device,
         restore_gradients: Callable[[], None],
@@ -238,7 +238,7 @@ class Attempt:
 
     def watching(self) -> AbstractContextManager[None]:
         """Run the body so that it can be undone, also when it is over."""
-        return self._undo.watching()
+        return nullcontext() if self._undo is None else self._undo.watching()
 
     @contextmanager
     def undone(self) -> Iterator[None]:
@@ -256,7 +256,8 @@ class Attempt:
         model, the gradients and the optimizer had.
         """
         self.host_state.restore()
-        self._undo.roll_back()
+        if self._undo is not None:
+            self._undo.roll_back()
         self._restore_random_states()
 
 

@@ -1,7 +1,9 @@
-"""Large memory of the host on huge pages, where the system has them."""
+"""Memory of the host: how much there is, and large pieces on huge pages."""
 
 import ctypes
 import mmap
+import os
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -46,6 +48,65 @@ def advise_huge_pages(storage: torch.UntypedStorage) -> None:
     madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
     if end > start:
         madvise(start, end - start, advice)  # a kernel without them says so; pages stay small
+
+
+def available_bytes() -> int | None:
+    """Return what this rank may still take, None where nobody tells; Linux does.
+
+    The least that machine and control groups (containers, Slurm, Kubernetes) leave, shared by the
+    ranks of the machine: whoever takes more is killed without a word.
+    """
+    rooms = [*_free_of_machine(), *_free_of_control_groups()]
+    num_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1") or 1)
+    return min(rooms) // max(num_ranks, 1) if rooms else None
+
+
+def _free_of_machine() -> list[int]:
+    found = _fields(Path("/proc/meminfo")).get("MemAvailable:")
+    return [] if found is None else [found << 10]  # it counts in KiB
+
+
+def _free_of_control_groups() -> list[int]:
+    """Return the room below each limit on the way to the root; version 2, else version 1."""
+    try:
+        lines = Path("/proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        return []
+    rooms = []
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if controllers not in ("", "memory"):
+            continue
+        base = Path("/sys/fs/cgroup", controllers)
+        names = ("memory.max", "memory.current", "inactive_file")
+        if controllers:
+            names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+        place = base / path.lstrip("/")
+        for folder in (place, *place.parents):
+            if folder.is_relative_to(base):
+                rooms += _room(folder, *names)
+    return rooms
+
+
+def _room(folder: Path, limit: str, used: str, cached: str) -> list[int]:
+    try:
+        text = (folder / limit).read_text().strip()
+        in_use = int((folder / used).read_text())
+    except (OSError, ValueError):
+        return []
+    if not text.isdigit():  # "max"
+        return []
+    # Pages of files that nobody has used lately go when there is need.
+    return [max(int(text) - in_use + _fields(folder / "memory.stat").get(cached, 0), 0)]
+
+
+def _fields(path: Path) -> dict[str, int]:
+    try:
+        lines = path.read_text().splitlines()
+    except OSError:
+        return {}
+    pairs = (line.split() for line in lines)
+    return {pair[0]: int(pair[1]) for pair in pairs if len(pair) > 1 and pair[1].isdigit()}
 
 
 def _advice() -> int | None:

@@ -22,6 +22,8 @@ class Feed:
     A thread takes batches from it while the model computes. For a GPU each is then copied, from
     page-locked memory and on a stream of its own, while the iteration before it runs: into new
     memory, never into what a graph reads, which is written in the stream's order by the step.
+    What the loader has yielded is read before it is asked again, so it may fill the same tensors
+    anew each time.
 
     In a checkpoint (``objects={"data": feed}``) it keeps the loader's state as it was after the
     batch that was handed out last, whatever was taken ahead.
@@ -55,7 +57,7 @@ class Feed:
         goes_on = isinstance(self._loader, Iterator) and hasattr(self._loader, "load_state_dict")
         if goes_on:
             self._state = copy.deepcopy(self._loader.state_dict())
-        source = _Source(self._loader, self._ahead)
+        source = _Source(self._loader, self._ahead, pins=self._copies is not None)
         self._running += 1
         try:
             began = time.perf_counter()
@@ -124,8 +126,9 @@ class _Source:
     Event leaves its lock taken, and the other thread waits for ever. ``SimpleQueue`` has none.
     """
 
-    def __init__(self, loader: Any, ahead: int) -> None:
+    def __init__(self, loader: Any, ahead: int, *, pins: bool) -> None:
         self._loader = loader
+        self._pins = pins
         self._iterator: Iterator[Any] | None = None
         self._closed = self._ended = False
         self._queue: queue.SimpleQueue[_Item | None] = queue.SimpleQueue()
@@ -175,7 +178,7 @@ class _Source:
         try:
             if self._iterator is None:
                 self._iterator = iter(self._loader)
-            batch = next(self._iterator)
+            batch = tree_map_only(Tensor, self._own, next(self._iterator))
             if not hasattr(self._loader, "state_dict"):
                 return _Item(batch)
             return _Item(batch, copy.deepcopy(self._loader.state_dict()))
@@ -183,6 +186,18 @@ class _Source:
             return None
         except BaseException as error:  # whoever waits for the batch gets it
             return _Item(error=error)
+
+    def _own(self, tensor: Tensor) -> Tensor:
+        """Return a copy that the loader does not write into, for a GPU in page-locked memory.
+
+        Also of what is page-locked: the loader may fill it with the next batch before the copy to
+        the device, which nobody waits for, has run.
+        """
+        if tensor.device.type != "cpu":
+            return tensor
+        if not self._pins or tensor.layout is not torch.strided:
+            return tensor.detach().clone()
+        return torch.empty_like(tensor, pin_memory=True).copy_(tensor)
 
 
 class _Copies:
@@ -207,8 +222,4 @@ class _Copies:
         return item.batch
 
     def _copy(self, tensor: Tensor) -> Tensor:
-        if tensor.device.type != "cpu":
-            return tensor
-        # Only a copy from page-locked memory does not make the host wait.
-        pinned = tensor if tensor.is_pinned() else tensor.pin_memory()
-        return pinned.to(self._device, non_blocking=True)
+        return tensor.to(self._device, non_blocking=True)

@@ -164,3 +164,53 @@ def test_comparison_is_of_bits(dtype: torch.dtype) -> None:
         assert first_difference({"x": nan}, {"x": torch.zeros(2, dtype=dtype)}) is not None
         zero = torch.zeros(1, dtype=dtype)
         assert first_difference({"x": zero}, {"x": -zero}) is not None
+
+
+class Unordered(nn.Module):
+    """Adds many rows into few, and has attention: on a GPU by atomics."""
+
+    def __init__(self, *, attends: bool) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(64, 16))
+        self.attends = attends
+
+    def forward(self, x: Tensor, index: Tensor) -> Tensor:
+        if self.attends:
+            heads = (x @ self.weight).view(1, 4, -1, 16)
+            attended: Tensor = nn.functional.scaled_dot_product_attention(heads, heads, heads)
+            return attended.square().mean()
+        rows = torch.zeros(3, 16, device=x.device).index_add(0, index, x @ self.weight)
+        return rows.square().mean()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("attends", [False, True], ids=["index_add", "attention"])
+def test_an_iteration_that_differs_from_itself_is_named_and_passes(
+    attends: bool, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: True)
+    torch.use_deterministic_algorithms(False)
+    torch.manual_seed(0)
+    model = Unordered(attends=attends).cuda()
+    factor = Hidden()
+
+    def loss_fn(model: nn.Module, x: Tensor, index: Tensor) -> Tensor:
+        loss: Tensor = model(x, index)
+        return loss * float(getattr(factor, "".join(NAME)))
+
+    with graphfsdp.capture(
+        model, FusedAdam(model.parameters(), lr=1e-3), loss_fn=loss_fn, verify=6
+    ) as step:
+        generator = torch.Generator().manual_seed(1)
+        for _ in range(9):
+            x = torch.randn(400, 64, generator=generator)
+            step(x.cuda(), torch.randint(3, (400,), generator=generator).cuda())
+        (told,) = [r.getMessage() for r in caplog.records if "deterministic" in r.getMessage()]
+        assert "not deterministic in eager mode either" in told
+        assert ("attention" if attends else "index_add") in told
+        assert f"{__file__}:" in told or "test_verification.py" in told
+        assert "torch.use_deterministic_algorithms(True)" in told
+        # What is wrong by more than eager runs differ is found all the same.
+        factor.number = 1.01
+        with pytest.raises(graphfsdp.VerificationError, match="result 0 differs"):
+            step.verify(1)

@@ -146,6 +146,16 @@ def test_a_captured_loop_trains_on_the_same_batches(scope: str, device: torch.de
         assert all(map(torch.equal, train(ahead), expected))
 
 
+@pytest.mark.parametrize("ahead", [0, 1, 2])
+@pytest.mark.parametrize("is_pinned", [False, True])
+def test_a_loader_may_fill_the_same_tensor_anew(
+    ahead: int, is_pinned: bool, device: torch.device
+) -> None:
+    buffer = torch.empty(4, pin_memory=is_pinned and device.type == "cuda")
+    batches = Feed((buffer.fill_(float(number)) for number in range(12)), device, ahead=ahead)
+    assert [batch.tolist() for batch in batches] == [[number] * 4 for number in range(12)]
+
+
 class Samples(torch.utils.data.Dataset[torch.Tensor]):
     def __len__(self) -> int:
         return 24

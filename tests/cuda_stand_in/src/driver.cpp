@@ -193,3 +193,7 @@ STAND_IN_API CUresult cuStreamIsCapturing(CUstream stream, CUstreamCaptureStatus
   return static_cast<CUresult>(
       cudaStreamIsCapturing(stream, reinterpret_cast<cudaStreamCaptureStatus*>(status)));
 }
+STAND_IN_API CUresult cuThreadExchangeStreamCaptureMode(CUstreamCaptureMode* mode) {
+  return static_cast<CUresult>(
+      cudaThreadExchangeStreamCaptureMode(reinterpret_cast<cudaStreamCaptureMode*>(mode)));
+}

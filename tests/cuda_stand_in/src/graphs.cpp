@@ -4,6 +4,7 @@
 // in a random order that the dependencies allow.
 #include "stand_in.h"
 
+#include <algorithm>
 #include <condition_variable>
 #include <cstdio>
 
@@ -11,6 +12,9 @@ namespace stand_in {
 
 // A graph that can be launched: a copy, as of CUDA, which outlives the graph.
 struct Executable {
+  bool meets_others() const {
+    return std::any_of(steps.begin(), steps.end(), [](const Step& step) { return step.meets_others; });
+  }
   struct Step {
     cudaGraphNodeType type;
     size_t num_bytes;
@@ -200,5 +204,6 @@ STAND_IN_API cudaError_t cudaGraphExecDestroy(cudaGraphExec_t executable) {
 STAND_IN_API cudaError_t cudaGraphLaunch(cudaGraphExec_t executable, cudaStream_t stream) {
   auto graph = *reinterpret_cast<ExecutableHandle*>(executable);
   auto run_graph = [graph] { return run(*graph); };
-  RETURN(submit(stream_of(stream), cudaGraphNodeTypeGraph, "graph", run_graph));
+  RETURN(submit(stream_of(stream), cudaGraphNodeTypeGraph, "graph", run_graph, nullptr, {},
+                graph->meets_others()));
 }

@@ -114,11 +114,30 @@ bool broadcast(const Exchange& e) {
   return in_turns(e, piece_of(e, 1), write, read);
 }
 
+// Whether this is a machine with an NVSwitch, where NCCL may register; a test chooses.
+bool registers_in_captures() {
+  const char* registers = getenv("NCCL_GRAPH_REGISTER");
+  return number_from_environment("CUDA_STAND_IN_NVLS", 0) && !(registers && !strcmp(registers, "0"));
+}
+
+// What a kernel ends with. NCCL rule: one that was aborted leaves without an error, and without
+// having written anything that is of use.
+cudaError_t ended(const Communicator& c, bool is_done) {
+  return is_done || c.is_aborted() ? cudaSuccess : cudaErrorLaunchFailure;
+}
+
 // Puts a collective on a stream. `num_read` and `num_written` are elements of this rank.
 ncclResult_t collective(const Exchange& e, size_t num_read, size_t num_written,
                         cudaStream_t stream, std::function<bool(const Exchange&)> exchange) {
   if (!e.communicator || !e.communicator->is_joined()) return ncclInvalidArgument;
-  Action run = [e, exchange] {
+  bool is_captured = stream_of(stream)->capture;
+  // NCCL rule: buffers of captured NVLS collectives are registered by an exchange of all local ranks
+  // on the host, without a look at the abort flag (transport/nvls.cc, misc/shmutils.cc).
+  if (is_captured && registers_in_captures() && !strcmp(e.name, "AllReduce")) {
+    e.communicator->barrier("the registration of a captured AllReduce");
+  }
+  auto held = is_captured ? e.communicator->in_graph() : nullptr;
+  Action run = [e, exchange, held] {
     std::lock_guard<std::mutex> alone(e.communicator->in_use);
     Description description{};
     description.number = ++e.communicator->num_collectives;
@@ -127,8 +146,7 @@ ncclResult_t collective(const Exchange& e, size_t num_read, size_t num_written,
     description.operation = e.operation;
     description.root = e.root;
     snprintf(description.name, sizeof description.name, "%s", e.name);
-    bool is_done = e.communicator->agree(description) && exchange(e);
-    return is_done ? cudaSuccess : cudaErrorLaunchFailure;
+    return ended(*e.communicator, e.communicator->agree(description) && exchange(e));
   };
   size_t width = width_of(e.type);
   auto name = std::string("ncclDevKernel_") + e.name;
@@ -196,9 +214,10 @@ ncclResult_t end_letters() {
   auto* communicator = group.communicator;
   group.letters.clear();
   if (letters.empty()) return ncclSuccess;
-  Action run = [=] {
+  auto held = stream_of(group.stream)->capture ? communicator->in_graph() : nullptr;
+  Action run = [communicator, letters, held] {
     std::lock_guard<std::mutex> alone(communicator->in_use);
-    return exchange_letters(*communicator, letters) ? cudaSuccess : cudaErrorLaunchFailure;
+    return ended(*communicator, exchange_letters(*communicator, letters));
   };
   std::vector<Access> accesses;
   for (auto& letter : letters) {
@@ -275,15 +294,21 @@ STAND_IN_API ncclResult_t ncclCommSplit(ncclComm_t parent, int color, int key,
   auto name = c.name() + "_" + std::to_string(number) + "_" + std::to_string(color);
   return make(communicator, name, static_cast<int>(members.size()), rank);
 }
-STAND_IN_API ncclResult_t ncclCommFinalize(ncclComm_t) { return ncclSuccess; }
+STAND_IN_API ncclResult_t ncclCommFinalize(ncclComm_t communicator) {
+  get(communicator)->wait_for_graphs(__func__);
+  return ncclSuccess;
+}
 STAND_IN_API ncclResult_t ncclCommDestroy(ncclComm_t communicator) {
+  get(communicator)->wait_for_graphs(__func__);
   finish_all();
   delete get(communicator);
   return ncclSuccess;
 }
 STAND_IN_API ncclResult_t ncclCommAbort(ncclComm_t communicator) {
   // Not freed: a thread may be inside. NCCL takes one that is null.
-  if (communicator && get(communicator)->is_joined()) get(communicator)->abort();
+  if (!communicator) return ncclSuccess;
+  get(communicator)->abort();
+  get(communicator)->wait_for_graphs(__func__);
   return ncclSuccess;
 }
 STAND_IN_API ncclResult_t ncclCommCount(const ncclComm_t communicator, int* count) {

@@ -58,13 +58,16 @@ Communicator::~Communicator() {
 }
 
 bool Communicator::wait(const char* what, double since_ms, int awaited_rank) {
-  if (memory_->is_aborted) {
-    fprintf(stderr, "[stand-in] rank %d: %s was aborted by another rank\n", rank_, what);
+  if (is_aborted_ || memory_->is_aborted) {
+    fprintf(stderr, "[stand-in] rank %d: %s was aborted%s\n", rank_, what,
+            is_aborted_ ? "" : ", since ranks do not fit each other");
     return false;
   }
-  auto process = place(awaited_rank).process.load();
-  bool is_gone = process && kill(process, 0) != 0;
-  if (is_gone || now_ms() - since_ms > limit_ms()) {
+  // NCCL rule: nobody is told that a rank has ended, and a kernel waits for ever; this limit is for
+  // whoever looks for the reason.
+  if (now_ms() - since_ms > limit_ms()) {
+    auto process = place(awaited_rank).process.load();
+    bool is_gone = process && kill(process, 0) != 0;
     fprintf(stderr, "[stand-in] rank %d waits in %s of communicator %s for rank %d, which %s\n",
             rank_, what, name_.c_str(), awaited_rank,
             is_gone ? "has ended" : "does not come: it does something else, or waits elsewhere");
@@ -89,6 +92,28 @@ bool Communicator::barrier(const char* what) {
     }
   }
   return true;
+}
+
+std::shared_ptr<void> Communicator::in_graph() {
+  auto count = num_in_graphs_;
+  ++*count;
+  return std::shared_ptr<void>(nullptr, [count](void*) { --*count; });
+}
+
+void Communicator::wait_for_graphs(const char* function) {
+  auto count = num_in_graphs_;
+  auto start = now_ms();
+  for (bool is_told = false; *count > 0;) {
+    // A test that looks at this bounds it; NCCL does not.
+    bool gives_up = now_ms() - start > 1e3 * number_from_environment("CUDA_STAND_IN_GRAPHS_LIMIT_S", 1 << 30);
+    if (!is_told || gives_up) {
+      fprintf(stderr, "[stand-in] %s of rank %d waits for graphs that hold %ld of its collectives%s\n",
+              function, rank_, count->load(), gives_up ? ": for ever, but for this test" : "");
+      is_told = true;
+    }
+    if (gives_up) return;
+    std::this_thread::sleep_for(std::chrono::milliseconds(5));
+  }
 }
 
 bool Communicator::agree(const Description& description) {

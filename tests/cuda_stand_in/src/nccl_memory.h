@@ -4,6 +4,7 @@
 #include <atomic>
 #include <cstddef>
 #include <cstdint>
+#include <memory>
 #include <mutex>
 #include <string>
 #include <vector>
@@ -63,7 +64,15 @@ class Communicator {
   bool agree(const Description& description);
   // Waits a moment for others; false, with a message, if there is no hope.
   bool wait(const char* what, double since_ms, int awaited_rank);
-  void abort() { memory_->is_aborted = 1; }
+  // NCCL rule: kernels of this rank leave. Those of others learn nothing of it.
+  void abort() { is_aborted_ = true; }
+  bool is_aborted() const { return is_aborted_; }
+  // NCCL rule (2.26 and newer, commDestroySync in init.cc): who finalizes, destroys or aborts a
+  // communicator waits until every graph that has captured one of its collectives is gone, for ever
+  // if need be.
+  void wait_for_graphs(const char* function);
+  // Held by each captured collective, as a graph holds NCCL's user object.
+  std::shared_ptr<void> in_graph();
 
   std::mutex in_use;  // by one collective of this process at a time
   uint64_t num_collectives = 0;
@@ -77,6 +86,8 @@ class Communicator {
   char* slots_ = nullptr;
   Mailbox* mailboxes_ = nullptr;
   size_t num_bytes_ = 0;
+  std::atomic<bool> is_aborted_{false};
+  std::shared_ptr<std::atomic<long>> num_in_graphs_ = std::make_shared<std::atomic<long>>(0);
 };
 
 }  // namespace stand_in
