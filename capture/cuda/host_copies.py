@@ -65,6 +65,7 @@ class HostCopies:
         }
         self._contents = [_as_bytes(storage) for storage in storages.values()]
         self._memory = memory
+        self._chunks: list[Tensor] = []  # none, if it is refused
         self._chunks = memory.take(sum(each.numel() for each in self._contents))
         for contents, copy in self._pieces():
             copy.copy_(contents, non_blocking=True)

@@ -108,7 +108,7 @@ class ReplayWatch:
             f"graphfsdp: {self._store.name_of(torch.distributed.get_rank())}: {call} was launched "
             f"and did not come to its end within the process group's timeout of {timeout_s:g} s: "
             f"{found[0]}. Nothing frees a host whose device waits in a collective of a graph, so "
-            "this process ends. Remedy: look at that rank, start all ranks again, and load the last "
+            "this process ends. Remedy: look at that rank, start all ranks again, load the last "
             "checkpoint; if replays may take longer, init_process_group(timeout=...)\n"
         )
         if self._stop.is_set():
