@@ -14,6 +14,7 @@ _TYPES = (
     "conditional",
 )
 _KERNEL = 0
+_NON_BLOCKING = 1  # CUstream_flags
 _ACTIVE = 1  # CUstreamCaptureStatus
 # Forms of one call, and how many more places for answers each has; CUDA 13 has the second.
 _CAPTURE_INFO = (("cuStreamGetCaptureInfo_v2", 2), ("cuStreamGetCaptureInfo_v3", 3))
@@ -36,6 +37,10 @@ class GraphNodes(Protocol):
 
     def name(self, node: int) -> str:
         """Return the type of a node, and for a kernel its name behind that."""
+        ...
+
+    def new_stream(self) -> int | None:
+        """Return the handle of a new stream of the current device, which nobody else is given."""
         ...
 
     def order(self, graph: int, earlier: int, later: int) -> bool:
@@ -104,6 +109,12 @@ class CudaDriver:
             return "unknown"
         name = self._kernel_name(node) if kind.value == _KERNEL else ""
         return f"{_TYPES[kind.value]} {name}".rstrip()
+
+    def new_stream(self) -> int | None:
+        # One that the legacy stream does not wait for, as torch's are.
+        stream = ctypes.c_void_p()
+        code = self._cuda.cuStreamCreate(ctypes.byref(stream), ctypes.c_uint(_NON_BLOCKING))
+        return stream.value if code == 0 else None
 
     def order(self, graph: int, earlier: int, later: int) -> bool:
         before = self._dependencies(later)

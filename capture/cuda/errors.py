@@ -26,7 +26,26 @@ class CudaCaptureError:
         return f"CUDA error {self.code} ({self.name}): {self.meaning}. Remedy: {self.remedy}"
 
 
+_FIRST_LAUNCH = (
+    "a kernel was loaded, which waits for the device: one of Triton's, or one that torch compiles "
+    "when it is first used, was launched for the first time",
+    "launch it once before the capture, with the same dtypes and shapes: more warmup_steps if a "
+    "later iteration takes another way, or one call of it by hand",
+    HazardKind.SYNCHRONIZE,
+)
 _ERRORS = (
+    CudaCaptureError(
+        900,
+        "cudaErrorStreamCaptureUnsupported",
+        "Triton Error [CUDA]: operation not permitted when stream is capturing",
+        *_FIRST_LAUNCH,
+    ),
+    CudaCaptureError(
+        900,
+        "cudaErrorStreamCaptureUnsupported",
+        "CUDA driver error: operation not permitted when stream is capturing",
+        *_FIRST_LAUNCH,
+    ),
     CudaCaptureError(
         900,
         "cudaErrorStreamCaptureUnsupported",
@@ -128,8 +147,8 @@ _ERRORS = (
 
 def find_capture_error(text: str) -> CudaCaptureError | None:
     match = re.search(r"CUDA error:? \(?(90[0-8])\b", text)
-    found = [error for error in _ERRORS if error.name in text]
-    found += [error for error in _ERRORS if error.text in text]
+    found = [error for error in _ERRORS if error.text in text]
+    found += [error for error in _ERRORS if error.name in text]
     found += [error for error in _ERRORS if match and error.code == int(match[1])]
     return found[0] if found else None
 

@@ -299,9 +299,16 @@ class CudaGraphBackend:
 def _capture_stream(device: int) -> torch.cuda.Stream:
     """Return the one of a device: what the allocator has given to a stream is of no use to others.
 
-    So what one step has left behind serves the next one.
+    So what one step has left behind serves the next one. torch hands its 32 streams out again and
+    again, so that one of those may be somebody else's as well, whose work on another thread would
+    land in the graph.
     """
-    return torch.cuda.Stream(device)
+    driver = find_driver()
+    with torch.cuda.device(device):  # and so its context
+        handle = None if driver is None else driver.new_stream()
+    if handle is None:
+        return torch.cuda.Stream(device)
+    return torch.cuda.ExternalStream(handle, device)
 
 
 def _end(capture: torch.cuda.graph) -> None:

@@ -37,6 +37,15 @@ MESSAGES = {
 }
 
 
+@pytest.mark.parametrize("who", ["Triton Error [CUDA]", "CUDA driver error"])
+def test_the_first_launch_of_a_kernel_is_told_from_a_host_read(who: str) -> None:
+    error = find_capture_error(f"{who}: {MESSAGES[900][1]}")
+    assert error is not None
+    assert error.code == 900
+    assert "launched for the first time" in str(error)
+    assert "warmup_steps" in str(error)
+
+
 @pytest.mark.parametrize("code", MESSAGES)
 def test_every_code_is_found_by_name_by_text_and_by_number(code: int) -> None:
     name, text = MESSAGES[code]

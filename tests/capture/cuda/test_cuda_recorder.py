@@ -52,6 +52,9 @@ class PlayedDriver:
     def name(self, node: int) -> str:
         return self.names[node]
 
+    def new_stream(self) -> int | None:
+        return None
+
     def order(self, graph: int, earlier: int, later: int) -> bool:
         assert graph == GRAPH
         if self.ordered is None:

@@ -126,3 +126,13 @@ def test_the_thread_that_autograd_computes_gradients_on_is_watched_and_let_go() 
     finally:
         orders.put(None)
         worker.join()
+
+
+def test_nobody_else_is_given_the_stream_that_captures() -> None:
+    """torch hands the same 32 streams out again and again."""
+    step = make_step(lambda model, x: model(x))
+    for _ in range(5):
+        step(batch())
+    mine = step._engine.backend._stream  # type: ignore[attr-defined]
+    assert mine.cuda_stream not in {torch.cuda.Stream().cuda_stream for _ in range(200)}
+    step.close()

@@ -171,6 +171,7 @@ def loses_a_rank_at_its_end(rank: int) -> None:
 def run_rank(
     program: Callable[[int], None], rank: int, folder: str, timeout_s: float, lazy: bool
 ) -> None:
+    os.setsid()  # what is stopped is woken when the shell that has started the tests ends
     if library.is_below() and lazy:
         library.choose(streams=3 + rank)
     torch.cuda.set_device(rank)

@@ -34,6 +34,10 @@ STAND_IN_API CUresult cuGetErrorName(CUresult error, const char** text) {
 // ---- modules and their functions ----
 
 STAND_IN_API CUresult cuModuleLoadData(CUmodule* module, const void*) {
+  // CUDA rule: loading a module may allocate and wait for the device. So a kernel of Triton or NVRTC
+  // cannot be launched for the first time in a capture.
+  Lock lock(mutex());
+  if (auto error = refuse_unsafe(__func__)) return driver_error(error);
   *module = reinterpret_cast<CUmodule>(new char);
   return CUDA_SUCCESS;
 }
@@ -119,6 +123,9 @@ STAND_IN_API CUresult cuMemsetD32Async(CUdeviceptr to, unsigned value, size_t co
 
 // ---- captures and graphs ----
 
+STAND_IN_API CUresult cuStreamCreate(CUstream* stream, unsigned flags) {
+  return driver_error(cudaStreamCreateWithFlags(stream, flags));
+}
 STAND_IN_API CUresult cuStreamGetCaptureInfo_v3(CUstream stream, CUstreamCaptureStatus* status,
                                                 cuuint64_t* id, CUgraph* graph,
                                                 const CUgraphNode** dependencies,

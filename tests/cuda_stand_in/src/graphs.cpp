@@ -120,6 +120,26 @@ static cudaError_t run(const Executable& graph) {
   return orders_are_random() ? RandomRun(graph).run_all() : run_as_captured(graph);
 }
 
+// Whether nodes wait for each other in a circle, which an added dependency may have closed.
+static bool has_cycle(const Graph& graph) {
+  std::vector<size_t> num_open(graph.nodes.size()), ready;
+  std::vector<std::vector<size_t>> followers(graph.nodes.size());
+  for (auto& node : graph.nodes) {
+    num_open[node->index] = node->dependencies.size();
+    for (auto* before : node->dependencies) followers[before->index].push_back(node->index);
+    if (node->dependencies.empty()) ready.push_back(node->index);
+  }
+  size_t num_done = 0;
+  for (; !ready.empty(); num_done++) {
+    auto index = ready.back();
+    ready.pop_back();
+    for (auto next : followers[index]) {
+      if (--num_open[next] == 0) ready.push_back(next);
+    }
+  }
+  return num_done != graph.nodes.size();
+}
+
 }  // namespace stand_in
 
 using namespace stand_in;
@@ -174,6 +194,7 @@ STAND_IN_API cudaError_t cudaGraphInstantiateWithFlags(cudaGraphExec_t* executab
                                                        cudaGraph_t handle, unsigned long long) {
   Lock lock(mutex());
   if (!live_graphs().count(handle)) RETURN(cudaErrorInvalidValue);
+  if (has_cycle(*reinterpret_cast<Graph*>(handle))) RETURN(cudaErrorInvalidValue);
   note_races(*reinterpret_cast<Graph*>(handle));
   auto made = std::make_shared<Executable>();
   for (auto& node : reinterpret_cast<Graph*>(handle)->nodes) {
