@@ -199,7 +199,7 @@ def uses(known: frozenset[str] = frozenset()) -> dict[str, Counter[str]]:
     files = [path for folder in folders for path in sorted((ROOT / folder).rglob("*.py"))]
     sources = [Source(path) for path in files if path.resolve() == path]
     ours = {name for source in sources for name in source.own_names()}
-    attributes = {name.rpartition(".")[2]: name for name in known if is_attribute(name)}
+    attributes = {name.rpartition(".")[2]: name for name in sorted(known) if is_attribute(name)}
     found: dict[str, Counter[str]] = {}
     for source in sources:
         names = [name for name in source.chains() if is_counted(name)]

@@ -2,6 +2,7 @@
 
 import os
 import pathlib
+import re
 import subprocess
 import sys
 import warnings
@@ -77,3 +78,11 @@ def test_importing_warns_once_at_the_users_line_and_captures_work() -> None:
 def test_the_warning_can_be_turned_off_and_comes_from_one_rank() -> None:
     assert run("-W", "ignore::UserWarning").stderr == ""
     assert run(LOCAL_RANK="1").stderr == ""
+
+
+def test_the_newest_tested_release_is_the_newest_that_is_tested() -> None:
+    found = re.search(
+        r"^NEWEST_TORCH \?= (\d+\.\d+)\.", (ROOT / "Makefile").read_text(), re.MULTILINE
+    )
+    assert found
+    assert found[1] == NEWEST_TESTED
