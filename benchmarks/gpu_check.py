@@ -6,10 +6,13 @@ that fails does not stop the others, and what was seen before the time is over i
 ``--device cpu`` rehearses it on a machine without a GPU; so does ``--rehearse`` above the stand-in
 for a driver, where what torch.compile makes runs with kernels that compute nothing. What tells most
 comes first, and each part has seconds of its own, which no other can take: those that it leaves go
-to the next ones. All of it has to share ten minutes, so it runs the tests that tell most; a group
-by itself has ten minutes alone:
+to the next ones. What hangs is killed at its limit, and the next one begins. All of it has to share
+ten minutes, so it runs the tests that tell most; a group by itself has ten minutes alone. Where
+there are two GPUs, what needs them comes behind all that one can tell, in the order of what may
+hang last, and has minutes of its own:
 
     make gpu-check ARGS="--group parts"   what issues ask of a GPU, row by row
+    make gpu-check ARGS="--group ranks"   NCCL in graphs, ranks that end, fail and are lost
     make gpu-check ARGS="--group tests"   all tests that need a GPU, on several processes
     make gpu-check ARGS="--group bench"   graphfsdp bench
 
@@ -24,7 +27,6 @@ import os
 import pathlib
 import re
 import signal
-import subprocess
 import sys
 import tempfile
 import time
@@ -37,31 +39,43 @@ from typing import Any
 import torch
 from rich.console import Console
 
+from benchmarks.limited import ROOT, run_limited
 from graphfsdp.bench.machine import find_environment
 from graphfsdp.bench.tables import Table
 
-TESTS, BENCH, REDUCE_OVERHEAD = "tests", "bench", "reduce-overhead"
+TESTS, BENCH, REDUCE_OVERHEAD, NODES = "tests", "bench", "reduce-overhead", "nodes"
 # In order, each with its own seconds.
 BUDGETS_S: Mapping[str, float] = MappingProxyType(
     {
         "smoke": 80,
-        "parity": 60,
+        "parity": 55,
+        "verify-pinned": 25,
+        NODES: 40,
         "broken": 20,
-        TESTS: 150,
-        "overlap": 45,
+        TESTS: 110,
+        "overlap": 40,
         "compile": 35,
-        "optimizer": 45,
-        BENCH: 80,
+        "optimizer": 40,
+        BENCH: 70,
         # Last: it leaves graphs behind in its process that may take the memory of others.
         REDUCE_OVERHEAD: 45,
     }
 )
+# Of what needs two GPUs, besides; left out where there is one. What may hang last comes last: ranks
+# that are to be lost, and captures in which NCCL registers buffers.
+RANK_BUDGETS_S: Mapping[str, float] = MappingProxyType(
+    {"nccl": 75, "ends": 90, "mismatch": 40, "lost": 120, "nccl-registered": 75}
+)
 # What a part runs; DEVICE is that of the check. A CUDA error makes every later call in a process
 # fail, so in these parts each test has a process of its own.
-ALONE = ("smoke", "parity", "broken")
+ALONE = ("smoke", "parity", "verify-pinned", "broken", *RANK_BUDGETS_S)
 _ZOO = "tests/capture/test_model_zoo.py::test_"
 _FORWARD_BACKWARD = "conv_net-forward_backward-fused_adam-2"
 _DRIVER = "tests/capture/cuda/test_cuda_graph.py::test_errors_of_the_driver_are_explained"
+_ENDS = "tests/capture/ranks/test_nccl_ends.py::test_"
+_LOST = f"{_ENDS}a_rank_that_is_lost_in_a_replay_is_named_and_the_others_end"
+_NCCL = "tests/base/test_nccl_in_graphs.py::test_collectives_in_a_graph_equal_eager_ones"
+_COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "broadcast")
 _WORKLOADS = "tests/bench/test_bench_workloads.py::test_every_kind_of_workload"
 PARTS: Mapping[str, Sequence[str]] = MappingProxyType(
     {
@@ -110,6 +124,20 @@ PARTS: Mapping[str, Sequence[str]] = MappingProxyType(
             ),
             "tests/capture/cuda/test_cuda_graph.py::test_bfloat16_replays_as_eager",
         ),
+        # Where eager differs from itself, since nobody has asked for determinism; and batches in
+        # memory that the host fills anew while the GPU is still to copy it.
+        "verify-pinned": (
+            *(
+                "tests/capture/test_verification.py::test_an_iteration_that_differs_from_itself_is"
+                f"_named_and_passes[{name}]"
+                for name in ("index_add", "attention")
+            ),
+            *(
+                "tests/capture/cuda/test_cuda_graph.py::test_batches_on_the_host_are_copied_without"
+                f"_a_host_sync[{pinned}]"
+                for pinned in (True, False)
+            ),
+        ),
         "broken": (
             *(f"{_DRIVER}_and_rolled_back[{name}]" for name in ("synchronize", "literal")),
             "tests/capture/cuda/test_cuda_backend.py::test_the_first_error_of_a_capture_is_told"
@@ -125,48 +153,63 @@ PARTS: Mapping[str, Sequence[str]] = MappingProxyType(
         "overlap": ("tests/sharding/test_played_ranks.py",),
         "compile": ("tests/capture/test_compiled.py",),
         "optimizer": ("tests/optim/test_speed.py",),
+        "nccl": tuple(f"{_NCCL}[{name}-0]" for name in _COLLECTIVES),
+        "ends": tuple(
+            f"{_ENDS}a_job_ends_whoever_still_holds_a_step[{name}-later]"
+            for name in (
+                *("ends_all", "ends_the_group_of_the_shards", "ends_in_place"),
+                *("ends_with_python", "drops_the_step_first"),
+            )
+        ),
+        "mismatch": tuple(
+            f"{_ENDS}a_rank_that_fails_in_a_replay_frees_the_others[{kind}]"
+            for kind in ("batch", "guard")
+        ),
+        "lost": (
+            f"{_ENDS}a_program_may_abort_its_groups_while_a_rank_is_missing",
+            f"{_ENDS}who_waits_for_a_lost_rank_at_the_end_of_the_job_ends_too",
+            f"{_LOST}[killed-no sign of life of rank 1 of 2]",
+            f"{_LOST}[asleep-rank 1 of 2 lives, but has not launched as much]",
+            f"{_LOST}[stopped-no sign of life of rank 1 of 2]",
+        ),
+        "nccl-registered": tuple(f"{_NCCL}[{name}-1]" for name in _COLLECTIVES),
     }
 )
 TOTAL_LIMIT_S = 560  # of 600 that a lent machine gives a command
 TEST_LIMIT_S = 60  # of one that has a process of its own
 NUM_PROCESSES = 6  # that run tests on the GPU at the same time
 GRACE_S = 20  # to report so far
+# So many GPUs at least; what all other parts need a rehearsal on a CPU has.
+NUM_GPUS: Mapping[str, int] = MappingProxyType({NODES: 1, **dict.fromkeys(RANK_BUDGETS_S, 2)})
+SIZES = (1_000, 20_000)  # of captures, in nodes
+MOST_GROWTH = 2.0  # of the time for a node between them; it was 10 and more when it was quadratic
 OURS = ("forward_backward", "full_iteration", "compiled_recording")
 # All but torch's reduce-overhead mode.
 CONTENDERS = (*OURS, "pytorch", "compile", "fsdp2", "fsdp2_compile", "megatron_fsdp")
 BENCH_START_S = 20.0  # Python starts, plots are drawn
 MAX_CHARACTERS = 6000
-ROOT = pathlib.Path(__file__).resolve().parent.parent
 
 
 def run_pytest(arguments: Sequence[str], limit_s: float) -> tuple[list[ElementTree.Element], str]:
     """Return the cases, and why they are not to be trusted; past the limit, those so far."""
     with tempfile.TemporaryDirectory() as folder:
         report = pathlib.Path(folder) / "report.xml"
-        done = subprocess.run(
-            [
-                # As Ctrl-C does: pytest then writes what it has so far.
-                *("timeout", "--foreground", "--signal=INT", f"--kill-after={GRACE_S}"),
-                *(f"{limit_s:.1f}", sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"),
-                # The other family of reports has no properties.
-                *("-o", "junit_family=xunit1", f"--junitxml={report}", *arguments),
-            ],
-            cwd=ROOT,
+        # The other family of reports has no properties.
+        options = ("-q", "-p", "no:cacheprovider", "-o", "junit_family=xunit1")
+        code, output = run_limited(
+            [sys.executable, "-m", "pytest", *options, f"--junitxml={report}", *arguments],
+            limit_s,
             # A plugin that happens to be installed may warn, and here a warning is an error.
-            env={**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            check=False,
+            {**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"},
+            grace_s=GRACE_S,  # pytest then writes what it has so far
         )
-        output, late = done.stdout, done.returncode in (124, 137)
         error = ""
-        if not report.exists() or (not late and done.returncode not in (0, 1)):
-            error = f"pytest ended with {done.returncode}:\n{output[-MAX_CHARACTERS:]}"
-        elif late:
+        if code is None:
             places = [line for line in output.splitlines() if line.endswith("KeyboardInterrupt")]
             where = "; ".join(["the counts are of what ran", *places])
             error = f"stopped after {limit_s:.0f} s; {where}"
+        elif not report.exists() or code not in (0, 1):
+            error = f"pytest ended with {code}:\n{output[-MAX_CHARACTERS:]}"
         cases = ElementTree.parse(report).iter("testcase") if report.exists() else ()
         # A test that was interrupted has an entry without a name.
         return [case for case in cases if case.get("name")], error
@@ -222,7 +265,11 @@ def spread_part(paths: Sequence[str], limit_s: float, device: torch.device) -> d
 
 
 def alone_part(
-    groups: Sequence[Sequence[str]], limit_s: float, group_limit_s: float, device: torch.device
+    groups: Sequence[Sequence[str]],
+    limit_s: float,
+    group_limit_s: float,
+    device: torch.device,
+    num_at_once: int | None = None,
 ) -> dict[str, Any]:
     """Run groups of tests, each in a process of its own, some at a time."""
     deadline = time.monotonic() + limit_s
@@ -235,7 +282,7 @@ def alone_part(
             return {"rows": [row], "error": None, "failures": {}}
         return suite_part(group, left_s, device)
 
-    with concurrent.futures.ThreadPoolExecutor(_num_processes()) as pool:
+    with concurrent.futures.ThreadPoolExecutor(num_at_once or _num_processes()) as pool:
         parts = [*pool.map(run, groups)]
     wrong = [
         f"{' '.join(group)}:\n{part['error']}"
@@ -247,6 +294,48 @@ def alone_part(
         "error": "\n\n".join(wrong) or None,
         "failures": {name: text for part in parts for name, text in part["failures"].items()},
     }
+
+
+def run_program(module: Sequence[str], limit_s: float) -> str | None:
+    """Run a module and its arguments; return what was wrong."""
+    environment = dict(os.environ)
+    if "CUDA_STAND_IN" in environment:  # where nobody computes what torch.compile makes
+        environment["CUDA_STAND_IN_KERNELS"] = "none"
+    code, output = run_limited([sys.executable, "-m", *module], limit_s, environment)
+    if code is None:
+        return f"stopped after {limit_s:.0f} s"
+    return f"the process ended with {code}\n{output[-MAX_CHARACTERS:]}" if code else None
+
+
+def nodes_part(device: torch.device, limit_s: float) -> dict[str, Any]:
+    """Time captures, which have to take as long for each node whatever their size."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = pathlib.Path(folder) / "nodes.json"
+        command = ["benchmarks.capture_nodes", "--device", device.type, "--out", str(path)]
+        error = run_program([*command, "--nodes", *map(str, SIZES)], limit_s)
+        if error is not None:
+            return {"rows": [], "error": error}
+        found = json.loads(path.read_text())
+    rows = [
+        {
+            "what": f"a capture of {run['num_nodes']:,} nodes",
+            "result": f"{run['capture_s']:.2f} s of processor, {run['us_per_node']:.0f} us for a "
+            f"node; an eager iteration {run['eager_s']:.2f} s",
+            "ok": True,
+        }
+        for run in found["runs"]
+    ]
+    text = f"{found['ratio']:.2f} times as long as of the smallest"
+    rows.append(
+        {"what": "a node of the largest", "result": text, "ok": found["ratio"] < MOST_GROWTH}
+    )
+    return {"rows": rows, "error": None}
+
+
+def left_out(name: str, num_gpus: int) -> dict[str, Any]:
+    has = {0: "no GPU", 1: "one GPU"}.get(num_gpus, f"{num_gpus} GPUs")
+    what = " ".join(["needs", "two GPUs" if NUM_GPUS[name] > 1 else "a GPU"])
+    return {"rows": [{"what": what, "result": f"left out: {has}", "ok": True}], "error": None}
 
 
 def bench_part(
@@ -269,24 +358,9 @@ def bench_part(
     with tempfile.TemporaryDirectory() as folder:
         command = ["graphfsdp", "bench", "--device", device.type, *suite]
         command += ["--budget", f"{budget:.3f}", "--out", folder]
-        environment = dict(os.environ)
-        if "CUDA_STAND_IN" in environment:  # where nobody computes what torch.compile makes
-            environment["CUDA_STAND_IN_KERNELS"] = "none"
-        try:
-            done = subprocess.run(
-                [sys.executable, "-m", *command],
-                cwd=ROOT,
-                env=environment,
-                capture_output=True,
-                text=True,
-                timeout=limit_s,
-                check=False,
-            )
-        except subprocess.TimeoutExpired:
-            return {"rows": [], "error": f"stopped after {limit_s:.0f} s"}
-        if done.returncode:
-            tail = (done.stdout + done.stderr)[-MAX_CHARACTERS:]
-            return {"rows": [], "error": f"the process ended with {done.returncode}\n{tail}"}
+        error = run_program(command, limit_s)
+        if error is not None:
+            return {"rows": [], "error": error}
         kept = pathlib.Path(folder) / "kept" if reduce_overhead else results
         return {"rows": bench_rows(pathlib.Path(folder), kept), "error": None}
 
@@ -371,7 +445,11 @@ def check(
 
     ``times``: all limits are so many times as long. ``rehearses``: a small benchmark.
     """
-    deadline = time.monotonic() + TOTAL_LIMIT_S * times
+    num_gpus = torch.cuda.device_count() if device.type == "cuda" else 0
+    out = {name for name in names if num_gpus < NUM_GPUS.get(name, 0)}
+    budgets = {**BUDGETS_S, **RANK_BUDGETS_S, **dict.fromkeys(out, 0.0)}
+    total_s = max(TOTAL_LIMIT_S, sum(budgets[name] for name in names)) * times
+    deadline = time.monotonic() + total_s
     document: dict[str, Any] = {
         "kind": "gpu_check",
         "environment": asdict(find_environment(device)),
@@ -380,11 +458,15 @@ def check(
     }
     for index, name in enumerate(names):
         start = time.monotonic()
-        reserved = sum(BUDGETS_S.get(later, 0) for later in names[index + 1 :])
+        reserved = sum(budgets[later] for later in names[index + 1 :])
         limit_s = deadline - start - reserved * times
         part: dict[str, Any]
-        if limit_s < 10:
-            part = {"rows": [], "error": f"left out: {TOTAL_LIMIT_S} s are over"}
+        if name in out:
+            part = left_out(name, num_gpus)
+        elif limit_s < 10:
+            part = {"rows": [], "error": f"left out: {total_s:.0f} s are over"}
+        elif name == NODES:
+            part = nodes_part(device, limit_s)
         elif name in (BENCH, REDUCE_OVERHEAD):
             alone = name == REDUCE_OVERHEAD
             part = bench_part(
@@ -394,7 +476,8 @@ def check(
             paths = [test.replace("DEVICE", device.type) for test in tests[name]]
             if name in ALONE:
                 limits = limit_s, TEST_LIMIT_S * times
-                part = alone_part([[path] for path in paths], *limits, device)
+                at_once = 1 if name in RANK_BUDGETS_S else None  # each takes both GPUs
+                part = alone_part([[path] for path in paths], *limits, device, at_once)
             elif name == TESTS and device.type == "cuda":
                 part = spread_part(paths, limit_s, device)
             else:
@@ -419,11 +502,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     groups = {
-        "parts": tuple(name for name in PARTS if name != TESTS),
+        "parts": tuple(name for name in BUDGETS_S if name not in (TESTS, BENCH, REDUCE_OVERHEAD)),
+        "ranks": tuple(RANK_BUDGETS_S),
         "tests": (TESTS,),
         "bench": (BENCH, REDUCE_OVERHEAD),
     }
-    names = tuple(BUDGETS_S)
+    names = (*BUDGETS_S, *RANK_BUDGETS_S)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--part", choices=names, action="append", help="a part; repeatable")
     parser.add_argument("--group", choices=groups, help="some of the parts")

@@ -3,8 +3,10 @@ import json
 import pathlib
 from typing import Any
 
+import pytest
+
 from bench_results import result
-from benchmarks import readme_table
+from benchmarks import capture_nodes, readme_table
 from graphfsdp.bench.records import write_result
 from graphfsdp.bench.report import write_directory
 
@@ -75,3 +77,16 @@ def test_the_documents_show_the_numbers_of_the_result_files() -> None:
         assert any(f"<!-- {section}: end -->" in text for text in texts), section
     for text in texts:
         assert readme_table.updated(text) == text, "run python -m benchmarks.readme_table"
+
+
+def test_captures_are_timed_and_written(
+    tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "nodes.json"
+    arguments = ("--device", "cpu", "--nodes", "30", "90", "--out", str(path))
+    assert capture_nodes.main(arguments) == 0
+    document = json.loads(path.read_text())
+    small, large = document["runs"]
+    assert 30 <= small["num_nodes"] < 50 < large["num_nodes"] < 110
+    assert document["ratio"] == pytest.approx(large["us_per_node"] / small["us_per_node"])
+    assert f"{document['ratio']:.2f} times as long" in capsys.readouterr().out

@@ -1,7 +1,9 @@
 import dataclasses
 import json
+import os
 import pathlib
 import subprocess
+import sys
 import types
 from typing import Any
 
@@ -10,10 +12,11 @@ import torch
 
 import bench_results
 import forked
-from benchmarks import gpu_check
+from benchmarks import gpu_check, limited
 from graphfsdp.bench.command import SHORTEST_CASE_S
 from graphfsdp.bench.records import NotRun
 from graphfsdp.bench.report import write_directory
+from limits import until
 
 STOPPED = types.SimpleNamespace(monotonic=lambda: 0.0)  # a clock
 
@@ -57,11 +60,12 @@ def test_a_rehearsal_on_the_cpu_prints_a_table_and_writes_a_file(tmp_path: pathl
 
 
 def test_the_tests_of_all_parts_exist_and_smoke_are_twenty_five() -> None:
-    assert set(gpu_check.BUDGETS_S) - set(gpu_check.PARTS) == {"bench", "reduce-overhead"}
+    budgets = {**gpu_check.BUDGETS_S, **gpu_check.RANK_BUDGETS_S}
+    assert set(budgets) - set(gpu_check.PARTS) == {"bench", "reduce-overhead", "nodes"}
     assert len(gpu_check.PARTS["smoke"]) == 25
     parts = dict(gpu_check.PARTS)
     # By themselves: beside a folder pytest does not look at what else is named of it.
-    assert all((gpu_check.ROOT / path).exists() for path in parts.pop("tests"))
+    assert all((limited.ROOT / path).exists() for path in parts.pop("tests"))
     names = [name.replace("DEVICE", "cpu") for part in parts.values() for name in part]
     program = "import sys, pytest; sys.exit(pytest.main(sys.argv[1:]))"
     options = ("--collect-only", "-q", "-p", "no:cacheprovider", "--strict-markers")
@@ -93,6 +97,55 @@ def test_no_part_takes_the_seconds_of_later_ones(
         assert limits[name] == 2 * (gpu_check.TOTAL_LIMIT_S - later)
     assert next(iter(budgets)) == "smoke"
     assert list(budgets)[-1] == gpu_check.REDUCE_OVERHEAD
+    assert sum(gpu_check.RANK_BUDGETS_S.values()) <= gpu_check.TOTAL_LIMIT_S
+
+
+@pytest.mark.parametrize("num_gpus", [1, 2])
+def test_what_needs_two_gpus_has_seconds_of_its_own_or_is_left_out(
+    num_gpus: int, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    limits: dict[str, tuple[float, int | None]] = {}
+
+    def note(groups: Any, limit_s: float, _: float, __: Any, at_once: int | None) -> dict[str, Any]:
+        limits[groups[0][0]] = limit_s, at_once
+        return {"rows": [], "error": None}
+
+    monkeypatch.setattr(gpu_check, "alone_part", note)
+    monkeypatch.setattr(gpu_check, "time", STOPPED)
+    monkeypatch.setattr(gpu_check, "find_environment", lambda _: bench_results.result().environment)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: num_gpus)
+    names = ("smoke", *gpu_check.RANK_BUDGETS_S)
+    path, tests = tmp_path / "result.json", {name: [name] for name in names}
+    document = gpu_check.check(torch.device("cuda"), names, path, tests=tests)
+    assert document["ok"]
+    budgets, smoke = gpu_check.RANK_BUDGETS_S, (gpu_check.TOTAL_LIMIT_S, None)
+    if num_gpus == 1:
+        assert limits == {"smoke": smoke}
+        rows = [row for part in document["parts"] for row in part["rows"]]
+        assert [row["result"] for row in rows] == ["left out: one GPU"] * len(budgets)
+    else:
+        # The clock stands still: what smoke leaves is everybody's.
+        assert limits["smoke"] == (gpu_check.TOTAL_LIMIT_S - sum(budgets.values()), None)
+        assert limits[names[-1]] == (gpu_check.TOTAL_LIMIT_S, 1)
+
+
+def test_captures_are_timed_by_their_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = {"num_nodes": 20_006, "capture_s": 4.0, "us_per_node": 200.0, "eager_s": 0.5}
+    document = {"runs": [run], "ratio": 1.1}
+
+    def note(command: list[str], *_: object) -> tuple[int, str]:
+        pathlib.Path(command[command.index("--out") + 1]).write_text(json.dumps(document))
+        return 0, ""
+
+    monkeypatch.setattr(gpu_check, "run_limited", note)
+    first, last = gpu_check.nodes_part(torch.device("cuda"), 40)["rows"]
+    assert first["what"] == "a capture of 20,006 nodes"
+    assert first["result"] == "4.00 s of processor, 200 us for a node; an eager iteration 0.50 s"
+    assert last["ok"]
+    document["ratio"] = 10.0
+    assert not gpu_check.nodes_part(torch.device("cuda"), 40)["rows"][-1]["ok"]
+    monkeypatch.setattr(gpu_check, "run_limited", lambda *_: (None, "began"))
+    assert gpu_check.nodes_part(torch.device("cuda"), 40)["error"] == "stopped after 40 s"
 
 
 @pytest.mark.parametrize("has_xdist", [True, False])
@@ -129,12 +182,12 @@ def fake_bench(monkeypatch: pytest.MonkeyPatch, returncode: int = 0) -> list[lis
     """Put a result that nobody measured in the place of the command's; returns its arguments."""
     calls: list[list[str]] = []
 
-    def run(command: list[str], **_: object) -> subprocess.CompletedProcess[str]:
+    def run(command: list[str], *_: object) -> tuple[int, str]:
         calls.append(command)
         write_directory(bench_results.result(), pathlib.Path(command[command.index("--out") + 1]))
-        return subprocess.CompletedProcess(command, returncode, "said before", "CUDA error")
+        return returncode, "said before\nCUDA error"
 
-    monkeypatch.setattr("benchmarks.gpu_check.subprocess.run", run)
+    monkeypatch.setattr(gpu_check, "run_limited", run)
     return calls
 
 
@@ -175,7 +228,7 @@ def test_a_benchmark_that_fails_is_an_error_of_its_part(
     fake_bench(monkeypatch, returncode=1)
     part = gpu_check.bench_part(torch.device("cuda"), 360, tmp_path)
     assert part["rows"] == []
-    assert part["error"] == "the process ended with 1\nsaid beforeCUDA error"
+    assert part["error"] == "the process ended with 1\nsaid before\nCUDA error"
 
 
 def test_a_part_that_fails_does_not_stop_the_others(tmp_path: pathlib.Path) -> None:
@@ -204,16 +257,63 @@ def test_a_part_that_fails_does_not_stop_the_others(tmp_path: pathlib.Path) -> N
     assert late["rows"][0]["result"].startswith("left out")
 
 
-def test_a_suite_that_takes_too_long_still_reports_what_it_ran(tmp_path: pathlib.Path) -> None:
+def test_a_suite_that_takes_too_long_still_reports_what_it_ran(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "test_long.py").write_text(
-        "import os, signal, time\ndef test_one():\n    pass\n"
-        # The signal of its timer: to the program that stops the suite it is the end of the limit.
-        "def test_two():\n    os.kill(os.getppid(), signal.SIGALRM); time.sleep(600)\n"
+        "import pathlib, time\ndef test_one():\n    pass\n"
+        "def test_two():\n    pathlib.Path(__file__).with_name('long').touch(); time.sleep(600)\n"
     )
+    over_when(tmp_path / "long", monkeypatch)
     part = gpu_check.suite_part([str(tmp_path)], 600, torch.device("cpu"))
     assert part["rows"][0]["result"] == "1 passed, 0 failed, 0 skipped"
     assert "stopped after 600 s" in part["error"]
     assert "test_long.py:5: KeyboardInterrupt" in part["error"]
+
+
+def over_when(path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the first limit be over when the file is there."""
+    first = [True]
+
+    def wait(process: subprocess.Popen[bytes], limit_s: float) -> int | None:
+        if first:
+            first.clear()
+            assert until(path.exists, 100)
+            return None
+        return process.wait(100)
+
+    monkeypatch.setattr(limited, "wait", wait)
+
+
+def test_what_hangs_is_killed_with_all_that_it_has_started(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ctrl-C does not reach it, and its child holds the output, as a rank does."""
+    program = (
+        "import os, pathlib, signal, sys, time\n"
+        "signal.signal(signal.SIGINT, signal.SIG_IGN)\n"
+        "child = os.fork()\n"
+        "if child: pathlib.Path(sys.argv[1] + '.new').write_text(str(child))\n"
+        "if child: os.rename(sys.argv[1] + '.new', sys.argv[1])\n"
+        "print('hangs', flush=True); time.sleep(600)\n"
+    )
+    path = tmp_path / "child"
+    over_when(path, monkeypatch)
+    command = [sys.executable, "-c", program, str(path)]
+    code, output = limited.run_limited(command, 600, os.environ)
+    assert code is None
+    assert "hangs" in output
+    child = int(path.read_text())
+    assert until(lambda: state_of(child) in "Z-", 100)
+
+
+def state_of(pid: int) -> str:
+    """Return its state as the system names it, and '-' where there is none."""
+    try:
+        stat = pathlib.Path(f"/proc/{pid}/stat").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return "-"
+    return stat.rpartition(")")[2].split()[0]
 
 
 def test_a_suite_that_cannot_be_collected_is_not_taken_for_a_good_one(
