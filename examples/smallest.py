@@ -18,14 +18,11 @@ def loss_fn(model: nn.Module, inputs: torch.Tensor, targets: torch.Tensor) -> to
     return nn.functional.mse_loss(model(inputs), targets)
 
 
-step = graphfsdp.capture(model, optimizer, loss_fn=loss_fn, max_grad_norm=1.0)
-
-for iteration in range(500):
-    inputs = torch.rand(256, 2, device=device) * 6 - 3
-    targets = inputs.sin().prod(dim=1, keepdim=True)
-    loss = step(inputs, targets)  # 3 eager warm-up iterations, then one launch per call
-    scheduler.step()
-    if iteration % 100 == 99:
-        print(f"iteration {iteration + 1}  loss {loss:.4f}  ({step.phase.value})")
-
-step.close()
+with graphfsdp.capture(model, optimizer, loss_fn=loss_fn, max_grad_norm=1.0) as step:
+    for iteration in range(500):
+        inputs = torch.rand(256, 2, device=device) * 6 - 3
+        targets = inputs.sin().prod(dim=1, keepdim=True)
+        loss = step(inputs, targets)  # 3 eager warm-up iterations, then one launch per call
+        scheduler.step()
+        if iteration % 100 == 99:
+            print(f"iteration {iteration + 1}  loss {loss:.4f}  ({step.phase.value})")

@@ -49,6 +49,7 @@ if TYPE_CHECKING:
     from graphfsdp.sharding.fully_shard import fully_shard as fully_shard
     from graphfsdp.sharding.materialize.materialize import materialize as materialize
     from graphfsdp.sharding.module import FSDPModule as FSDPModule
+    from graphfsdp.sharding.module import GradientReductionHandle as GradientReductionHandle
     from graphfsdp.sharding.module import UnshardHandle as UnshardHandle
     from graphfsdp.sharding.pipelines import share_comm_ctx as share_comm_ctx
 
@@ -68,6 +69,7 @@ __all__ = [
     "CheckpointMismatchError",
     "ConfigError",
     "FSDPModule",
+    "GradientReductionHandle",
     "GraphFSDPError",
     "GuardError",
     "Hazard",
@@ -101,7 +103,8 @@ __all__ = [
 ]
 # Of FSDP2, from where they are together.
 _WORDS = (
-    *("CPUOffloadPolicy", "FSDPModule", "OffloadPolicy", "UnshardHandle", "fully_shard"),
+    *("CPUOffloadPolicy", "FSDPModule", "GradientReductionHandle", "OffloadPolicy"),
+    *("UnshardHandle", "fully_shard"),
     *("register_fsdp_forward_method", "share_comm_ctx"),
 )
 

@@ -15,6 +15,7 @@ from typing import Any
 # Before torch is imported: child processes inherit the first, cuBLAS reads the second once.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")  # or Triton 3.9 warns; our kernels choose
 
 import hypothesis
 import numpy

@@ -15,6 +15,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import graphfsdp
+from graphfsdp.base.torch_internals import not_traced
 from graphfsdp.optim import FusedAdam
 from unseen import Unseen
 
@@ -240,7 +241,8 @@ def count_forwards(model: nn.Module) -> Callable[[], int]:
     def hook(module: nn.Module, args: object) -> None:
         next(calls)
 
-    model.register_forward_pre_hook(hook)
+    # torch 2.15 traces hooks, and would compile anew for each count.
+    model.register_forward_pre_hook(not_traced(hook))
     return lambda: calls.num_calls
 
 

@@ -126,6 +126,14 @@ _ERRORS = (
         "delete losses and outputs of forward passes that ran before graphfsdp.capture",
         HazardKind.STREAM,
     ),
+    CudaCaptureError(  # torch's own refusal, from 2.15 on
+        906,
+        "cudaErrorStreamCaptureImplicit",
+        "has a stale reference to the default stream",
+        "an autograd node was made on the default stream, and something still holds it",
+        "delete losses and outputs of forward passes that ran before graphfsdp.capture",
+        HazardKind.STREAM,
+    ),
     CudaCaptureError(
         907,
         "cudaErrorCapturedEvent",

@@ -26,12 +26,15 @@ from graphfsdp.base.collector import without_collector
 from graphfsdp.base.dtensors import local_part
 from graphfsdp.base.hazards import HazardKind
 from graphfsdp.base.streams import collecting_kept, forked, in_turn
+from graphfsdp.base.torch_internals import VERSION
 from graphfsdp.errors import CaptureError, PhaseError
 
 # Torch 2.14 and newer: a graph registers generators at their first draw, reset() brings allocator
 # and generators out of a capture that could not be ended, and names that a model gives to its
 # kernels (torch.cuda.graph_annotations) reach profilers.
 _TORCH_ENDS_BROKEN_CAPTURES = hasattr(torch.cuda.CUDAGraph, "pools")
+# From torch 2.15 on its compiler refuses by itself to compile anew below the watcher.
+_COMPILES_IN_CAPTURE = "torch.compile cannot JIT compile during CUDA graph capture"
 _OPTIONS: dict[str, Any] = {"enable_annotations": True} if _TORCH_ENDS_BROKEN_CAPTURES else {}
 
 
@@ -167,6 +170,9 @@ class CudaGraphBackend:
                 return self._record(iterate, model, check, CudaRecorder)
             except CaptureError as error:
                 if error.kind is not HazardKind.COMPILED:
+                    raise
+            except RuntimeError as error:
+                if _COMPILES_IN_CAPTURE not in str(error):
                     raise
         # See Note [Compiled regions]. Of the first attempt nothing has run.
         return self._record(iterate, model, check, UnwatchedRecorder)
@@ -412,7 +418,9 @@ def _stale_streams_redirected() -> Iterator[None]:
     """
     graph_module: Any = torch.autograd.graph
     override = getattr(graph_module, "set_override_stale_capture_stream", None)
-    if override is None:  # torch before 2.13
+    # Torch before 2.13 has none. With that of 2.15 hooks of such a node do not run, and so its
+    # gradient lands elsewhere; without it torch refuses, and says what to let go of.
+    if override is None or VERSION >= "2.15":
         yield
         return
     override(True)

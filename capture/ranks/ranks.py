@@ -6,7 +6,7 @@ If one fails, the others hear who and why within seconds, also in a collective.
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from pathlib import Path
 
 import torch.distributed as dist
@@ -213,6 +213,9 @@ class Ranks:
             if lost is not None:
                 self._heard = lost
                 abort_groups()
+                if self._replays is not None:
+                    with suppress(RuntimeError):  # of a kernel: the next call tells it
+                        self._replays.end_unless_free(lost)
                 return
 
     def _ended(self, error: BaseException) -> BaseException:

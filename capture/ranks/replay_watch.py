@@ -20,6 +20,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from functools import partial
+from typing import NoReturn
 
 import torch
 
@@ -29,6 +30,7 @@ _LOG = logging.getLogger("graphfsdp")
 _PAUSE_S = 0.25
 _STUCK_S = 5.0  # after which ranks begin to give signs of life
 _SIGNS_S = 2.0  # in which a rank that is alive gives one
+_FREE_S = 5.0  # for kernels to leave, behind an abort
 _ANSWER_S = 10.0  # for the store, which may be the one that stands still
 _STUCK, _SIGNS, _LAUNCHED = "stuck", "life", "launched"
 _EXIT_STATUS = 1
@@ -74,6 +76,23 @@ class ReplayWatch:
             self._store.put(f"{_LAUNCHED}/{me}", str(self._num_launched))
             self._store.count(f"{_SIGNS}/{me}", 1)
 
+    def end_unless_free(self, why: str) -> None:
+        """End this process if its device still waits for others behind an abort of all groups.
+
+        torch 2.15 aborts one communicator after the other, and an abort waits for the graphs that
+        hold it: one that is under way, and meets others in two communicators, stays in the second.
+        """
+        deadline = time.monotonic() + _FREE_S
+        while not all(event.query() for _, _, event in list(self._pending)):
+            if time.monotonic() > deadline:
+                self._end(
+                    f"graphfsdp: {self._store.name_of(torch.distributed.get_rank())}: {why}. The "
+                    "process groups were aborted, and yet the device waits in a collective of a "
+                    "graph. Nothing frees a host that waits for it, so this process ends. Remedy: "
+                    "mend the cause, start all ranks again, and load the last checkpoint\n"
+                )
+            time.sleep(_PAUSE_S)
+
     def _watch(self) -> None:
         _leave_captures_alone()
         timeout_s = self._store.timeout_s
@@ -111,8 +130,10 @@ class ReplayWatch:
             "this process ends. Remedy: look at that rank, start all ranks again, load the last "
             "checkpoint; if replays may take longer, init_process_group(timeout=...)\n"
         )
-        if self._stop.is_set():
-            return
+        if not self._stop.is_set():
+            self._end(text)
+
+    def _end(self, text: str) -> NoReturn:
         _LOG.critical(text.rstrip())
         for stream in (sys.stdout, sys.stderr):
             _run_within(stream.flush, 1.0)

@@ -30,6 +30,7 @@ from graphfsdp.sharding.forward import register_fsdp_forward_method as register_
 from graphfsdp.sharding.group import TAKEN_AS, ShardGroup, UnitOptions
 from graphfsdp.sharding.mesh import find_axes
 from graphfsdp.sharding.module import FSDPModule as FSDPModule
+from graphfsdp.sharding.module import GradientReductionHandle as GradientReductionHandle
 from graphfsdp.sharding.module import UnshardHandle as UnshardHandle
 from graphfsdp.sharding.module import attach
 from graphfsdp.sharding.pipelines import give_state, state_of

@@ -32,6 +32,13 @@ class UnshardHandle(TorchHandle):
         """Return at once: the weights have arrived, or kernels are ordered behind them."""
 
 
+class GradientReductionHandle:
+    """What ``finalize_backward(async_op=True)`` returns."""
+
+    def wait(self) -> None:
+        """Return at once: gradients are reduced, or kernels are ordered behind that."""
+
+
 class FSDPModule(TorchModule):
     """What a module can do after ``fully_shard``, in FSDP2's names; docs/fsdp2.md has them all.
 
@@ -96,6 +103,23 @@ class FSDPModule(TorchModule):
     def set_is_last_backward(self, is_last_backward: bool) -> None:
         """FSDP2's word for ``set_is_last_microbatch``."""
         self.set_is_last_microbatch(is_last_backward)
+
+    def set_manual_backward_finalization(self, enabled: bool) -> None:
+        """Let no backward pass end the iteration, while it is on; ``finalize_backward`` does."""
+        self.set_is_last_microbatch(not enabled)
+
+    def finalize_backward(self, *, async_op: bool = False) -> "GradientReductionHandle | None":
+        """Reduce what backward passes have left unreduced, and end the iteration.
+
+        Args:
+            async_op: Return what can be waited for; it is done already.
+        """
+        self.set_is_last_microbatch(True)
+        self.finish_microbatches()
+        return GradientReductionHandle() if async_op else None
+
+    def set_keep_unsharded_storage(self, keep: bool, *, recurse: bool = True) -> None:
+        """Ignored: whole weights are views of one buffer for each unit, gathered anew."""
 
     def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
         """Ignored: backward gathers what it asks for, and nothing else."""

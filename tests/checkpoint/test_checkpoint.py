@@ -1,7 +1,7 @@
 """`graphfsdp.save` and `graphfsdp.load` in one process: bits, addresses, live graphs, reports."""
 
 import json
-import unittest.mock
+import types
 from pathlib import Path
 from typing import Any
 
@@ -221,7 +221,7 @@ def test_arguments_that_cannot_be_used_are_refused(tmp_path: Path) -> None:
             graphfsdp.save(tmp_path, model, step=step)  # type: ignore[arg-type]
     endless: dict[str, Any] = {}
     endless["endless"] = endless
-    thing = unittest.mock.Mock(state_dict=lambda: endless)
+    thing = types.SimpleNamespace(state_dict=lambda: endless, load_state_dict=print)
     with pytest.raises(graphfsdp.CheckpointError, match=r"'thing'. holds itself"):
         graphfsdp.save(tmp_path, model, objects={"thing": thing})
     with pytest.raises(graphfsdp.ConfigError, match="keep_last must be an integer of at least 1"):

@@ -11,6 +11,7 @@ import functools
 import itertools
 import os
 import sys
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -83,7 +84,9 @@ class Contexts(Block):
     def forward(self, x: Tensor) -> Tensor:
         one, other = other_groups()
         under_way = functional.all_reduce(x.detach().square().mean(), "avg", one)
-        of_all = functional.all_gather_tensor_autograd(x, gather_dim=0, group=other)
+        with warnings.catch_warnings():  # newer torch has one name for both
+            warnings.simplefilter("ignore", FutureWarning)
+            of_all = functional.all_gather_tensor_autograd(x, gather_dim=0, group=other)
         mean = of_all.view(dist.get_world_size(), *x.shape).mean(0)
         out: Tensor = super().forward(x + 0.1 * mean) * (1 + under_way)
         return out

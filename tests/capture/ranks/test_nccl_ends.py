@@ -33,6 +33,8 @@ from graphfsdp.optim import FusedAdam
 pytestmark = [pytest.mark.gpu, pytest.mark.multi_gpu, pytest.mark.time_limit(300)]
 
 NUM_RANKS = 2
+# torch 2.15 aborts one communicator after the other: a rank whose graph is under way ends then.
+ABORTS_IN_TURN = torch.torch_version.TorchVersion(torch.__version__) >= "2.15"
 WIDTH = 16
 GONE, STOPPED = 3, 4  # exit codes of ranks that are to die
 
@@ -236,7 +238,11 @@ def test_a_program_may_abort_its_groups_while_a_rank_is_missing(tmp_path: Path) 
 
 @pytest.mark.parametrize("kind", ["batch", "guard"])
 def test_a_rank_that_fails_in_a_replay_frees_the_others(kind: str, tmp_path: Path) -> None:
-    for ended in ends_of(partial(fails, kind=kind), tmp_path):
+    for rank, ended in enumerate(ends_of(partial(fails, kind=kind), tmp_path)):
+        if rank == 1 and ended.returncode == 1 and ABORTS_IN_TURN:
+            assert re.search(r"rank 0 of 2 failed in iteration 9", ended.stderr)
+            assert "so this process ends" in ended.stderr
+            continue
         assert ended.returncode == 0, ended.stdout + ended.stderr
         took = re.search(r"took ([\d.]+) s", ended.stdout)
         assert took is not None

@@ -204,3 +204,6 @@ STAND_IN_API CUresult cuThreadExchangeStreamCaptureMode(CUstreamCaptureMode* mod
   return static_cast<CUresult>(
       cudaThreadExchangeStreamCaptureMode(reinterpret_cast<cudaStreamCaptureMode*>(mode)));
 }
+STAND_IN_API CUresult cuGraphDebugDotPrint(CUgraph graph, const char* path, unsigned flags) {
+  return driver_error(cudaGraphDebugDotPrint(graph, path, flags));
+}

@@ -25,6 +25,22 @@ struct Executable {
     bool meets_others;
   };
   std::vector<Step> steps;
+  std::vector<std::shared_ptr<void>> held;
+};
+
+// What a graph keeps until it is destroyed, and each of its executables; counted by hand.
+struct UserObject {
+  void* object;
+  cudaHostFn_t destroy;
+  long num_references;
+
+  void release(unsigned count) {
+    num_references -= count;
+    if (num_references > 0) return;
+    // CUDA rule: on a thread of the driver's own, which waits for nobody's locks.
+    std::thread(destroy, object).detach();
+    delete this;
+  }
 };
 
 using ExecutableHandle = std::shared_ptr<Executable>;
@@ -204,6 +220,7 @@ STAND_IN_API cudaError_t cudaGraphInstantiateWithFlags(cudaGraphExec_t* executab
         {node->type, bytes_of(node->accesses), node->name, std::move(dependencies), node->run,
          node->after, node->meets_others});
   }
+  made->held = reinterpret_cast<Graph*>(handle)->held;
   *executable = reinterpret_cast<cudaGraphExec_t>(new ExecutableHandle(made));
   return cudaSuccess;
 }
@@ -220,6 +237,33 @@ STAND_IN_API cudaError_t cudaGraphDestroy(cudaGraph_t handle) {
 STAND_IN_API cudaError_t cudaGraphExecDestroy(cudaGraphExec_t executable) {
   // A launch that is still in a queue keeps what it runs.
   delete reinterpret_cast<ExecutableHandle*>(executable);
+  return cudaSuccess;
+}
+STAND_IN_API cudaError_t cudaUserObjectCreate(cudaUserObject_t* made, void* object,
+                                             cudaHostFn_t destroy, unsigned count, unsigned) {
+  *made = reinterpret_cast<cudaUserObject_t>(new UserObject{object, destroy, count});
+  return cudaSuccess;
+}
+STAND_IN_API cudaError_t cudaUserObjectRetain(cudaUserObject_t object, unsigned count) {
+  Lock lock(mutex());
+  reinterpret_cast<UserObject*>(object)->num_references += count;
+  return cudaSuccess;
+}
+STAND_IN_API cudaError_t cudaUserObjectRelease(cudaUserObject_t object, unsigned count) {
+  Lock lock(mutex());
+  reinterpret_cast<UserObject*>(object)->release(count);
+  return cudaSuccess;
+}
+STAND_IN_API cudaError_t cudaGraphRetainUserObject(cudaGraph_t handle, cudaUserObject_t object,
+                                                  unsigned count, unsigned flags) {
+  Lock lock(mutex());
+  if (!live_graphs().count(handle)) RETURN(cudaErrorInvalidValue);
+  auto* held = reinterpret_cast<UserObject*>(object);
+  if (!(flags & cudaGraphUserObjectMove)) held->num_references += count;
+  reinterpret_cast<Graph*>(handle)->held.emplace_back(held, [count](void* gone) {
+    Lock again(mutex());
+    static_cast<UserObject*>(gone)->release(count);
+  });
   return cudaSuccess;
 }
 STAND_IN_API cudaError_t cudaGraphLaunch(cudaGraphExec_t executable, cudaStream_t stream) {

@@ -99,6 +99,7 @@ struct Node {
 
 struct Graph {
   std::vector<std::unique_ptr<Node>> nodes;
+  std::vector<std::shared_ptr<void>> held;  // user objects
 };
 
 std::set<const void*>& live_graphs();
