@@ -3,6 +3,7 @@
 docs/architecture.md lists them, and those that a single module uses.
 """
 
+import platform
 from collections.abc import Callable
 from operator import attrgetter
 from types import CodeType
@@ -38,6 +39,24 @@ if TYPE_CHECKING:  # takes a second to import
     PipelineSchedule = schedules._PipelineSchedule
 
 F = TypeVar("F", bound=Callable[..., Any])
+
+
+def refuse_blind_dicts(module: nn.Module) -> None:
+    """ImportError where the version of a dict does not move when an attribute is written.
+
+    Python 3.13.0 is such. Guards would believe that a model which was put into eval() still trains.
+    """
+    before = dict_version(vars(module))
+    module.training = not module.training
+    if dict_version(vars(module)) == before:
+        raise ImportError(
+            f"Python {platform.python_version()} loses track of attributes that are written, by "
+            "which graphfsdp sees that a model has changed. Remedy: another Python; 3.13.1 and "
+            "newer are mended"
+        )
+
+
+refuse_blind_dicts(nn.Module())
 
 VERSION = TorchVersion(torch.__version__)
 # Whether torch leaves operators to a child of its DTensor; below 2.13 it never asks.

@@ -113,16 +113,17 @@ model.compile()
 with graphfsdp.capture(model, FusedAdam(model.parameters())) as step:
     for _ in range(5):
         step(torch.randn(12, 8).cuda())
-    step._runner.graph_to("draw")._graph.debug_dump("graph.dot")
+    print(*step.report().by_kind["kernel"])
 """
 
 
 @pytest.mark.time_limit(300)
-def test_inductors_kernels_are_nodes_of_the_graph(tmp_path: Path) -> None:
+def test_inductors_kernels_are_nodes_of_the_graph() -> None:
     """In a process whose kernels compute nothing: these belong to no operator."""
     environment = {**os.environ, "CUDA_STAND_IN_KERNELS": "none"}
-    subprocess.run([sys.executable, "-c", COMPILED], cwd=tmp_path, env=environment, check=True)
-    assert '"triton_' in (tmp_path / "graph.dot").read_text()
+    command = [sys.executable, "-c", COMPILED]
+    found = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    assert "triton_" in found.stdout
 
 
 @pytest.mark.time_limit(300)
