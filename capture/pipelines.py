@@ -23,7 +23,7 @@ from graphfsdp.base.torch_internals import tree_flatten, tree_map
 from graphfsdp.errors import ConfigError
 
 _TARGET = "target"
-_FORWARD = ("FORWARD", "SEND_F", "RECV_F", "UNSHARD", "RESHARD")
+_FORWARD = ("FORWARD", "SEND_F", "WAIT_SEND_F", "RECV_F", "UNSHARD", "RESHARD")
 
 
 class Pipeline:
