@@ -282,6 +282,8 @@ def _attempt(function: Callable[..., Any], *args: Any) -> _Answer:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("error")
+            # torch 2.15 tells of what selective checkpoints inside units will do one day.
+            warnings.filterwarnings("ignore", "A saved_tensors_hooks context")
             return _Answer(None, function(*args))
     except BaseException:
         text = traceback.format_exc()

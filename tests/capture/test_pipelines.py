@@ -180,7 +180,12 @@ FINDING_OUT = pytest.mark.skipif(
 
 @pytest.mark.parametrize(
     ("name", "num_ranks", "index", "num_ops"),
-    [pytest.param("1f1b", 2, 0, 5, marks=FINDING_OUT), ("gpipe", 3, 1, 40), ("interleaved", 2, 3, 90), ("1f1b", 3, 5, 30)],
+    [
+        pytest.param("1f1b", 2, 0, 5, marks=FINDING_OUT),
+        ("gpipe", 3, 1, 40),
+        ("interleaved", 2, 3, 90),
+        ("1f1b", 3, 5, 30),
+    ],
     ids=["finding out shapes", "warm-up of three", "capture", "replay of three"],
 )
 def test_a_rank_that_fails_frees_the_others(

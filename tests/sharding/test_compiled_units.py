@@ -33,6 +33,10 @@ def trained(model: nn.Module) -> Training:
         return train(model, adam(model), scope="none", num_steps=4)
 
 
+# torch 2.15 traces hooks of modules, ends at those of a unit, and compiles its forward in pieces.
+ONE_GRAPH = torch.torch_version.TorchVersion(torch.__version__) < "2.15"
+
+
 class Tracer:
     """Runs what torch.compile has traced as it is."""
 
@@ -93,7 +97,8 @@ def test_compiled_units_train_as_eager_ones_do(strategy: str, moments: tuple[str
         model = compiled_net(strategy, when, tracer)
         got = trained(model)
         assert_same_training(expected, got)
-        assert [size for size in tracer.sizes if size > 3] == [6, 5], when
+        if ONE_GRAPH:
+            assert [size for size in tracer.sizes if size > 3] == [6, 5], (when, tracer.sizes)
 
 
 @on_ranks("ranks2")
@@ -134,4 +139,5 @@ def test_a_captured_step_compiles_units_and_gathers_around_them() -> None:
         torch._dynamo.reset()
         for strategy in ("optim", "optim_grads_params"):
             replayed_as_eager(lambda: make_net(strategy, dropout=0.2), compile=True)  # noqa: B023
-    assert [size for size in tracer.sizes if size > 3] == [6, 5] * 2
+    if ONE_GRAPH:
+        assert [size for size in tracer.sizes if size > 3] == [6, 5] * 2
