@@ -134,7 +134,8 @@ class ReplayWatch:
             self._end(text)
 
     def _end(self, text: str) -> NoReturn:
-        _LOG.critical(text.rstrip())
+        if _LOG.hasHandlers():  # else it would stand on the terminal twice
+            _LOG.critical(text.rstrip())
         for stream in (sys.stdout, sys.stderr):
             _run_within(stream.flush, 1.0)
         os.write(2, text.encode())

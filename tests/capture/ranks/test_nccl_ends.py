@@ -22,6 +22,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed import FileStore, TCPStore  # type: ignore[attr-defined]
 from torch.distributed import destroy_process_group as imported_by_name
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -29,6 +30,7 @@ import graphfsdp
 from cuda_stand_in import library
 from forked import forked
 from graphfsdp.optim import FusedAdam
+from limits import until
 
 pytestmark = [pytest.mark.gpu, pytest.mark.multi_gpu, pytest.mark.time_limit(300)]
 
@@ -149,10 +151,10 @@ def fails(rank: int, kind: str) -> None:
     dist.destroy_process_group()
 
 
-def loses_a_rank(rank: int, how: str) -> None:
+def loses_a_rank(rank: int, how: str, lost: int = 1) -> None:
     step = captured(6)
     for index in range(40):
-        if rank == 1 and index == 4:
+        if rank == lost and index == 4:
             if how == "killed":
                 os.kill(os.getpid(), signal.SIGKILL)
             elif how == "stopped":
@@ -170,8 +172,27 @@ def loses_a_rank_at_its_end(rank: int) -> None:
     dist.destroy_process_group()  # waits for what is in flight
 
 
+def store_of(rank: int, folder: Path, *, hosted: bool) -> Any:
+    """Return the store; the first rank hosts it, as without a launcher, or it is a file."""
+    if not hosted:
+        return FileStore(str(folder / "store"), NUM_RANKS)
+    port = folder / "port"
+    if rank == 0:
+        store = TCPStore("127.0.0.1", 0, NUM_RANKS, is_master=True, wait_for_workers=False)
+        (folder / "new").write_text(str(store.port))
+        (folder / "new").rename(port)
+        return store
+    assert until(port.exists, 60)
+    return TCPStore("127.0.0.1", int(port.read_text()), NUM_RANKS, is_master=False)
+
+
 def run_rank(
-    program: Callable[[int], None], rank: int, folder: str, timeout_s: float, lazy: bool
+    program: Callable[[int], None],
+    rank: int,
+    folder: str,
+    timeout_s: float,
+    lazy: bool,
+    hosted: bool,
 ) -> None:
     os.setsid()  # what is stopped is woken when the shell that has started the tests ends
     if library.is_below() and lazy:
@@ -179,7 +200,7 @@ def run_rank(
     torch.cuda.set_device(rank)
     dist.init_process_group(
         "nccl",
-        init_method=f"file://{folder}/store",
+        store=store_of(rank, Path(folder), hosted=hosted),
         rank=rank,
         world_size=NUM_RANKS,
         timeout=datetime.timedelta(seconds=timeout_s),
@@ -191,12 +212,18 @@ def run_rank(
 
 @contextmanager
 def ranks(
-    program: Callable[[int], None], folder: Path, timeout_s: float = 1000, lazy: bool = True
+    program: Callable[[int], None],
+    folder: Path,
+    *,
+    timeout_s: float = 1000,
+    lazy: bool = True,
+    hosted: bool = False,
 ) -> Iterator[list[Any]]:
     """Start a process for each rank; the test ends them."""
+    settings = (str(folder), timeout_s, lazy, hosted)
     with ExitStack() as stack:
         yield [
-            stack.enter_context(forked(run_rank, program, rank, str(folder), timeout_s, lazy))
+            stack.enter_context(forked(run_rank, program, rank, *settings))
             for rank in range(NUM_RANKS)
         ]
 
@@ -267,6 +294,15 @@ def test_a_rank_that_is_lost_in_a_replay_is_named_and_the_others_end(
         assert says in ended.stderr
         assert "timeout of 8 s" in ended.stderr
         assert "load the last checkpoint" in ended.stderr
+
+
+def test_the_lost_rank_may_be_the_one_that_hosts_the_store(tmp_path: Path) -> None:
+    program = partial(loses_a_rank, how="stopped", lost=0)
+    with ranks(program, tmp_path, timeout_s=8, hosted=True) as started:
+        ended = started[1].ended()
+        assert ended.returncode == 1, ended.stdout + ended.stderr
+        assert "the store of the process group does not answer" in ended.stderr
+        assert "rank 0" in ended.stderr
 
 
 def test_who_waits_for_a_lost_rank_at_the_end_of_the_job_ends_too(tmp_path: Path) -> None:
