@@ -50,26 +50,26 @@ def advise_huge_pages(storage: torch.UntypedStorage) -> None:
         madvise(start, end - start, advice)  # a kernel without them says so; pages stay small
 
 
-def available_bytes() -> int | None:
+def available_bytes(root: Path = Path("/")) -> int | None:
     """Return what this rank may still take, None where nobody tells; Linux does.
 
     The least that machine and control groups (containers, Slurm, Kubernetes) leave, shared by the
     ranks of the machine: whoever takes more is killed without a word.
     """
-    rooms = [*_free_of_machine(), *_free_of_control_groups()]
+    rooms = [*_free_of_machine(root), *_free_of_control_groups(root)]
     num_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1") or 1)
     return min(rooms) // max(num_ranks, 1) if rooms else None
 
 
-def _free_of_machine() -> list[int]:
-    found = _fields(Path("/proc/meminfo")).get("MemAvailable:")
+def _free_of_machine(root: Path) -> list[int]:
+    found = _fields(root / "proc" / "meminfo").get("MemAvailable:")
     return [] if found is None else [found << 10]  # it counts in KiB
 
 
-def _free_of_control_groups() -> list[int]:
+def _free_of_control_groups(root: Path) -> list[int]:
     """Return the room below each limit on the way to the root; version 2, else version 1."""
     try:
-        lines = Path("/proc/self/cgroup").read_text().splitlines()
+        lines = (root / "proc" / "self" / "cgroup").read_text().splitlines()
     except OSError:
         return []
     rooms = []
@@ -77,7 +77,7 @@ def _free_of_control_groups() -> list[int]:
         _, controllers, path = line.split(":", 2)
         if controllers not in ("", "memory"):
             continue
-        base = Path("/sys/fs/cgroup", controllers)
+        base = root / "sys" / "fs" / "cgroup" / controllers
         names = ("memory.max", "memory.current", "inactive_file")
         if controllers:
             names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")

@@ -1,4 +1,4 @@
-"""Large memory on huge pages: zeroed for weights and states, and under what torch allocates."""
+"""How much memory there is, and large pieces of it: zeroed, on huge pages."""
 
 import mmap
 import pathlib
@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from graphfsdp._capture.cpu.memory import Arena
-from graphfsdp.base.host_memory import advise_huge_pages, zeros_flat
+from graphfsdp.base.host_memory import advise_huge_pages, available_bytes, zeros_flat
 
 LARGE = 5 * 2**20
 DTYPES = [torch.float32, torch.bfloat16, torch.int16, torch.float8_e4m3fn]
@@ -62,3 +62,33 @@ def test_large_memory_is_advised_also_when_a_programs_pool_has_grown() -> None:
     small = torch.zeros(16)
     advise_huge_pages(small.untyped_storage())
     assert small.sum() == 0
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_the_least_that_machine_and_control_groups_leave_is_shared_by_ranks(
+    version: int, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    assert available_bytes(tmp_path) is None
+    assert (available_bytes() or 1) > 0
+    limit, used, cached = {
+        1: ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+        2: ("memory.max", "memory.current", "inactive_file"),
+    }[version]
+    line, base = {
+        1: ("4:memory:/jobs/one", tmp_path / "sys" / "fs" / "cgroup" / "memory"),
+        2: ("0::/jobs/one", tmp_path / "sys" / "fs" / "cgroup"),
+    }[version]
+    (tmp_path / "proc" / "self").mkdir(parents=True)
+    (tmp_path / "proc" / "meminfo").write_text("MemTotal: 2000 kB\nMemAvailable: 1000 kB\n")
+    assert available_bytes(tmp_path) == 1000 << 10
+    (tmp_path / "proc" / "self" / "cgroup").write_text(f"7:cpu:/other\n{line}\n")
+    (base / "jobs" / "one").mkdir(parents=True)
+    (base / "jobs" / "one" / limit).write_text("max" if version == 2 else str(1 << 62))
+    (base / "jobs" / "one" / used).write_text("5")
+    (base / "jobs" / limit).write_text("900000")
+    (base / "jobs" / used).write_text("500000")
+    (base / "jobs" / "memory.stat").write_text(f"anon 3\n{cached} 100000\n")
+    assert available_bytes(tmp_path) == 500_000
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    assert available_bytes(tmp_path) == 125_000

@@ -151,6 +151,24 @@ def fails(rank: int, kind: str) -> None:
     dist.destroy_process_group()
 
 
+def refuses_alone(rank: int) -> None:
+    """In a capture, between two collectives."""
+    model = sharded()
+
+    def loss_fn(model: nn.Module, x: Tensor) -> Tensor:
+        loss = loss_of(model, x)
+        if rank == 0 and torch.cuda.is_current_stream_capturing():
+            loss.item()
+        return loss
+
+    step = graphfsdp.capture(
+        model, FusedAdam(model.parameters()), loss_fn=loss_fn, warmup_steps=1, max_grad_norm=1.0
+    )
+    step(batch())
+    with pytest.raises(graphfsdp.CaptureError, match="reads a value of the iteration"):
+        step(batch())
+
+
 def loses_a_rank(rank: int, how: str, lost: int = 1) -> None:
     step = captured(6)
     for index in range(40):
@@ -260,6 +278,16 @@ def test_a_job_ends_whoever_still_holds_a_step(
 
 def test_a_program_may_abort_its_groups_while_a_rank_is_missing(tmp_path: Path) -> None:
     for ended in ends_of(aborts, tmp_path):
+        assert ended.returncode == 0, ended.stdout + ended.stderr
+
+
+def test_a_rank_that_refuses_alone_in_a_capture_leaves_nobody_in_nccls_registration(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Which waits on the host for all local ranks, on a machine with an NVSwitch."""
+    monkeypatch.delenv("NCCL_GRAPH_REGISTER", raising=False)
+    monkeypatch.setenv("CUDA_STAND_IN_NVLS", "1")
+    for ended in ends_of(refuses_alone, tmp_path):
         assert ended.returncode == 0, ended.stdout + ended.stderr
 
 
