@@ -126,7 +126,7 @@ _ERRORS = (
         "delete losses and outputs of forward passes that ran before graphfsdp.capture",
         HazardKind.STREAM,
     ),
-    CudaCaptureError(  # torch's own refusal, from 2.15 on
+    CudaCaptureError(  # torch's own refusal
         906,
         "cudaErrorStreamCaptureImplicit",
         "has a stale reference to the default stream",

@@ -418,9 +418,9 @@ def _stale_streams_redirected() -> Iterator[None]:
     """
     graph_module: Any = torch.autograd.graph
     override = getattr(graph_module, "set_override_stale_capture_stream", None)
-    # Torch before 2.13 has none. With that of 2.15 hooks of such a node do not run, and so its
+    # Torch before 2.13 has none. With that of 2.14 hooks of such a node do not run, and so its
     # gradient lands elsewhere; without it torch refuses, and says what to let go of.
-    if override is None or VERSION >= "2.15":
+    if override is None or VERSION >= "2.14":
         yield
         return
     override(True)
