@@ -58,7 +58,7 @@ def prepare_nccl(device: torch.device) -> None:
 
 def _has_nccl_ranks() -> bool:
     return any(
-        backend.name() == "nccl"
+        "nccl" in backend.name()  # torch 2.15 calls it nccl2
         for group in all_groups()
         if group.size() > 1
         for backend in backends_of(group)
