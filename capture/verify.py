@@ -188,6 +188,10 @@ class Verifier:
 class _Noise:
     """How far eager runs from the same state are apart.
 
+    A loss is one number: a few runs may round it alike by luck, while the gradients behind it
+    differ. So whatever is equal in all runs may still differ by as much, measured by its largest
+    element, as that which was seen to differ.
+
     Attributes:
         gaps: The largest difference so far, by tensor; those that are equal are not in it.
     """
@@ -204,11 +208,25 @@ class _Noise:
 
     def allowed(self) -> dict[str, float]:
         """Return by how much tensors of a replay may differ."""
-        steps = [name for name in self._expected if is_weight(name) or name.startswith(_STATE)]
-        return {
-            **{name: _TIMES * gap for name, gap in self.gaps.items()},
-            **(dict.fromkeys(steps, math.inf) if self.gaps else {}),
-        }
+        if not self.gaps:
+            return {}
+        rounded = {name: each for name, each in self._expected.items() if is_rounded(each)}
+        # An optimizer makes a step of full size of a gradient that is noise alone.
+        steps = {name for name in self._expected if is_weight(name) or name.startswith(_STATE)}
+        largest = {name: _largest(each) for name, each in rounded.items() if name not in steps}
+        ratios = (self.gaps[name] / largest[name] for name in self.gaps if largest.get(name))
+        ratio = max(ratios, default=0.0)
+        allowed = {name: _TIMES * gap for name, gap in self.gaps.items()}
+        for name, size in largest.items():
+            least = _TIMES * size * max(ratio, torch.finfo(rounded[name].dtype).eps)
+            allowed[name] = max(allowed.get(name, 0.0), least)
+        return {**allowed, **dict.fromkeys(steps, math.inf)}
+
+
+def _largest(tensor: Tensor) -> float:
+    """Return the largest magnitude that is finite, 0 for none."""
+    magnitudes = wide(tensor).abs()
+    return float(magnitudes[magnitudes.isfinite()].max()) if magnitudes.isfinite().any() else 0.0
 
 
 def _first(one: OpDigests, other: OpDigests, program: ProgramFacts | None) -> str:
