@@ -12,7 +12,15 @@ Imports nothing of ours but errors. ``Feed`` takes any loader; the rest makes ba
 """
 
 from graphfsdp.data.batches import IGNORED_TARGET, TokenBatches
-from graphfsdp.data.corpus import BYTES_VOCAB_SIZE, Corpus, load_corpus
+from graphfsdp.data.corpus import BYTES_VOCAB_SIZE, Corpus, is_token_file, load_corpus
 from graphfsdp.data.feed import Feed
 
-__all__ = ["BYTES_VOCAB_SIZE", "IGNORED_TARGET", "Corpus", "Feed", "TokenBatches", "load_corpus"]
+__all__ = [
+    "BYTES_VOCAB_SIZE",
+    "IGNORED_TARGET",
+    "Corpus",
+    "Feed",
+    "TokenBatches",
+    "is_token_file",
+    "load_corpus",
+]

@@ -12,9 +12,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from graphfsdp.data.corpus import Corpus
+from graphfsdp.data.corpus import Corpus, TokenArray
 from graphfsdp.data.order import EpochOrder
-from graphfsdp.data.token_file import TokenArray
 from graphfsdp.errors import ConfigError
 
 # What torch's cross-entropy leaves out.
@@ -76,7 +75,7 @@ class TokenBatches:
         if (positions or mask_first) and eod_token is None and corpus.document_starts is None:
             raise ConfigError(
                 f"{corpus.name} does not say where documents end; give the token that ends each "
-                "of them (--eod-token-id), or Megatron's .bin and .idx"
+                "of them (--eod-token-id), or a directory of texts"
             )
         self._corpus = corpus
         self._seq_length = seq_length

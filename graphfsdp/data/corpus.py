@@ -1,16 +1,25 @@
-"""What is trained on: Python's own standard library, text files, or a token file."""
+"""What is trained on: Python's own standard library, text files, or a token file.
 
+Token files are mapped and never read as a whole:
+
+- ``X.bin``: little-endian uint16, nothing else, as nanoGPT writes it;
+- ``X.npy``: a one-dimensional array of integers, as ``numpy.save`` writes it.
+"""
+
+import dataclasses
 import math
 import sysconfig
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from graphfsdp.data.token_file import TokenArray, TokenFile, is_token_file, open_token_file
 from graphfsdp.errors import ConfigError
+
+TokenArray = npt.NDArray[Any]  # of integers
 
 # The last part of the corpus, never trained on.
 _HELD_OUT_PERCENT = 5.0
@@ -41,9 +50,9 @@ class Corpus:
 
 
 def load_corpus(path: str | None, *, held_out_percent: float = _HELD_OUT_PERCENT) -> Corpus:
-    """Read a text file, a directory of text files, or a file of tokens (``token_file.py``).
+    """Read a text file, a directory of text files, or a file of tokens.
 
-    The last is mapped, not read; None is the standard library's source files.
+    None is the standard library's source files.
     """
     if path is None:
         return _standard_library(held_out_percent)
@@ -58,14 +67,13 @@ def load_corpus(path: str | None, *, held_out_percent: float = _HELD_OUT_PERCENT
                 )
             return _from_texts(f"{path} ({len(texts)} files)", texts, held_out_percent)
         if is_token_file(where):
-            return _split(path, open_token_file(where), held_out_percent)
+            return _split(path, _open_token_file(where), held_out_percent)
         return _from_texts(path, [where.read_bytes()], held_out_percent)
     except OSError as error:
         reason = error.strerror or str(error)
         raise ConfigError(
             f"--data {path}: cannot be read ({reason}); give a text file, a directory of text "
-            f"files, a .bin file of uint16 tokens, a .npy file, or the prefix of Megatron's .bin "
-            f"and .idx"
+            f"files, a .bin file of uint16 tokens, or a .npy file of integers"
         ) from None
 
 
@@ -97,6 +105,40 @@ def _is_text(content: bytes) -> bool:
     return bool(content) and b"\0" not in content[:_LOOKED_AT_BYTES]
 
 
+def is_token_file(path: str | Path) -> bool:
+    """Tell by its name whether a file holds tokens, and not a text."""
+    return Path(path).suffix in (".bin", ".npy")
+
+
+def _open_token_file(path: Path) -> TokenArray:
+    """OSError if it cannot be read, ConfigError if it holds something else."""
+    if path.suffix == ".npy":
+        try:
+            tokens: TokenArray = np.load(path, mmap_mode="r")
+        except ValueError as error:
+            raise ConfigError(
+                f"--data {path}: is no .npy file that can be mapped ({error})"
+            ) from None
+        if tokens.ndim != 1 or tokens.dtype.kind not in "iu" or not len(tokens):
+            raise ConfigError(
+                f"--data {path}: holds {tokens.dtype} of shape {tokens.shape}; expected tokens as "
+                "integers in one dimension. Write it with numpy.save(path, tokens.ravel())"
+            )
+        return tokens
+    if path.with_suffix(".idx").exists():  # else its tokens might be taken for others
+        raise ConfigError(
+            f"--data {path}: belongs to {path.with_suffix('.idx').name}, an index as Megatron "
+            "writes it; docs/data.md has the lines that make a .npy file of both"
+        )
+    size_bytes = path.stat().st_size
+    if size_bytes == 0 or size_bytes % 2:
+        raise ConfigError(
+            f"--data {path}: a .bin file holds 2 bytes (uint16) per token, this one has "
+            f"{size_bytes} bytes; write it with numpy.ndarray.astype('<u2').tofile(...)"
+        )
+    return np.memmap(path, dtype="<u2", mode="r")
+
+
 def _from_texts(name: str, texts: Sequence[bytes], held_out_percent: float) -> Corpus:
     """Join the texts, each a document, by an end of line."""
     joined = b"\n".join(texts)
@@ -106,14 +148,14 @@ def _from_texts(name: str, texts: Sequence[bytes], held_out_percent: float) -> C
     if len(texts) > 1:
         lengths = np.array([0, *(len(text) + 1 for text in texts[:-1])])
         starts = np.cumsum(lengths, dtype=np.int64)
-    tokens = TokenFile(np.frombuffer(joined, dtype=np.uint8), starts)
-    return _split(name, tokens, held_out_percent, is_bytes=True)
+    tokens = np.frombuffer(joined, dtype=np.uint8)
+    corpus = _split(name, tokens, held_out_percent, is_bytes=True)
+    return dataclasses.replace(corpus, document_starts=starts)
 
 
 def _split(
-    name: str, file: TokenFile, held_out_percent: float, *, is_bytes: bool = False
+    name: str, tokens: TokenArray, held_out_percent: float, *, is_bytes: bool = False
 ) -> Corpus:
-    tokens = file.tokens
     pieces = range(0, len(tokens), _PIECE_NUMEL)
     counted = pieces[:: math.ceil(len(pieces) / _MAX_PIECES)]
     counts = np.zeros(BYTES_VOCAB_SIZE, dtype=np.int64)
@@ -137,6 +179,5 @@ def _split(
         vocab_size=BYTES_VOCAB_SIZE if is_bytes else int(counts.nonzero()[0][-1]) + 1,
         unigram_entropy=float(0.0 - (seen * np.log(seen)).sum()),
         is_bytes=is_bytes,
-        document_starts=file.document_starts,
         is_counted=len(counted) == len(pieces),
     )

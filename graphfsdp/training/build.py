@@ -3,7 +3,6 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,8 +13,14 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 import graphfsdp
 from graphfsdp.base.sharded import pipeline_stages
 from graphfsdp.config import MixedPrecisionPolicy, ShardingStrategy
-from graphfsdp.data import BYTES_VOCAB_SIZE, Corpus, Feed, TokenBatches, load_corpus
-from graphfsdp.data.token_file import is_token_file
+from graphfsdp.data import (
+    BYTES_VOCAB_SIZE,
+    Corpus,
+    Feed,
+    TokenBatches,
+    is_token_file,
+    load_corpus,
+)
 from graphfsdp.eight_bit import DelayedScaling, convert_linears
 from graphfsdp.errors import ConfigError, PrecisionError
 from graphfsdp.moe import Experts
@@ -334,7 +339,7 @@ def _vocab_size(config: TrainConfig, corpus: Corpus) -> int:
 
 def _vocab_size_without_data(config: TrainConfig) -> int:
     """Where the data may not be looked at yet."""
-    if config.vocab_size is None and config.data is not None and is_token_file(Path(config.data)):
+    if config.vocab_size is None and config.data is not None and is_token_file(config.data):
         raise ConfigError(
             f"--mllog makes the model before the clock starts, and --data {config.data} must not "
             "be touched until then; say with --vocab-size how many tokens there are"

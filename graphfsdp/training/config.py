@@ -55,8 +55,8 @@ class TrainConfig(GPTConfig):
     data: Annotated[
         str | None,
         "a text file, a directory of text files (read as bytes, vocabulary 256), or tokens, which "
-        "are mapped: a .bin file of uint16, a .npy file of integers, or the prefix of Megatron's "
-        ".bin and .idx; if not given, the source files of Python's standard library",
+        "are mapped: a .bin file of uint16 or a .npy file of integers; if not given, the source "
+        "files of Python's standard library",
     ] = None
     split: Annotated[
         str,
@@ -65,8 +65,7 @@ class TrainConfig(GPTConfig):
     ] = "95,5"
     eod_token_id: Annotated[
         int | None,
-        "token that ends each document; not needed for files of Megatron's and directories of "
-        "texts, which say where documents end",
+        "token that ends each document; not needed for directories of texts, each a document",
     ] = None
     eod_mask_loss: Annotated[bool, "no loss for the first token of a document"] = False
     micro_batch_size: Annotated[int, "sequences of one forward and backward"] = 8

@@ -1,6 +1,7 @@
 """What is trained on: texts, Python's library, files of tokens."""
 
 import math
+import re
 import struct
 from pathlib import Path
 from typing import Any
@@ -80,20 +81,25 @@ def write_megatron(prefix: Path, documents: list[list[int]], dtype: str, code: i
 
 
 @pytest.mark.parametrize(("dtype", "code"), [("<u2", 8), ("<i4", 4), ("u1", 1)])
-@pytest.mark.parametrize("name", ["data", "data.bin"])
-def test_megatron_s_files_are_mapped_with_their_documents(
-    name: str, dtype: str, code: int, tmp_path: Path
+@pytest.mark.parametrize("has_ends", [False, True])
+def test_the_document_s_recipe_reads_megatron_s_files(
+    has_ends: bool, dtype: str, code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     documents = [[5, 6, 7], [8], [9, 10, 11, 12] * 9]
-    write_megatron(tmp_path / "data", documents, dtype, code)
-    corpus = load_corpus(str(tmp_path / name), held_out_percent=50)
+    ended = [[*document, 3] for document in documents]
+    write_megatron(tmp_path / "data", ended if has_ends else documents, dtype, code)
+    monkeypatch.chdir(tmp_path)
+    page = (Path(__file__).parents[2] / "docs" / "data.md").read_text(encoding="utf-8")
+    recipe = next(
+        block for block in re.findall(r"```python\n(.*?)```", page, re.S) if ".idx" in block
+    )
+    exec(recipe.replace("50256", "3"))
+    corpus = load_corpus("data.npy")
     both = np.concatenate([corpus.train, corpus.validation])
-    assert both.tolist() == [token for document in documents for token in document]
-    assert isinstance(corpus.train, np.memmap)
-    assert len(corpus.train) == len(corpus.validation) == 20
-    assert corpus.document_starts is not None
-    assert corpus.document_starts.tolist() == [0, 3, 4, 40]
-    assert corpus.vocab_size == 13
+    assert both.tolist() == [token for document in ended for token in document]
+    assert corpus.train.dtype == np.dtype(dtype)
+    with pytest.raises(ConfigError, match=r"belongs to data.idx.*docs/data.md has the lines"):
+        load_corpus("data.bin")
 
 
 def test_numpy_s_files_hold_large_vocabularies(tmp_path: Path) -> None:
@@ -115,19 +121,6 @@ def test_of_a_huge_file_a_part_is_counted(tmp_path: Path, monkeypatch: pytest.Mo
     assert corpus.unigram_entropy == pytest.approx(math.log(20))
 
 
-def _short_index(folder: Path) -> str:
-    write_megatron(folder / "x", [[1, 2]], "<u2", 8)
-    index = folder / "x.idx"
-    index.write_bytes(index.read_bytes()[:-4])
-    return str(folder / "x")
-
-
-def _other_bin(folder: Path) -> str:
-    write_megatron(folder / "x", [[1, 2]], "<u2", 8)
-    (folder / "x.bin").write_bytes(b"123456")
-    return str(folder / "x")
-
-
 def _floats(folder: Path) -> str:
     np.save(folder / "x.npy", np.ones(4))
     return str(folder / "x.npy")
@@ -141,12 +134,9 @@ def _negative(folder: Path) -> str:
 @pytest.mark.parametrize(
     ("make", "said"),
     [
-        (_short_index, r"has version 1, dtype code 8 and 58 bytes; expected .* at least 62"),
-        (_other_bin, r"counts 2 tokens, x.bin has 3; the two belong to different data"),
         (_floats, r"holds float64 of shape \(4,\); expected tokens as integers"),
         (_negative, r"has numbers from -1 to 3; expected tokens in 0\.\."),
         (lambda folder: write(folder / "x.npy", b"no"), r"is no .npy file that can be mapped"),
-        (lambda folder: write(folder / "x.idx", b"no")[:-4], r"is no index of Megatron's"),
     ],
 )
 def test_what_is_no_file_of_tokens_is_said(make: Any, said: str, tmp_path: Path) -> None:
