@@ -1,4 +1,4 @@
-"""The facts of a captured step as text, JSON, HTML and a Perfetto trace; describes programs.
+"""The facts of a captured step as text, JSON and an HTML page; describes programs.
 
 Imports trace, rules, guards and ranks.
 """

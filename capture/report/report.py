@@ -1,6 +1,8 @@
 """What a captured step consists of: numbers, nodes, memory; for people, files and browsers."""
 
 import enum
+import html
+import importlib.resources
 import json
 import os
 from collections.abc import Mapping
@@ -8,7 +10,6 @@ from dataclasses import dataclass, field, fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
-from graphfsdp._capture.report.files import chrome_trace, report_page
 from graphfsdp._capture.report.tables import (
     BakedConstant,
     BufferUse,
@@ -24,6 +25,7 @@ from graphfsdp._capture.report.tables import (
 from graphfsdp._capture.trace.program_facts import NodeFacts, ProgramFacts
 from graphfsdp.errors import PhaseError
 
+_PAGE_PARTS = ("page.css", "page.js")
 PathLike = str | os.PathLike[str]
 
 
@@ -161,29 +163,22 @@ class CaptureReport:
         Raises:
             PhaseError: nothing has been captured yet.
         """
-        self._require_program("a page")
-        Path(path).write_text(report_page(self.to_dict()), encoding="utf-8")
-
-    def chrome_trace(self, path: PathLike) -> None:
-        """Write the program as a trace for Perfetto (ui.perfetto.dev) or chrome://tracing.
-
-        Phases, modules and nodes lie in a track each, the live memory is a counter. Nodes last
-        as long as they were measured (``step.report(measure=True)``), else one microsecond each.
-
-        Raises:
-            PhaseError: nothing has been captured yet.
-        """
-        self._require_program("a trace")
-        text = json.dumps(chrome_trace(self.to_dict()))
-        Path(path).write_text(text + "\n", encoding="utf-8")
-
-    def _require_program(self, what: str) -> None:
         if self.program is None:
             raise PhaseError(
-                f"there is no graph to make {what} of: phase {self.phase}, scope {self.scope}, "
+                f"there is no graph to make a page of: phase {self.phase}, scope {self.scope}, "
                 f"{self.num_captures} captures. Remedy: call the step until it has captured "
                 "(warmup_steps + 1 calls), with a scope other than 'none'"
             )
+        folder = importlib.resources.files("graphfsdp._capture.report") / "page"
+        page = (folder / "page.html").read_text(encoding="utf-8")
+        for part in _PAGE_PARTS:
+            page = page.replace(f"@@{part}@@", (folder / part).read_text(encoding="utf-8"))
+        # "</script>" and "<!--" inside a string would end the script element.
+        report = self.to_dict()
+        data = json.dumps(report, separators=(",", ":")).replace("<", "\\u003c")
+        title = html.escape(f"graphfsdp: {report['num_nodes']} nodes, {self.scope}")
+        page = page.replace("@@title@@", title).replace("@@data@@", data)
+        Path(path).write_text(page, encoding="utf-8")
 
     def __str__(self) -> str:
         calls = ", ".join(f"{count} {name}" for name, count in self.num_calls.items() if count)
