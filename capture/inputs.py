@@ -265,7 +265,7 @@ class StaticInputs:
 def _other_leaf(name: str, expected: TensorLeaf | PlainLeaf, leaf: object) -> str:
     got = TensorLeaf.of(leaf) if isinstance(leaf, Tensor) else PlainLeaf(leaf)
     remedy = (
-        "pad the batch that differs (graphfsdp.Buckets) or drop it (drop_last=True in a "
+        "pad the batch that differs or drop it (drop_last=True in a "
         "DataLoader), or have a graph for each shape (on_change='recapture')"
     )
     if isinstance(expected, PlainLeaf):

@@ -217,7 +217,7 @@ class Recordings:
             _LOG.warning(
                 "more than max_graphs=%d kinds of batches take turns, so that kinds go before "
                 "they are captured, and the calls run eagerly. Remedy: max_graphs=%d or more, or "
-                "fewer kinds (graphfsdp.Buckets)",
+                "fewer kinds: pad batches to a few lengths",
                 self._max_graphs,
                 2 * self._max_graphs,
             )

@@ -7,8 +7,6 @@ from graphfsdp._capture.phase import Phase as Phase
 from graphfsdp._capture.report.report import CaptureReport as CaptureReport
 from graphfsdp._capture.step import CapturedStep as CapturedStep
 from graphfsdp.api import capture as capture
-from graphfsdp.base.buckets import Buckets as Buckets
-from graphfsdp.base.buckets import masked_mean as masked_mean
 from graphfsdp.base.hazards import Hazard as Hazard
 from graphfsdp.base.hazards import HazardKind as HazardKind
 from graphfsdp.base.norms import clip_grad_norm_ as clip_grad_norm_
@@ -32,7 +30,6 @@ from graphfsdp.errors import PrecisionError as PrecisionError
 from graphfsdp.errors import RankFailedError as RankFailedError
 from graphfsdp.errors import VerificationError as VerificationError
 from graphfsdp.in_place import capture_in_place as capture_in_place
-from graphfsdp.metric_ring import MetricRing as MetricRing
 from graphfsdp.preflight.check import check as check
 from graphfsdp.preflight.report import CheckReport as CheckReport
 
@@ -58,7 +55,6 @@ __version__ = "0.1.0"
 __all__ = [
     "AsyncSaver",
     "BatchMismatchError",
-    "Buckets",
     "CPUOffloadPolicy",
     "CaptureError",
     "CaptureReport",
@@ -75,7 +71,6 @@ __all__ = [
     "Hazard",
     "HazardKind",
     "InvalidLossError",
-    "MetricRing",
     "MixedPrecisionPolicy",
     "NotCopyableError",
     "OffloadPolicy",
@@ -93,7 +88,6 @@ __all__ = [
     "clip_grad_norm_",
     "fully_shard",
     "load",
-    "masked_mean",
     "materialize",
     "recompute",
     "recompute_contexts",

@@ -465,7 +465,7 @@ class Region:
             pairs = zip(call.forms, other.forms, strict=False)
             now, before = next((a.shape, b.shape) for a, b in pairs if a != b)
             values = [f" (with a tensor of shape {now} and {before})"]
-            remedy = "pad batches to a few shapes (graphfsdp.Buckets), each of which gets a graph"
+            remedy = "pad batches to a few shapes, each of which gets a graph"
         return refusal(
             f"{MOST_NEW + 1} iterations in a row were like none before, the last one from "
             f"{name_of(call.function)}{values[0] if values else ''} on; no graph would be replayed",

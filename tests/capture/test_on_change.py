@@ -6,9 +6,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F  # noqa: N812
 
 import graphfsdp
-from graphfsdp import Buckets, Phase
+from graphfsdp import Phase
 from graphfsdp.optim import FusedAdam
 from graphfsdp.training.gpt import GPT, GPTConfig
 from helpers import assert_same_state, assert_same_states, snapshot
@@ -153,10 +154,9 @@ def test_a_new_kind_of_batch_that_cannot_be_captured_leaves_the_other_graphs(
         assert step.report().num_calls["replay"] == 2
 
 
-def test_text_of_any_length_in_buckets(device: torch.device) -> None:
+def test_text_of_any_length_padded_to_three_lengths(device: torch.device) -> None:
     """A graph per bucket; the losses are those of the batches without padding."""
     text = (graphfsdp.__doc__ or "").encode() + bytes(range(32, 127)) * 4
-    buckets = Buckets((8, 16, 32), num_rows=3)
     config = GPTConfig(
         vocab_size=128,
         seq_length=32,
@@ -175,7 +175,9 @@ def test_text_of_any_length_in_buckets(device: torch.device) -> None:
             sizes = torch.randint(3, longest, (3,), generator=generator).tolist()
             ids = [torch.tensor(list(text[size : 2 * size + 1])) for size in sizes]
             samples = [(line[:-1], line[1:]) for line in ids]
-            batch, targets = buckets.collate(samples, (0, -100))
+            length = next(bucket for bucket in (8, 16, 32) if bucket >= max(sizes))
+            batch = torch.stack([F.pad(x, (0, length - len(x))) for x, _ in samples])
+            targets = torch.stack([F.pad(y, (0, length - len(y)), value=-100) for _, y in samples])
             loss = step(batch.to(device), targets.to(device))
             with torch.no_grad():
                 sums = [model(x[None].to(device), y[None].to(device)) * len(y) for x, y in samples]

@@ -403,7 +403,7 @@ REMEDIES: dict[str, tuple[Loop, type[Exception], str]] = {
     "new shapes": (
         has_new_shapes,
         graphfsdp.CaptureError,
-        r"\(with a tensor of shape \(9, 4\) and \(8, 4\)\).*graphfsdp.Buckets",
+        r"\(with a tensor of shape \(9, 4\) and \(8, 4\)\).*pad batches to a few shapes",
     ),
     "gradients of inputs": (
         wants_gradients_of_inputs,

@@ -75,6 +75,23 @@ def test_launch_files_have_flags_that_torchrun_and_the_trainer_know(name: str) -
     assert num_ranks % config.num_distributed_optimizer_instances == 0
 
 
+def test_lines_of_any_length_are_trained_on_with_three_graphs() -> None:
+    *epochs, graphs = run_example("padded_text.py")
+    losses = [float(line.split()[-1]) for line in epochs]
+    assert losses[2] < losses[1] < losses[0] < 4.0
+    # All calls but three warm-ups and a capture of each length.
+    captures, replays = (int(number) for number in re.findall(r"\d+", graphs))
+    assert captures == 3
+    assert replays > 150
+
+
+def test_metrics_of_all_steps_are_read_once_in_many() -> None:
+    rows = [re.findall(r"[\d.]+", line) for line in run_example("metrics_on_device.py")]
+    assert [int(number) for number, _, _ in rows] == list(range(1, 201))
+    assert len({loss for _, loss, _ in rows}) > 150  # no row is read twice
+    assert float(rows[-1][1]) < 0.05 < float(rows[0][1])
+
+
 def test_the_gpt_example_trains_by_replay_and_shows_a_sample() -> None:
     lines = run_example("train_gpt.py", "full_iteration", "10")
     first = lines[0].split()
