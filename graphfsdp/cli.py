@@ -34,10 +34,6 @@ COMMANDS: Mapping[str, tuple[str, str]] = MappingProxyType(
             "tell what each rank of a training run will need, without the ranks",
             "planning.command:run_plan",
         ),
-        "checkpoint": (
-            "show and convert checkpoints",
-            "checkpoint.convert:run_checkpoint_command",
-        ),
         "check": (
             "tell what a graph could not hold of a training program",
             "preflight.command:run_check",

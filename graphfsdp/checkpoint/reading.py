@@ -6,13 +6,12 @@ import zlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-import torch
 from torch import Tensor
 
 from graphfsdp.checkpoint.folder import entries
 from graphfsdp.checkpoint.manifest import BLOCK_BYTES, Manifest, SavedPiece, read_manifest
 from graphfsdp.checkpoint.members import Members
-from graphfsdp.checkpoint.named import Box, NamedPart, Part, box
+from graphfsdp.checkpoint.named import Box, NamedPart, Part
 from graphfsdp.checkpoint.safetensors_file import map_file, view_bytes
 from graphfsdp.checkpoint.values import Json
 from graphfsdp.errors import CheckpointDamagedError, CheckpointError
@@ -84,19 +83,6 @@ class CheckpointFiles:
         content = self._content(piece.file)
         assert content is not None
         return view_bytes(content, self.manifest.tensors[key].dtype, piece.sizes, piece.start)
-
-    def tensor(self, key: str) -> Tensor:
-        """Return a whole tensor, checked, and put together if it was cut."""
-        saved = self.manifest.tensors[key]
-        for piece in saved.pieces:
-            self.check(key, piece)
-        self.raise_damage()
-        if len(saved.pieces) == 1:
-            return self.piece(key, saved.pieces[0])
-        found = torch.empty(saved.shape, dtype=saved.dtype, device="cpu")
-        for piece in saved.pieces:
-            found[box(piece.offsets, piece.sizes)].copy_(self.piece(key, piece))
-        return found
 
     def objects(self, name: str) -> dict[str, Json]:
         content = self._content(name)

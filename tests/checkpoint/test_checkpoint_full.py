@@ -1,8 +1,7 @@
-"""Whole state dicts, safetensors, and the commands that show and convert."""
+"""Whole state dicts out of and into models, and files of torch.save and safetensors."""
 
 import os
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,29 +18,13 @@ from checkpoint_helpers import (
     digests,
     load_on_ranks,
     make,
-    save_on_ranks,
     train_plainly,
 )
 from graphfsdp.checkpoint import full_state_dict, load_full_state_dict
-from graphfsdp.cli import main
-from graphfsdp.optim import FusedAdam
 from ranks import RankPool
 
 SHARDED = Setup("optim_grads_params", "bf16")
 ALONE = Setup(None)
-Command = Callable[..., str]
-
-
-@pytest.fixture
-def command(capsys: pytest.CaptureFixture[str]) -> Command:
-    """``graphfsdp checkpoint``: asks for an exit code, returns what was printed."""
-
-    def call(*words: object, code: int = 0) -> str:
-        assert main(["checkpoint", *map(str, words)]) == code
-        said = capsys.readouterr()
-        return said.err if code and said.err else said.out
-
-    return call
 
 
 def full_out_and_in(folder: Path) -> list[dict[str, str]]:
@@ -90,95 +73,30 @@ def load_weights(path: Path) -> dict[str, str]:
     return digests(contents(model, optimizer))
 
 
-def test_conversions_keep_every_bit(tmp_path: Path, ranks2: RankPool, command: Command) -> None:
-    """Sharded to full and to safetensors, and back onto ranks."""
-    source = tmp_path / "sharded"
-    expected = ranks2.run(save_on_ranks, source, SHARDED)[0]
-    for target in ("full.pt", "model.safetensors"):
-        command("convert", source, tmp_path / target)
-    assert ranks2.run(load_on_ranks, [tmp_path / "full.pt"], SHARDED)[0] == [expected]
-    weights = ranks2.run(load_weights, tmp_path / "model.safetensors")[0]
-    assert {name: expected[name] for name in weights if " " not in name} == {
-        name: bits for name, bits in weights.items() if " " not in name
-    }
+def write_safetensors(folder: Path) -> dict[str, str]:
+    """Write a sharded model as a file of the package, each tensor once."""
+    model, optimizer = make(SHARDED)
+    train_plainly(model, optimizer, 1)
+    state = full_state_dict(model)
+    if state:
+        del state["model"]["head.weight"]  # tied to the embedding
+        safetensors = pytest.importorskip("safetensors.torch")
+        safetensors.save_file(state["model"], folder / "ours.safetensors")
+    dist.barrier()
+    return digests(contents(model, optimizer))
+
+
+def test_files_of_safetensors_keep_every_bit(tmp_path: Path, ranks2: RankPool) -> None:
     safetensors = pytest.importorskip("safetensors.torch")
+    expected = ranks2.run(write_safetensors, tmp_path)[0]
     plain, _ = make(ALONE, seed=3)
-    safetensors.load_model(plain, tmp_path / "model.safetensors")
+    graphfsdp.load(tmp_path / "ours.safetensors", plain)
     bits = digests({name: param.detach() for name, param in plain.named_parameters()})
     assert bits == {name: expected[name] for name in bits}
     safetensors.save_model(plain, str(tmp_path / "theirs.safetensors"))
-    assert ranks2.run(load_weights, tmp_path / "theirs.safetensors")[0] == weights
-    command("convert", source, tmp_path / "narrow.pt", "--dtype", "bfloat16")
-    narrow = torch.load(tmp_path / "narrow.pt", weights_only=True)
-    whole = torch.load(tmp_path / "full.pt", weights_only=True)
-    for name, tensor in whole["model"].items():
-        kept = tensor.bfloat16() if tensor.is_floating_point() else tensor
-        assert torch.equal(narrow["model"][name], kept)
-    again = command("convert", source, tmp_path / "full.pt", code=1)
-    assert "exists; nothing is overwritten" in again
-
-
-def saved(folder: Path, value: float = 1.0, step: int = 3) -> Path:
-    torch.manual_seed(0)
-    model = nn.Linear(4, 3)
-    optimizer = FusedAdam(model.parameters(), lr=0.5)
-    model(torch.ones(1, 4)).sum().backward()
-    optimizer.step()
-    with torch.no_grad():
-        model.weight[1, 2] = value
-    return graphfsdp.save(folder, model, optimizer, step=step, rng=False)
-
-
-def test_show_says_what_is_inside(tmp_path: Path, command: Command) -> None:
-    saved(tmp_path)
-    folder = saved(tmp_path, step=7)
-    shown = command("show", tmp_path, "--tensors", "--verify")
-    for expected in (
-        "step:      7 (in this folder: 3, 7)",
-        "saved by:  1 rank(s), ",
-        f"torch {torch.__version__}",
-        "model:     2 tensors, 15 elements, 60 bytes",
-        "optimizer: 4 tensors, 30 elements, 120 bytes",
-        "FusedAdam, 2 parameters with a state",
-        "group 0: 2 parameters, ",
-        "lr=0.5",
-        "model/weight  float32 [3, 4] in 1 piece(s)",
-        "every checksum is right",
-    ):
-        assert expected in shown, expected
-    data = folder / "data-00000.safetensors"
-    content = bytearray(data.read_bytes())
-    content[-1] ^= 1
-    data.write_bytes(content)
-    command("show", tmp_path)
-    command("show", tmp_path, "--step", 3, "--verify")
-    said = command("show", tmp_path, "--verify", code=1)
-    assert "optimizer/weight/exp_avg_sq is damaged" in said
-
-
-@pytest.mark.parametrize(
-    ("words", "code", "said"),
-    [
-        (["show"], 2, "the following arguments are required: path"),
-        ([], 2, "the following arguments are required: command"),
-        (["show", "nothing"], 1, "is no folder of checkpoints"),
-        (["convert", "a", "b.safetensors", "--dtype", "int8"], 1, "no floating-point dtype"),
-        (["convert", "a", "b"], 1, "b is no name of a file that ends in .safetensors, .pt"),
-    ],
-)
-def test_bad_words_are_answered_in_one_line(
-    words: list[str],
-    code: int,
-    said: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    command: Command,
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    saved(tmp_path / "a")
-    errors = command(*words, code=code)
-    assert said in errors
-    assert errors.count("\n") == 1
+    for name in ("ours", "theirs"):
+        weights = ranks2.run(load_weights, tmp_path / f"{name}.safetensors")[0]
+        assert bits == {name: weights[name] for name in bits}
 
 
 class Bomb:
@@ -199,12 +117,11 @@ def test_a_file_that_would_run_code_is_refused(
 
 
 def test_a_safetensors_file_needs_the_package_and_is_checked(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: Command
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pytest.importorskip("safetensors")
-    saved(tmp_path / "a")
+    safetensors = pytest.importorskip("safetensors.torch")
     path = tmp_path / "model.safetensors"
-    command("convert", tmp_path / "a", path)
+    safetensors.save_file(nn.Linear(4, 3).state_dict(), path)
     content = path.read_bytes()
     for damaged in (content[:-1], b"\xff" * 8 + content[8:], content[:9] + b"x" + content[10:]):
         path.write_bytes(damaged)
