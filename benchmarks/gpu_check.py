@@ -96,7 +96,7 @@ PARTS: Mapping[str, Sequence[str]] = MappingProxyType(
             *(
                 f"tests/optim/test_optimizer_replays.py::test_a_replay_equals_the_eager_step"
                 f"[DEVICE-dtype0-{name}]"
-                for name in ("adam", "sgd", "lion", "muon")
+                for name in ("adam", "amsgrad", "torch sgd", "muon")
             ),
             "tests/optim/test_precision.py::test_accepted_precisions_replay_as_eager_runs"
             "[DEVICE-main_weights-1]",

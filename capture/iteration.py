@@ -249,8 +249,8 @@ class CustomIteration(AnyIteration):
                 raise ConfigError(
                     f"the iteration gives torch a list of tensors on several device meshes, or "
                     f"DTensors beside plain ones, which it refuses: {error} Ways out: an optimizer "
-                    "of graphfsdp.optim (FusedAdam, FusedSGD, FusedLion), which steps on this "
-                    "rank's parts; graphfsdp.clip_grad_norm_(model, max_norm) instead of torch's; "
+                    "of graphfsdp.optim (FusedAdam, Muon), which steps on this rank's parts; "
+                    "graphfsdp.clip_grad_norm_(model, max_norm) instead of torch's; "
                     "or the default iteration, which takes torch's AdamW and SGD as well"
                 ) from error
             raise

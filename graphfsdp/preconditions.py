@@ -16,7 +16,7 @@ from graphfsdp.base.capturable import CapturableOptimizer, IterationPart
 from graphfsdp.base.sharded import IGNORED, sharded_roots
 from graphfsdp.config import CaptureOptions, Compile, MixedPrecisionPolicy, Scope
 from graphfsdp.errors import ConfigError, PrecisionError
-from graphfsdp.optim.fused.device_optimizer import DeviceOptimizer
+from graphfsdp.optim.fused.adam import FusedAdam
 
 _MAX_LISTED = 5
 # Packages whose optimizer wrappers only decide when the inner optimizer steps, which a captured
@@ -96,7 +96,7 @@ def refuse_other_types(loss_fn: object, mp_policy: object) -> None:
 def refuse_clipping_of_scaled_gradients(
     optimizer: torch.optim.Optimizer, options: CaptureOptions
 ) -> None:
-    scaled = isinstance(optimizer, DeviceOptimizer) and optimizer.control.grad_scaler is not None
+    scaled = isinstance(optimizer, FusedAdam) and optimizer.control.grad_scaler is not None
     if scaled and options.max_grad_norm is not None:
         raise ConfigError(
             f"max_grad_norm={options.max_grad_norm} of capture would measure gradients that the "
@@ -109,7 +109,7 @@ def refuse_unskipped_steps(
     model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], options: CaptureOptions
 ) -> None:
     skips = options.skip_nonfinite or all(
-        isinstance(item, DeviceOptimizer) and item.control.skips_nonfinite for item in optimizers
+        isinstance(item, FusedAdam) and item.control.skips_nonfinite for item in optimizers
     )
     for name, module in model.named_modules():
         if isinstance(module, IterationPart) and module.skips_steps and not skips:
@@ -300,7 +300,7 @@ def refuse_beside_pipeline(
         )
     shares = bool(sharded_roots(pipeline.module))
     for optimizer in optimizers:
-        if isinstance(optimizer, DeviceOptimizer):
+        if isinstance(optimizer, FusedAdam):
             control, skips = optimizer.control, options.skip_nonfinite
             if control.grad_scaler is not None or control.needs_norm(
                 torch.zeros(()) if skips else None

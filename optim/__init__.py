@@ -6,10 +6,8 @@ if __name__ != "graphfsdp.optim":
         "write `from graphfsdp.optim import FusedAdam`"
     )
 
+from graphfsdp.optim.fused.adam import FusedAdam as FusedAdam
 from graphfsdp.optim.fused.grad_scaler import DeviceGradScaler as DeviceGradScaler
-from graphfsdp.optim.fused.optimizers import FusedAdam as FusedAdam
-from graphfsdp.optim.fused.optimizers import FusedLion as FusedLion
-from graphfsdp.optim.fused.optimizers import FusedSGD as FusedSGD
 from graphfsdp.optim.schedule import ParamSchedule as ParamSchedule
 from graphfsdp.optim.schedule import ParamScheduler as ParamScheduler
 from graphfsdp.optim.whole.muon import Muon as Muon
@@ -17,8 +15,6 @@ from graphfsdp.optim.whole.muon import Muon as Muon
 __all__ = [
     "DeviceGradScaler",
     "FusedAdam",
-    "FusedLion",
-    "FusedSGD",
     "Muon",
     "ParamSchedule",
     "ParamScheduler",

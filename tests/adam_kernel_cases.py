@@ -117,15 +117,6 @@ class Case(NamedTuple):
         )  # fmt: skip
 
 
-def make_moment(
-    shape: Sequence[int],
-    dtype: torch.dtype | None,
-    device: torch.device | str,
-    draw: Callable[..., Tensor],
-) -> Tensor | None:
-    return None if dtype is None else draw(shape, device=device).to(dtype)
-
-
 def make_case(
     shapes: Sequence[int | tuple[int, ...]], dtypes: Dtypes, device: torch.device | str = "cpu"
 ) -> Case:
@@ -146,9 +137,11 @@ def make_case(
         elif dtypes.main_param is not None:
             main = weight
         grad = torch.randn(shape, device=device).to(dtypes.grad)
-        first = make_moment(shape, dtypes.exp_avg, device, torch.randn)
-        second = make_moment(shape, dtypes.exp_avg_sq, device, torch.rand)
-        largest = make_moment(shape, dtypes.max_exp_avg_sq, device, torch.rand)
+        first = torch.randn(shape, device=device).to(dtypes.exp_avg)
+        second = torch.rand(shape, device=device).to(dtypes.exp_avg_sq)
+        largest: Tensor | None = None
+        if dtypes.max_exp_avg_sq is not None:
+            largest = torch.rand(shape, device=device).to(dtypes.max_exp_avg_sq)
         bundles.append(StepTensors(param, grad, first, second, largest, main))
     steps = [torch.tensor(float(count), device=device) for count in (1, 7, 1000)]
     return Case(bundles, [index % 3 for index in range(len(shapes))], steps, hyper)

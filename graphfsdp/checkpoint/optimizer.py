@@ -23,7 +23,7 @@ from graphfsdp.checkpoint.named import (
 from graphfsdp.checkpoint.values import Json, StoreTensor, decode, encode, tensor_under
 from graphfsdp.errors import ConfigError
 from graphfsdp.optim.adapters.baked import make_skip_counter, skip_counter
-from graphfsdp.optim.fused.device_optimizer import DeviceOptimizer
+from graphfsdp.optim.fused.adam import FusedAdam
 
 # They have the same states with the same meaning.
 _ADAMS = frozenset({"Adam", "AdamW", "FusedAdam"})
@@ -90,7 +90,7 @@ def optimizer_facts(full: Mapping[str, Any], store: StoreTensor) -> dict[str, Js
 
 def _settings(optimizer: torch.optim.Optimizer) -> dict[str, bool]:
     """Return what torch's optimizers keep in their groups and ours have once for all of them."""
-    if not isinstance(optimizer, DeviceOptimizer):
+    if not isinstance(optimizer, FusedAdam):
         return {}
     settings = optimizer.settings
     return {
@@ -98,7 +98,6 @@ def _settings(optimizer: torch.optim.Optimizer) -> dict[str, bool]:
         "maximize": settings.flags.maximize,
         "bias_correction": settings.flags.bias_correction,
         "decoupled_weight_decay": settings.flags.adam_w_mode,
-        "nesterov": settings.flags.nesterov,
     }
 
 
@@ -134,7 +133,7 @@ def plan_optimizer(plan: LoadPlan, optimizer: torch.optim.Optimizer) -> None:
     rest = decode(saved["rest"], plan.read_whole)
     known = {key: value for key, value in rest.items() if key in current}
     state_dict = {**current, "state": state, "param_groups": groups, **known}
-    if len(plan.problems) == num_problems and isinstance(optimizer, DeviceOptimizer):
+    if len(plan.problems) == num_problems and isinstance(optimizer, FusedAdam):
         try:
             optimizer.match(state_dict)
         except ConfigError as error:
@@ -173,7 +172,7 @@ def _plan_group(
     if not rows:
         return dict(here)
     chosen = next(iter(hypers.values()))
-    compares = isinstance(optimizer, DeviceOptimizer)  # its state_dict does, with better words
+    compares = isinstance(optimizer, FusedAdam)  # its state_dict does, with better words
     for setting in _RULE_SETTINGS if not compares else ():
         default = setting == "bias_correction"
         if setting in chosen and chosen[setting] != here.get(setting, default):
@@ -200,7 +199,7 @@ class _StateReader:
 
     def __post_init__(self) -> None:
         dtypes: Mapping[str, Any] = self._entries
-        if isinstance(self._optimizer, DeviceOptimizer):
+        if isinstance(self._optimizer, FusedAdam):
             dtypes = self._optimizer.settings.state_dtypes(self._param)
         self._wants_main = MAIN in dtypes
         self._main_is_16_bits = dtypes.get(MAIN) is torch.int16
@@ -220,7 +219,7 @@ class _StateReader:
 
     def _never_stepped(self) -> dict[str, Any]:
         """Return a state of zeros if only that can hold a main weight that was saved wider."""
-        if not (isinstance(self._optimizer, DeviceOptimizer) and self._wants_main):
+        if not (isinstance(self._optimizer, FusedAdam) and self._wants_main):
             return {}
         found: dict[str, Any] = {}
         self._read_main(found)

@@ -113,8 +113,8 @@ class TorchAdapter(BakedAdapter):
             if is_dtensor(param) and any(g.get("fused") for g in self.optimizer.param_groups):
                 raise ConfigError(
                     f"{self._name}(fused=True) cannot step on {name!r}, which is a DTensor: torch "
-                    "has no rule for its fused kernel on these. Remedy: graphfsdp.optim.FusedSGD; "
-                    "or fused=False, with an lr that does not change"
+                    "has no rule for its fused kernel on these. Remedy: fused=False, whose lr "
+                    "stays live as well"
                 )
             narrow = param.device.type == "cpu" and param.dtype.itemsize < 4
             if narrow and any(g["fused"] and g["momentum"] for g in self.optimizer.param_groups):
@@ -122,8 +122,8 @@ class TorchAdapter(BakedAdapter):
                     f"{self._name}(fused=True) with momentum cannot step on "
                     f"{name!r}, which is {param.dtype} on a CPU: torch's kernel for it takes part "
                     "of the momentum from memory that nothing has written (seen in torch 2.13), so "
-                    "that each run trains something else. Ways out: fused=False; "
-                    "graphfsdp.optim.FusedSGD, all of whose numbers stay live"
+                    "that each run trains something else. Remedy: fused=False, whose lr stays live "
+                    "as well"
                 )
 
     def _settings(self, group: Mapping[str, Any]) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from graphfsdp.optim.adapters.as_made import TorchAdapter, is_as_made
 from graphfsdp.optim.adapters.baked import Adapter, BakedAdapter, Word
 from graphfsdp.optim.adapters.foreign import TransformerEngineAdapter, is_transformer_engines
 from graphfsdp.optim.adapters.precision import OptimizerFacts
-from graphfsdp.optim.fused.device_optimizer import DeviceOptimizer
+from graphfsdp.optim.fused.adam import FusedAdam
 from graphfsdp.optim.fused.live_optimizer import LiveOptimizer
 
 
@@ -48,7 +48,7 @@ class NativeAdapter(Adapter):
                 use_decoupled_grad=optimizer.use_decoupled_grad,
                 main_weight_dtype=optimizer.main_weight_dtype,
                 mixed_gradients=True,
-                keeps_main_weights=isinstance(optimizer, DeviceOptimizer),
+                keeps_main_weights=isinstance(optimizer, FusedAdam),
             ),
         )
         self._native = optimizer

@@ -319,8 +319,8 @@ class BakedAdapter(Adapter):
                 raise ConfigError(
                     f"group {index} of {self._name} has {how}=True and parameters on several "
                     "device meshes (or DTensors beside plain tensors), which torch cannot put into "
-                    f"one list. Ways out: {how}=False; graphfsdp.optim.FusedAdam, FusedSGD or "
-                    "FusedLion, which step on this rank's parts; a group for each mesh"
+                    f"one list. Ways out: {how}=False; graphfsdp.optim.FusedAdam, which steps on "
+                    "this rank's parts; a group for each mesh"
                 )
 
     def _check_inside_graph(
@@ -404,17 +404,14 @@ def _change(owner: str, index: int, key: str, old: object, new: object) -> Chang
             words = (words[0], _show(new))
         remedy = "write into the tensor instead (fill_ or copy_), which replays see"
         return Change(ChangeKind.BAKED_VALUE, name, *words, remedy)
-    remedy = f"graphfsdp.optim.{_live_one(owner)} reads every number anew in each replay"
+    remedy = "scope='forward_backward', which leaves the optimizer outside the graph"
+    if "Adam" in owner:
+        remedy = "graphfsdp.optim.FusedAdam, which reads every number anew in each replay"
     if old is Word.NUMBER:
         remedy = "keep to numbers, which each replay reads anew"
     elif key == "lr":
-        remedy += ", and an lr that is a tensor on the parameters' device stays live as well"
+        remedy += "; or an lr that is a tensor on the parameters' device, which stays live as well"
     return Change(ChangeKind.BAKED_VALUE, name, _show(old), _show(new), remedy)
-
-
-def _live_one(owner: str) -> str:
-    """Return which of our optimizers is the one of this name, with numbers that stay live."""
-    return "FusedSGD" if "SGD" in owner else "FusedAdam"
 
 
 def _show(value: object) -> str:

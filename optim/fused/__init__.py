@@ -1,4 +1,4 @@
-"""FusedAdam, FusedSGD, FusedLion: plan, step, kernel and state.
+"""FusedAdam: plan, step, kernel and state.
 
 Imports graphfsdp.base alone.
 """

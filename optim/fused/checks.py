@@ -1,4 +1,4 @@
-"""What the fused optimizers refuse, each refusal naming the parameter or the setting."""
+"""What optimizers of ours refuse, each refusal naming the parameter or the setting."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -60,17 +60,6 @@ def check_parameter(param: Tensor, name: str) -> None:
             f"{name} is expanded (shape {tuple(param.shape)}, strides {param.stride()}), so that "
             f"several elements share one place in memory; give a contiguous copy"
         )
-
-
-def check_buffers(groups: Sequence[Mapping[str, Any]], has_moments: bool) -> None:
-    """Refuse a momentum that began after the optimizer was made without buffers for it."""
-    for row, group in enumerate(groups):
-        if not has_moments and group.get("momentum"):
-            raise ConfigError(
-                f"momentum of parameter group {row} became {group['momentum']}, but this "
-                "FusedSGD was made with a momentum of 0 and so has no buffers; make it with the "
-                "momentum"
-            )
 
 
 def check_lr_device(group: Mapping[str, Any], owner: str, remedy: str) -> None:

@@ -1,4 +1,4 @@
-"""The numbers of every group: what each rule reads and refuses, and the table on the device.
+"""The numbers of every group: what an optimizer reads and refuses, and the table on the device.
 
 Shapes: G = parameter groups.
 """
@@ -6,7 +6,6 @@ Shapes: G = parameter groups.
 import numbers
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -19,16 +18,14 @@ from graphfsdp.errors import ConfigError
 HYPER_COLUMNS = ("lr", "beta1", "beta2", "eps", "weight_decay")
 
 # A row of the table: lr (None where it is a tensor), the numbers of the first and of the second
-# moment, eps, weight decay. What a rule has no use for is zero.
+# moment, eps, weight decay. What an optimizer has no use for is zero.
 Row = tuple[float | None, float, float, float, float]
 
 
 @dataclass(frozen=True)
 class Rule:
-    """An update rule: its name in the operation and the kernels, and the state it averages in."""
+    """How the numbers of a group are read and checked."""
 
-    name: str
-    moments: tuple[str, ...]
     read: Callable[[Mapping[str, Any]], Row]
     check: Callable[[Mapping[str, Any], int], None]  # refuses numbers of a group, given its index
 
@@ -40,11 +37,7 @@ def plain_lr(group: Mapping[str, Any]) -> float | None:
 
 def _read_betas(group: Mapping[str, Any]) -> Row:
     beta1, beta2 = group["betas"]
-    return plain_lr(group), beta1, beta2, group.get("eps", 0.0), group["weight_decay"]
-
-
-def _read_sgd(group: Mapping[str, Any]) -> Row:
-    return plain_lr(group), group["momentum"], group["dampening"], 0.0, group["weight_decay"]
+    return plain_lr(group), beta1, beta2, group["eps"], group["weight_decay"]
 
 
 def check_betas(group: Mapping[str, Any], row: int) -> None:
@@ -55,14 +48,8 @@ def check_betas(group: Mapping[str, Any], row: int) -> None:
         raise ConfigError(f"betas {where} must be a pair of numbers, got {betas!r}")
     for index, beta in enumerate(betas):
         check_number(f"betas[{index}]", beta, where, below_one=True)
-    check_number("eps", group.get("eps", 0.0), where)
+    check_number("eps", group["eps"], where)
     check_number("weight_decay", group["weight_decay"], where)
-
-
-def _check_sgd(group: Mapping[str, Any], row: int) -> None:
-    check_lr(group, row)
-    for name in ("momentum", "dampening", "weight_decay"):
-        check_number(name, group[name], f"of parameter group {row}")
 
 
 def check_lr(group: Mapping[str, Any], row: int) -> None:
@@ -90,13 +77,7 @@ def check_number(name: str, value: object, where: str, *, below_one: bool = Fals
         raise ConfigError(f"{name} {where} must be {expected}, got {value!r}")
 
 
-RULES: Mapping[str, Rule] = MappingProxyType(
-    {
-        "adam": Rule("adam", ("exp_avg", "exp_avg_sq"), _read_betas, check_betas),
-        "lion": Rule("lion", ("exp_avg",), _read_betas, check_betas),
-        "sgd": Rule("sgd", ("momentum_buffer",), _read_sgd, _check_sgd),
-    }
-)
+ADAM = Rule(_read_betas, check_betas)
 
 
 class LiveMemory:

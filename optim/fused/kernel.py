@@ -47,13 +47,10 @@ def is_available() -> bool:
 
 
 def supports(dtypes: Dtypes) -> bool:
-    floats = [dtypes.param, dtypes.grad]
+    floats = [dtypes.param, dtypes.grad, dtypes.exp_avg, dtypes.exp_avg_sq]
     if dtypes.main_param != torch.int16:
         floats.append(dtypes.main_param or dtypes.param)
-    moments = (dtypes.exp_avg, dtypes.exp_avg_sq)
-    return all(dtype in _KERNEL_DTYPES for dtype in floats) and all(
-        dtype is None or dtype in _KERNEL_DTYPES for dtype in moments
-    )
+    return all(dtype in _KERNEL_DTYPES for dtype in floats)
 
 
 def make_tables(
@@ -112,7 +109,6 @@ def launch(
             coefficients,
             ADAM_W_MODE=flags.adam_w_mode,
             BIAS_CORRECTION=flags.bias_correction,
-            RULE=flags.rule,
             num_warps=1,
             enable_fp_fusion=False,
         )
@@ -166,9 +162,6 @@ def constants(
         "MAIN_DTYPE": getattr(language, names[dtypes.main_param]),
         "HAS_MAIN": dtypes.main_param is not None and not halves,
         "HALVES": halves,
-        "HAS_FIRST": dtypes.exp_avg is not None,
-        "RULE": flags.rule,
-        "NESTEROV": flags.nesterov,
         "AMSGRAD": dtypes.max_exp_avg_sq is not None,
         "HAS_SCALE": has_scale,
         "HAS_SKIP": has_skip,

@@ -31,9 +31,7 @@ from graphfsdp.optim.fused.step import fused_adam_
 from graphfsdp.optim.fused.storage import Columns, Dtypes, StepTensors, make_columns
 
 # Where a state is not called as its column is.
-_COLUMN_OF_STATE: Mapping[str, str] = MappingProxyType(
-    {"master_param": "main_param", "momentum_buffer": "exp_avg"}
-)
+_COLUMN_OF_STATE: Mapping[str, str] = MappingProxyType({"master_param": "main_param"})
 
 
 class Stepped(NamedTuple):

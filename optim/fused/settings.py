@@ -1,4 +1,4 @@
-"""The settings of a fused optimizer that hold for all groups, and the dtypes that follow."""
+"""The settings of a FusedAdam that hold for all groups, and the dtypes that follow."""
 
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -7,7 +7,6 @@ import torch
 from torch import Tensor
 
 from graphfsdp.errors import ConfigError
-from graphfsdp.optim.fused.hyper_table import RULES
 
 _LOW_PRECISION = (torch.bfloat16, torch.float16)
 _MOMENT_DTYPES = (torch.float32, torch.bfloat16)
@@ -17,13 +16,11 @@ class Flags(NamedTuple):
     adam_w_mode: bool = True  # decoupled weight decay; otherwise decay is added to the gradient
     bias_correction: bool = True
     maximize: bool = False
-    rule: str = "adam"  # a key of RULES
-    nesterov: bool = False
 
 
 @dataclass(frozen=True)
 class StepSettings:
-    """What the constructor of an optimizer was told; see ``FusedAdam``."""
+    """What the constructor was told; see ``FusedAdam``."""
 
     flags: Flags
     use_decoupled_grad: bool
@@ -34,7 +31,6 @@ class StepSettings:
     exp_avg_dtype: torch.dtype = torch.float32
     exp_avg_sq_dtype: torch.dtype = torch.float32
     amsgrad: bool = False
-    has_moments: bool = True
 
     def __post_init__(self) -> None:
         for name in ("exp_avg_dtype", "exp_avg_sq_dtype"):
@@ -49,11 +45,6 @@ class StepSettings:
         if self.max_grad_norm is not None and not self.max_grad_norm > 0:
             raise ConfigError(f"max_grad_norm must be a positive number, got {self.max_grad_norm}")
 
-    @property
-    def moments(self) -> tuple[str, ...]:
-        """Names of the state tensors that average gradients, without amsgrad's."""
-        return RULES[self.flags.rule].moments if self.has_moments else ()
-
     def main_weight_dtype(self, param: Tensor) -> torch.dtype:
         wide = self.master_weights and param.dtype in _LOW_PRECISION
         return torch.float32 if wide else param.dtype
@@ -63,7 +54,7 @@ class StepSettings:
         first, second = self.exp_avg_dtype, self.exp_avg_sq_dtype
         if param.dtype == torch.float64:
             first = second = torch.float64
-        dtypes = dict(zip(self.moments, (first, second), strict=False))
+        dtypes = {"exp_avg": first, "exp_avg_sq": second}
         if self.amsgrad:
             dtypes["max_exp_avg_sq"] = second
         main = self.main_weight_dtype(param)

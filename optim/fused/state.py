@@ -1,4 +1,4 @@
-"""Where the fused optimizers keep their state: slices of one buffer per device and dtype.
+"""Where FusedAdam keeps its state: slices of one buffer per device and dtype.
 
 Shapes: [...] the parameter's shape; [] is a 0-D tensor.
 """
@@ -118,10 +118,8 @@ def _memory_order(item: tuple[int, Tensor]) -> tuple[str, str, int, int, int, in
 # Settings of other Adams that say how they run, not what they compute.
 _RUN_SETTINGS = frozenset({"foreach", "capturable", "differentiable", "fused"})
 # Settings of groups elsewhere that are the whole optimizer's here; they are compared.
-_COMPARED = frozenset(
-    {"amsgrad", "maximize", "bias_correction", "decoupled_weight_decay", "nesterov"}
-)
-_OF_TORCHS_MUON = frozenset({"ns_coefficients", "ns_steps", "adjust_lr_fn"})
+_COMPARED = frozenset({"amsgrad", "maximize", "bias_correction", "decoupled_weight_decay"})
+_OF_TORCHS_MUON = frozenset({"nesterov", "ns_coefficients", "ns_steps", "adjust_lr_fn"})
 _NOT_LOADED = _RUN_SETTINGS | _COMPARED | _OF_TORCHS_MUON | {"params", "param_names", "step"}
 
 
@@ -178,20 +176,17 @@ def load_groups(state_dict: Mapping[str, Any], groups: Sequence[dict[str, Any]])
 
 
 def check_saved_group(saved: Mapping[str, Any], row: int, settings: StepSettings) -> None:
-    """Refuse the group of an optimizer of another rule."""
+    """Refuse the group of an Adam that computes something else."""
     own = {
         "amsgrad": settings.amsgrad,
         "maximize": settings.flags.maximize,
         "bias_correction": settings.flags.bias_correction,
-        "nesterov": settings.flags.nesterov,
     }
     for key, value in own.items():
         if bool(saved.get(key, value)) != value:
-            kind = {"adam": "FusedAdam", "sgd": "FusedSGD", "lion": "FusedLion"}
             raise ConfigError(
                 f"parameter group {row} was saved with {key}={bool(saved[key])}, this optimizer "
-                f"has {key}={value}; construct {kind[settings.flags.rule]} with "
-                f"{key}={bool(saved[key])}"
+                f"has {key}={value}; construct FusedAdam with {key}={bool(saved[key])}"
             )
     adam_w_mode = settings.flags.adam_w_mode
     decoupled = saved.get("decoupled_weight_decay", adam_w_mode)
@@ -212,11 +207,9 @@ def match_entries(saved: Saved, settings: StepSettings) -> State:
     """
     param, _, name, entries, group = saved
     step = entries.get("step", group.get("step"))
-    if step is None and settings.flags.rule in ("sgd", "lion"):
-        step = 1.0  # elsewhere they count none; only the first step of SGD is unlike the others
     found = {"step": saved_tensor({"step": step}, "step", None, name).float().reshape(())}
     largest = ("max_exp_avg_sq",) if settings.amsgrad else ()
-    for key in (*settings.moments, *largest):
+    for key in ("exp_avg", "exp_avg_sq", *largest):
         found[key] = saved_tensor(entries, key, param.shape, name)
         if f"{key}_scale" in entries or found[key].dtype.itemsize == 1:
             raise ConfigError(

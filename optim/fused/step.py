@@ -61,8 +61,7 @@ _LIBRARY.define(
     "Tensor(c!)[] exp_avg_sqs, Tensor(d!)[] max_exp_avg_sqs, Tensor(e!)[] main_params, "
     "Tensor(f!)[] steps, Tensor hyper, int[] lane_rows, int[] lane_sizes, int[] lane_steps, "
     "Tensor? grad_scale, Tensor? found_inf, Tensor(g!)? skipped, Tensor[] tables, "
-    "bool dense, bool adam_w_mode, bool bias_correction, bool maximize, str rule, "
-    "bool nesterov) -> ()"
+    "bool dense, bool adam_w_mode, bool bias_correction, bool maximize) -> ()"
 )
 
 
@@ -92,28 +91,21 @@ def _advance(args: StepArgs) -> None:
         args.skipped.add_(skip)
 
 
-def _run_tensor_code(
-    args: StepArgs, cut: Callable[[Columns], Iterator[Columns]] | None = None
-) -> None:
-    """Run the step as plain tensor code, on parts of a lane one after the other."""
+def _run_tensor_code(args: StepArgs) -> None:
+    """Run the step as plain tensor code, one parameter or flat run after the other."""
     _advance(args)
     start = 0
     for row, size, first in zip(args.lane_rows, args.lane_sizes, args.lane_steps, strict=True):
         coefficients = adam_coefficients(args.hyper[row], args.steps[first].view(-1)[0], args.flags)
-        for part in (cut or _singles)(args.columns.part(start, start + size)):
+        for index in range(start, start + size):
             adam_update_(
-                part,
+                args.columns.part(index, index + 1),
                 coefficients,
                 args.flags,
                 grad_scale=args.grad_scale,
                 found_inf=args.found_inf,
             )
         start += size
-
-
-def _singles(columns: Columns) -> Iterator[Columns]:
-    for index in range(len(columns.params)):
-        yield columns.part(index, index + 1)
 
 
 def run_cuda(args: StepArgs) -> None:
@@ -156,9 +148,6 @@ class CpuStep:
     def run(self, args: StepArgs) -> None:
         if not args.dense:
             _run_tensor_code(args)
-            return
-        if args.flags.rule != "adam":
-            _run_tensor_code(args, _chunks)
             return
         _advance(args)
         if args.found_inf is not None and args.found_inf.item() != 0:

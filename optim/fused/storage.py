@@ -16,8 +16,8 @@ class StepTensors(NamedTuple):
 
     param: Tensor  # [...] float, model weight
     grad: Tensor  # [...] any float
-    exp_avg: Tensor | None = None  # [...] float, first moment or momentum buffer
-    exp_avg_sq: Tensor | None = None  # [...] float
+    exp_avg: Tensor  # [...] float
+    exp_avg_sq: Tensor  # [...] float
     max_exp_avg_sq: Tensor | None = None  # [...] float
     main_param: Tensor | None = None  # [...] float32, or int16 remainders
 
@@ -44,8 +44,8 @@ class Dtypes(NamedTuple):
 
     param: torch.dtype
     grad: torch.dtype
-    exp_avg: torch.dtype | None
-    exp_avg_sq: torch.dtype | None
+    exp_avg: torch.dtype
+    exp_avg_sq: torch.dtype
     max_exp_avg_sq: torch.dtype | None
     main_param: torch.dtype | None
 

@@ -1,4 +1,4 @@
-"""The Triton kernels of the fused optimizers; import this module only where Triton is wanted.
+"""The Triton kernels of FusedAdam; import this module only where Triton is wanted.
 
 Shapes: R = flat runs, B = blocks of all runs, L = lanes, G = groups.
 """
@@ -44,10 +44,9 @@ def store_weight(
 def coefficients_kernel(
     lanes_ptr,  # [L, 2] int64, address of a float32 step count; row of the table
     hyper_ptr,  # [G, 5] float64, lr, beta1, beta2, eps, weight_decay
-    coefficients_ptr,  # [L, 10] float32, written
+    coefficients_ptr,  # [L, 8] float32, written
     ADAM_W_MODE: tl.constexpr,
     BIAS_CORRECTION: tl.constexpr,
-    RULE: tl.constexpr,
 ):
     """One lane's scalars, in float64. Capture: reads the counts and table that a replay finds."""
     lane = tl.program_id(0)
@@ -65,23 +64,18 @@ def coefficients_kernel(
         # any power of it is as good as 0.
         correction1 = 1.0 - tl.exp2(step * tl.log2(tl.maximum(beta1, 2.3e-308)))
         correction2 = 1.0 - tl.exp2(step * tl.log2(tl.maximum(beta2, 2.3e-308)))
-    one_minus_beta2 = 1.0 - beta2
-    if RULE == "sgd":  # dampening spares the first gradient
-        one_minus_beta2 = tl.where(tl.load(step_ptr) > 1.0, one_minus_beta2, 1.0)
     decay = correction1 * 0.0 + 1.0
     if ADAM_W_MODE:
         decay = 1.0 - lr * weight_decay
-    out = coefficients_ptr + lane * 10
+    out = coefficients_ptr + lane * 8
     tl.store(out, decay.to(tl.float32))
     tl.store(out + 1, weight_decay.to(tl.float32))
     tl.store(out + 2, (1.0 - beta1).to(tl.float32))
     tl.store(out + 3, beta2.to(tl.float32))
-    tl.store(out + 4, one_minus_beta2.to(tl.float32))
+    tl.store(out + 4, (1.0 - beta2).to(tl.float32))
     tl.store(out + 5, (lr / correction1).to(tl.float32))
     tl.store(out + 6, tl.sqrt(correction2).to(tl.float32))
     tl.store(out + 7, tl.load(hyper + 3).to(tl.float32))
-    tl.store(out + 8, lr.to(tl.float32))
-    tl.store(out + 9, beta1.to(tl.float32))
 
 
 @triton.jit
@@ -108,80 +102,41 @@ def _update_weight(weight, first, second, coefficients_ptr):
 
 
 @triton.jit
-def _update_by_momentum(
-    weight,
-    grad,
-    first,
-    coefficients_ptr,
-    RULE: tl.constexpr,
-    HAS_FIRST: tl.constexpr,
-    NESTEROV: tl.constexpr,
-):
-    """Return weight and momentum after a step of SGD or Lion; see update.py."""
-    lr = tl.load(coefficients_ptr + 8)
-    one_minus_beta2 = tl.load(coefficients_ptr + 4)
-    if RULE == "lion":
-        mixed = first * tl.load(coefficients_ptr + 9) + grad * tl.load(coefficients_ptr + 2)
-        sign = tl.where(mixed > 0, 1.0, tl.where(mixed < 0, -1.0, 0.0))
-        weight = weight * tl.load(coefficients_ptr) - sign * lr
-        first = first * tl.load(coefficients_ptr + 3) + grad * one_minus_beta2
-    else:
-        momentum = tl.load(coefficients_ptr + 9)
-        grad = grad + weight * tl.load(coefficients_ptr + 1)
-        if HAS_FIRST:
-            first = first * momentum + grad * one_minus_beta2
-            grad = grad + first * momentum if NESTEROV else first
-        weight = weight - grad * lr
-    return weight, first
-
-
-@triton.jit
 def _update_block(
     pointers,
     offsets,
     mask,
     coefficients_ptr,
     scale_ptr,
-    HAS_FIRST: tl.constexpr,
     HAS_MAIN: tl.constexpr,
     HALVES: tl.constexpr,
     AMSGRAD: tl.constexpr,
     HAS_SCALE: tl.constexpr,
     ADAM_W_MODE: tl.constexpr,
     MAXIMIZE: tl.constexpr,
-    RULE: tl.constexpr,
-    NESTEROV: tl.constexpr,
 ):
     """Update some elements; ``mask`` is None where all of them are there."""
     param, grad_ptr, first_ptr, second_ptr, largest_ptr, main = pointers
     grad = tl.load(grad_ptr + offsets, mask=mask).to(tl.float32)
     weight = load_weight(param, main, offsets, mask, HAS_MAIN, HALVES)
-    first = grad
-    if HAS_FIRST:
-        first = tl.load(first_ptr + offsets, mask=mask).to(tl.float32)
+    first = tl.load(first_ptr + offsets, mask=mask).to(tl.float32)
+    second = tl.load(second_ptr + offsets, mask=mask).to(tl.float32)
     if HAS_SCALE:
         grad = grad * tl.load(scale_ptr)
     if MAXIMIZE:
         grad = -grad
-    if RULE == "adam":
-        second = tl.load(second_ptr + offsets, mask=mask).to(tl.float32)
-        weight, first, second = _update_moments(
-            weight, grad, first, second, coefficients_ptr, ADAM_W_MODE
-        )
-        divisor = second
-        if AMSGRAD:
-            largest = tl.load(largest_ptr + offsets, mask=mask).to(tl.float32)
-            # NaN stays NaN, as in torch.maximum.
-            divisor = tl.where((largest >= second) | (largest != largest), largest, second)
-            tl.store(largest_ptr + offsets, divisor.to(largest_ptr.dtype.element_ty), mask=mask)
-        weight = _update_weight(weight, first, divisor, coefficients_ptr)
-        tl.store(second_ptr + offsets, second.to(second_ptr.dtype.element_ty), mask=mask)
-    else:
-        weight, first = _update_by_momentum(
-            weight, grad, first, coefficients_ptr, RULE, HAS_FIRST, NESTEROV
-        )
-    if HAS_FIRST:
-        tl.store(first_ptr + offsets, first.to(first_ptr.dtype.element_ty), mask=mask)
+    weight, first, second = _update_moments(
+        weight, grad, first, second, coefficients_ptr, ADAM_W_MODE
+    )
+    divisor = second
+    if AMSGRAD:
+        largest = tl.load(largest_ptr + offsets, mask=mask).to(tl.float32)
+        # NaN stays NaN, as in torch.maximum.
+        divisor = tl.where((largest >= second) | (largest != largest), largest, second)
+        tl.store(largest_ptr + offsets, divisor.to(largest_ptr.dtype.element_ty), mask=mask)
+    weight = _update_weight(weight, first, divisor, coefficients_ptr)
+    tl.store(first_ptr + offsets, first.to(first_ptr.dtype.element_ty), mask=mask)
+    tl.store(second_ptr + offsets, second.to(second_ptr.dtype.element_ty), mask=mask)
     store_weight(param, main, weight, offsets, mask, HAS_MAIN, HALVES)
 
 
@@ -216,7 +171,7 @@ def _load_pointers(
 def update_kernel(
     runs_ptr,  # [R, 9] int64, six addresses, numel, lane, first block
     block_to_run_ptr,  # [B] int32
-    coefficients_ptr,  # [L, 10] float32
+    coefficients_ptr,  # [L, 8] float32
     scale_ptr,  # [] float32, multiplies every gradient; not read without HAS_SCALE
     skip_ptr,  # [] float32, nothing is changed unless it is zero; not read without HAS_SKIP
     PARAM_DTYPE: tl.constexpr,
@@ -224,7 +179,6 @@ def update_kernel(
     FIRST_DTYPE: tl.constexpr,
     SECOND_DTYPE: tl.constexpr,
     MAIN_DTYPE: tl.constexpr,
-    HAS_FIRST: tl.constexpr,
     HAS_MAIN: tl.constexpr,
     HALVES: tl.constexpr,
     AMSGRAD: tl.constexpr,
@@ -232,8 +186,6 @@ def update_kernel(
     HAS_SKIP: tl.constexpr,
     ADAM_W_MODE: tl.constexpr,
     MAXIMIZE: tl.constexpr,
-    RULE: tl.constexpr,
-    NESTEROV: tl.constexpr,
     ALIGNED: tl.constexpr,
     BLOCK_NUMEL: tl.constexpr,
     PART_NUMEL: tl.constexpr,
@@ -248,7 +200,7 @@ def update_kernel(
         run, PARAM_DTYPE, GRAD_DTYPE, FIRST_DTYPE, SECOND_DTYPE, MAIN_DTYPE, ALIGNED
     )
     numel = tl.load(run + 6)
-    coefficients = coefficients_ptr + tl.load(run + 7) * 10
+    coefficients = coefficients_ptr + tl.load(run + 7) * 8
     block -= tl.load(run + 8)
     if HAS_SKIP:
         # A run without elements: every load and store is masked off, so no memory is moved.
@@ -259,8 +211,8 @@ def update_kernel(
         offsets = start + tl.arange(0, BLOCK_NUMEL)
         _update_block(
             pointers, offsets, None, coefficients, scale_ptr,
-            HAS_FIRST, HAS_MAIN, HALVES, AMSGRAD,
-            HAS_SCALE, ADAM_W_MODE, MAXIMIZE, RULE, NESTEROV,
+            HAS_MAIN, HALVES, AMSGRAD,
+            HAS_SCALE, ADAM_W_MODE, MAXIMIZE,
         )  # fmt: skip
     else:
         # In parts: as a whole it would need more registers than all the rest.
@@ -268,6 +220,6 @@ def update_kernel(
             offsets = start + part * PART_NUMEL + tl.arange(0, PART_NUMEL)
             _update_block(
                 pointers, offsets, offsets < numel, coefficients, scale_ptr,
-                HAS_FIRST, HAS_MAIN, HALVES, AMSGRAD,
-                HAS_SCALE, ADAM_W_MODE, MAXIMIZE, RULE, NESTEROV,
+                HAS_MAIN, HALVES, AMSGRAD,
+                HAS_SCALE, ADAM_W_MODE, MAXIMIZE,
             )  # fmt: skip

@@ -1,4 +1,4 @@
-"""The update rules as in-place tensor code: the reference, and the fallback where no kernel fits.
+"""Adam as in-place tensor code: the reference, and the fallback where no kernel fits.
 
 Shapes: [...] any shape, the same for all tensors of one parameter; [] is a 0-D tensor.
 """
@@ -29,8 +29,6 @@ class AdamCoefficients(NamedTuple):
     step_size: Tensor  # lr over the bias correction of the first moment
     root_correction2: Tensor  # root of the bias correction of the second moment
     eps: Tensor
-    lr: Tensor
-    beta1: Tensor
 
 
 def adam_coefficients(
@@ -44,9 +42,6 @@ def adam_coefficients(
     """
     lr, beta1, beta2, eps, weight_decay = hyper_row.unbind()
     one = torch.ones_like(lr)
-    one_minus_beta2 = one - beta2
-    if flags.rule == "sgd":  # dampening spares the first gradient
-        one_minus_beta2 = torch.where(step > 1, one_minus_beta2, one)
     correction1 = one - beta1**step if flags.bias_correction else one
     correction2 = one - beta2**step if flags.bias_correction else one
     return AdamCoefficients(
@@ -54,12 +49,10 @@ def adam_coefficients(
         weight_decay=weight_decay,
         one_minus_beta1=one - beta1,
         beta2=beta2,
-        one_minus_beta2=one_minus_beta2,
+        one_minus_beta2=one - beta2,
         step_size=lr / correction1,
         root_correction2=correction2.sqrt(),
         eps=eps,
-        lr=lr,
-        beta1=beta1,
     )
 
 
@@ -87,22 +80,22 @@ def adam_update_(
         return
     wide = torch.promote_types(part.params[0].dtype, torch.float32)
     weights, moments = read_weights(part, wide), read_moments(part, wide)
+    firsts, seconds, largests = moments
     for index, weight in enumerate(weights):
         gradient = part.grads[index].to(wide)
         if grad_scale is not None:
             gradient = gradient * grad_scale
         if flags.maximize:
             gradient = -gradient
-        first, second, largest = (values[index] if values else None for values in moments)
-        if flags.rule == "sgd":
-            _sgd_rule_(weight, gradient, first, coefficients, nesterov=flags.nesterov)
-            continue
-        assert first is not None
-        if flags.rule == "lion":
-            _lion_rule_(weight, gradient, first, coefficients)
-            continue
-        assert second is not None
-        _adam_rule_(weight, gradient, first, second, largest, coefficients, flags.adam_w_mode)
+        _adam_rule_(
+            weight,
+            gradient,
+            firsts[index],
+            seconds[index],
+            largests[index] if largests else None,
+            coefficients,
+            flags.adam_w_mode,
+        )
     store_moments(part, moments)
     store_weights(part, weights)
 
@@ -148,37 +141,6 @@ def _adam_rule_(
 def _keep_largest_(largest: Tensor | None, second: Tensor) -> Tensor:
     """Return the moment to divide by, after taking over what has grown."""
     return second if largest is None else torch.maximum(largest, second, out=largest)
-
-
-def _sgd_rule_(
-    weight: Tensor,
-    gradient: Tensor,
-    momentum: Tensor | None,
-    coefficients: AdamCoefficients,
-    *,
-    nesterov: bool,
-) -> None:
-    """The order of operations of torch's own SGD.
-
-    Source: Sutskever et al. 2013, equations 3 and 4, in the form of torch.optim.SGD.
-    """
-    gradient = gradient + weight * coefficients.weight_decay
-    if momentum is not None:
-        momentum.mul_(coefficients.beta1).add_(gradient * coefficients.one_minus_beta2)
-        gradient = gradient + momentum * coefficients.beta1 if nesterov else momentum
-    weight.sub_(gradient * coefficients.lr)
-
-
-def _lion_rule_(
-    weight: Tensor, gradient: Tensor, momentum: Tensor, coefficients: AdamCoefficients
-) -> None:
-    """Lion: a step of the same length for each element.
-
-    Source: Chen et al. 2023, Algorithm 2 (arXiv:2302.06675).
-    """
-    mixed = momentum * coefficients.beta1 + gradient * coefficients.one_minus_beta1
-    weight.mul_(coefficients.decay).sub_(mixed.sign() * coefficients.lr)
-    momentum.mul_(coefficients.beta2).add_(gradient * coefficients.one_minus_beta2)
 
 
 def _root(value: Tensor) -> Tensor:

@@ -323,4 +323,4 @@ def _check(group: Mapping[str, Any], row: int) -> None:
         check_number(name, group[name], f"of parameter group {row}")
 
 
-_RULE = Rule("muon", ("momentum_buffer",), _read, _check)
+_RULE = Rule(_read, _check)

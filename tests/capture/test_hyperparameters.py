@@ -164,7 +164,7 @@ def test_a_changed_value_that_is_baked_in_is_refused_by_name(
         step(*batch)
     assert repr(old) in str(caught.value)
     assert repr(value) in str(caught.value)
-    assert ("FusedSGD" if optimizer == "sgd" else "FusedAdam") in str(caught.value)
+    assert ("forward_backward" if optimizer == "sgd" else "FusedAdam") in str(caught.value)
     assert_same_state(before, snapshot(model, optim))
     optim.param_groups[0][key] = old
     step(*batch)  # the old value is fine again

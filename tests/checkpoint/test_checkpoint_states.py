@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import graphfsdp
-from graphfsdp.optim import FusedLion, FusedSGD, Muon
+from graphfsdp.optim import FusedAdam, Muon
 from ranks import RankPool
 
 
@@ -158,8 +158,7 @@ OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
         name: getattr(torch.optim, name)
         for name in ("RMSprop", "Adagrad", "NAdam", "Adamax", "Adafactor")
     },
-    "FusedSGD": functools.partial(FusedSGD, momentum=0.9, nesterov=True, **HALVES),
-    "FusedLion": functools.partial(FusedLion, weight_decay=0.1, maximize=True, **HALVES),
+    "FusedAdam": functools.partial(FusedAdam, weight_decay=0.1, maximize=True, **HALVES),
     "Muon": muon,
 }
 

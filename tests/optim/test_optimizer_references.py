@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from graphfsdp.optim import FusedAdam, FusedLion, FusedSGD, Muon
+from graphfsdp.optim import FusedAdam, Muon
 
 RECORDED = json.loads(
     (pathlib.Path(__file__).parents[1] / "references" / "optimizer_steps.json").read_text()
@@ -18,9 +18,7 @@ RECORDED = json.loads(
 # What makes it, and how far a weight may be off: a few roundings of numbers below 4 in each step.
 OPTIMIZERS: Mapping[str, tuple[Any, float]] = MappingProxyType(
     {
-        "sgd": (FusedSGD, 1e-5),
         "adamw": (FusedAdam, 1e-5),
-        "lion": (FusedLion, 1e-5),
         # Directions are bfloat16: an entry may be a 64th off at the end of the five iterations,
         # times lr, summed over lr's six steps, times the root of the shape's ratio.
         "muon": (Muon, 0.1 * 2.45 * 1.23 / 32),

@@ -1,10 +1,9 @@
 """Writes optimizer_steps.json: steps of published implementations on recorded gradients.
 
-    pip install --no-deps --target LION lion-pytorch==0.2.5
-    python tests/references/make_optimizer_steps.py LION MUON/muon.py
+    python tests/references/make_optimizer_steps.py MUON/muon.py
 
-The second is github.com/KellerJordan/Muon at the commit below. The others are torch's own, in
-float64. Learning rate and weight decay are others in each step.
+The file is github.com/KellerJordan/Muon's at the commit below. AdamW is torch's own, in float64.
+Learning rate and weight decay are others in each step.
 """
 
 import importlib.util
@@ -44,9 +43,7 @@ def steps_of(make: Any, dtype: torch.dtype, start: Any, grads: Any) -> dict[str,
 
 
 def main() -> None:
-    sys.path.insert(0, sys.argv[1])
-    lion = importlib.import_module("lion_pytorch").Lion
-    spec = importlib.util.spec_from_file_location("keller_jordan_muon", sys.argv[2])
+    spec = importlib.util.spec_from_file_location("keller_jordan_muon", sys.argv[1])
     assert spec is not None
     assert spec.loader is not None
     muon = importlib.util.module_from_spec(spec)
@@ -59,28 +56,24 @@ def main() -> None:
     wide, matrices = torch.float64, [grads_of_step[:2] for grads_of_step in grads]
     optim: Any = torch.optim
     version = f"torch {torch.__version__.split('+')[0]}"
-    cases = {
-        "sgd": (optim.SGD, {"momentum": 0.9, "nesterov": True}, f"torch.optim.SGD of {version}"),
-        "adamw": (optim.AdamW, {"betas": (0.8, 0.9)}, f"torch.optim.AdamW of {version}"),
-        "lion": (lion, {"betas": (0.95, 0.98)}, "lion-pytorch 0.2.5 of PyPI"),
-    }
     found = {
-        name: {
-            "source": source,
-            "settings": settings,
-            "weights": steps_of(lambda p, c=cls, s=settings: c(p, lr=LR, **s), wide, start, grads),
-        }
-        for name, (cls, settings, source) in cases.items()
-    }
-    found["muon"] = {
-        "source": f"github.com/KellerJordan/Muon, muon.py, commit {MUON_COMMIT}",
-        "settings": {"momentum": 0.9},
-        "weights": steps_of(
-            lambda p: muon.SingleDeviceMuon(p, lr=LR, momentum=0.9),
-            torch.float32,
-            start[:2],
-            matrices,
-        ),
+        "adamw": {
+            "source": f"torch.optim.AdamW of {version}",
+            "settings": {"betas": (0.8, 0.9)},
+            "weights": steps_of(
+                lambda p: optim.AdamW(p, lr=LR, betas=(0.8, 0.9)), wide, start, grads
+            ),
+        },
+        "muon": {
+            "source": f"github.com/KellerJordan/Muon, muon.py, commit {MUON_COMMIT}",
+            "settings": {"momentum": 0.9},
+            "weights": steps_of(
+                lambda p: muon.SingleDeviceMuon(p, lr=LR, momentum=0.9),
+                torch.float32,
+                start[:2],
+                matrices,
+            ),
+        },
     }
     facts = {
         "how": "tests/references/make_optimizer_steps.py",

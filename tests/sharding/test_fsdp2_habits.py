@@ -132,7 +132,7 @@ def change_trained(model: Any, index: int) -> None:
 
 def captured_freezing(strategy: str, scope: str) -> Any:
     model = tower(sharding(strategy))
-    optim = graphfsdp.optim.FusedSGD(model.parameters(), lr=0.1)
+    optim = torch.optim.SGD(model.parameters(), lr=0.1)
     change_trained(model, 0)
     options: Any = {"scope": scope, "on_change": "recapture", "warmup_steps": 1}
     with graphfsdp.capture(model, optim, loss_fn=mean_square, **options) as step:
@@ -338,7 +338,7 @@ def returning_iteration(model: Any, optim: Any, x: Tensor) -> dict[str, Any]:
 def returned(strategy: str, scope: str) -> list[Tensor]:
     """Also what lies unsharded in front of each call."""
     model = tower(sharding(strategy))
-    optim = graphfsdp.optim.FusedSGD(model.parameters(), lr=0.1)
+    optim = torch.optim.SGD(model.parameters(), lr=0.1)
     options: Any = {"scope": scope, "iteration": returning_iteration}
     found: list[Tensor] = []
     model.unshard()

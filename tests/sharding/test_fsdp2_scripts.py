@@ -201,7 +201,7 @@ def test_a_graph_trains_what_the_words_have_made(make: Callable[[], Any]) -> Non
 @on_ranks("ranks2")
 def test_a_graph_sees_another_divide_factor() -> None:
     model = divided()
-    optimizer = graphfsdp.optim.FusedSGD(model.parameters(), lr=0.1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with graphfsdp.capture(model, optimizer, loss_fn=mean_square, warmup_steps=1) as step:
         for index in range(3):
             step(everyday_scripts.batch(index))

@@ -1,4 +1,7 @@
-"""The step that FusedAdam, FusedSGD and FusedLion share, all on the device."""
+"""FusedAdam: one pass over memory, always capturable.
+
+Shapes: [...] a parameter's shape; [] is a 0-D tensor.
+"""
 
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -10,13 +13,13 @@ from torch.optim.optimizer import ParamsT
 from graphfsdp.base.streams import is_capturing, keep_for_graph
 from graphfsdp.base.torch_internals import without_modes
 from graphfsdp.errors import CaptureError
-from graphfsdp.optim.fused.checks import check_buffers, check_params
+from graphfsdp.optim.fused.checks import check_params
 from graphfsdp.optim.fused.control import StepControl
 from graphfsdp.optim.fused.grad_scaler import DeviceGradScaler
-from graphfsdp.optim.fused.hyper_table import RULES, Rule
+from graphfsdp.optim.fused.hyper_table import ADAM, Rule
 from graphfsdp.optim.fused.live_optimizer import LiveOptimizer
 from graphfsdp.optim.fused.plan import Plan, find_stepped, gradients_of
-from graphfsdp.optim.fused.settings import StepSettings
+from graphfsdp.optim.fused.settings import Flags, StepSettings, check_main_dtype
 from graphfsdp.optim.fused.state import (
     Loaded,
     Saved,
@@ -30,18 +33,85 @@ from graphfsdp.optim.fused.state import (
 )
 
 
-class DeviceOptimizer(LiveOptimizer):
-    """An optimizer whose step is one operation per device and dtype combination."""
+class FusedAdam(LiveOptimizer):
+    """Adam with all that changes kept on the device: steps, lr, decay, betas, eps.
+
+    ``param_groups`` hold ordinary Python numbers (lr may be a tensor). They may be changed at any
+    time, by hand or by a scheduler: ``step`` and every replay of a captured step read them anew.
+
+    State per parameter: ``step`` [] float32, ``exp_avg`` and ``exp_avg_sq`` [...], with amsgrad
+    ``max_exp_avg_sq`` [...], and with main weights ``master_param`` [...] float32, or int16 with
+    remainders. State is made at the first step.
+    """
 
     def __init__(
         self,
         params: ParamsT,
-        defaults: dict[str, Any],
-        settings: StepSettings,
-        grad_scaler: DeviceGradScaler | None,
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        amsgrad: bool = False,
+        *,
+        adam_w_mode: bool = True,
+        bias_correction: bool = True,
+        capturable: bool = True,
+        use_decoupled_grad: bool = False,
+        master_weights: bool = False,
+        master_weight_dtype: torch.dtype = torch.float32,
+        exp_avg_dtype: torch.dtype = torch.float32,
+        exp_avg_sq_dtype: torch.dtype = torch.float32,
+        store_param_remainders: bool = False,
+        maximize: bool = False,
+        skip_nonfinite: bool = False,
+        max_grad_norm: float | None = None,
+        grad_scaler: DeviceGradScaler | None = None,
     ) -> None:
+        """Set up the optimizer.
+
+        Args:
+            params: Parameters, (name, parameter) pairs, or groups of either.
+            lr: Learning rate; a tensor must be on the parameters' device.
+            betas: Decay rates of the two moments, each in [0, 1).
+            eps: Added to the root of the second moment, after bias correction.
+            weight_decay: Fraction of the weight removed per unit of learning rate.
+            amsgrad: Divide by the largest second moment so far.
+            adam_w_mode: Decoupled weight decay (AdamW); otherwise decay joins the gradient.
+            bias_correction: Correct the moments for their start at zero.
+            capturable: Changes nothing: every FusedAdam is. It is here because constructor calls
+                for torch and Transformer Engine have it.
+            use_decoupled_grad: Read ``param.decoupled_grad`` instead of ``param.grad``, so that
+                the gradient's dtype need not be the parameter's.
+            master_weights: Keep float32 main weights for bfloat16 and float16 parameters.
+            master_weight_dtype: torch.float32.
+            exp_avg_dtype: Dtype in which the first moment is stored: float32 or bfloat16.
+            exp_avg_sq_dtype: The same for the second moment.
+            store_param_remainders: Keep the main weight of a bfloat16 parameter as the 16 bits
+                that the parameter lacks, in int16: exact, and half of the memory.
+            maximize: Climb instead of descending.
+            skip_nonfinite: Leave everything as it is where a gradient, or the norm of all of them
+                in float32, is not finite.
+            max_grad_norm: Clip the gradients' global norm, inside the update.
+            grad_scaler: Unscales the gradients; implies ``skip_nonfinite``.
+
+        Raises:
+            ConfigError: a hyper-parameter is out of its range, or a parameter cannot be trained.
+        """
+        check_main_dtype(master_weight_dtype)
+        settings = StepSettings(
+            Flags(adam_w_mode, bias_correction, maximize),
+            use_decoupled_grad,
+            master_weights,
+            store_param_remainders,
+            skip_nonfinite or grad_scaler is not None,
+            max_grad_norm,
+            exp_avg_dtype,
+            exp_avg_sq_dtype,
+            amsgrad,
+        )
         self._settings = settings
         control = StepControl(settings.skip_nonfinite, settings.max_grad_norm, grad_scaler)
+        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         super().__init__(params, defaults, control)
 
     def _reset(self) -> None:
@@ -52,7 +122,7 @@ class DeviceOptimizer(LiveOptimizer):
 
     @property
     def _rule(self) -> Rule:
-        return RULES[self._settings.flags.rule]
+        return ADAM
 
     def _check_params(self, row: int) -> None:
         check_params(self.param_groups, row, self._settings)
@@ -77,10 +147,6 @@ class DeviceOptimizer(LiveOptimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         super().add_param_group(param_group)
         self._plan = None
-
-    def upload_hyperparameters(self) -> None:
-        check_buffers(self.param_groups, self._settings.has_moments)
-        super().upload_hyperparameters()
 
     def _take_step(self, grad_scale: Tensor | None, found_inf: Tensor | None) -> None:
         """Capture: no host sync; one operation per device and dtype combination."""
