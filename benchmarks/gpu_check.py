@@ -43,7 +43,8 @@ from benchmarks.limited import ROOT, run_limited
 from graphfsdp.bench.machine import find_environment
 from graphfsdp.bench.tables import Table
 
-TESTS, BENCH, REDUCE_OVERHEAD, NODES = "tests", "bench", "reduce-overhead", "nodes"
+TESTS, BENCH, REDUCE_OVERHEAD = "tests", "bench", "reduce-overhead"
+NODES, OPTIMIZER = "nodes", "optimizer"
 # In order, each with its own seconds.
 BUDGETS_S: Mapping[str, float] = MappingProxyType(
     {
@@ -55,7 +56,7 @@ BUDGETS_S: Mapping[str, float] = MappingProxyType(
         TESTS: 110,
         "overlap": 40,
         "compile": 35,
-        "optimizer": 40,
+        OPTIMIZER: 40,
         BENCH: 70,
         # Last: it leaves graphs behind in its process that may take the memory of others.
         REDUCE_OVERHEAD: 45,
@@ -152,7 +153,6 @@ PARTS: Mapping[str, Sequence[str]] = MappingProxyType(
         ),
         "overlap": ("tests/sharding/test_played_ranks.py",),
         "compile": ("tests/capture/test_compiled.py",),
-        "optimizer": ("tests/optim/test_speed.py",),
         "nccl": tuple(f"{_NCCL}[{name}-0]" for name in _COLLECTIVES),
         "ends": tuple(
             f"{_ENDS}a_job_ends_whoever_still_holds_a_step[{name}-later]"
@@ -332,6 +332,18 @@ def nodes_part(device: torch.device, limit_s: float) -> dict[str, Any]:
     return {"rows": rows, "error": None}
 
 
+def optimizer_part(device: torch.device, limit_s: float, *, rehearses: bool) -> dict[str, Any]:
+    """Time the optimizer's step beside torch's; one that is too slow is a row that is not good."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = pathlib.Path(folder) / "rows.json"
+        command = ["benchmarks.optimizer_step", "--device", device.type, "--out", str(path)]
+        models = ["gpt-tiny"] if rehearses else ["gpt2-124m", "1b"]
+        error = run_program([*command, "--model", *models], limit_s)
+        if path.exists():  # the program ends with 1 where a row is not good
+            return {"rows": json.loads(path.read_text())["rows"], "error": None}
+        return {"rows": [], "error": error}
+
+
 def left_out(name: str, num_gpus: int) -> dict[str, Any]:
     has = {0: "no GPU", 1: "one GPU"}.get(num_gpus, f"{num_gpus} GPUs")
     what = " ".join(["needs", "two GPUs" if NUM_GPUS[name] > 1 else "a GPU"])
@@ -467,6 +479,8 @@ def check(
             part = {"rows": [], "error": f"left out: {total_s:.0f} s are over"}
         elif name == NODES:
             part = nodes_part(device, limit_s)
+        elif name == OPTIMIZER:
+            part = optimizer_part(device, limit_s, rehearses=rehearses)
         elif name in (BENCH, REDUCE_OVERHEAD):
             alone = name == REDUCE_OVERHEAD
             part = bench_part(

@@ -4,9 +4,10 @@ import pathlib
 from typing import Any
 
 import pytest
+import torch
 
 from bench_results import result
-from benchmarks import capture_nodes, readme_table
+from benchmarks import capture_nodes, optimizer_step, readme_table
 from graphfsdp.bench.records import write_result
 from graphfsdp.bench.report import write_directory
 
@@ -68,6 +69,32 @@ def test_the_newest_check_of_a_real_gpu_is_shown(tmp_path: pathlib.Path) -> None
     table = readme_table.gpu_check(tmp_path)
     assert "| tests | x | new | no |" in table
     assert "on NVIDIA Z" in table
+
+
+def test_the_document_of_fused_adam_shows_the_bytes_of_a_step() -> None:
+    page = (readme_table.ROOT / "docs" / "fused_adam.md").read_text(encoding="utf-8")
+    fp32, bf16 = torch.float32, torch.bfloat16
+    main, half = {"master_weights": True}, {"master_weights": True, "store_param_remainders": True}
+    narrow = {"exp_avg_dtype": bf16, "exp_avg_sq_dtype": bf16}
+    cases: dict[str, tuple[dict[str, Any], torch.dtype, torch.dtype]] = {
+        "fp32": ({}, fp32, fp32),
+        "fp32, bf16 moments": (narrow, fp32, fp32),
+        "bf16, fp32 main weight": (main, bf16, bf16),
+        "bf16, fp32 main weight and gradient": (main, bf16, fp32),
+        "bf16, fp32 main weight, bf16 moments": (main | narrow, bf16, bf16),
+        "bf16, int16 remainder": (half, bf16, bf16),
+        "bf16, int16 remainder, bf16 moments": (half | narrow, bf16, bf16),
+        "all bf16": (narrow, bf16, bf16),
+    }
+    for name, case in cases.items():
+        assert f"| {name} | {optimizer_step.bytes_per_param(*case):.4g} | " in page
+
+
+def test_steps_of_optimizers_are_measured_beside_a_copy() -> None:
+    rows = optimizer_step.measure("gpt-tiny", torch.device("cpu"))
+    whose = [row["what"].split(",")[0] for row in rows]
+    assert whose == ["torch AdamW(fused=True)", "FusedAdam", "FusedAdam"]
+    assert all(row["ok"] and "times as fast as torch's" in row["result"] for row in rows)
 
 
 def test_the_documents_show_the_numbers_of_the_result_files() -> None:

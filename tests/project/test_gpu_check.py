@@ -61,7 +61,8 @@ def test_a_rehearsal_on_the_cpu_prints_a_table_and_writes_a_file(tmp_path: pathl
 
 def test_the_tests_of_all_parts_exist_and_smoke_are_twenty_five() -> None:
     budgets = {**gpu_check.BUDGETS_S, **gpu_check.RANK_BUDGETS_S}
-    assert set(budgets) - set(gpu_check.PARTS) == {"bench", "reduce-overhead", "nodes"}
+    programs = {"bench", "reduce-overhead", "nodes", "optimizer"}
+    assert set(budgets) - set(gpu_check.PARTS) == programs
     assert len(gpu_check.PARTS["smoke"]) == 25
     parts = dict(gpu_check.PARTS)
     # By themselves: beside a folder pytest does not look at what else is named of it.
@@ -84,7 +85,7 @@ def test_no_part_takes_the_seconds_of_later_ones(
 
     monkeypatch.setattr(gpu_check, "suite_part", note)
     monkeypatch.setattr(gpu_check, "time", STOPPED)
-    names = ("compile", "overlap", "optimizer")
+    names = ("compile", "overlap", "tests")
     tests = {name: [name] for name in names}
     path = tmp_path / "result.json"
     gpu_check.check(torch.device("cpu"), names, path, times=2.0, tests=tests)
