@@ -69,9 +69,7 @@ def bytes_per_param(
     state = optimizer.state[param]
     written = param.nbytes + sum(value.nbytes for key, value in state.items() if key != "step")
     read = written + param.numel() * grad_dtype.itemsize
-    if state.get("master_param", param).dtype != param_dtype and not settings.get(
-        "store_param_remainders"
-    ):
+    if state.get("master_param", param).dtype != param_dtype:
         read -= param.nbytes
     moved: float = (read + written) / param.numel()
     return moved

@@ -2,7 +2,7 @@
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple, TypeVar, cast
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 import pytest
@@ -12,13 +12,7 @@ from torch import Tensor
 from graphfsdp.optim.fused import kernel as step_kernel
 from graphfsdp.optim.fused.settings import Flags
 from graphfsdp.optim.fused.step import StepArgs, run_cpu
-from graphfsdp.optim.fused.storage import (
-    Dtypes,
-    StepTensors,
-    join_remainder,
-    make_columns,
-    split_remainder_,
-)
+from graphfsdp.optim.fused.storage import Dtypes, StepTensors, make_columns
 from graphfsdp.optim.fused.update import adam_coefficients, adam_update_
 from triton_helpers import needs_triton, use_interpreter
 
@@ -28,11 +22,9 @@ MOMENTS = [torch.float32, torch.bfloat16]
 COMBINATIONS = [
     Dtypes(param, grad, first, second, None, main)
     for param, grad, first, second, main in itertools.product(
-        FLOATS, FLOATS, MOMENTS, MOMENTS, [None, torch.float32, torch.int16]
+        FLOATS, FLOATS, MOMENTS, MOMENTS, [None, torch.float32]
     )
-    if main is None
-    or (main == torch.float32 and param != torch.float32)
-    or (main == torch.int16 and param == torch.bfloat16)
+    if main is None or param != torch.float32
 ]
 
 
@@ -130,12 +122,7 @@ def make_case(
         shape = (size,) if isinstance(size, int) else size
         weight = torch.randn(shape, device=device)
         param = weight.to(dtypes.param)
-        main: Tensor | None = None
-        if dtypes.main_param == torch.int16:
-            main = torch.zeros(shape, dtype=torch.int16, device=device)
-            split_remainder_(param, main, weight)
-        elif dtypes.main_param is not None:
-            main = weight
+        main = None if dtypes.main_param is None else weight
         grad = torch.randn(shape, device=device).to(dtypes.grad)
         first = torch.randn(shape, device=device).to(dtypes.exp_avg)
         second = torch.rand(shape, device=device).to(dtypes.exp_avg_sq)
@@ -150,7 +137,7 @@ def make_case(
 def assert_same(
     found: Case, expected: Case, *, rtol: float = 0.0, atol: float = 0.0, but: Sequence[str] = ()
 ) -> None:
-    """Compare all tensors, bit for bit unless told otherwise; remainders with their upper halves.
+    """Compare all tensors, bit for bit unless told otherwise.
 
     Triton's interpreter cuts bfloat16 where the hardware rounds.
     """
@@ -160,9 +147,7 @@ def assert_same(
                 assert (left is None) == (right is None)
                 continue
             close = rtol, atol
-            if left.dtype == torch.int16:
-                left, right = (join_remainder(b.param, cast(Tensor, b[5])) for b in (ours, theirs))
-            elif left.dtype == BF16:
+            if left.dtype == BF16:
                 close = max(rtol, torch.finfo(BF16).eps), max(atol, 1e-30)
             torch.testing.assert_close(
                 left, right, rtol=close[0], atol=close[1], equal_nan=True, msg=name

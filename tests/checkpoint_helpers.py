@@ -10,7 +10,6 @@ from torch import Tensor, nn
 
 import graphfsdp
 from graphfsdp.optim import FusedAdam
-from graphfsdp.optim.fused.storage import join_remainder
 from sharding_helpers import STRATEGIES, Net, adam, batches, hybrid_mesh, my_part, shard
 
 
@@ -20,7 +19,7 @@ class Setup(NamedTuple):
     Attributes:
         strategy: Of ``fully_shard``; None for a model on one device.
         precision: "fp32", or "bf16" with float32 main weights: in the model where it is sharded,
-            else in the optimizer; "remainder" keeps them there as int16.
+            else in the optimizer.
         outer: Of a mesh of 2 x 2 ranks, what is cut over the outer axis; None for a 1-D mesh.
     """
 
@@ -49,7 +48,6 @@ def make(
     elif setup.precision != "fp32":
         model = model.to(torch.bfloat16)
         options["master_weights"] = True
-        options["store_param_remainders"] = setup.precision == "remainder"
     return model, adam(model, kind, **options)
 
 
@@ -94,11 +92,7 @@ def digests(found: dict[str, Tensor]) -> dict[str, str]:
 
 def _main_weight(param: Tensor, states: dict[str, Tensor]) -> Tensor:
     main = states.get("master_param")
-    if main is None:
-        return _whole(param).float()
-    if main.dtype == torch.int16:
-        return join_remainder(_whole(param), _whole(main))
-    return _whole(main)
+    return _whole(param).float() if main is None else _whole(main)
 
 
 def _whole(tensor: Tensor) -> Tensor:

@@ -75,7 +75,7 @@ class TransformerEngineAdapter(BakedAdapter):
             yield "any setting", why, f"Transformer Engine 2.20, or {_OURS}"
         if getattr(made, "store_param_remainders", False):
             why = "its capturable kernels know no remainders"
-            yield "store_param_remainders=True", why, f"store_param_remainders=False, or {_OURS}"
+            yield "store_param_remainders=True", why, "store_param_remainders=False"
         if self._main_dtype(param) not in (None, _FP32):
             why = "other main weights go through temporary copies, whose addresses change"
             yield "main weights that are not float32", why, "master_weight_dtype=torch.float32"

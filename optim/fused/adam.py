@@ -40,8 +40,8 @@ class FusedAdam(LiveOptimizer):
     time, by hand or by a scheduler: ``step`` and every replay of a captured step read them anew.
 
     State per parameter: ``step`` [] float32, ``exp_avg`` and ``exp_avg_sq`` [...], with amsgrad
-    ``max_exp_avg_sq`` [...], and with main weights ``master_param`` [...] float32, or int16 with
-    remainders. State is made at the first step.
+    ``max_exp_avg_sq`` [...], and with main weights ``master_param`` [...] float32. State is made at
+    the first step.
     """
 
     def __init__(
@@ -61,7 +61,6 @@ class FusedAdam(LiveOptimizer):
         master_weight_dtype: torch.dtype = torch.float32,
         exp_avg_dtype: torch.dtype = torch.float32,
         exp_avg_sq_dtype: torch.dtype = torch.float32,
-        store_param_remainders: bool = False,
         maximize: bool = False,
         skip_nonfinite: bool = False,
         max_grad_norm: float | None = None,
@@ -86,8 +85,6 @@ class FusedAdam(LiveOptimizer):
             master_weight_dtype: torch.float32.
             exp_avg_dtype: Dtype in which the first moment is stored: float32 or bfloat16.
             exp_avg_sq_dtype: The same for the second moment.
-            store_param_remainders: Keep the main weight of a bfloat16 parameter as the 16 bits
-                that the parameter lacks, in int16: exact, and half of the memory.
             maximize: Climb instead of descending.
             skip_nonfinite: Leave everything as it is where a gradient, or the norm of all of them
                 in float32, is not finite.
@@ -102,7 +99,6 @@ class FusedAdam(LiveOptimizer):
             Flags(adam_w_mode, bias_correction, maximize),
             use_decoupled_grad,
             master_weights,
-            store_param_remainders,
             skip_nonfinite or grad_scaler is not None,
             max_grad_norm,
             exp_avg_dtype,

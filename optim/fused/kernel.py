@@ -47,10 +47,7 @@ def is_available() -> bool:
 
 
 def supports(dtypes: Dtypes) -> bool:
-    floats = [dtypes.param, dtypes.grad, dtypes.exp_avg, dtypes.exp_avg_sq]
-    if dtypes.main_param != torch.int16:
-        floats.append(dtypes.main_param or dtypes.param)
-    return all(dtype in _KERNEL_DTYPES for dtype in floats)
+    return all(dtype is None or dtype in _KERNEL_DTYPES for dtype in dtypes)
 
 
 def make_tables(
@@ -150,18 +147,14 @@ def constants(
         torch.float32: "float32",
         torch.bfloat16: "bfloat16",
         torch.float16: "float16",
-        torch.int16: "int16",
     }
-    halves = dtypes.main_param == torch.int16
     return {
-        # With remainders, the model weight is the upper half of an integer.
-        "PARAM_DTYPE": language.int16 if halves else getattr(language, names[dtypes.param]),
+        "PARAM_DTYPE": getattr(language, names[dtypes.param]),
         "GRAD_DTYPE": getattr(language, names[dtypes.grad]),
         "FIRST_DTYPE": getattr(language, names[dtypes.exp_avg]),
         "SECOND_DTYPE": getattr(language, names[dtypes.exp_avg_sq]),
         "MAIN_DTYPE": getattr(language, names[dtypes.main_param]),
-        "HAS_MAIN": dtypes.main_param is not None and not halves,
-        "HALVES": halves,
+        "HAS_MAIN": dtypes.main_param is not None,
         "AMSGRAD": dtypes.max_exp_avg_sq is not None,
         "HAS_SCALE": has_scale,
         "HAS_SKIP": has_skip,

@@ -25,7 +25,6 @@ class StepSettings:
     flags: Flags
     use_decoupled_grad: bool
     master_weights: bool
-    store_param_remainders: bool
     skip_nonfinite: bool
     max_grad_norm: float | None
     exp_avg_dtype: torch.dtype = torch.float32
@@ -37,11 +36,6 @@ class StepSettings:
             dtype = getattr(self, name)
             if dtype not in _MOMENT_DTYPES:
                 raise ConfigError(f"{name} must be torch.float32 or torch.bfloat16, got {dtype}")
-        if self.store_param_remainders and not self.master_weights:
-            raise ConfigError(
-                "store_param_remainders=True stores main weights in a smaller form; expected "
-                "master_weights=True, got False"
-            )
         if self.max_grad_norm is not None and not self.max_grad_norm > 0:
             raise ConfigError(f"max_grad_norm must be a positive number, got {self.max_grad_norm}")
 
@@ -59,8 +53,7 @@ class StepSettings:
             dtypes["max_exp_avg_sq"] = second
         main = self.main_weight_dtype(param)
         if main != param.dtype:
-            halves = self.store_param_remainders and param.dtype == torch.bfloat16
-            dtypes["master_param"] = torch.int16 if halves else main
+            dtypes["master_param"] = main
         return dtypes
 
     @property

@@ -15,7 +15,7 @@ from graphfsdp.base.host_memory import zeros_flat
 from graphfsdp.errors import ConfigError
 from graphfsdp.optim.fused.flat_runs import slices_like
 from graphfsdp.optim.fused.settings import StepSettings
-from graphfsdp.optim.fused.storage import join_remainder, split_remainder_
+from graphfsdp.optim.fused.storage import join_remainder
 
 State = dict[str, Tensor]
 # The saved state of each parameter; None where nothing was saved.
@@ -39,9 +39,9 @@ def create_states(
     """Allocate the state of parameters, so that neighbouring parameters have neighbouring states.
 
     Moments have the dtypes of the settings (float64 for a float64 parameter) and the parameter's
-    strides, and start at zero. A main weight starts as the parameter, so a remainder as zero. Step
-    counts ([] float32) are slices of one buffer, so that advancing all of them is one operation.
-    All but ``step`` are DTensors where the parameter is one.
+    strides, and start at zero. A main weight starts as the parameter. Step counts ([] float32) are
+    slices of one buffer, so that advancing all of them is one operation. All but ``step`` are
+    DTensors where the parameter is one.
     """
     locals_ = {local: param for _, param in params for local in [local_part(param)]}
     ordered = sorted(
@@ -63,7 +63,7 @@ def create_states(
             tensors = slices_like(owners, partial(zeros_flat, dtype=dtype, device=device))
             for param, tensor in zip(owners, tensors, strict=True):
                 states[param][name] = tensor
-                if name == "master_param" and dtype != torch.int16:
+                if name == "master_param":
                     tensor.copy_(param.detach())
     return {param: wrap_state(states[local], param) for local, param in locals_.items()}
 
@@ -138,25 +138,19 @@ def copy_states(loaded: Loaded, states: Mapping[Tensor, dict[str, Tensor]]) -> N
 
 
 def _copy_main(param: Tensor, main: Tensor, saved: Tensor | None) -> None:
-    """Copy a main weight, whichever form it was saved in and is kept in.
+    """Copy a main weight, also one that was saved as a remainder, as Transformer Engine's are.
 
-    A remainder that was saved belongs to the model weight that was saved with it, so that one
-    must be loaded before. A float32 main weight goes into model weight and remainder.
+    A remainder belongs to the model weight that was saved with it, so that one must be loaded
+    before.
     """
     param, main = local_part(param.detach()), local_part(main)
     saved = None if saved is None else local_part(saved).to(main.device)
-    kept_halves = main.dtype == torch.int16
-    saved_halves = saved is not None and saved.dtype == torch.int16
-    if saved is None and kept_halves:
-        main.zero_()
-    elif saved is None:
+    if saved is None:
         main.copy_(param)
-    elif kept_halves == saved_halves:
-        main.copy_(saved)
-    elif kept_halves:
-        split_remainder_(param, main, saved.float())
-    else:
+    elif saved.dtype == torch.int16:
         main.copy_(join_remainder(param, saved))
+    else:
+        main.copy_(saved)
 
 
 def load_groups(state_dict: Mapping[str, Any], groups: Sequence[dict[str, Any]]) -> None:

@@ -19,7 +19,7 @@ class StepTensors(NamedTuple):
     exp_avg: Tensor  # [...] float
     exp_avg_sq: Tensor  # [...] float
     max_exp_avg_sq: Tensor | None = None  # [...] float
-    main_param: Tensor | None = None  # [...] float32, or int16 remainders
+    main_param: Tensor | None = None  # [...] float32
 
 
 class Columns(NamedTuple):
@@ -55,48 +55,25 @@ def make_columns(members: list[StepTensors]) -> Columns:
     return Columns(*([tensor for tensor in column if tensor is not None] for column in columns))
 
 
-# Note [Remainders]
-# A float32 main weight in 32 bits: its bits, read as an int32, are param_bits * 65536 + remainder,
-# with the remainder in [-32768, 32767]: the bfloat16 model weight is the float32 rounded to the
-# nearest, halves away from zero. So the pair is exact, and the model weight alone is a rounded
-# weight, no cut one.
-
-
 def join_remainder(
     param: Tensor,  # [...] bfloat16
     remainder: Tensor,  # [...] int16
 ) -> Tensor:
-    """Return the float32 main weight, [...] float32, newly allocated."""
+    """Return the main weight that was saved in two halves, [...] float32, newly allocated.
+
+    Its bits, read as an int32, are param_bits * 65536 + remainder, with the remainder in
+    [-32768, 32767]. Transformer Engine and graphfsdp 0.1 save it so with store_param_remainders.
+    """
     bits = param.view(torch.int16).to(torch.int32).bitwise_left_shift_(16)
     return bits.add_(remainder).view(torch.float32)
 
 
-def split_remainder_(
-    param: Tensor,  # [...] bfloat16, written
-    remainder: Tensor,  # [...] int16, written
-    main: Tensor,  # [...] float32
-) -> None:
-    """Store a float32 main weight; see Note [Remainders]."""
-    bits = main.view(torch.int32)
-    # The low half as a signed number, then the rest, which is a multiple of 65536.
-    low = bits.to(torch.int16)
-    high = bits.sub(low).bitwise_right_shift_(16)
-    param.view(torch.int16).copy_(high)
-    remainder.copy_(low)
-
-
 def read_weights(part: Columns, dtype: torch.dtype) -> list[Tensor]:
     """Return what a step updates, in a wide dtype: the stored tensors where they have it."""
-    if part.main_params and part.main_params[0].dtype == torch.int16:
-        return list(map(join_remainder, part.params, part.main_params))
     return _widen(part.main_params or part.params, dtype)
 
 
 def store_weights(part: Columns, weights: list[Tensor]) -> None:
-    if part.main_params and part.main_params[0].dtype == torch.int16:
-        for param, remainder, weight in zip(part.params, part.main_params, weights, strict=True):
-            split_remainder_(param, remainder, weight)
-        return
     for stored in (part.main_params, part.params):
         if stored and stored is not weights:
             foreach_copy_(stored, weights)

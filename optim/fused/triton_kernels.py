@@ -12,32 +12,19 @@ import triton.language as tl
 
 
 @triton.jit
-def load_weight(param_ptr, main_ptr, offsets, mask, HAS_MAIN: tl.constexpr, HALVES: tl.constexpr):
-    if HALVES:
-        # See Note [Remainders].
-        high = tl.load(param_ptr + offsets, mask=mask).to(tl.int32)
-        low = tl.load(main_ptr + offsets, mask=mask).to(tl.int32)
-        return ((high << 16) + low).to(tl.float32, bitcast=True)
-    elif HAS_MAIN:
+def load_weight(param_ptr, main_ptr, offsets, mask, HAS_MAIN: tl.constexpr):
+    if HAS_MAIN:
         return tl.load(main_ptr + offsets, mask=mask).to(tl.float32)
     else:
         return tl.load(param_ptr + offsets, mask=mask).to(tl.float32)
 
 
 @triton.jit
-def store_weight(
-    param_ptr, main_ptr, weight, offsets, mask, HAS_MAIN: tl.constexpr, HALVES: tl.constexpr
-):
+def store_weight(param_ptr, main_ptr, weight, offsets, mask, HAS_MAIN: tl.constexpr):
     """Store the main weight, and the model weight rounded from it."""
-    if HALVES:
-        bits = weight.to(tl.int32, bitcast=True)
-        low = (bits << 16) >> 16
-        tl.store(main_ptr + offsets, low.to(tl.int16), mask=mask)
-        tl.store(param_ptr + offsets, ((bits - low) >> 16).to(tl.int16), mask=mask)
-    else:
-        if HAS_MAIN:
-            tl.store(main_ptr + offsets, weight, mask=mask)
-        tl.store(param_ptr + offsets, weight.to(param_ptr.dtype.element_ty), mask=mask)
+    if HAS_MAIN:
+        tl.store(main_ptr + offsets, weight, mask=mask)
+    tl.store(param_ptr + offsets, weight.to(param_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -109,7 +96,6 @@ def _update_block(
     coefficients_ptr,
     scale_ptr,
     HAS_MAIN: tl.constexpr,
-    HALVES: tl.constexpr,
     AMSGRAD: tl.constexpr,
     HAS_SCALE: tl.constexpr,
     ADAM_W_MODE: tl.constexpr,
@@ -118,7 +104,7 @@ def _update_block(
     """Update some elements; ``mask`` is None where all of them are there."""
     param, grad_ptr, first_ptr, second_ptr, largest_ptr, main = pointers
     grad = tl.load(grad_ptr + offsets, mask=mask).to(tl.float32)
-    weight = load_weight(param, main, offsets, mask, HAS_MAIN, HALVES)
+    weight = load_weight(param, main, offsets, mask, HAS_MAIN)
     first = tl.load(first_ptr + offsets, mask=mask).to(tl.float32)
     second = tl.load(second_ptr + offsets, mask=mask).to(tl.float32)
     if HAS_SCALE:
@@ -137,7 +123,7 @@ def _update_block(
     weight = _update_weight(weight, first, divisor, coefficients_ptr)
     tl.store(first_ptr + offsets, first.to(first_ptr.dtype.element_ty), mask=mask)
     tl.store(second_ptr + offsets, second.to(second_ptr.dtype.element_ty), mask=mask)
-    store_weight(param, main, weight, offsets, mask, HAS_MAIN, HALVES)
+    store_weight(param, main, weight, offsets, mask, HAS_MAIN)
 
 
 @triton.jit
@@ -180,7 +166,6 @@ def update_kernel(
     SECOND_DTYPE: tl.constexpr,
     MAIN_DTYPE: tl.constexpr,
     HAS_MAIN: tl.constexpr,
-    HALVES: tl.constexpr,
     AMSGRAD: tl.constexpr,
     HAS_SCALE: tl.constexpr,
     HAS_SKIP: tl.constexpr,
@@ -211,8 +196,7 @@ def update_kernel(
         offsets = start + tl.arange(0, BLOCK_NUMEL)
         _update_block(
             pointers, offsets, None, coefficients, scale_ptr,
-            HAS_MAIN, HALVES, AMSGRAD,
-            HAS_SCALE, ADAM_W_MODE, MAXIMIZE,
+            HAS_MAIN, AMSGRAD, HAS_SCALE, ADAM_W_MODE, MAXIMIZE,
         )  # fmt: skip
     else:
         # In parts: as a whole it would need more registers than all the rest.
@@ -220,6 +204,5 @@ def update_kernel(
             offsets = start + part * PART_NUMEL + tl.arange(0, PART_NUMEL)
             _update_block(
                 pointers, offsets, offsets < numel, coefficients, scale_ptr,
-                HAS_MAIN, HALVES, AMSGRAD,
-                HAS_SCALE, ADAM_W_MODE, MAXIMIZE,
+                HAS_MAIN, AMSGRAD, HAS_SCALE, ADAM_W_MODE, MAXIMIZE,
             )  # fmt: skip

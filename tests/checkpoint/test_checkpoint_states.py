@@ -151,14 +151,13 @@ def muon(params: Iterable[nn.Parameter], lr: float) -> Muon:
     return Muon(groups, lr=lr)
 
 
-HALVES: dict[str, Any] = {"master_weights": True, "store_param_remainders": True}
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "SGD": functools.partial(torch.optim.SGD, momentum=0.9),
     **{
         name: getattr(torch.optim, name)
         for name in ("RMSprop", "Adagrad", "NAdam", "Adamax", "Adafactor")
     },
-    "FusedAdam": functools.partial(FusedAdam, weight_decay=0.1, maximize=True, **HALVES),
+    "FusedAdam": functools.partial(FusedAdam, weight_decay=0.1, maximize=True, master_weights=True),
     "Muon": muon,
 }
 

@@ -30,14 +30,11 @@ from helpers import no_host_sync
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("remainders", [True, False])
 def test_a_skipped_step_changes_nothing_and_is_counted(
-    device: torch.device, dtype: torch.dtype, remainders: bool
+    device: torch.device, dtype: torch.dtype
 ) -> None:
     params = make_params(dtype=dtype, device=device)
-    optimizer = FusedAdam(
-        params, master_weights=True, store_param_remainders=remainders, amsgrad=True
-    )
+    optimizer = FusedAdam(params, master_weights=True, amsgrad=True)
     go, skip = torch.zeros((), device=device), torch.ones((), device=device)
     set_grads(params)
     optimizer.step(found_inf=go)

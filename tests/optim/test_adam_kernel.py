@@ -120,7 +120,7 @@ def test_importing_the_package_does_not_import_triton() -> None:
 
 @interpreted
 @pytest.mark.parametrize("skip", [0.0, 1.0])
-@pytest.mark.parametrize("dtypes", [FP32, MIXED._replace(main_param=torch.int16)])
+@pytest.mark.parametrize("dtypes", [FP32, MIXED])
 def test_interpreted_kernel_changes_nothing_where_it_is_told_to_skip(
     dtypes: Dtypes, skip: float
 ) -> None:
@@ -199,7 +199,7 @@ COMPILED = (
     FP32._replace(
         param=torch.bfloat16, grad=torch.bfloat16, exp_avg=torch.bfloat16, exp_avg_sq=torch.bfloat16
     ),
-    MIXED._replace(main_param=torch.int16, max_exp_avg_sq=torch.float32),
+    MIXED._replace(max_exp_avg_sq=torch.float32),
 )
 
 

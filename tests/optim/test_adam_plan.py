@@ -136,9 +136,9 @@ def kernel_path(interpreter: None, monkeypatch: pytest.MonkeyPatch) -> None:  # 
     [
         (torch.float32, {"amsgrad": True}),
         (torch.float16, {}),
-        (torch.bfloat16, {"store_param_remainders": True, "maximize": True}),
+        (torch.bfloat16, {"maximize": True}),
     ],
-    ids=["amsgrad", "plain", "remainders"],
+    ids=["amsgrad", "plain", "main weights"],
 )
 def test_tables_and_kernels_take_the_steps_that_the_cpu_takes(
     dtype: torch.dtype, settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
@@ -167,8 +167,6 @@ def test_tables_and_kernels_take_the_steps_that_the_cpu_takes(
             theirs.step(grad_scale=scale, found_inf=skip)
     for param, twin in zip(params, twins, strict=True):
         for key, tensor in ours.state[param].items():
-            if tensor.dtype == torch.int16:
-                continue  # a last bit of a sum may be a carry there
             torch.testing.assert_close(tensor, theirs.state[twin][key], rtol=1e-5, atol=1e-6)
         torch.testing.assert_close(param, twin, rtol=1e-2, atol=1e-3)
 

@@ -4,14 +4,11 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from torch import nn
 
 from adam_helpers import assert_equal, make_params, make_twins, set_grads, take_steps
 from graphfsdp.errors import ConfigError
 from graphfsdp.optim import FusedAdam, Muon
-from graphfsdp.optim.fused.storage import join_remainder, split_remainder_
 
 
 @pytest.mark.parametrize("adam_w_mode", [True, False])
@@ -38,40 +35,6 @@ def test_amsgrad_and_maximize_equal_torch_bit_for_bit_on_the_cpu(
             assert torch.equal(ours.state[param][key], value), key
 
 
-@given(bits=st.lists(st.integers(0, 0x7F7FFFFF), min_size=1), negative=st.booleans())
-def test_parameter_and_remainder_are_the_exact_float32(bits: list[int], negative: bool) -> None:
-    main = torch.tensor(bits, dtype=torch.int32).view(torch.float32)
-    main = -main if negative else main
-    param = torch.empty(len(bits), dtype=torch.bfloat16)
-    remainder = torch.empty(len(bits), dtype=torch.int16)
-    split_remainder_(param, remainder, main)
-    assert torch.equal(join_remainder(param, remainder).view(torch.int32), main.view(torch.int32))
-    nearest = main.bfloat16()
-    ties = (main.view(torch.int32) & 0xFFFF) == 0x8000
-    assert torch.equal(param[~ties], nearest[~ties])
-
-
-@pytest.mark.parametrize("grad_scale", [None, 0.5])
-def test_remainders_train_as_float32_main_weights_do_bit_for_bit(
-    device: torch.device, grad_scale: float | None
-) -> None:
-    params, twins = make_twins(dtype=torch.bfloat16, device=device)
-    settings: dict[str, Any] = {"lr": 1e-3, "weight_decay": 0.1, "master_weights": True}
-    ours = FusedAdam(params, store_param_remainders=True, **settings)
-    theirs = FusedAdam(twins, **settings)
-    scale = None if grad_scale is None else torch.tensor(grad_scale, device=device)
-    for _ in range(50):
-        set_grads(params, twins)
-        ours.step(grad_scale=scale)
-        theirs.step(grad_scale=scale)
-    for param, twin in zip(params, twins, strict=True):
-        remainder = ours.state[param]["master_param"]
-        assert remainder.dtype == torch.int16
-        main = join_remainder(param.detach(), remainder)
-        assert torch.equal(main, theirs.state[twin]["master_param"])
-        torch.testing.assert_close(param, twin, rtol=2.0**-7, atol=0)  # ties round otherwise
-
-
 def adam(**settings: Any) -> Any:
     return FusedAdam, settings
 
@@ -83,7 +46,6 @@ def adam(**settings: Any) -> Any:
         (adam(exp_avg_sq_dtype=torch.float16), "exp_avg_sq_dtype .*bfloat16, got .*float16"),
         (adam(exp_avg_sq_dtype=torch.int8), "exp_avg_sq_dtype .* got torch.int8"),
         (adam(master_weight_dtype=torch.float16), "master_weight_dtype must"),
-        (adam(store_param_remainders=True), "master_weights=True, got False"),
         (adam(max_grad_norm=0.0), "max_grad_norm must be a positive number"),
         (adam(lr=-1.0), "lr of parameter group 0"),
         (adam(lr=float("nan")), "lr of parameter group 0"),

@@ -43,15 +43,13 @@ def torch_optimizer(kind: Any, model: nn.Module) -> torch.optim.Optimizer:
     return made
 
 
-HALVES = {"master_weights": True, "store_param_remainders": True}
 NARROW = {"exp_avg_dtype": torch.bfloat16, "exp_avg_sq_dtype": torch.bfloat16}
 # Settings of FusedAdam.
 MODES: dict[str, dict[str, Any]] = {
     "amsgrad": {"amsgrad": True, "maximize": True},
     "narrow moments": NARROW,
     "one narrow moment": {"exp_avg_dtype": torch.bfloat16, "adam_w_mode": False},
-    "remainders": HALVES,
-    "all narrow": {**HALVES, **NARROW, "amsgrad": True},
+    "all narrow": {"master_weights": True, **NARROW, "amsgrad": True},
 }
 # Clipping and skipping are its own, and not those of the capture.
 OWN: dict[str, dict[str, Any]] = {"own norm": {"max_grad_norm": 0.1, "skip_nonfinite": True}}
@@ -141,7 +139,7 @@ def test_a_replay_equals_the_eager_step(
 
 
 # torch's fused SGD knows no DTensors, and is refused; see test_refused_precisions.py.
-@pytest.mark.parametrize("name", ["adam", "amsgrad", "remainders", "muon", "torch adamw"])
+@pytest.mark.parametrize("name", ["adam", "amsgrad", "muon", "torch adamw"])
 def test_a_sharded_replay_equals_the_eager_step(ranks2: RankPool, name: str) -> None:
     runs = [
         ranks2.run(train, name, scope, "cpu", torch.float32, True)

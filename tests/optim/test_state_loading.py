@@ -23,11 +23,10 @@ from adam_helpers import (
 )
 from graphfsdp.errors import ConfigError
 from graphfsdp.optim import FusedAdam
-from graphfsdp.optim.fused.storage import join_remainder
 from helpers import same_bits
 
 FP32, BF16 = torch.float32, torch.bfloat16
-NARROW = {"exp_avg_dtype": BF16, "exp_avg_sq_dtype": BF16, "store_param_remainders": True}
+NARROW = {"exp_avg_dtype": BF16, "exp_avg_sq_dtype": BF16}
 # The dtype of the parameters, and settings of FusedAdam beside main weights.
 ADAMS: dict[str, tuple[torch.dtype, dict[str, Any]]] = {
     "float32": (FP32, {}),
@@ -275,40 +274,21 @@ def test_the_state_of_a_group_that_has_not_stepped_is_empty() -> None:
     assert not ours.state
 
 
-@pytest.mark.parametrize("saved_halves", [True, False])
-@pytest.mark.parametrize("kept_halves", [True, False])
-def test_main_weights_load_exactly_in_either_form(saved_halves: bool, kept_halves: bool) -> None:
+def test_a_main_weight_that_was_saved_in_two_halves_loads_exactly() -> None:
+    """As Transformer Engine and graphfsdp 0.1 save it with store_param_remainders."""
     params = make_params(dtype=BF16)
-    source = FusedAdam(params, lr=1e-3, master_weights=True, store_param_remainders=saved_halves)
+    source = FusedAdam(params, lr=1e-3, master_weights=True)
     take_steps(5, source)
-    twins = copies_of(params)
-    target = FusedAdam(twins, master_weights=True, store_param_remainders=kept_halves)
-    target.load_state_dict(source.state_dict())
-
-    def mains(optimizer: FusedAdam) -> list[torch.Tensor]:
-        found = []
-        for param, state in optimizer.state.items():
-            main = state["master_param"]
-            halves = main.dtype == torch.int16
-            found.append(join_remainder(param.detach(), main) if halves else main)
-        return found
-
-    for left, right in zip(mains(source), mains(target), strict=True):
-        assert torch.equal(left, right)
-    take_steps(3, source, target)
-    for left, right in zip(mains(source), mains(target), strict=True):
-        assert torch.equal(left, right)
-
-
-def test_remainders_start_at_zero_where_no_main_weight_was_saved() -> None:
-    params = make_params(dtype=BF16)
-    ours = FusedAdam(params, master_weights=True, store_param_remainders=True)
-    take_steps(2, ours)
-    state = copy.deepcopy(ours.state_dict())
-    for entries in state["state"].values():
-        del entries["master_param"]
-    ours.load_state_dict(state)
-    assert not any(entries["master_param"].any() for entries in ours.state.values())
+    twins, saved = copies_of(params), copy.deepcopy(source.state_dict())
+    for twin, entries in zip(twins, saved["state"].values(), strict=True):
+        bits = entries["master_param"].view(torch.int32)
+        low = bits.to(torch.int16)  # signed: the upper half is the float32 rounded to the nearest
+        twin.data.view(torch.int16).copy_((bits - low) >> 16)
+        entries["master_param"] = low
+    target = FusedAdam(twins, master_weights=True)
+    target.load_state_dict(saved)
+    for param, twin in zip(params, twins, strict=True):
+        assert torch.equal(source.state[param]["master_param"], target.state[twin]["master_param"])
 
 
 def test_an_amsgrad_state_without_its_largest_moments_is_refused() -> None:
@@ -347,7 +327,6 @@ def test_constructor_calls_for_transformer_engine_work_as_they_are() -> None:
         "exp_avg_dtype": BF16,
         "exp_avg_sq_dtype": BF16,
         "use_decoupled_grad": True,
-        "store_param_remainders": True,
     }
     optimizer = FusedAdam(make_params(), 1e-3, (0.9, 0.95), 1e-8, 0.1, False, **settings)
     assert "amsgrad" not in optimizer.param_groups[0]

@@ -74,7 +74,7 @@ def test_the_newest_check_of_a_real_gpu_is_shown(tmp_path: pathlib.Path) -> None
 def test_the_document_of_fused_adam_shows_the_bytes_of_a_step() -> None:
     page = (readme_table.ROOT / "docs" / "fused_adam.md").read_text(encoding="utf-8")
     fp32, bf16 = torch.float32, torch.bfloat16
-    main, half = {"master_weights": True}, {"master_weights": True, "store_param_remainders": True}
+    main = {"master_weights": True}
     narrow = {"exp_avg_dtype": bf16, "exp_avg_sq_dtype": bf16}
     cases: dict[str, tuple[dict[str, Any], torch.dtype, torch.dtype]] = {
         "fp32": ({}, fp32, fp32),
@@ -82,8 +82,6 @@ def test_the_document_of_fused_adam_shows_the_bytes_of_a_step() -> None:
         "bf16, fp32 main weight": (main, bf16, bf16),
         "bf16, fp32 main weight and gradient": (main, bf16, fp32),
         "bf16, fp32 main weight, bf16 moments": (main | narrow, bf16, bf16),
-        "bf16, int16 remainder": (half, bf16, bf16),
-        "bf16, int16 remainder, bf16 moments": (half | narrow, bf16, bf16),
         "all bf16": (narrow, bf16, bf16),
     }
     for name, case in cases.items():
