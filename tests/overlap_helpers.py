@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ranks import rank_device
 from sharding_helpers import Block, shard, units
 
-WIDTH = 8
+WIDTH = 16  # of which two and three ranks lay a block out in one buffer
 NUM_BLOCKS = 4
 
 

@@ -4,39 +4,32 @@ Integers only. A unit has one or a few flat buffers; each is cut into ``num_rank
 ``shard_numel`` elements, and rank k owns the elements [k * shard_numel, (k + 1) * shard_numel).
 A border between two ranks never falls inside a row, so what a rank owns of a parameter is a
 run of whole rows: a DTensor with uneven ``Shard(0)``. A row is what follows the first dimension;
-a 0-D tensor is one row of one element. ``plan_unit`` finds few buffers with little padding.
+a 0-D tensor is one row of one element.
 
 Example: three float32 parameters on three ranks, one letter for each element, ``|`` where one
-rank ends and the next begins, ``.`` where padding lets the next one start on a 16-byte border::
+rank ends and the next begins, ``.`` for padding::
 
     A (5, 4)  B (5,)  C (4, 4)
 
-    AAAAAAAAAAAAAAAA|AAAABBBBB...CCCC|CCCCCCCCCCCC....
+    AAAAAAAAAAAAAAAA|AAAACCCCCCCCCCCC|CCCCBBBBB.......
 
     rank 0: rows 0 to 3 of A
-    rank 1: row 4 of A, all of B, row 0 of C
-    rank 2: rows 1 to 3 of C
+    rank 1: row 4 of A, rows 0 to 2 of C
+    rank 2: row 3 of C, all of B
 
-Note [How a buffer is planned]
-A shard of ``shard_numel`` elements is tried out by placing every tensor, and the shortest one
-found to hold them all is taken. A tensor may lie
-- uncut inside one rank's shard, at any aligned element, or
-- across rank borders, at a multiple of its row, if ``shard_numel`` is a multiple of that row.
-Only tensors longer than a shard have to be cut, so only their rows bind ``shard_numel``. The
-*grids* are the least common multiples of the rows of the largest 1, 2, 3, ... tensors; multiples
-of each are tried.
+Note [How a buffer is planned]: ``shard_numel`` is a multiple of each row in the buffer, and each
+tensor starts at a multiple of its row and on a 16-byte border: so no border can cut a row. Tensors
+of long rows lie first, 1-D ones (rows of one element), which may start anywhere, last.
 
-Note [How many buffers]
-First every row length gets a buffer of its own (1-D tensors are those of row length 1). Such a
-buffer holds at most what FSDP2's shards would hold on 16-byte borders; where alignment forbids
-that, each of its tensors gets a buffer of its own, with FSDP2's shard. Then buffers are merged
-as long as all merges together add at most 1 % to the shards: all into one if that is within it,
-else each into the buffer where it adds the least.
+Note [How many buffers]: from the row length with most elements downwards, a row length joins the
+first buffer whose shards are then at most 1 % longer than those of its row lengths, each in a
+buffer of its own; else it opens one. By itself it is held to what FSDP2's shards would hold on
+16-byte borders; where alignment forbids that, each of its tensors has a buffer.
 """
 
 import math
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from graphfsdp.base.memory_plan import alignment_numel, round_up
@@ -44,8 +37,6 @@ from graphfsdp.eight_bit.formats import BLOCK
 from graphfsdp.errors import ConfigError
 
 MERGE_PERCENT = 1
-_MAX_TRIES = 8  # shard lengths tried on one grid
-_ENDLESS = 1 << 128  # an element that no buffer reaches
 
 
 @dataclass(frozen=True)
@@ -157,13 +148,18 @@ def plan_unit(
         raise ConfigError(f"num_ranks must be at least 1, got {num_ranks}")
     alignment = alignment_numel(itemsize)
     params = [Slot(index, 0, tuple(map(int, shape))) for index, shape in enumerate(shapes)]
-    planner = _Planner(num_ranks, alignment)
-    buffers = planner.plan([param for param in params if param.numel])
+    by_row: dict[int, list[Slot]] = {}
+    for param in params:
+        if param.numel:
+            by_row.setdefault(param.row_numel, []).append(param)
+    separate = [
+        buffer for group in by_row.values() for buffer in _of_one_row(group, num_ranks, alignment)
+    ]
+    buffers = _joined(separate)
     empty = tuple(param for param in params if not param.numel)
     if empty:
         first = buffers[0] if buffers else BufferLayout(num_ranks, alignment, 0, ())
-        slots = (*empty, *first.slots)
-        buffers[:1] = [BufferLayout(num_ranks, alignment, first.shard_numel, slots)]
+        buffers[:1] = [replace(first, slots=(*empty, *first.slots))]
     return tuple(buffers)
 
 
@@ -199,175 +195,57 @@ def fsdp2_shard_numel(shape: Sequence[int], num_ranks: int) -> int:
     return -(-num_rows // num_ranks) * math.prod(shape[1:])
 
 
-class _Planner:
-    def __init__(self, num_ranks: int, alignment: int) -> None:
-        self._num_ranks = num_ranks
-        self._alignment = alignment
-
-    def plan(self, params: Sequence[Slot]) -> list[BufferLayout]:
-        """Return buffers that hold every parameter; see Note [How many buffers]."""
-        by_row: dict[int, list[Slot]] = {}
-        for param in params:
-            by_row.setdefault(param.row_numel, []).append(param)
-        separate = [buffer for group in by_row.values() for buffer in self._same_row(group)]
-        if len(separate) < 2:
-            return separate
-        shard_numel = sum(buffer.shard_numel for buffer in separate)
-        spare = shard_numel * MERGE_PERCENT // 100
-        whole = self._fit(params, shard_numel + spare)
-        return [whole] if whole else self._merge(separate, spare)
-
-    def _same_row(self, group: Sequence[Slot]) -> list[BufferLayout]:
-        """Return one buffer for tensors of one row length, or one for each of them."""
-        limits = [
-            round_up(fsdp2_shard_numel(param.shape, self._num_ranks), self._alignment)
-            for param in group
-        ]
-        together = self._fit(group, sum(limits))
-        if together:
-            return [together]
-        alone = [self._fit([param], limit) for param, limit in zip(group, limits, strict=True)]
-        return [buffer for buffer in alone if buffer]  # one tensor at offset 0 always fits
-
-    def _merge(self, buffers: Iterable[BufferLayout], spare: int) -> list[BufferLayout]:
-        """Merge buffers, largest first, while that adds at most ``spare`` elements to a shard."""
-        kept: list[BufferLayout] = []
-        for buffer in sorted(buffers, key=lambda buffer: (-buffer.numel, _first_index(buffer))):
-            best: tuple[int, int, BufferLayout] | None = None
-            for number, host in enumerate(kept):
-                separate = host.shard_numel + buffer.shard_numel
-                merged = self._fit((*host.slots, *buffer.slots), separate + spare)
-                if merged and (best is None or merged.shard_numel - separate < best[0]):
-                    best = (merged.shard_numel - separate, number, merged)
-            if best is None:
-                kept.append(buffer)
-            else:
-                added, number, kept[number] = best
-                spare -= added
-        return sorted(kept, key=_first_index)
-
-    def _fit(self, params: Sequence[Slot], limit: int) -> BufferLayout | None:
-        """Return the buffer of the shortest shard found, or None if ``limit`` is too short."""
-        params = sorted(params, key=lambda param: param.index)
-        # Starts are aligned; behind the last tensor nothing starts.
-        to_border = [-param.numel % self._alignment for param in params]
-        total = sum(param.numel for param in params) + sum(to_border) - max(to_border)
-        shortest = max(-(-total // self._num_ranks), *(param.row_numel for param in params))
-        grids = _grids(params, limit)
-        best: BufferLayout | None = None
-        for grid in grids:
-            most = limit if best is None else best.shard_numel - 1
-            best = self._search(params, grid, shortest, most) or best
-        if best is None or best.shard_numel % self._alignment == 0:
-            return best
-        # A shard of whole 16-byte stretches lets every rank's piece start on one. Long odd
-        # rows would make it many times longer; then it stays as it is.
-        slack = best.shard_numel * MERGE_PERCENT // 100 + self._alignment - 1
-        most = min(limit, best.shard_numel + slack)
-        for grid in grids:
-            grid = math.lcm(grid, self._alignment)
-            aligned = self._search(params, grid, best.shard_numel, most)
-            if aligned:
-                return aligned
-        return best
-
-    def _search(
-        self, params: Sequence[Slot], grid: int, shortest: int, longest: int
-    ) -> BufferLayout | None:
-        """Try multiples of ``grid`` from below; see Note [How a buffer is planned]."""
-        orders = _orders(params)
-        shard_numel = round_up(shortest, grid)
-        longest -= longest % grid
-        step = -shard_numel % self._alignment  # first to the next whole 16 bytes
-        for _ in range(_MAX_TRIES):
-            if shard_numel > longest:
-                return None
-            ends = []
-            for order in orders:
-                slots = self._place(order, shard_numel)
-                if slots:
-                    ends.append(max(slot.end for slot in slots))
-                    if ends[-1] <= self._num_ranks * shard_numel:
-                        slots.sort(key=lambda slot: slot.offset)
-                        return BufferLayout(
-                            self._num_ranks, self._alignment, shard_numel, tuple(slots)
-                        )
-            # What stuck out, spread over the ranks, is enough as a step. It may be far too much,
-            # since a tensor that no longer fits into a shard opens a new one.
-            spread = -(-min(ends) // self._num_ranks) if ends else longest
-            step = max(grid, round_up(min(step, spread - shard_numel), grid))
-            # The longest one is tried too, before giving up.
-            shard_numel = min(shard_numel + step, max(longest, shard_numel + grid))
-            step = 2 * max(step, self._alignment)
-        return None
-
-    def _place(self, order: Sequence[Slot], shard_numel: int) -> list[Slot]:
-        """Place tensors one after the other, each in the first gap that takes it.
-
-        As if there were as many ranks as it takes; no slots where a tensor can lie nowhere.
-        """
-        slots: list[Slot] = []
-        gaps = [(0, _ENDLESS)]
-        for param in order:
-            offset = self._take_gap(param, gaps, shard_numel)
-            if offset is None:
-                return []
-            slots.append(Slot(param.index, offset, param.shape))
-        return slots
-
-    def _take_gap(self, param: Slot, gaps: list[tuple[int, int]], shard_numel: int) -> int | None:
-        """Return where a tensor starts in the first gap that takes it, and cut that gap."""
-        for number, (begin, stop) in enumerate(gaps):
-            if stop - begin < param.numel:
-                continue
-            offset = self._first_offset(param, begin, shard_numel)
-            if offset is None:
-                return None
-            end = offset + param.numel
-            if end <= stop:
-                gaps[number : number + 1] = [
-                    gap
-                    for gap in ((begin, offset), (end, stop))
-                    if round_up(gap[0], self._alignment) < gap[1]
-                ]
-                return offset
-        return None
-
-    def _first_offset(self, param: Slot, begin: int, shard_numel: int) -> int | None:
-        """Return the first element from ``begin`` on where no border cuts a row, or None."""
-        offset = round_up(begin, self._alignment)
-        if offset % shard_numel + param.numel <= shard_numel:
-            return offset
-        found = []
-        if shard_numel % param.row_numel == 0:
-            found.append(round_up(begin, math.lcm(param.row_numel, self._alignment)))
-        next_shard = round_up(offset + shard_numel - offset % shard_numel, self._alignment)
-        if next_shard % shard_numel + param.numel <= shard_numel:
-            found.append(next_shard)
-        return min(found, default=None)
-
-
-def _grids(params: Iterable[Slot], limit: int) -> list[int]:
-    """Return what the shard may have to be a multiple of, finest first, none above ``limit``."""
-    grids: list[int] = []
-    grid = 1
-    for param in sorted(params, key=lambda param: (-param.numel, param.index)):
-        # Tensors above the limit are cut whatever the shard, so no grid can leave them out.
-        if param.numel <= limit and grid not in grids:
-            grids.append(grid)
-        grid = math.lcm(grid, param.row_numel)
-        if grid > limit:
-            return grids
-    return grids if grid in grids else [*grids, grid]
-
-
-def _orders(params: Sequence[Slot]) -> list[list[Slot]]:
-    """Return the orders in which to place tensors, from the most natural to the most compact."""
-    return [
-        list(params),
-        sorted(params, key=lambda param: param.row_numel == 1),
-        sorted(params, key=lambda param: -param.numel),
+def _of_one_row(group: Sequence[Slot], num_ranks: int, alignment: int) -> list[BufferLayout]:
+    """Return one buffer for tensors of one row length, or one for each of them."""
+    limits = [round_up(fsdp2_shard_numel(param.shape, num_ranks), alignment) for param in group]
+    together = _place(group, num_ranks, alignment, sum(limits))
+    if together:
+        return [together]
+    alone = [
+        _place([param], num_ranks, alignment, limit)
+        for param, limit in zip(group, limits, strict=True)
     ]
+    return [buffer for buffer in alone if buffer]  # one tensor at offset 0 always fits
+
+
+def _joined(separate: Sequence[BufferLayout]) -> list[BufferLayout]:
+    """Return fewer buffers; see Note [How many buffers]."""
+    kept: list[tuple[BufferLayout, int]] = []  # with the sum of its members' own shards
+    for buffer in sorted(separate, key=lambda buffer: (-buffer.numel, _first_index(buffer))):
+        for number, (host, own) in enumerate(kept):
+            own += buffer.shard_numel
+            limit = own + own * MERGE_PERCENT // 100
+            slots = (*host.slots, *buffer.slots)
+            merged = _place(slots, buffer.num_ranks, buffer.alignment, limit)
+            if merged:
+                kept[number] = merged, own
+                break
+        else:
+            kept.append((buffer, buffer.shard_numel))
+    return sorted((buffer for buffer, _ in kept), key=_first_index)
+
+
+def _place(
+    params: Sequence[Slot], num_ranks: int, alignment: int, limit: int
+) -> BufferLayout | None:
+    """Return a buffer as in Note [How a buffer is planned]; None if its shards pass ``limit``."""
+    slots: list[Slot] = []
+    grid, end = 1, 0
+    for param in sorted(params, key=lambda param: (-param.row_numel, param.index)):
+        row = param.row_numel if num_ranks > 1 else 1  # one rank has no borders
+        grid = math.lcm(grid, row)
+        slots.append(replace(param, offset=round_up(end, math.lcm(row, alignment))))
+        end = slots[-1].end
+    shard_numel = round_up(-(-end // num_ranks), grid)
+    # A shard of whole 16-byte stretches lets every rank's piece start on one. Long odd rows would
+    # make it many times longer; then it stays as it is.
+    slack = shard_numel * MERGE_PERCENT // 100 + alignment - 1
+    aligned = round_up(shard_numel, math.lcm(grid, alignment))
+    if aligned <= min(limit, shard_numel + slack):
+        shard_numel = aligned
+    if shard_numel > limit:
+        return None
+    return BufferLayout(num_ranks, alignment, shard_numel, tuple(slots))
 
 
 def _first_index(buffer: BufferLayout) -> int:

@@ -116,7 +116,8 @@ def test_compiled_units_let_go_of_their_weights_between_forward_and_backward() -
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         loss = model(*my_part(batches(1)[0]))
-        assert [each.expired() for each in gathered] == [True, True]
+        assert len(gathered) >= 2
+        assert all(each.expired() for each in gathered)
         loss.backward()
     assert all(p.grad is not None for name, p in model.named_parameters() if "blocks" in name)
 
