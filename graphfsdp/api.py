@@ -27,7 +27,6 @@ from graphfsdp.preconditions import (
     precision_of,
     refuse_beside_iteration,
     refuse_beside_pipeline,
-    refuse_clipping_of_scaled_gradients,
     refuse_compiled_modules,
     refuse_compiling_nothing,
     refuse_foreign_optimizer,
@@ -183,7 +182,6 @@ def capture(
         refuse_offloaded_shards(together)
     for item in inner:
         adopt_sharded_parameters(together, item)
-        refuse_clipping_of_scaled_gradients(item, options)
         if iteration is None:
             refuse_foreign_optimizer(together, item)
     refuse_unskipped_steps(together, inner, options)

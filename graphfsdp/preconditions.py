@@ -33,8 +33,7 @@ def inner_optimizer(optimizer: object) -> torch.optim.Optimizer:
             raise ConfigError(
                 f"{package}'s {type(inner).__name__} scales the loss with a GradScaler, which "
                 "reads on the host whether a gradient is finite. Remedy: mixed_precision='bf16' "
-                "or 'no', or FusedAdam(grad_scaler=graphfsdp.optim.DeviceGradScaler(...)), which "
-                "scales inside the graph"
+                "or 'no'"
             )
         inner = inner.optimizer
     if not isinstance(inner, torch.optim.Optimizer):
@@ -90,18 +89,6 @@ def refuse_other_types(loss_fn: object, mp_policy: object) -> None:
     if mp_policy is not None and not isinstance(mp_policy, MixedPrecisionPolicy):
         raise ConfigError(
             f"mp_policy must be a MixedPrecisionPolicy, got {type(mp_policy).__name__}"
-        )
-
-
-def refuse_clipping_of_scaled_gradients(
-    optimizer: torch.optim.Optimizer, options: CaptureOptions
-) -> None:
-    scaled = isinstance(optimizer, FusedAdam) and optimizer.control.grad_scaler is not None
-    if scaled and options.max_grad_norm is not None:
-        raise ConfigError(
-            f"max_grad_norm={options.max_grad_norm} of capture would measure gradients that the "
-            "loss scale has multiplied. Remedy: FusedAdam(max_grad_norm=...), which unscales them "
-            "first"
         )
 
 
@@ -301,15 +288,12 @@ def refuse_beside_pipeline(
     shares = bool(sharded_roots(pipeline.module))
     for optimizer in optimizers:
         if isinstance(optimizer, FusedAdam):
-            control, skips = optimizer.control, options.skip_nonfinite
-            if control.grad_scaler is not None or control.needs_norm(
-                torch.zeros(()) if skips else None
-            ):
+            flag = torch.zeros(()) if options.skip_nonfinite else None
+            if optimizer.control.needs_norm(flag):
                 raise ConfigError(
-                    f"{type(optimizer).__name__} clips, skips or scales by what one stage knows of "
-                    "its gradients, and the stages of a pipeline must do the same. Remedy: "
-                    "max_grad_norm and skip_nonfinite of graphfsdp.capture, which ask all stages, "
-                    "and no grad_scaler"
+                    f"{type(optimizer).__name__} clips or skips by what one stage knows of its "
+                    "gradients, and the stages of a pipeline must do the same. Remedy: "
+                    "max_grad_norm and skip_nonfinite of graphfsdp.capture, which ask all stages"
                 )
         if pipeline.splits_backward and (shares or getattr(optimizer, "use_decoupled_grad", False)):
             raise ConfigError(

@@ -257,7 +257,7 @@ class _StateReader:
         existing = self._entries.get(key)
         if isinstance(existing, Tensor):
             return state_part(self._param, existing).whole_shape
-        if key.endswith("_scale") or key in _FACTORS:  # rows of their own length
+        if key.endswith("scale") or key in _FACTORS:  # rows of their own length
             return (*self._param.shape[:1], *saved[1:])
         return tuple(self._param.shape)
 

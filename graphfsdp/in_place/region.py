@@ -284,8 +284,7 @@ class Region:
                     "iteration without torch's count of writes (as GradScaler notes infinities, "
                     "and batch_norm its statistics), and a replay does not",
                     "give capture_in_place the module that holds it; for a GradScaler bfloat16, "
-                    "which needs none, or graphfsdp.capture with graphfsdp.optim.DeviceGradScaler, "
-                    "which decides on the device",
+                    "which needs none",
                     HazardKind.HIDDEN_WRITE,
                 )
 

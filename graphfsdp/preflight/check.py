@@ -36,7 +36,6 @@ from graphfsdp.preconditions import (
     only_device,
     precision_of,
     refuse_beside_iteration,
-    refuse_clipping_of_scaled_gradients,
     refuse_offloaded_shards,
     refuse_other_types,
     refuse_parallel_wrapper,
@@ -246,9 +245,6 @@ class _Preflight:
         except ConfigError as error:
             self.note(error, HazardKind.OPTIMIZER)
             steps = False  # what it does wrong has been said
-        with self._noting(HazardKind.CONFIG):
-            for optimizer in self.optimizers:
-                refuse_clipping_of_scaled_gradients(optimizer, self.options)
         steps = steps and scope is Scope.FULL_ITERATION
         self.device = str(device)
         with self._noting(HazardKind.PRECISION), ExitStack() as stack:

@@ -15,7 +15,6 @@ from graphfsdp.base.torch_internals import without_modes
 from graphfsdp.errors import CaptureError
 from graphfsdp.optim.fused.checks import check_params
 from graphfsdp.optim.fused.control import StepControl
-from graphfsdp.optim.fused.grad_scaler import DeviceGradScaler
 from graphfsdp.optim.fused.hyper_table import ADAM, Rule
 from graphfsdp.optim.fused.live_optimizer import LiveOptimizer
 from graphfsdp.optim.fused.plan import Plan, find_stepped, gradients_of
@@ -64,7 +63,6 @@ class FusedAdam(LiveOptimizer):
         maximize: bool = False,
         skip_nonfinite: bool = False,
         max_grad_norm: float | None = None,
-        grad_scaler: DeviceGradScaler | None = None,
     ) -> None:
         """Set up the optimizer.
 
@@ -89,7 +87,6 @@ class FusedAdam(LiveOptimizer):
             skip_nonfinite: Leave everything as it is where a gradient, or the norm of all of them
                 in float32, is not finite.
             max_grad_norm: Clip the gradients' global norm, inside the update.
-            grad_scaler: Unscales the gradients; implies ``skip_nonfinite``.
 
         Raises:
             ConfigError: a hyper-parameter is out of its range, or a parameter cannot be trained.
@@ -99,14 +96,14 @@ class FusedAdam(LiveOptimizer):
             Flags(adam_w_mode, bias_correction, maximize),
             use_decoupled_grad,
             master_weights,
-            skip_nonfinite or grad_scaler is not None,
+            skip_nonfinite,
             max_grad_norm,
             exp_avg_dtype,
             exp_avg_sq_dtype,
             amsgrad,
         )
         self._settings = settings
-        control = StepControl(settings.skip_nonfinite, settings.max_grad_norm, grad_scaler)
+        control = StepControl(settings.skip_nonfinite, settings.max_grad_norm)
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         super().__init__(params, defaults, control)
 
@@ -156,7 +153,6 @@ class FusedAdam(LiveOptimizer):
         parts = plan.norm_parts(params, grads) if self._control.needs_norm(found_inf) else None
         grad_scale, found_inf = self._control.prepare(parts, grad_scale, found_inf)
         plan.run(grads, grad_scale, found_inf, self._control.skipped_steps, self._settings.flags)
-        self._control.finish(found_inf)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Reset ``grad`` and, where it is used, ``decoupled_grad`` of every parameter.

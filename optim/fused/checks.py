@@ -43,9 +43,9 @@ def check_devices(groups: Sequence[Mapping[str, Any]], settings: StepSettings) -
             first = first or (name, param.device)
             if param.device != first[1]:
                 raise ConfigError(
-                    "max_grad_norm, skip_nonfinite and grad_scaler need the norm of all gradients "
-                    f"on one device, but {first[0]} is on {first[1]} and {name} on "
-                    f"{param.device}. Remedy: an optimizer for each device, without these"
+                    "max_grad_norm and skip_nonfinite need the norm of all gradients on one "
+                    f"device, but {first[0]} is on {first[1]} and {name} on {param.device}. "
+                    "Remedy: an optimizer for each device, without these"
                 )
 
 

@@ -1,4 +1,4 @@
-"""What steers a step on the device: gradient norm, clipping, the skip flag, the loss scale.
+"""What steers a step on the device: gradient norm, clipping, the skip flag.
 
 Shapes: [...] a parameter's shape; [] is a 0-D tensor.
 """
@@ -11,8 +11,6 @@ from torch import Tensor
 
 from graphfsdp.base.dtensors import RankGroups, sharding_groups
 from graphfsdp.base.norms import clip_coefficient, global_norm
-from graphfsdp.errors import ConfigError
-from graphfsdp.optim.fused.grad_scaler import DeviceGradScaler
 
 
 class NormParts(NamedTuple):
@@ -41,31 +39,15 @@ class StepControl:
     float32) is of the unscaled gradients in the last step that needed it.
     """
 
-    def __init__(
-        self,
-        skip_nonfinite: bool = False,
-        max_grad_norm: float | None = None,
-        grad_scaler: DeviceGradScaler | None = None,
-    ) -> None:
+    def __init__(self, skip_nonfinite: bool = False, max_grad_norm: float | None = None) -> None:
         """Make the scalars on the CPU; ``place`` moves them."""
         self._skip_nonfinite = skip_nonfinite
         self._max_grad_norm = max_grad_norm
-        self.grad_scaler = grad_scaler
         self.skipped_steps = torch.zeros((), device="cpu")
         self.grad_norm = torch.zeros((), device="cpu")
 
     def place(self, device: torch.device | None) -> None:
-        """Move to where the first parameters are. Capture: never inside, copies from the host.
-
-        ConfigError: the loss scale is somewhere else.
-        """
-        scaler = self.grad_scaler
-        if device is not None and scaler is not None and scaler.scale.device != device:
-            raise ConfigError(
-                f"the loss scale of grad_scaler is on {scaler.scale.device}, and the parameters "
-                f"are on {device}; a step would have to wait for the host. Remedy: "
-                f"DeviceGradScaler(..., device={str(device)!r})"
-            )
+        """Move to where the first parameters are. Capture: never inside, copies from the host."""
         if device is not None and self.skipped_steps.device != device:
             self.skipped_steps = self.skipped_steps.to(device)
             self.grad_norm = self.grad_norm.to(device)
@@ -73,12 +55,9 @@ class StepControl:
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         yield "number of skipped steps", self.skipped_steps
         yield "gradient norm", self.grad_norm
-        if self.grad_scaler is not None:
-            yield "loss scale", self.grad_scaler.scale
-            yield "number of finite steps at the loss scale", self.grad_scaler.num_finite
 
     def restart(self) -> None:
-        """Forget the steps that were taken, in place; the loss scale stays."""
+        """Forget the steps that were taken, in place."""
         self.skipped_steps.zero_()
         self.grad_norm.zero_()
 
@@ -100,9 +79,6 @@ class StepControl:
 
         Capture: no host sync; one collective for each group of ranks that shares gradients.
         """
-        if self.grad_scaler is not None:
-            unscale = self.grad_scaler.scale.reciprocal()
-            grad_scale = unscale if grad_scale is None else grad_scale * unscale
         if parts is None:
             return grad_scale, found_inf
         norm = global_norm(parts.whole, parts.sharded, self.grad_norm.device)
@@ -116,19 +92,9 @@ class StepControl:
             grad_scale = coefficient if grad_scale is None else grad_scale * coefficient
         return grad_scale, found_inf
 
-    def finish(self, found_inf: Tensor | None) -> None:
-        if self.grad_scaler is not None and found_inf is not None:
-            self.grad_scaler.update(found_inf.to(torch.float32))
-
     def state_dict(self) -> dict[str, Any]:
-        found: dict[str, Any] = {"skipped_steps": self.skipped_steps}
-        if self.grad_scaler is not None:
-            found["grad_scaler"] = self.grad_scaler.state_dict()
-        return found
+        return {"skipped_steps": self.skipped_steps}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Copy into what exists, so that a captured step goes on; the scale if both have one."""
+        """Copy into what exists, so that a captured step goes on."""
         self.skipped_steps.copy_(state_dict["skipped_steps"])
-        saved = state_dict.get("grad_scaler")
-        if self.grad_scaler is not None and saved is not None:
-            self.grad_scaler.load_state_dict(saved)

@@ -68,7 +68,7 @@ class LiveOptimizer(torch.optim.Optimizer, abc.ABC):
 
     @property
     def control(self) -> StepControl:
-        """The device tensors that steer steps: skipped steps, the gradient norm, the scaler."""
+        """The device tensors that steer steps: skipped steps, the gradient norm."""
         return self._control
 
     def main_weight_dtype(self, param: Tensor) -> torch.dtype:
@@ -148,7 +148,7 @@ class LiveOptimizer(torch.optim.Optimizer, abc.ABC):
         return loss
 
     def state_dict(self) -> dict[str, Any]:
-        """Return torch's state dict, with ``control`` beside it: skipped steps and loss scale."""
+        """Return torch's state dict, with ``control`` beside it: the number of skipped steps."""
         return {**super().state_dict(), "control": self._control.state_dict()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

@@ -205,7 +205,7 @@ def match_entries(saved: Saved, settings: StepSettings) -> State:
     largest = ("max_exp_avg_sq",) if settings.amsgrad else ()
     for key in ("exp_avg", "exp_avg_sq", *largest):
         found[key] = saved_tensor(entries, key, param.shape, name)
-        if f"{key}_scale" in entries or found[key].dtype.itemsize == 1:
+        if "_".join((key, "scale")) in entries or found[key].dtype.itemsize == 1:
             raise ConfigError(
                 f"the saved {key!r} of {name} is in {found[key].dtype} with scales, which no "
                 f"optimizer of this version has; expected torch.float32 or torch.bfloat16. Remedy: "

@@ -19,7 +19,6 @@ from checkpoint_helpers import (
     save_on_ranks,
 )
 from graphfsdp.optim import FusedAdam
-from graphfsdp.optim.fused.grad_scaler import DeviceGradScaler
 from ranks import RankPool
 
 Step = graphfsdp.CapturedStep
@@ -115,37 +114,6 @@ def test_generators_are_saved_and_set(device: torch.device, tmp_path: Path) -> N
     assert draw() != expected
     graphfsdp.load(tmp_path, model)
     assert draw() == expected
-
-
-def test_a_loss_scale_and_skipped_steps_go_on(device: torch.device, tmp_path: Path) -> None:
-    """Through the optimizer's own state where it has them there, else as an object."""
-
-    def make_scaled(seed: int) -> tuple[nn.Module, FusedAdam, DeviceGradScaler]:
-        torch.manual_seed(seed)
-        model = nn.Linear(3, 2).to(device)
-        scaler = DeviceGradScaler(8.0, growth_interval=3, device=device)
-        return model, FusedAdam(model.parameters(), lr=0.1, grad_scaler=scaler), scaler
-
-    def train(model: nn.Module, optimizer: FusedAdam, scaler: Any, numbers: list[float]) -> None:
-        for number in numbers:
-            optimizer.zero_grad()
-            loss = model(torch.full((2, 3), number, device=device)).sum()
-            scaler.scale_loss(loss).backward()
-            optimizer.step()
-
-    model, optimizer, scaler = make_scaled(0)
-    train(model, optimizer, scaler, [1.0, float("inf"), 2.0, 0.5])
-    graphfsdp.save(tmp_path, model, optimizer, objects={"scaler": scaler})
-    other, its_optimizer, its_scaler = make_scaled(1)
-    graphfsdp.load(tmp_path, other, its_optimizer, objects={"scaler": its_scaler})
-    for each in ((model, optimizer, scaler), (other, its_optimizer, its_scaler)):
-        train(*each, [0.25, 3.0, 1.0, 1.5])
-    assert float(scaler.scale) != 8.0
-    assert torch.equal(scaler.scale, its_scaler.scale)
-    assert torch.equal(scaler.num_finite, its_scaler.num_finite)
-    assert float(its_optimizer.control.skipped_steps) == 1
-    assert torch.equal(optimizer.control.skipped_steps, its_optimizer.control.skipped_steps)
-    assert_equal_states((model, optimizer), (other, its_optimizer))
 
 
 WAYS = (Setup(None, "fp32"), Setup(None, "bf16"))

@@ -1,4 +1,4 @@
-"""What steers a step on the device: clipping, the skip of non-finite gradients, the loss scale."""
+"""What steers a step on the device: clipping and the skip of non-finite gradients."""
 
 import copy
 import itertools
@@ -23,7 +23,7 @@ from adam_helpers import (
     take_steps,
 )
 from graphfsdp.errors import ConfigError
-from graphfsdp.optim import DeviceGradScaler, FusedAdam, Muon
+from graphfsdp.optim import FusedAdam, Muon
 from graphfsdp.optim.fused import plan as plans
 from graphfsdp.optim.fused.step import as_kernel, run_cuda
 from helpers import no_host_sync
@@ -95,7 +95,6 @@ def test_clipping_is_that_of_torch(max_norm: float, size: float, flat: bool) -> 
     [
         *itertools.product([FusedAdam, Muon], ["a flag", "a flag and a scale"]),
         (FusedAdam, "its own norm"),
-        (FusedAdam, "a loss scale"),
     ],
 )
 def test_no_step_that_may_be_skipped_reads_the_host(
@@ -105,8 +104,6 @@ def test_no_step_that_may_be_skipped_reads_the_host(
     settings: dict[str, Any] = {}
     if how == "its own norm":
         settings = {"skip_nonfinite": True, "max_grad_norm": 1.0}
-    elif how == "a loss scale":
-        settings = {"grad_scaler": DeviceGradScaler(device=device)}
     if device.type == "cpu":  # what a GPU runs: the operation of a CPU may read its own memory
         monkeypatch.setattr(plans, "fused_adam_", as_kernel(run_cuda))
     params = make_params([(8, 4), (3, 5)], device=device)
@@ -126,57 +123,34 @@ def test_no_step_that_may_be_skipped_reads_the_host(
 
 def test_scaled_gradients_are_unscaled_before_they_are_clipped(device: torch.device) -> None:
     params, twins = make_twins(device=device)
-    ours = FusedAdam(params, max_grad_norm=0.5, grad_scaler=DeviceGradScaler(1024.0, device=device))
-    theirs = FusedAdam(twins, max_grad_norm=0.5)
+    ours, theirs = (FusedAdam(members, max_grad_norm=0.5) for members in (params, twins))
     for _ in range(3):
         set_grads(params, twins)
         for param in params:
             grad_of(param).mul_(1024)
-        ours.step()
+        ours.step(grad_scale=torch.tensor(1 / 1024, device=device))
         theirs.step()
     assert_equal(params, twins)  # a power of two changes no bit
     assert torch.equal(ours.control.grad_norm, theirs.control.grad_norm)
 
 
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        ("init_scale", 0.0),
-        ("init_scale", math.inf),
-        ("growth_factor", 1.0),
-        ("backoff_factor", 1.0),
-        ("growth_interval", 0),
-    ],
-)
-def test_wrong_numbers_of_a_loss_scale_are_refused(name: str, value: float) -> None:
-    with pytest.raises(ConfigError, match=f"{name} must be .*, got {value}"):
-        DeviceGradScaler(**{name: value})  # type: ignore[arg-type]
-
-
-def test_a_resumed_run_skips_and_scales_as_the_first_would(device: torch.device) -> None:
-    def make(params: list[nn.Parameter]) -> tuple[FusedAdam, DeviceGradScaler]:
-        scaler = DeviceGradScaler(1024.0, growth_interval=3, device=device)
-        return FusedAdam(params, lr=0.1, grad_scaler=scaler), scaler
-
+def test_a_resumed_run_goes_on_as_the_first_would(device: torch.device) -> None:
     params = make_params(device=device)
-    first, scaler = make(params)
+    first = FusedAdam(params, lr=0.1, skip_nonfinite=True)
     for step in range(5):
         set_grads(params)
         if step == 1:
             grad_of(params[1])[0] = math.inf
         first.step()
     twins = copies_of(params)
-    second, other = make(twins)
+    second = FusedAdam(twins, lr=0.1, skip_nonfinite=True)
     set_grads(twins)
     second.step()  # from the first step on, what controls it stays where it is
     addresses = [tensor.data_ptr() for _, tensor in second.control.tensors()]
     load_in_place(first, second)
     assert addresses == [tensor.data_ptr() for _, tensor in second.control.tensors()]
     assert second.control.skipped_steps.item() == 1
-    for _ in range(3):
-        assert torch.equal(other.scale, scaler.scale)
-        assert torch.equal(other.num_finite, scaler.num_finite)
-        take_steps(1, first, second)
+    take_steps(3, first, second)
     assert_equal(params, twins)
 
 
@@ -192,27 +166,17 @@ def test_a_state_without_control_keeps_that_of_the_optimizer() -> None:
     assert optimizer.control.skipped_steps.item() == 3
 
 
-@pytest.mark.parametrize("setting", ["max_grad_norm", "skip_nonfinite", "grad_scaler"])
+@pytest.mark.parametrize("setting", ["max_grad_norm", "skip_nonfinite"])
 def test_a_common_norm_of_gradients_on_several_devices_is_refused_by_name(setting: str) -> None:
     here, there = make_params([(2,)])[0], nn.Parameter(torch.empty(2, device="meta"))
-    value = DeviceGradScaler() if setting == "grad_scaler" else 1.0
     words = r"'here' is on cpu and parameter 'there' on meta\. Remedy: an optimizer for each device"
     with pytest.raises(ConfigError, match=words):
-        FusedAdam([("here", here), ("there", there)], **{setting: value})  # type: ignore[arg-type]
+        FusedAdam([("here", here), ("there", there)], **{setting: 1.0})  # type: ignore[arg-type]
     FusedAdam([here, there])
-    optimizer = FusedAdam([here], **{setting: value})  # type: ignore[arg-type]
+    optimizer = FusedAdam([here], **{setting: 1.0})  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="parameter 0 of group 1 on meta"):
         optimizer.add_param_group({"params": [there]})
     assert len(optimizer.param_groups) == 1
-
-
-def test_a_loss_scale_elsewhere_is_refused_by_name() -> None:
-    params = make_params()
-    set_grads(params)
-    optimizer = FusedAdam(params, grad_scaler=DeviceGradScaler(device="meta"))
-    words = r"is on meta, and the parameters are on cpu.*DeviceGradScaler\(\.\.\., device='cpu'\)"
-    with pytest.raises(ConfigError, match=words):
-        optimizer.step()
 
 
 def test_a_norm_beyond_the_range_of_float32_is_skipped_as_the_document_says() -> None:

@@ -1,4 +1,4 @@
-"""Steps that are left out on the device, and float16 with a loss scale, inside the graph."""
+"""Steps that are left out on the device."""
 
 from pathlib import Path
 
@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 import graphfsdp
 from graphfsdp.checkpoint import full_state_dict, load_full_state_dict
-from graphfsdp.optim import DeviceGradScaler, FusedAdam
+from graphfsdp.optim import FusedAdam
 from helpers import assert_same_states, make_optimizer, no_host_sync, snapshot
 
 NUM_STEPS = 16
@@ -50,42 +50,6 @@ def test_an_optimizer_that_cannot_skip_inside_a_graph_is_refused() -> None:
     optimizer = torch.optim.RMSprop(model.parameters())
     with pytest.raises(graphfsdp.ConfigError, match=r"skip_nonfinite=True.*FusedAdam"):
         graphfsdp.capture(model, optimizer, skip_nonfinite=True)
-
-
-def test_float16_with_a_loss_scale_and_the_plain_loss_beside_it(device: torch.device) -> None:
-    """The scale backs off where gradients overflow, and grows again, all in replays."""
-
-    def run(scope: str) -> tuple[list[Tensor], list[float], Tensor]:
-        torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(5, 8), nn.GELU(), nn.Linear(8, 1)).to(device).half()
-        scaler = DeviceGradScaler(2.0**16, growth_interval=3, device=device)
-        optimizer = FusedAdam(
-            model.parameters(), lr=1e-2, master_weights=True, grad_scaler=scaler, max_grad_norm=1.0
-        )
-
-        def scaled_loss(model: nn.Module, x: Tensor) -> tuple[Tensor, Tensor]:
-            loss = model(x).float().square().mean()
-            return scaler.scale_loss(loss), loss
-
-        found, scales = [], []
-        with graphfsdp.capture(model, optimizer, loss_fn=scaled_loss, scope=scope) as step:
-            for index in range(20):
-                _, loss = step((torch.randn(6, 5) * (30 if index == 9 else 1)).to(device).half())
-                found += [
-                    loss,
-                    scaler.scale.clone(),
-                    *(p.detach().clone() for p in model.parameters()),
-                ]
-                scales.append(scaler.scale.item())
-            skipped = step.skipped_steps
-        assert skipped is not None
-        return found, scales, skipped
-
-    expected, scales, skipped = run("none")
-    got, _, count = run("full_iteration")
-    assert all(torch.equal(a, b) for a, b in zip(expected, got, strict=True))
-    assert skipped.item() == count.item() > 0
-    assert min(scales) < scales[-1], "the scale backed off and grew again"
 
 
 def test_looking_at_the_count_waits_for_nothing(device: torch.device) -> None:

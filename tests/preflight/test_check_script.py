@@ -421,7 +421,7 @@ def test_what_no_loop_can_be_captured_with_is_told(
     assert main(["check", "lbfgs.py"]) == 1
     assert "LBFGS runs the model" in capsys.readouterr().out
     assert main(["check", "--device", "cpu", "scaler.py"]) == 1
-    assert "DeviceGradScaler" in capsys.readouterr().out
+    assert "bfloat16" in capsys.readouterr().out
 
 
 def test_a_number_of_an_optimizer_is_told_if_it_moves(

@@ -17,7 +17,7 @@ import graphfsdp
 import programs
 from counting_net import mean_square
 from graphfsdp import HazardKind
-from graphfsdp.optim import DeviceGradScaler, FusedAdam
+from graphfsdp.optim import FusedAdam
 from helpers import assert_same_state, line_of, snapshot
 from probe import Probe, Program, batches, check_refused, make_probe, refusal_of
 from programs import REFUSED, Refused
@@ -133,12 +133,6 @@ class _Own(torch.optim.SGD):
         super().step()
 
 
-def scaled_and_clipped() -> Made:
-    model = nn.Linear(4, 4)
-    optimizer = FusedAdam(model.parameters(), grad_scaler=DeviceGradScaler())
-    return made(model=model, optimizer=optimizer, max_grad_norm=1.0)
-
-
 def frozen() -> Made:
     model = nn.Linear(4, 4)
     return made(model=model.requires_grad_(False), optimizer=FusedAdam(model.parameters()))
@@ -186,12 +180,6 @@ SETTINGS: dict[str, Setting] = {
         HazardKind.PRECISION,
         "bfloat16",
         graphfsdp.PrecisionError,
-    ),
-    "clip_of_scaled_gradients": (
-        scaled_and_clipped,
-        HazardKind.CONFIG,
-        "the loss scale has multiplied",
-        graphfsdp.ConfigError,
     ),
     "nothing_to_train": (
         frozen,
