@@ -95,18 +95,6 @@ class GatherFormat(_Choice):
     MXFP8 = "mxfp8"  # e4m3, one scale, a power of two, for 32 values of a row
 
 
-class Fp8Format(_Choice):
-    """Which 8-bit numbers products are of, in Megatron's words."""
-
-    E4M3 = "e4m3"
-    HYBRID = "hybrid"  # gradients have more range and one bit less
-
-    @property
-    def of_gradients(self) -> torch.dtype:
-        """Dtype of gradients that are multiplied."""
-        return torch.float8_e5m2 if self is Fp8Format.HYBRID else torch.float8_e4m3fn
-
-
 @dataclass(frozen=True)
 class MixedPrecisionPolicy:
     """Which dtype each copy of a parameter and of its gradient has. None means "as it is".

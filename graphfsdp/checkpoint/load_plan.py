@@ -13,7 +13,6 @@ from torch import Tensor
 
 from graphfsdp.checkpoint.manifest import Manifest, SavedTensor
 from graphfsdp.checkpoint.named import MODEL, OPTIMIZER, NamedModel, NamedPart, Part, part_of, whole
-from graphfsdp.eight_bit.delayed import HISTORY, SCALE
 from graphfsdp.errors import CheckpointMismatchError
 from graphfsdp.optim.fused.storage import join_remainder
 
@@ -81,8 +80,7 @@ def plan_model(plan: LoadPlan) -> None:
     for name, tensor in plan.model.tensors.items():
         key = plan.saved_key(name)
         if key is None:
-            if not _is_of_8_bits(name):
-                plan.problems.append(f"model: {name!r} is missing in the checkpoint")
+            plan.problems.append(f"model: {name!r} is missing in the checkpoint")
             plan.unread.add(name)
             continue
         used.add(key)
@@ -94,14 +92,9 @@ def plan_model(plan: LoadPlan) -> None:
         _plan_weight(plan, key, main_key, main, part_of(tensor))
     for key in plan.manifest.tensors:
         name = key.removeprefix(MODEL)
-        known = key in used or name in plan.elsewhere or _is_of_8_bits(key)
+        known = key in used or name in plan.elsewhere
         if key.startswith(MODEL) and not known:
             plan.problems.append(f"model: {name!r} is in the checkpoint, but not in the model")
-
-
-def _is_of_8_bits(name: str) -> bool:
-    """Whether it can be found anew: runs go on in 8 bits that were not, and the other way."""
-    return name.rpartition(".")[2] in (SCALE, HISTORY)
 
 
 def _plan_weight(

@@ -1,6 +1,6 @@
 """Values as float8 with scales, bit for bit as torchao makes them, NaN and zeros included.
 
-Numbers are e4m3, up to 448, or, where said, e5m2, up to 57344: more range, one bit less.
+Numbers are e4m3, up to 448.
 
 Float8: one float32 scale for a tensor, or for each row; a number is ``value * scale`` rounded to
 nearest even and saturated. The scale is 448 / amax, in float64 and then rounded; of rows it is
@@ -21,6 +21,7 @@ from torch import Tensor
 from graphfsdp.config import GatherFormat
 
 NUMBER = torch.float8_e4m3fn
+_LARGEST = torch.finfo(NUMBER).max
 BLOCK = 32  # values that share a scale in MXFP8
 _EXPONENT = torch.float8_e8m0fnu
 _SMALLEST_AMAX = 1e-12
@@ -29,29 +30,29 @@ _NAN = 255
 _INFINITE = 254  # what amax / 448 comes to where amax is infinite
 
 
-def scales_of(amax: Tensor, *, powers_of_two: bool = False, number: torch.dtype = NUMBER) -> Tensor:
+def scales_of(amax: Tensor, *, powers_of_two: bool = False) -> Tensor:
     """Return float32 scales for largest magnitudes."""
     amax = amax.to(torch.float64).clamp(min=_SMALLEST_AMAX)
-    scale = (torch.finfo(number).max / amax).to(torch.float32)
+    scale = (_LARGEST / amax).to(torch.float32)
     return torch.exp2(torch.floor(torch.log2(scale))) if powers_of_two else scale
 
 
-def to_float8(values: Tensor, scale: Tensor, number: torch.dtype = NUMBER) -> Tensor:
-    return _saturated(values.to(torch.float32) * scale, number)
+def to_float8(values: Tensor, scale: Tensor) -> Tensor:
+    return _saturated(values.to(torch.float32) * scale)
 
 
 def from_float8(numbers: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     return (numbers.to(dtype) / scale).to(dtype)
 
 
-def to_mxfp8(values: Tensor, number: torch.dtype = NUMBER) -> tuple[Tensor, Tensor]:
+def to_mxfp8(values: Tensor) -> tuple[Tensor, Tensor]:
     """Return numbers [..., K] and, as uint8, exponents [..., K / 32] for values [..., K]."""
     blocks = values.unflatten(-1, (-1, BLOCK)).to(torch.float32)
     amax = blocks.abs().amax(-1, keepdim=True)
-    exponent = _rounded_up(amax / torch.finfo(number).max)
+    exponent = _rounded_up(amax / _LARGEST)
     # A block of nothing but zeros and denormals of float32 stays as it is.
     factor = _power_of_two(exponent).reciprocal().masked_fill(exponent == 0, 1.0)
-    return _saturated(blocks * factor, number).flatten(-2), exponent.squeeze(-1)
+    return _saturated(blocks * factor).flatten(-2), exponent.squeeze(-1)
 
 
 def from_mxfp8(numbers: Tensor, exponents: Tensor, dtype: torch.dtype) -> Tensor:
@@ -69,9 +70,8 @@ def _power_of_two(exponents: Tensor) -> Tensor:
     return exponents.view(_EXPONENT).to(torch.float32)
 
 
-def _saturated(scaled: Tensor, number: torch.dtype) -> Tensor:
-    largest = torch.finfo(number).max
-    return scaled.clamp(-largest, largest).to(number)
+def _saturated(scaled: Tensor) -> Tensor:
+    return scaled.clamp(-_LARGEST, _LARGEST).to(NUMBER)
 
 
 def _rounded_up(ratio: Tensor) -> Tensor:

@@ -97,7 +97,6 @@ class ModelPlan:
             buffer.full_bytes
             for buffer in self.buffers
             if not buffer.sharded
-            and not buffer.stays_packed
             and (buffer.gather_format or buffer.dtypes.compute != buffer.dtypes.main)
         )
         if self.mesh.cuts_outside and self.strategy is ShardingStrategy.OPTIM_GRADS_PARAMS:

@@ -175,8 +175,6 @@ class ShardBuffer:
         if self.extension is not None:
             assert self.extension.weight is not None
             return self.extension.weight
-        if self.packing is not None and self.plan.stays_packed:
-            return self.packing.weight(self.full, slot)
         return self.full_view(self.full, slot)
 
     def placements(self, slot: Slot) -> list[Placement]:
@@ -293,7 +291,7 @@ class ShardBuffer:
     def _as_weights(self, whole: Tensor) -> Tensor:
         if self.extension is not None:
             self.extension.after_gather(whole, self.layout.num_ranks)
-        if self.packing is None or self.plan.stays_packed:
+        if self.packing is None:
             return whole
         full = self._new_full()
         self.packing.unpack(whole, full)

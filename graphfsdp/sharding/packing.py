@@ -2,8 +2,7 @@
 
 A unit's buffer of such weights has a persistent shard of bytes beside its main weights, which the
 all-gather sends; what arrives is turned into weights of the compute dtype, in the unit's gathered
-buffer, so that modules, saved weights and gradients know nothing of it. Where a buffer's layers all
-multiply in 8 bits (``stays_packed``), its weights are ``EightBitWeight``s over what has arrived.
+buffer, so that modules, saved weights and gradients know nothing of it.
 
 Float8: the magnitudes of all weights of the model go through one all-reduce, so that each weight,
 or each of its rows, has one scale however ranks have cut it. MXFP8: a scale belongs to 32 values
@@ -23,8 +22,7 @@ from torch import Tensor
 from graphfsdp.base.collectives import all_reduce_
 from graphfsdp.config import GatherFormat
 from graphfsdp.eight_bit.cast import Cast, Stretch
-from graphfsdp.eight_bit.formats import NUMBER, packed_numel, scales_of
-from graphfsdp.eight_bit.weight import EightBitWeight
+from graphfsdp.eight_bit.formats import NUMBER, from_float8, from_mxfp8, packed_numel, scales_of
 from graphfsdp.sharding.layout import Slot
 from graphfsdp.sharding.mesh import UnitMesh
 from graphfsdp.sharding.plan import BufferPlan
@@ -79,18 +77,18 @@ class Packing:
         """
         for slot in self._runs():
             place = full.narrow(0, slot.offset, slot.numel).view(slot.shape)
-            place.copy_(self.weight(whole, slot).in_full())
+            place.copy_(self._weight(whole, slot))
 
-    def weight(self, whole: Tensor, slot: Slot) -> EightBitWeight:
-        """Return the weight of a slot, over [R * P] gathered bytes."""
+    def _weight(self, whole: Tensor, slot: Slot) -> Tensor:
+        """Return what the numbers of a slot stand for, of [R * P] gathered bytes."""
         rows, length = self._rows(whole, slot.offset, slot.num_rows, slot.row_numel), slot.row_numel
+        numbers = rows[:, :length].view(NUMBER)
         if self.format is GatherFormat.MXFP8:
-            scale = rows[:, length:]
-        else:
-            start = self._first_scales[slot.index]
-            scale = self.scales.narrow(0, start, self._plan.num_scales_of(slot))
-            scale = scale[0] if self.format is GatherFormat.FLOAT8 else scale.view(-1, 1)
-        return EightBitWeight(rows[:, :length].view(NUMBER), scale, self.format, self._compute)
+            return from_mxfp8(numbers, rows[:, length:], self._compute)
+        start = self._first_scales[slot.index]
+        scale = self.scales.narrow(0, start, self._plan.num_scales_of(slot))
+        scale = scale[0] if self.format is GatherFormat.FLOAT8 else scale.view(-1, 1)
+        return from_float8(numbers, scale, self._compute)
 
     def _runs(self) -> list[Slot]:
         """Return the slots; MXFP8 has its scales in the rows, so neighbours of it are joined."""

@@ -1,7 +1,7 @@
 """Which flat buffers a unit gets, and how many bytes: from shapes alone, without any tensor."""
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -11,7 +11,6 @@ from graphfsdp.base.dtensors import EXTENSION, local_part
 from graphfsdp.base.torch_internals import parameters_of
 from graphfsdp.config import GatherFormat, MixedPrecisionPolicy, ShardingStrategy
 from graphfsdp.eight_bit.formats import BLOCK, packed_numel
-from graphfsdp.eight_bit.linear import EightBitLinear
 from graphfsdp.errors import ConfigError
 from graphfsdp.sharding.layout import BufferLayout, Slot, plan_blocks, plan_unit
 
@@ -25,19 +24,20 @@ class ParameterKind:
     trainable: bool
     device: str = "cpu"
     is_linear: bool = False  # the weight of nn.Linear and of nothing else
-    multiplied_as: GatherFormat | None = None  # what EightBitLinear, and nothing else, makes of it
     extended: bool = False  # its class says what is gathered of it, see extension.py
 
     @classmethod
     def of(
-        cls, param: nn.Parameter, linear: Mapping[int, GatherFormat | None], device: str = "cpu"
+        cls, param: nn.Parameter, linear: Container[int], device: str = "cpu"
     ) -> "ParameterKind":
         """``linear``: what ``linear_weights`` has found."""
-        key = id(param) if param.is_floating_point() else None
-        shape = tuple(local_part(param).shape)
-        kind = key in linear, None if key is None else linear.get(key)
         return cls(
-            shape, param.dtype, param.requires_grad, device, *kind, hasattr(param, EXTENSION)
+            tuple(local_part(param).shape),
+            param.dtype,
+            param.requires_grad,
+            device,
+            is_linear=param.is_floating_point() and id(param) in linear,
+            extended=hasattr(param, EXTENSION),
         )
 
 
@@ -73,7 +73,6 @@ class BufferPlan:
     strategy: ShardingStrategy
     trainable: bool
     gather_format: GatherFormat | None = None
-    stays_packed: bool = False  # layers compute with the 8-bit numbers themselves
 
     @property
     def sharded(self) -> bool:
@@ -85,8 +84,6 @@ class BufferPlan:
 
     @property
     def full_bytes(self) -> int:
-        if self.stays_packed:
-            return self.gather_bytes
         return self.layout.total_numel * self.dtypes.compute.itemsize
 
     @property
@@ -114,22 +111,13 @@ class BufferPlan:
         return slot.num_rows if self.gather_format is GatherFormat.FLOAT8_ROWWISE else 0
 
 
-def linear_weights(modules: Iterable[nn.Module]) -> dict[int, GatherFormat | None]:
-    """Return the identities of weights that ``nn.Linear`` alone holds, in the modules given.
-
-    With the format of those that ``EightBitLinear`` alone holds, else None.
-    """
-    holders: dict[int, list[nn.Module | None]] = {}
+def linear_weights(modules: Iterable[nn.Module]) -> set[int]:
+    """Return the identities of weights that ``nn.Linear`` alone holds, in the modules given."""
+    found: dict[bool, set[int]] = {True: set(), False: set()}
     for module in modules:
         for name, param in parameters_of(module).items():
-            fits = isinstance(module, nn.Linear) and name == "weight"
-            holders.setdefault(id(param), []).append(module if fits else None)
-    return {key: _one_format(found) for key, found in holders.items() if None not in found}
-
-
-def _one_format(holders: Iterable[nn.Module | None]) -> GatherFormat | None:
-    formats = {each.number_format if isinstance(each, EightBitLinear) else None for each in holders}
-    return formats.pop() if len(formats) == 1 else None
+            found[isinstance(module, nn.Linear) and name == "weight"].add(id(param))
+    return found[True] - found[False]
 
 
 def plan_buffers(
@@ -139,7 +127,7 @@ def plan_buffers(
     strategy: ShardingStrategy,
     num_ranks: int,
 ) -> list[BufferPlan]:
-    kinds: dict[tuple[torch.dtype, str, bool, bool, GatherFormat | None, bool], list[str]] = {}
+    kinds: dict[tuple[torch.dtype, str, bool, bool, GatherFormat | None], list[str]] = {}
     plans = []
     for name, param in params.items():
         if param.extended:
@@ -150,10 +138,9 @@ def plan_buffers(
             continue
         # A scalar has no rows to share out: every rank holds it.
         packs = _gather_format(name, param, policy)
-        stays = packs is not None and param.multiplied_as is packs
-        kind = (param.dtype, param.device, param.trainable, len(param.shape) > 0, packs, stays)
+        kind = (param.dtype, param.device, param.trainable, len(param.shape) > 0, packs)
         kinds.setdefault(kind, []).append(name)
-    for (dtype, _, trainable, has_rows, packs, stays), names in kinds.items():
+    for (dtype, _, trainable, has_rows, packs), names in kinds.items():
         used = strategy if has_rows else ShardingStrategy.NO_SHARD
         dtypes = BufferDtypes.of(dtype, policy)
         shapes = [params[name].shape for name in names]
@@ -166,7 +153,7 @@ def plan_buffers(
             layouts = plan_unit(shapes, num_ranks=parts, itemsize=min(itemsizes))
         for layout in layouts:
             members = tuple(names[slot.index] for slot in layout.slots)
-            plans.append(BufferPlan(layout, members, dtypes, used, trainable, packs, stays))
+            plans.append(BufferPlan(layout, members, dtypes, used, trainable, packs))
     return plans
 
 

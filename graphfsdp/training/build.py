@@ -21,7 +21,6 @@ from graphfsdp.data import (
     is_token_file,
     load_corpus,
 )
-from graphfsdp.eight_bit import DelayedScaling, convert_linears
 from graphfsdp.errors import ConfigError, PrecisionError
 from graphfsdp.moe import Experts
 from graphfsdp.optim import FusedAdam, ParamScheduler
@@ -302,21 +301,6 @@ def make_model(
     # Parameters alone: buffers such as RoPE's tables stay in float32.
     for param in model.parameters():
         param.data = param.data.to(dtype)
-    if config.fp8_format is not None:
-        recipe = None
-        if config.fp8_recipe == "delayed":
-            chosen = config.fp8_amax_history_len, config.fp8_amax_compute_algo
-            recipe = DelayedScaling(config.fp8_margin, *chosen)
-        convert_linears(
-            model,
-            config.number_format,
-            fp8_format=config.fp8_format,
-            recipe=recipe,
-            # A router's gate chooses experts.
-            where=lambda name, linear: (
-                name.startswith("blocks.") and not name.endswith("router.gate")
-            ),
-        )
     return model.to(device)
 
 

@@ -15,8 +15,7 @@ from graphfsdp.training.batch import IterationBatch
 from graphfsdp.training.gpt import GPTConfig, Normalization, PositionEmbeddingType
 
 DtypeName = Literal["fp32", "bf16"]
-Fp8FormatName = Literal["e4m3", "hybrid"]
-Fp8RecipeName = Literal["tensorwise", "delayed", "rowwise", "mxfp8"]
+Fp8RecipeName = Literal["tensorwise", "rowwise", "mxfp8"]
 LrDecayStyle = Literal["constant", "linear", "cosine", "inverse-square-root", "WSD"]
 LrWsdDecayStyle = Literal["exponential", "linear", "cosine", "minus_sqrt"]
 WeightDecayIncrStyle = Literal["constant", "linear", "cosine"]
@@ -132,23 +131,15 @@ class TrainConfig(GPTConfig):
     use_precision_aware_optimizer: Annotated[
         bool, "the optimizer reads decoupled gradients, whose dtype need not be that of the weights"
     ] = False
-    fp8_format: Annotated[
-        Fp8FormatName | None,
-        "multiply in 8 bits in the linear layers of blocks: e4m3, or e4m3 with gradients in e5m2",
-    ] = None
     fp8_param_gather: Annotated[
         bool,
-        "gather the weights of linear layers as 8-bit numbers with scales; without --fp8-format "
-        "layers compute with what these stand for in the dtype of the model weights",
+        "gather the weights of linear layers as 8-bit numbers with scales; layers compute with "
+        "what these stand for in the dtype of the model weights",
     ] = False
     fp8_recipe: Annotated[
         Fp8RecipeName,
-        "one scale for a tensor, of its values or (delayed) of earlier ones, for each row, or for "
-        "32 values of a row; needs --fp8-format or --fp8-param-gather",
+        "one scale for a weight, for each row, or for 32 values of a row; needs --fp8-param-gather",
     ] = "tensorwise"
-    fp8_margin: Annotated[int, "delayed scales are 2^margin times smaller than need be"] = 0
-    fp8_amax_history_len: Annotated[int, "backward passes that decide a delayed scale"] = 1
-    fp8_amax_compute_algo: Annotated[Literal["most_recent", "max"], "which one"] = "most_recent"
     # From here on, what is seen or kept of a run, or how it is computed, but not its numbers; see
     # ``numbers``. Capture.
     cuda_graph_scope: Annotated[
@@ -399,10 +390,9 @@ class TrainConfig(GPTConfig):
 
     @property
     def number_format(self) -> GatherFormat:
-        """Of gathers and products, where these are in 8 bits."""
+        """Of gathers, where these are in 8 bits."""
         return {
             "tensorwise": GatherFormat.FLOAT8,
-            "delayed": GatherFormat.FLOAT8,
             "rowwise": GatherFormat.FLOAT8_ROWWISE,
             "mxfp8": GatherFormat.MXFP8,
         }[self.fp8_recipe]
@@ -410,14 +400,14 @@ class TrainConfig(GPTConfig):
     def _check_ranges(self) -> None:
         for name in (
             *("micro_batch_size", "global_batch_size", "train_iters", "log_interval", "eval_iters"),
-            *("lr_decay_iters", "distributed_timeout_minutes", "keep_last", "fp8_amax_history_len"),
+            *("lr_decay_iters", "distributed_timeout_minutes", "keep_last"),
             *("num_distributed_optimizer_instances", "expert_model_parallel_size"),
             *("pipeline_model_parallel_size", "num_layers_per_virtual_pipeline_stage"),
         ):
             self._at_least(name, 1)
         for name in (
             *("seed", "lr_warmup_iters", "eval_interval", "sample_tokens", "save_interval"),
-            *("weight_decay", "adam_eps", "eod_token_id", "fp8_margin"),
+            *("weight_decay", "adam_eps", "eod_token_id"),
         ):
             self._at_least(name, 0)
         self._at_least("cuda_graph_warmup_steps", 1 if self.scope is Scope.FULL_ITERATION else 0)
@@ -446,7 +436,7 @@ class TrainConfig(GPTConfig):
         needs = (
             ("--save DIR, which says where to", self.save, ("save_interval", "async_", "keep_")),
             ("--num-experts", self.num_experts, ("moe_", "expert_model_parallel_size")),
-            ("--fp8-recipe delayed", self.fp8_recipe == "delayed", ("fp8_margin", "fp8_amax_")),
+            ("--fp8-param-gather", self.fp8_param_gather, ("fp8_recipe",)),
         )
         for field in fields(self):
             for remedy, is_given, names in needs:
@@ -460,18 +450,9 @@ class TrainConfig(GPTConfig):
             )
         self._check_experts()
         self._check_pipeline()
-        in_8_bits = self.fp8_param_gather or self.fp8_format is not None
-        if self.fp8_recipe != "tensorwise" and not in_8_bits:
+        if self.fp8_param_gather and self.mllog is not None:
             raise ConfigError(
-                f"--fp8-recipe {self.fp8_recipe} says how scales are shared in 8 bits; add "
-                "--fp8-format e4m3, --fp8-param-gather, or both"
-            )
-        if self.fp8_recipe == "delayed" and self.fp8_format is None:
-            raise ConfigError("--fp8-recipe delayed is about products; add --fp8-format hybrid")
-        if in_8_bits and self.mllog is not None:
-            raise ConfigError(
-                "--mllog has no word for products and gathers in 8 bits; leave out "
-                "--fp8-format and --fp8-param-gather"
+                "--mllog has no word for gathers in 8 bits; leave out --fp8-param-gather"
             )
         if self.mllog is not None and self.load is not None:
             raise ConfigError(
@@ -524,8 +505,7 @@ class TrainConfig(GPTConfig):
             "no --init-model-with-meta-device": self.init_model_with_meta_device,
             "no --mllog": self.mllog is not None,
             "no --num-experts": self.num_experts is not None,
-            "no --fp8-format and no --fp8-param-gather": self.fp8_param_gather
-            or self.fp8_format is not None,
+            "no --fp8-param-gather": self.fp8_param_gather,
             "no --reset-position-ids and no --reset-attention-mask": self.has_positions,
         }
         for remedy, holds in problems.items():

@@ -86,9 +86,6 @@ def _facts(run: TrainingRun) -> list[tuple[str, str]]:
     precision += f", {config.main_params_dtype} main weights, {config.main_grads_dtype} main grads"
     if config.use_precision_aware_optimizer:
         precision += ", decoupled"
-    if config.fp8_format is not None:
-        how = f"{config.fp8_format}, {config.fp8_recipe}"
-        precision += f", multiplied as {config.number_format.value} ({how})"
     if config.fp8_param_gather:
         precision += f", gathered as {config.number_format.value}"
     batch = f"{run.batch.num_sequences} x {config.seq_length} tokens"

@@ -68,7 +68,7 @@ def check_precision(
             f"{facts.name} cannot step on parameters that are 8-bit numbers themselves, as "
             f"{_list_names(quantised)}: a step is smaller than the distance of 8-bit numbers, so "
             "there must be a main weight. Remedy: parameters in float32 or bfloat16, which "
-            "convert_linears and gather_format quantise"
+            "gather_format, or layers of torchao, quantise where they are used"
         )
     main = partial(main_param_dtype, policy=policy, facts=facts)
     grad = partial(main_grad_dtype, policy=policy, facts=facts)

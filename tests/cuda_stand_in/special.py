@@ -283,24 +283,10 @@ def conv_depthwise(
     return [made]
 
 
-def scaled_mm(
-    left: Tensor,  # [R, L] float8
-    right: Tensor,  # [L, Q] float8
-    scale_a: Tensor,  # [], or [R, 1], which the CPU's kernel does not take
-    scale_b: Tensor,  # [], or [1, Q]
-    bias: None = None,
-    scale_result: None = None,
-    out_dtype: torch.dtype | None = None,
-    use_fast_accum: bool = False,
-) -> list[Tensor]:
-    return [(left.float() @ right.float() * scale_a * scale_b).to(out_dtype)]
-
-
 # By the name of the schema; those that draw are told where.
 COMPUTE: Mapping[str, Callable[..., Any]] = MappingProxyType(
     {
         "aten::_conv_depthwise2d": conv_depthwise,
-        "aten::_scaled_mm": scaled_mm,
         "aten::native_layer_norm_backward": layer_norm_backward,
         "aten::_fused_rms_norm_backward": rms_norm_backward,
         "aten::native_dropout": native_dropout,

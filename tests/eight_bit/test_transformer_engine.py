@@ -1,22 +1,17 @@
 """Transformer Engine by contract: what we say of its Python sources is what stands there.
 
-Read as text where the package is installed, with or without its libraries; nothing of it is run but
-the arithmetic of delayed scaling. **None of its modules has run here.**
+Read as text where the package is installed, with or without its libraries; nothing of it is run.
+**None of its modules has run here.**
 """
-
-import __future__
 
 import ast
 import importlib.util
-import inspect
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from graphfsdp.eight_bit import DelayedScaling
-from graphfsdp.eight_bit.delayed import update_scales
 from graphfsdp.optim.adapters.precision import is_quantised
 
 _SPEC = importlib.util.find_spec("transformer_engine")
@@ -36,64 +31,6 @@ def parse(relative: str) -> tuple[str, dict[str, Any]]:
             if isinstance(child, ast.FunctionDef):
                 found[f"{node.name}.{child.name}"] = child  # type: ignore[attr-defined]
     return text, found
-
-
-def compiled(names: tuple[str, ...]) -> dict[str, Any]:
-    """Return functions of its quantization.py, without what would compile them."""
-    _, found = parse("pytorch/quantization.py")
-    chosen = [found[name] for name in names]
-    for function in chosen:
-        function.decorator_list = []
-    module = ast.Module(chosen, type_ignores=[])
-    scope: dict[str, Any] = {"torch": torch}
-    flags = __future__.annotations.compiler_flag
-    exec(compile(module, "quantization.py", "exec", flags=flags), scope)
-    return scope
-
-
-class Layer:
-    def __init__(self, recipe: DelayedScaling) -> None:
-        self.recipe, self.of_gradients = recipe, torch.float8_e5m2
-        self.fp8_scale, self.fp8_amax_history = (
-            torch.ones(3),
-            torch.zeros(recipe.amax_history_len, 3),
-        )
-
-
-@pytest.mark.parametrize("algorithm", ["max", "most_recent"])
-@pytest.mark.parametrize("length", [1, 2, 7])
-@pytest.mark.parametrize("margin", [0, 3])
-def test_scales_and_histories_are_its_own_bit_for_bit(
-    algorithm: str, length: int, margin: int
-) -> None:
-    names = "_update_amax_history", "_default_get_amax_and_update_history", "_default_sf_compute"
-    theirs = compiled(names)
-    layers = [Layer(DelayedScaling(margin, length, algorithm)) for _ in range(2)]
-    kept = [(each.fp8_scale.clone(), each.fp8_amax_history.clone()) for each in layers]
-    largest = torch.tensor([448.0, 448.0, 57344.0])
-    for factor in (1.0, 3e4, 0.0, 1e-42, 1e-30, 3e38, 5.0, 1.0, 1.0, 0.0, 2.0):
-        for layer, (scale, history) in zip(layers, kept, strict=True):
-            layer.fp8_amax_history[0] = torch.rand(3) * factor
-            history[0] = layer.fp8_amax_history[0]
-            history, amax = theirs[names[1]](history, algorithm)
-            theirs[names[2]](amax, scale, largest, margin)
-        update_scales(layers)
-        for layer, (scale, history) in zip(layers, kept, strict=True):
-            assert torch.equal(layer.fp8_scale, scale)
-            assert torch.equal(layer.fp8_amax_history, history)
-
-
-def test_the_recipe_has_its_words_and_defaults() -> None:
-    _, found = parse("common/recipe/__init__.py")
-    fields = {
-        node.target.id: ast.literal_eval(node.value)
-        for node in found["DelayedScaling"].body
-        if isinstance(node, ast.AnnAssign)
-        and isinstance(node.target, ast.Name)
-        and isinstance(node.value, ast.Constant)
-    }
-    for name, parameter in inspect.signature(DelayedScaling).parameters.items():
-        assert fields[name] == parameter.default
 
 
 def test_its_layers_update_their_scales_inside_a_capture_that_is_not_its_own() -> None:

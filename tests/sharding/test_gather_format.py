@@ -11,18 +11,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import graphfsdp
-from graphfsdp import ConfigError, PhaseError
+from graphfsdp import ConfigError
 from graphfsdp.config import MixedPrecisionPolicy
-from graphfsdp.eight_bit import DelayedScaling, convert_linears
-from graphfsdp.eight_bit.formats import (
-    NUMBER,
-    from_float8,
-    from_mxfp8,
-    scales_of,
-    to_float8,
-    to_mxfp8,
-)
-from graphfsdp.eight_bit.weight import EightBitWeight
+from graphfsdp.eight_bit.formats import from_float8, from_mxfp8, scales_of, to_float8, to_mxfp8
 from ranks import on_ranks, rank_device
 from sharding_helpers import (
     FEW_STEPS,
@@ -70,14 +61,6 @@ class Layers(nn.Module):
 def make(gather_format: str | None, strategy: str = "optim_grads_params", **options: Any) -> Any:
     torch.manual_seed(0)
     model = Layers(options.pop("width", WIDTH), options.pop("recompute", False)).to(rank_device())
-    if layers := options.pop("layers", None):
-        convert_linears(
-            model,
-            layers,
-            fp8_format=options.pop("fp8_format", "e4m3"),
-            recipe=options.pop("recipe", None),
-            where=lambda name, linear: name != "head",
-        )
     policy = MixedPrecisionPolicy(
         gather_format=gather_format, **options.pop("policy", {"param_dtype": torch.bfloat16})
     )
@@ -105,30 +88,26 @@ MAINS_IN_BF16 = {"param_dtype": torch.bfloat16, "main_params_dtype": torch.bfloa
 
 
 @pytest.mark.parametrize(
-    ("ranks", "gather_format", "layers", "microbatches", "options"),
+    ("ranks", "gather_format", "microbatches", "options"),
     [
-        ("ranks1", "float8", None, 1, {"policy": {}}),
-        ("ranks2", "float8", None, 2, {"strategy": "optim_grads"}),
-        ("ranks2", "float8_rowwise", None, 2, {}),
-        ("ranks2", "mxfp8", "mxfp8", 1, {"strategy": "no_shard", "policy": DECOUPLED}),
-        ("ranks2", "float8", "float8", 2, {}),
-        (
-            *("ranks2", "float8", "float8", 1),
-            {"strategy": "optim", "fp8_format": "hybrid", "policy": {}},
-        ),
-        ("ranks2", "float8_rowwise", "float8_rowwise", 2, {"recompute": True, "overlap": False}),
-        ("ranks2", "mxfp8", "mxfp8", 2, {"fp8_format": "hybrid"}),
-        ("ranks2", None, "float8", 1, {}),
-        ("ranks2", "mxfp8", "float8", 1, {"recompute": True, "policy": MAINS_IN_BF16}),
-        ("ranks4", "float8_rowwise", "float8_rowwise", 2, {"policy": DECOUPLED}),
-        ("ranks4", "mxfp8", None, 1, {"outer_strategy": "optim"}),
+        ("ranks1", "float8", 1, {"policy": {}}),
+        ("ranks2", "float8", 2, {}),
+        ("ranks2", "float8", 1, {"strategy": "optim", "policy": {}}),
+        ("ranks2", "float8", 2, {"strategy": "optim_grads"}),
+        ("ranks2", "float8_rowwise", 2, {}),
+        ("ranks2", "float8_rowwise", 2, {"recompute": True, "overlap": False}),
+        ("ranks2", "mxfp8", 2, {}),
+        ("ranks2", "mxfp8", 1, {"strategy": "no_shard", "policy": DECOUPLED}),
+        ("ranks2", "mxfp8", 1, {"recompute": True, "policy": MAINS_IN_BF16}),
+        ("ranks4", "float8_rowwise", 2, {"policy": DECOUPLED}),
+        ("ranks4", "mxfp8", 1, {"outer_strategy": "optim"}),
         *(
-            pytest.param("gpu_ranks", each, layers, 2, options, marks=pytest.mark.gpu)
-            for each, layers, options in (
-                ("float8", None, {"policy": {}}),
-                ("float8_rowwise", "float8_rowwise", {"recompute": True}),
-                ("mxfp8", "mxfp8", {}),
-                ("mxfp8", None, {"policy": MAINS_IN_BF16}),
+            pytest.param("gpu_ranks", each, 2, options, marks=pytest.mark.gpu)
+            for each, options in (
+                ("float8", {"policy": {}}),
+                ("float8_rowwise", {"recompute": True}),
+                ("mxfp8", {}),
+                ("mxfp8", {"policy": MAINS_IN_BF16}),
             )
         ),
     ],
@@ -136,15 +115,13 @@ MAINS_IN_BF16 = {"param_dtype": torch.bfloat16, "main_params_dtype": torch.bfloa
 def test_replays_equal_eager(
     request: pytest.FixtureRequest,
     ranks: str,
-    gather_format: str | None,
-    layers: str | None,
+    gather_format: str,
     microbatches: int,
     options: dict[str, Any],
 ) -> None:
-    # Ten replays for each kind of weights, and of layers below the weights made for them.
-    is_long = ranks == "ranks2" and microbatches == 2 and set(options) <= {"fp8_format"}
-    is_long |= ranks == "gpu_ranks"
-    options = {"gather_format": gather_format, "layers": layers} | options
+    # Ten replays for each kind of weights.
+    is_long = (ranks == "ranks2" and microbatches == 2 and not options) or ranks == "gpu_ranks"
+    options = {"gather_format": gather_format} | options
     request.getfixturevalue(ranks).run(replays_as_eager, microbatches, is_long, options)
 
 
@@ -157,112 +134,8 @@ def replays_as_eager(microbatches: int, is_long: bool, options: dict[str, Any]) 
     )
     # Once an iteration, for all weights.
     counts = run.report.op_counts
-    in_8_bits = options["gather_format"]
-    assert counts.get("graphfsdp.pack_.default", 0) == (in_8_bits is not None)
-    assert counts.get("graphfsdp.find_amax_.default", 0) == (in_8_bits not in (None, "mxfp8"))
-
-
-DELAYED: dict[str, Any] = {
-    "layers": "float8",
-    "recipe": DelayedScaling(0, 3),
-    "fp8_format": "hybrid",
-}
-
-
-@pytest.mark.parametrize(
-    ("microbatches", "options"),
-    [
-        (2, {"gather_format": None}),
-        (1, {"gather_format": "float8", "recompute": True, "strategy": "optim", "policy": {}}),
-    ],
-)
-@on_ranks("ranks2")
-def test_delayed_scales_replay_as_eager_and_are_those_of_all_ranks(
-    microbatches: int, options: dict[str, Any]
-) -> None:
-    num_steps = num_steps_of(microbatches, 2)
-    options = DELAYED | options
-    replayed_as_eager(lambda: make(**options), **trained(num_steps, microbatches=microbatches))
-    model = make(**options)
-    seen = Wire()
-    with graphfsdp.capture(model, adam(model), scope="none", microbatches=microbatches) as step:
-        step(data(0) * (1 + dist.get_rank()))
-        with seen:
-            step(data(1) * (1 + dist.get_rank()))
-    gathers = options["gather_format"] is not None
-    assert seen.num_amax == microbatches + gathers  # one for all layers, after each backward
-    for buffer in model.buffers():
-        largest = buffer.clone()
-        dist.all_reduce(largest, dist.ReduceOp.MAX)
-        assert torch.equal(largest, buffer)
-    assert (model.blocks[0].up.fp8_scale[::2] != 1.0).all()
-
-
-@pytest.mark.parametrize("layers", [*FORMATS, "delayed"])
-@on_ranks("ranks2")
-def test_an_infinity_on_one_rank_skips_the_step_of_all(layers: str) -> None:
-    """Or an overflow of the loss; in a warm-up and in replays, and the runs go on as equals."""
-    runs = []
-    for scope in ("none", "full_iteration"):
-        recipe = DelayedScaling(0, 4) if layers == "delayed" else None
-        chosen = "float8" if recipe else layers
-        gathered = None if recipe else layers
-        model = make(gathered, layers=chosen, recipe=recipe, fp8_format="hybrid")
-        found, skipped = [], []
-        options: dict[str, Any] = {"scope": scope, "skip_nonfinite": True, "max_grad_norm": 1.0}
-        with graphfsdp.capture(model, adam(model), **options) as step:
-            for index in range(10):
-                batch = data(index)
-                if index in (1, 6) and dist.get_rank() == 1:
-                    batch[3, 5] = torch.inf
-                if index == 8 and dist.get_rank() == 0:
-                    batch.mul_(1e30)  # finite, but the loss is not
-                step(batch)
-                found += [param.to_local().clone() for param in model.parameters()]
-                assert step.skipped_steps is not None
-                skipped.append(int(step.skipped_steps))
-        runs.append(found)
-        assert skipped == [0, 1, 1, 1, 1, 1, 2, 2, 3, 3]
-    assert all(torch.equal(a, b) for a, b in zip(*runs, strict=True))
-
-
-@pytest.mark.parametrize("gather_format", FORMATS)
-@on_ranks("ranks2")
-def test_layers_multiply_the_numbers_of_the_wire(gather_format: str) -> None:
-    """Weights are nowhere in full, are not quantised again, and read as what they stand for."""
-    model = make(gather_format, layers=gather_format)
-    plain = make(gather_format)
-    seen, quantised_shapes = [], []
-
-    def look(layer: Any, args: Any) -> None:
-        seen.append(layer.weight)
-
-    for block in model.blocks:
-        block.up.register_forward_pre_hook(look)
-
-    class Shapes(TorchDispatchMode):
-        def __torch_dispatch__(
-            self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-        ) -> Any:
-            if EightBitWeight in types:
-                return NotImplemented
-            result = func(*args, **(kwargs or {}))
-            if func is torch.ops.aten._to_copy.default and result.dtype == NUMBER:
-                quantised_shapes.append(tuple(result.shape))
-            return result
-
-    loss = model(data(0))
-    with Shapes():  # type: ignore[no-untyped-call]
-        loss.backward()
-    # A gradient for each of two layers in two blocks, and for each product.
-    assert len(quantised_shapes) >= (4 if gather_format == "float8" else 8)
-    assert not {(3 * WIDTH, WIDTH), (WIDTH, 3 * WIDTH)} & set(quantised_shapes)
-    plain.blocks[0].unshard()
-    assert type(seen[0]) is EightBitWeight
-    with torch.no_grad():
-        assert torch.equal(seen[0].to(torch.float32), plain.blocks[0].up.weight.float())
-        with pytest.raises(PhaseError, match="the write would be lost"):
-            seen[0].mul_(2)
+    assert counts["graphfsdp.pack_.default"] == 1
+    assert counts.get("graphfsdp.find_amax_.default", 0) == (options["gather_format"] != "mxfp8")
 
 
 @on_ranks("ranks4")

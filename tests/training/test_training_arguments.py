@@ -103,9 +103,6 @@ def test_precision_flags_become_a_policy() -> None:
         assert config.mp_policy.gather_format is GatherFormat(gathered)
     config = parse("--fp8-param-gather --fp8-recipe mxfp8")
     assert config.mp_policy.gather_format is GatherFormat.MXFP8
-    config = parse("--fp8-format hybrid --fp8-recipe mxfp8")
-    assert config.mp_policy.gather_format is None
-    assert config.number_format is GatherFormat.MXFP8
     assert not parse("--bf16 --main-params-dtype bf16").master_weights
     assert not parse("").master_weights
 
@@ -114,9 +111,9 @@ def test_precision_flags_become_a_policy() -> None:
     ("line", "message"),
     [
         ("--preset huge", "--preset huge: there is no such preset; choose one of default, tiny"),
-        ("--fp8-recipe mxfp8", "--fp8-recipe mxfp8 says how scales are shared in 8 bits"),
-        ("--fp8-param-gather --mllog x.log", "--mllog has no word for products and gathers in 8"),
-        ("--fp8-format e5m2", "argument --fp8-format: invalid choice"),
+        ("--fp8-recipe mxfp8", "--fp8-recipe needs --fp8-param-gather"),
+        ("--fp8-param-gather --mllog x.log", "--mllog has no word for gathers in 8 bits"),
+        ("--fp8-format e4m3", "unrecognized arguments: --fp8-format"),
         ("--hidden-size 100 --num-attention-heads 3", "--hidden-size 100 is not divisible by --nu"),
         ("--micro-batch-size 4 --global-batch-size 6", "--global-batch-size 6 is not divisible"),
         ("--cuda-graph-scope none --cuda-graph-impl full_iteration", "two spellings"),
@@ -148,7 +145,7 @@ def test_precision_flags_become_a_policy() -> None:
         (PIPELINE.rpartition(" ")[0], "needs --untie-embeddings-and-output-weights"),
         (f"{PIPELINE} --num-layers 3", "--num-layers 3 cannot be cut into equal stages"),
         (f"{PIPELINE} --num-experts 4", "needs no --num-experts"),
-        (f"{PIPELINE} --fp8-format e4m3", "needs no --fp8-format and no --fp8-param-gather"),
+        (f"{PIPELINE} --fp8-param-gather", "needs no --fp8-param-gather"),
         (f"{PIPELINE} --reset-position-ids --eod-token-id 0", "needs no --reset-position-ids"),
         ("--expert-model-parallel-size 2", "--expert-model-parallel-size needs --num-experts"),
         ("--num-experts 3 --expert-model-parallel-size 2", "does not divide --num-experts 3"),

@@ -4,7 +4,6 @@ import functools
 import json
 import math
 import signal
-import statistics
 from collections.abc import Callable
 from pathlib import Path
 
@@ -81,23 +80,6 @@ def test_a_captured_run_has_the_bits_of_an_eager_one(
     assert sum(line["grad_norm"] > 0.5 for line in eager) > 10
     assert len({line["lr"] for line in eager}) > 15
     assert len({line["loss"] for line in eager}) == 20
-
-
-@pytest.mark.parametrize("recipe", ["tensorwise", "delayed", "rowwise", "mxfp8"])
-def test_losses_in_8_bits_are_within_a_percent_of_bfloat16s(
-    recipe: str, device: torch.device, tmp_path: Path, eager_of: Callable[[str], Path]
-) -> None:
-    flags = ["--bf16", "--fp8-format", "e4m3", "--fp8-recipe", recipe]
-    wide = lines_of(eager_of("--bf16"))
-    narrow = run(device, tmp_path / recipe, *flags)
-    for index, (ours, theirs) in enumerate(zip(narrow, wide, strict=True)):
-        assert ours["loss"] == pytest.approx(theirs["loss"], rel=0.01), index
-    # What is wrong with a product is so in each iteration. A single norm may be far off (on the
-    # other generator of a GPU one is, by 7 %; with delayed scales the first are, which begin at 1).
-    norms = [[line["grad_norm"] for line in lines] for lines in (narrow, wide)]
-    off = [abs(ours / theirs - 1) for ours, theirs in zip(*norms, strict=True)]
-    assert statistics.median(off) < 0.02, off
-    assert narrow[-1]["loss"] != wide[-1]["loss"]
 
 
 def test_dropout_and_the_seed_change_the_numbers(device: torch.device, tmp_path: Path) -> None:
