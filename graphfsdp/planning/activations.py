@@ -1,6 +1,13 @@
-"""How much memory and arithmetic one micro-batch takes: by running it without numbers."""
+"""How much memory micro-batches take: an iteration of the unsharded model, run without numbers.
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+The model lies on the meta device, where nothing has memory. What its operators make is counted as
+long as it lives. Whole weights and gradients of its units are counted beside that by rules: a unit
+gathers before it runs and the next one with it, and while one unit's gradients are reduced the next
+one's are made.
+"""
+
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,62 +21,120 @@ from graphfsdp.base.torch_internals import key_of
 
 
 @dataclass(frozen=True)
+class WholeUnit:
+    """A sharded unit; bytes of its weights while they are gathered, and of its whole gradients."""
+
+    module: nn.Module
+    parameters: tuple[nn.Parameter, ...]
+    weight_bytes: int
+    grad_bytes: int
+
+
+@dataclass(frozen=True)
 class Activations:
     saved_bytes: int  # what the forward pass leaves for the backward pass
-    peak_bytes: int  # the most that lives at one time, over forward and backward
+    peak_bytes: int  # the most that lives at one time, whole weights and gradients included
+    whole_bytes: int  # the most of whole weights and gradients alone
 
 
-def measure_activations(model: nn.Module, run: Callable[[], Tensor]) -> Activations:
-    """The model is on the meta device; gradients go at once, as in a unit that reduces."""
+def run_without_numbers(
+    run: Callable[[], Tensor],
+    units: Sequence[WholeUnit],  # in the order of their forward passes, the root first
+    stage: int,
+    num_microbatches: int = 1,
+) -> Activations:
+    """``run`` is the forward pass of one micro-batch; ``stage`` is ZeRO's."""
     lives = Lives()
-    handles = [
-        param.register_post_accumulate_grad_hook(_drop_gradient)
-        for param in model.parameters()
-        if param.requires_grad
-    ]
-    try:
-        with _FusedKernels(), Watching(lives.add_made):
+    schedule = _Schedule(units, stage, lives)
+    saved_bytes = 0
+    with _FusedKernels(), _Watching(lives), schedule.attached():
+        for left in reversed(range(min(num_microbatches, 2))):  # a third one is as the second
+            schedule.reduces = left == 0 or stage >= 2
             loss = run()
             saved_bytes = lives.now()
             loss.backward()
-    finally:
-        for handle in handles:
-            handle.remove()
-    return Activations(saved_bytes, lives.peak_bytes)
+    return Activations(saved_bytes, lives.peak_bytes, lives.peak_held_bytes)
 
 
-def peak_of(run: Callable[[], object]) -> int:
-    """Return how much, of what the operators of a run make, lives at one time."""
-    lives = Lives()
-    with _FusedKernels(), Watching(lives.add_made):
-        run()
-    return lives.peak_bytes
+class _Schedule:
+    """Which units' weights and gradients are whole, by the calls of modules and gradients."""
 
+    def __init__(self, units: Sequence[WholeUnit], stage: int, lives: "Lives") -> None:
+        self._units, self._stage, self._lives = units, stage, lives
+        self._awaited = [0] * len(units)  # parameters without a gradient yet, of each unit
+        self._reducing: int | None = None
+        self.reduces = True
 
-def _drop_gradient(param: Tensor) -> None:
-    param.grad = None
+    def attached(self) -> ExitStack:
+        """Return a context with hooks on all units."""
+        stack = ExitStack()
+        for index, unit in enumerate(self._units):
+            handles: list[Any] = [
+                unit.module.register_forward_pre_hook(lambda *_, index=index: self._gather(index)),
+                unit.module.register_forward_hook(lambda *_, index=index: self._ran(index)),
+            ]
+            mine = {id(param) for param in unit.parameters}
+            for module in unit.module.modules():
+                if any(id(param) in mine for param in module.parameters(recurse=False)):
+                    handles.append(
+                        module.register_forward_hook(
+                            lambda _module, _args, out, index=index: self._uses(index, out)
+                        )
+                    )
+            for param in unit.parameters:
+                handles.append(
+                    param.register_post_accumulate_grad_hook(
+                        lambda _, index=index: self._has_gradient(index)
+                    )
+                )
+            for handle in handles:
+                stack.callback(handle.remove)
+        return stack
 
+    def _gather(self, index: int, ahead: int = 1) -> None:
+        """Also what runs next, whose gather is overlapped with this one."""
+        for each in (index, index + ahead):
+            if self._stage and 0 <= each < len(self._units):
+                self._lives.hold((each, "weights"), self._units[each].weight_bytes)
 
-class Watching(OperatorMode):
-    """Shows each operator that has run, its arguments and its result."""
+    def _ran(self, index: int) -> None:
+        if self._stage == 3:
+            self._lives.drop((index, "weights"))
+        self._awaited[index] = len(self._units[index].parameters)
 
-    def __init__(self, see: Callable[[Any, Sequence[Any], Any], None]) -> None:
-        super().__init__()
-        self._see = see
+    def _uses(self, index: int, out: Any) -> None:
+        """A backward pass gathers a unit when it comes to the last of what needs its weights."""
+        out = out[0] if isinstance(out, tuple) else out
+        if out.requires_grad:
+            out.register_hook(lambda _: self._gather(index, ahead=-1))
 
-    def on_op(self, call: OpCall) -> Any:
-        result = call.run()
-        self._see(call.op, (*call.args, *call.kwargs.values()), result)
-        return result
+    def _has_gradient(self, index: int) -> None:
+        self._awaited[index] -= 1
+        if self._awaited[index]:
+            return
+        unit, lives = self._units[index], self._lives
+        if self._stage:  # all of a unit's are copied to its whole gradients together
+            lives.hold((index, "grads"), unit.grad_bytes)
+        for param in unit.parameters:
+            param.grad = None
+        if self._stage == 3:
+            lives.drop((index, "weights"))
+        if self.reduces:
+            lives.drop((self._reducing, "grads"))  # the one before has been reduced meanwhile
+            self._reducing = index
+        if self.reduces and index == 0:  # the root is the last
+            lives.drop((index, "grads"))
 
 
 class Lives:
-    """Adds up the bytes of storages that are still alive."""
+    """Adds up the bytes of storages that are still alive, and of what is held by name."""
 
     def __init__(self) -> None:
         self._live: dict[int, tuple[StorageWeakRef, int]] = {}
+        self._held: dict[Hashable, int] = {}
         self._total = 0
         self.peak_bytes = 0
+        self.peak_held_bytes = 0
 
     def now(self) -> int:
         gone = [key for key, (ref, _) in self._live.items() if ref.expired()]
@@ -77,19 +142,43 @@ class Lives:
             self._total -= self._live.pop(key)[1]
         return self._total
 
+    def hold(self, name: Hashable, num_bytes: int) -> None:
+        if name not in self._held:
+            self._held[name] = num_bytes
+            self._total += num_bytes
+            self.peak_held_bytes = max(self.peak_held_bytes, sum(self._held.values()))
+            self._compare()
+
+    def drop(self, name: Hashable) -> None:
+        self._total -= self._held.pop(name, 0)
+
     def add(self, storage: torch.UntypedStorage) -> None:
         if key_of(storage) not in self._live:
             self._live[key_of(storage)] = (StorageWeakRef(storage), storage.nbytes())
             self._total += storage.nbytes()
-        if self._total > self.peak_bytes:  # else it is no new maximum, whatever has been freed
-            self.peak_bytes = max(self.peak_bytes, self.now())
+        self._compare()
 
-    def add_made(self, func: Any, args: Sequence[Any], result: Any) -> None:
+    def add_made(self, args: Sequence[Any], result: Any) -> None:
         """Add what an operator has returned that it was not given."""
         given = {key_of(storage) for storage in _storages(args)}
         for storage in _storages(result if isinstance(result, list | tuple) else (result,)):
             if key_of(storage) not in given:
                 self.add(storage)
+
+    def _compare(self) -> None:
+        if self._total > self.peak_bytes:  # else it is no new maximum, whatever has been freed
+            self.peak_bytes = max(self.peak_bytes, self.now())
+
+
+class _Watching(OperatorMode):
+    def __init__(self, lives: Lives) -> None:
+        super().__init__()
+        self._lives = lives
+
+    def on_op(self, call: OpCall) -> Any:
+        result = call.run()
+        self._lives.add_made((*call.args, *call.kwargs.values()), result)
+        return result
 
 
 def _storages(values: Iterable[Any]) -> Iterator[torch.UntypedStorage]:

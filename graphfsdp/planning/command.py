@@ -3,15 +3,14 @@
 import argparse
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Annotated
 
 from rich.console import Console
 from rich.table import Table
 
 from graphfsdp.command_line import Parser, add_flags, print_line, require
-from graphfsdp.planning.rehearsal import Collective, PlannedMesh
-from graphfsdp.planning.training_plan import Speeds, TrainingPlan, plan_training
+from graphfsdp.planning.plan import Collective, TrainingPlan, plan_training
 from graphfsdp.training.arguments import parse_train_arguments
 from graphfsdp.training.config import StrategyName
 
@@ -24,7 +23,7 @@ class _Options:
 
     world_size: Annotated[int, "number of ranks"] = 8
     strategy: Annotated[StrategyName | None, "short for --data-parallel-sharding-strategy"] = None
-    rank: Annotated[int, "whose optimizer state to count; all else is equal on every rank"] = 0
+    rank: Annotated[int, "whose stage of a pipeline; without one all ranks need as much"] = 0
     json: Annotated[bool, "print JSON instead of tables", "store_true"] = False
 
     def __post_init__(self) -> None:
@@ -35,14 +34,11 @@ class _Options:
 
 def run_plan(arguments: Sequence[str], console: Console) -> None:
     parsed, others = _make_parser().parse_known_args(arguments)
-    given = vars(parsed)
-    names = [field.name for field in fields(Speeds) if field.name in given]
-    speeds = Speeds(**{name: given.pop(name) for name in names})
-    options = _Options(**given)
+    options = _Options(**vars(parsed))
     if options.strategy is not None:
         others += ["--data-parallel-sharding-strategy", options.strategy]
     config = parse_train_arguments(others)
-    plan = plan_training(config, num_ranks=options.world_size, rank=options.rank, speeds=speeds)
+    plan = plan_training(config, num_ranks=options.world_size, rank=options.rank)
     if options.json:
         console.print_json(json.dumps(plan.to_dict()))
         return
@@ -56,29 +52,28 @@ def _make_parser() -> Parser:
     parser = Parser(
         prog="graphfsdp plan",
         description="Tell what each rank of a training run will need, on any machine: memory by "
-        "kind, padding, collectives, and an estimate of the time.",
+        "kind, padding, and what goes over each link in an iteration.",
         epilog="Every flag of 'graphfsdp train' describes the run: --preset, --bf16, "
         "--micro-batch-size, --global-batch-size, --seq-length, ...",
         argument_default=argparse.SUPPRESS,
         allow_abbrev=False,
     )
-    for kind in (_Options, Speeds):
-        add_flags(parser, kind, {})
+    add_flags(parser, _Options, {})
     return parser
 
 
 def _memory_table(plan: TrainingPlan) -> Table:
-    model = plan.model
+    config = plan.config
+    of_stage = " of a stage" if config.pipeline_model_parallel_size > 1 else ""
     table = Table(
-        title=f"{plan.config.preset}: memory of each of {model.num_ranks} ranks"
-        f"{' of a stage' if plan.pipeline else ''}, "
-        f"{model.strategy.value}{_axes(model.mesh)}",
+        title=f"{config.preset}: memory of each of {plan.batch.num_ranks} ranks{of_stage}, "
+        f"{config.sharding.value}{_axes(plan)}",
         title_justify="left",
     )
     for name in ("kind", "bytes", ""):
         table.add_column(name, justify="right" if name == "bytes" else "left")
     table.add_column("how it comes about", style="dim")
-    for line in plan.memory():
+    for line in plan.memory:
         about = "~ " if not line.exact else ""
         exact = f"{line.num_bytes:,}" if line.exact else ""
         table.add_row(line.kind, exact, about + _readable(line.num_bytes), line.note)
@@ -91,7 +86,7 @@ def _collective_table(plan: TrainingPlan) -> Table:
     table = Table(title="collectives of one iteration", title_justify="left")
     for name in ("operation", "units", "calls", "bytes of a call", "a rank sends"):
         table.add_column(name, justify="left" if name in ("operation", "units") else "right")
-    for calls in _equal_ones(plan.collectives()):
+    for calls in _equal_ones(plan.collectives):
         first = calls[0]
         units = first.unit if len(calls) == 1 else f"{first.unit} ... {calls[-1].unit}"
         table.add_row(
@@ -112,42 +107,30 @@ def _equal_ones(calls: Sequence[Collective]) -> list[list[Collective]]:
 
 
 def _summary(plan: TrainingPlan) -> list[str]:
-    model, time, speeds = plan.model, plan.time, plan.speeds
-    padding = 100 * model.num_padding / max(model.num_parameters, 1)
-    return [
-        f"{model.num_parameters:,} parameters in {len(model.units)} units, "
-        f"{model.num_padding:,} elements of padding on all ranks ({padding:.3f} %)",
+    padding = 100 * plan.num_padding / max(plan.num_parameters, 1)
+    lines = [
+        f"{plan.num_parameters:,} parameters in {len(plan.units)} units, "
+        f"{plan.num_padding:,} elements of padding on all ranks ({padding:.3f} %)",
         f"{plan.batch.num_tokens:,} tokens in an iteration, {plan.batch.num_microbatches} "
-        "micro-batches on each rank",
-        *_pipeline_lines(plan),
-        f"time, estimated: {time.compute_ms:,.1f} ms of arithmetic ({speeds.tflops:g} TFLOP/s at "
-        f"{speeds.utilization:.0%}), {time.communication_ms:,.1f} ms of communication "
-        f"({speeds.bandwidth_gbs:g} GB/s, {speeds.latency_us:g} us a step); "
-        f"{time.overlapped_ms:,.1f} ms if all of it overlaps, {time.serial_ms:,.1f} ms if nothing "
-        "does",
-        "~ marks estimates; everything else is what layout and schedule decide, to the byte",
+        f"micro-batches on each rank, {plan.flops / 1e12:,.3g} TFLOP of arithmetic",
     ]
+    size = plan.config.pipeline_model_parallel_size
+    if size > 1:
+        place = plan.rank // plan.batch.num_ranks
+        lines.append(
+            f"stage {place} of a pipeline of {size} (--rank tells which); each waits for others "
+            f"{plan.bubble:.1%} of an iteration (the bubble)"
+        )
+    lines.append("~ marks estimates; everything else is what the layout decides, to the byte")
+    return lines
 
 
-def _pipeline_lines(plan: TrainingPlan) -> list[str]:
-    pipeline = plan.pipeline
-    if pipeline is None:
-        return []
-    totals = ", ".join(map(_readable, pipeline.totals))
-    return [
-        f"pipeline of {pipeline.size} ranks, {pipeline.num_virtual} stages on each: each waits for "
-        f"others {pipeline.bubble:.1%} of an iteration (the bubble) and sends up to "
-        f"{_readable(pipeline.sent_bytes)} in messages of {_readable(pipeline.message_bytes)}",
-        f"memory by place in the pipeline, first to last: ~ {totals}; the table is of place "
-        f"{plan.rank // plan.batch.num_ranks}",
-    ]
-
-
-def _axes(mesh: PlannedMesh) -> str:
-    if mesh.num_outer == 1:
+def _axes(plan: TrainingPlan) -> str:
+    root = plan.units[0]
+    if root.num_outer == 1:
         return ""
-    state = ", optimizer state cut over these too" if mesh.cuts_outside else ""
-    return f" over {mesh.num_inner}, {mesh.num_outer} times{state}"
+    state = ", optimizer state cut over these too" if root.cuts_outside else ""
+    return f" over {root.num_inner}, {root.num_outer} times{state}"
 
 
 def _readable(num_bytes: int) -> str:

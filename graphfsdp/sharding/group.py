@@ -153,7 +153,7 @@ class ShardGroup:
 
     def _take(self, found: "dict[str, _Found]", plan: BufferPlan) -> None:
         whole = found[plan.names[0]].param
-        buffer = self._new_buffer(plan, whole.device)
+        buffer = ShardBuffer(plan, self.options.mesh, whole.device, self.options.offload)
         self.buffers.append(buffer)
         if is_extended(whole):
             name, owner = plan.names[0], found[plan.names[0]].owners[0][0]
@@ -181,9 +181,6 @@ class ShardGroup:
             item.awaited = whole if whole.is_meta else None
             self.managed.append(item)
             buffer.params.append(param)
-
-    def _new_buffer(self, plan: BufferPlan, device: torch.device) -> ShardBuffer:
-        return ShardBuffer(plan, self.options.mesh, device, self.options.offload)
 
     def _as_dtensor(self, local: Tensor, name: str, buffer: ShardBuffer, slot: Slot) -> DTensor:
         """Return this rank's rows of a parameter, or of its gradient, as what they are part of."""

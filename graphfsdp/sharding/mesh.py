@@ -41,8 +41,7 @@ class UnitMesh:
     @property
     def gpu(self) -> torch.device | None:
         """This rank's, if they communicate from GPU to GPU."""
-        planned: object = self.mesh  # None where nobody communicates
-        if planned is None or self.mesh.device_type != "cuda":
+        if self.mesh.device_type != "cuda":
             return None
         return torch.device("cuda", torch.cuda.current_device())
 

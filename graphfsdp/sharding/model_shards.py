@@ -59,7 +59,7 @@ class ModelShards:
             if unit.group.options.overlap:
                 for buffer in unit.group.buffers:
                     if buffer.sharded:
-                        buffer.gather_group = self._gather_group(buffer.mesh.inner)
+                        buffer.gather_group = _gather_group(buffer.mesh.inner)
 
     def _refuse_busy_units(self) -> None:
         for unit in self.units:
@@ -119,9 +119,6 @@ class ModelShards:
                 problem = problem or theirs
         if problem is not None:
             raise ConfigError(problem)
-
-    def _gather_group(self, group: dist.ProcessGroup) -> dist.ProcessGroup:
-        return _gather_group(group)
 
     def move_together(self, in_place_of_meta: torch.device | None = None) -> None:
         """Give memory on that device to the shards that are on the meta device, too."""

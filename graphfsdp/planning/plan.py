@@ -1,0 +1,432 @@
+"""What each rank of a training run will need: memory, and what goes over each link.
+
+What lies on a rank and what goes over each link is arithmetic on the layout of ``fully_shard``.
+Activations, and the whole weights and gradients beside them, are an estimate (``activations.py``).
+Nothing here has memory or needs ranks.
+"""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from graphfsdp.base.memory_plan import neighbour_starts
+from graphfsdp.config import ShardingStrategy
+from graphfsdp.data import BYTES_VOCAB_SIZE
+from graphfsdp.errors import ConfigError
+from graphfsdp.planning.activations import Activations, WholeUnit, run_without_numbers
+from graphfsdp.sharding.plan import BufferPlan, ParameterKind, linear_weights, plan_buffers
+from graphfsdp.training.batch import IterationBatch
+from graphfsdp.training.build import make_model
+from graphfsdp.training.config import TrainConfig
+from graphfsdp.training.gpt import GPT, token_loss
+from graphfsdp.training.metrics import flops_per_token
+from graphfsdp.training.pipeline import GPTStage, cut_stages
+
+ROOT = "(root)"
+_TOKEN_BYTES, _COUNT_BYTES, _NORM_BYTES, _SCALE_BYTES = 8, 8, 8, 4
+_STATE_BYTES = 8  # FusedAdam's two moments of an element, in float32
+
+
+@dataclass(frozen=True)
+class Collective:
+    """What ranks do together, ``count`` times in one iteration.
+
+    ``buffer_bytes`` are of the whole buffer of one call, padding included.
+    """
+
+    op: str
+    unit: str
+    count: int
+    buffer_bytes: int
+    num_ranks: int
+
+    @property
+    def wire_bytes(self) -> int:
+        """Bytes that each rank sends in one iteration, as a ring does it."""
+        if self.op == "send":
+            return self.count * self.buffer_bytes
+        rounds = 2 if self.op == "all_reduce" else 1
+        return self.count * rounds * self.buffer_bytes * (self.num_ranks - 1) // self.num_ranks
+
+
+@dataclass(frozen=True)
+class MemoryLine:
+    kind: str
+    num_bytes: int
+    exact: bool  # the layout decides it to the byte; else it is an estimate
+    note: str  # how it comes about
+
+
+@dataclass(frozen=True)
+class _Ranks:
+    """What a model asks of the process group that shares its experts out; nothing is sent."""
+
+    num_ranks: int
+    group_name: str = "planned"
+
+    def size(self) -> int:
+        return self.num_ranks
+
+    def rank(self) -> int:
+        return 0
+
+
+@dataclass(frozen=True)
+class UnitPlan:
+    """A module that is sharded by itself, and the ranks of its axes.
+
+    ``num_holders`` hold other experts each, 1 where all ranks hold the same.
+    """
+
+    name: str
+    module: nn.Module
+    parameters: tuple[nn.Parameter, ...]
+    buffers: tuple[BufferPlan, ...]
+    num_inner: int
+    num_outer: int
+    cuts_outside: bool
+    num_holders: int = 1
+
+    @property
+    def num_parts(self) -> int:
+        """Into how many parts main weights and the optimizer's state are cut."""
+        return self.num_inner * (self.num_outer if self.cuts_outside else 1)
+
+    @property
+    def grad_bytes(self) -> int:
+        """Bytes of whole gradients on their way to the main grads."""
+        return sum(
+            buffer.layout.total_numel * buffer.dtypes.comm.itemsize
+            for buffer in self.buffers
+            if buffer.trainable
+        )
+
+
+@dataclass(frozen=True)
+class TrainingPlan:
+    """``rank`` tells whose stage of a pipeline it is; without one all ranks need as much."""
+
+    config: TrainConfig
+    num_ranks: int
+    rank: int
+    batch: IterationBatch
+    units: tuple[UnitPlan, ...]
+    memory: tuple[MemoryLine, ...]
+    collectives: tuple[Collective, ...]
+    flops: int  # of one rank in one iteration
+
+    @property
+    def total_bytes(self) -> int:
+        """All of it together: an estimate, since the activations are one."""
+        return sum(line.num_bytes for line in self.memory)
+
+    @property
+    def num_parameters(self) -> int:
+        """Elements of all parameters, on all ranks of a stage together."""
+        return sum(u.num_holders * sum(b.layout.numel for b in u.buffers) for u in self.units)
+
+    @property
+    def num_padding(self) -> int:
+        """Elements that belong to no parameter, likewise."""
+        return sum(u.num_holders * sum(b.layout.num_padding for b in u.buffers) for u in self.units)
+
+    @property
+    def bubble(self) -> float:
+        """The share of an iteration in which a rank of a pipeline waits for others.
+
+        Source: Narayanan et al. 2021, section 2.2 (arXiv:2104.04473).
+        """
+        waits = self.config.pipeline_model_parallel_size - 1
+        return waits / (self.batch.num_microbatches + waits)
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "preset": self.config.preset,
+            "num_ranks": self.num_ranks,
+            "rank": self.rank,
+            "strategy": self.config.sharding.value,
+            "num_units": len(self.units),
+            "num_parameters": self.num_parameters,
+            "num_padding": self.num_padding,
+            "num_microbatches": self.batch.num_microbatches,
+            "tokens_per_iteration": self.batch.num_tokens,
+            "memory": [asdict(line) for line in self.memory],
+            "total_bytes": self.total_bytes,
+            "collectives": [
+                asdict(call) | {"wire_bytes": call.wire_bytes} for call in self.collectives
+            ],
+            "flops": self.flops,
+            "bubble": self.bubble,
+        }
+
+
+def plan_training(config: TrainConfig, *, num_ranks: int, rank: int = 0) -> TrainingPlan:
+    """Plan a run on ``num_ranks`` ranks, those of all machines; ConfigError if it cannot start."""
+    batch = config.batch(num_ranks)
+    vocab_size = config.vocab_size or BYTES_VOCAB_SIZE
+    experts = cast(dist.ProcessGroup, _Ranks(config.expert_model_parallel_size))
+    model = make_model(config, vocab_size, torch.device("meta"), config.main_dtype, experts)
+    flops = flops_per_token(model) * batch.num_tokens // num_ranks
+    part: GPT | GPTStage = model
+    if config.pipeline_model_parallel_size > 1:
+        place = rank // batch.num_ranks
+        part = cut_stages(config, model, place)[place]
+    units = tuple(_plan_units(config, part, batch))
+    calls = (
+        *_collectives(config, units, batch),
+        *_of_experts(config, batch),
+        *_of_pipeline(config, batch),
+    )
+    memory = (*_kept(part, units, batch), *_made(config, part, units, batch, rank))
+    return TrainingPlan(config, num_ranks, rank, batch, units, memory, calls, flops)
+
+
+def _plan_units(
+    config: TrainConfig, part: GPT | GPTStage, batch: IterationBatch
+) -> Iterator[UnitPlan]:
+    """Yield units as the trainer makes them, in the order of their forward passes."""
+    num_outer, num_holders = (
+        config.num_distributed_optimizer_instances,
+        config.expert_model_parallel_size,
+    )
+    for count, flag in (
+        (num_outer, "num-distributed-optimizer-instances"),
+        (num_holders, "expert-model-parallel-size"),
+    ):
+        if batch.num_ranks % count:
+            raise ConfigError(f"--{flag} {count} does not divide the {batch.num_ranks} ranks")
+    blocks = [name for name, _ in part.blocks.named_children()]
+    experts = [f"blocks.{name}.ffn.experts" for name in blocks] if num_holders > 1 else []
+    chosen = {*experts, *(f"blocks.{name}" for name in blocks), ""}
+    linear = linear_weights(part.modules())
+    cuts_outside = config.outer_dp_sharding_strategy == "optim" and num_outer > 1
+    for name, module in part.named_modules():
+        if name not in chosen:
+            continue
+        inner = {f"{other}." for other in chosen if other.startswith(f"{name}." if name else "b")}
+        params = {
+            key: param
+            for key, param in part.named_parameters()
+            if key.startswith(f"{name}." if name else "") and not key.startswith(tuple(inner))
+        }
+        axes = (batch.num_ranks // num_outer, num_outer, cuts_outside)
+        if name in experts:
+            axes = (batch.num_ranks // num_holders, 1, False)
+        num_parts = axes[0] * (num_outer if axes[2] else 1)
+        holders = num_holders if name in experts else 1
+        buffers = plan_buffers(
+            {key: ParameterKind.of(param, linear) for key, param in params.items()},
+            policy=config.mp_policy,
+            strategy=config.sharding,
+            num_ranks=num_parts,
+        )
+        yield UnitPlan(name or ROOT, module, tuple(params.values()), tuple(buffers), *axes, holders)
+
+
+def _collectives(
+    config: TrainConfig, units: tuple[UnitPlan, ...], batch: IterationBatch
+) -> Iterator[Collective]:
+    """Yield an iteration's: gathers as the units run, reductions the other way round."""
+    stage = config.sharding.stage
+    # Those of a pipeline gather and reduce once for all of its micro-batches.
+    is_cut = config.pipeline_model_parallel_size > 1
+    num_microbatches = 1 if is_cut else batch.num_microbatches
+    num_gathers = 2 * num_microbatches if stage == 3 else 1
+    num_scales = 0
+    for unit in units:
+        outside = f"{unit.name}, outer axis"
+        for buffer in (each for each in unit.buffers if each.sharded):
+            if unit.cuts_outside:
+                num_bytes = buffer.gather_bytes // unit.num_inner
+                yield Collective("all_gather", outside, 1, num_bytes, unit.num_outer)
+            yield Collective(
+                "all_gather", unit.name, num_gathers, buffer.gather_bytes, unit.num_inner
+            )
+            num_scales += buffer.num_scales
+    for size in _cut_axes(units[0]) if num_scales else ():
+        largest = "largest weights, for their scales"
+        yield Collective("all_reduce", largest, 1, _SCALE_BYTES * num_scales, size)
+    for unit in reversed(units):
+        outside = f"{unit.name}, outer axis"
+        for buffer in (each for each in unit.buffers if each.trainable):
+            num_bytes = buffer.layout.total_numel * buffer.dtypes.comm.itemsize
+            op, count = "all_reduce", 1
+            if buffer.sharded:
+                op, count = "reduce_scatter", num_microbatches if stage >= 2 else 1
+            yield Collective(op, unit.name, count, num_bytes, unit.num_inner)
+            if unit.num_outer > 1:
+                cuts = buffer.sharded and unit.cuts_outside
+                op = "reduce_scatter" if cuts else "all_reduce"
+                num_bytes //= unit.num_inner if buffer.sharded else 1
+                yield Collective(op, outside, 1, num_bytes, unit.num_outer)
+    # Over the ranks that hold other elements, axis by axis.
+    axes = _cut_axes(units[0])
+    if config.expert_model_parallel_size > 1:
+        others = batch.num_ranks // config.expert_model_parallel_size
+        axes += [size for size in (others, config.expert_model_parallel_size) if size > 1]
+    for size in axes if stage else ():
+        yield Collective("all_reduce", "norm of the gradients", 1, _NORM_BYTES, size)
+
+
+def _cut_axes(unit: UnitPlan) -> list[int]:
+    return [unit.num_inner, *([unit.num_outer] if unit.cuts_outside else [])]
+
+
+def _of_pipeline(config: TrainConfig, batch: IterationBatch) -> Iterator[Collective]:
+    """Yield what a rank in the middle sends: activations, and gradients the other way."""
+    if config.pipeline_model_parallel_size > 1:
+        tokens = config.micro_batch_size * config.seq_length
+        num_bytes = tokens * config.hidden_size * config.param_dtype.itemsize
+        yield Collective("send", "between stages", 2 * batch.num_microbatches, num_bytes, 2)
+
+
+def _of_experts(config: TrainConfig, batch: IterationBatch) -> Iterator[Collective]:
+    if config.num_experts is None:
+        return
+    num_calls = config.num_layers * batch.num_microbatches
+    size, num_counts = config.expert_model_parallel_size, _COUNT_BYTES * config.num_experts
+    if size > 1:
+        tokens, room = config.micro_batch_size * config.seq_length, 0
+        if config.moe_expert_capacity_factor is not None:
+            fair = tokens * config.moe_router_topk / config.num_experts
+            room = -int(-config.moe_expert_capacity_factor * fair // 1)
+        rows = config.num_experts * (room or tokens)
+        num_bytes = rows * config.hidden_size * config.param_dtype.itemsize
+        yield Collective("all_to_all", "numbers of tokens", num_calls, num_counts, size)
+        # There and back, forward and backward.
+        yield Collective("all_to_all", "tokens of experts", 4 * num_calls, num_bytes, size)
+    if config.moe_router_bias_update_rate:
+        routers = "tokens of all ranks, for the bias"
+        yield Collective("all_reduce", routers, config.num_layers, num_counts, batch.num_ranks)
+
+
+def _kept(
+    part: nn.Module, units: tuple[UnitPlan, ...], batch: IterationBatch
+) -> Iterator[MemoryLine]:
+    """Yield what stays from one iteration to the next."""
+    buffers = [buffer for unit in units for buffer in unit.buffers]
+    trained = [buffer for buffer in buffers if buffer.trainable]
+    main_bytes = _together(buffers, lambda buffer: buffer.dtypes.main)
+    grad_bytes = _together(trained, lambda buffer: buffer.dtypes.grad)
+    state_bytes = _STATE_BYTES * sum(buffer.main_numel for buffer in trained)
+    module_bytes = sum(buffer.nbytes for buffer in part.buffers())
+    inputs = 2 * _TOKEN_BYTES * batch.num_tokens // batch.num_ranks
+    yield MemoryLine("main weights", main_bytes, True, "what the optimizer updates")
+    yield MemoryLine("main grads", grad_bytes, True, "persistent gradient buffers")
+    yield MemoryLine("optimizer state", state_bytes, False, "two moments; padding has none")
+    yield MemoryLine("model's own buffers", module_bytes, True, "such as tables")
+    yield MemoryLine("static inputs", inputs, True, "tokens and targets of an iteration")
+
+
+def _together(buffers: Iterable[BufferPlan], dtype_of: Any) -> int:
+    """Return the bytes of shards that lie in one storage for each dtype."""
+    numels: dict[torch.dtype, list[int]] = {}
+    for buffer in buffers:
+        numels.setdefault(dtype_of(buffer), []).append(buffer.main_numel)
+    return sum(
+        neighbour_starts(found, dtype.itemsize)[-1] * dtype.itemsize
+        for dtype, found in numels.items()
+    )
+
+
+def _made(
+    config: TrainConfig,
+    part: GPT | GPTStage,
+    units: tuple[UnitPlan, ...],
+    batch: IterationBatch,
+    rank: int,
+) -> Iterator[MemoryLine]:
+    """Yield what an iteration takes besides."""
+    strategy, is_cut = config.sharding, config.pipeline_model_parallel_size > 1
+    num_microbatches = 1 if is_cut else batch.num_microbatches
+    for param in part.parameters():
+        param.data = param.data.to(config.param_dtype)
+    whole_units = [
+        WholeUnit(
+            unit.module,
+            tuple(param for param in unit.parameters if param.requires_grad),
+            sum(buffer.full_bytes for buffer in unit.buffers if buffer.sharded),
+            unit.grad_bytes,
+        )
+        for unit in units
+    ]
+
+    def run(stage: int) -> Activations:
+        return run_without_numbers(
+            lambda: _forward(config, part), whole_units, stage, num_microbatches
+        )
+
+    found = run(strategy.stage)
+    note = "gathered, or not reduced yet; the most at one time"
+    yield MemoryLine("whole weights and grads", found.whole_bytes, False, note)
+    if casts := _cast_bytes(config, units):
+        note = "weights in the dtype of the computation that stay for an iteration"
+        yield MemoryLine("cast weights", casts, True, note)
+    if waiting := _unreduced_outside_bytes(strategy, units, num_microbatches):
+        note = "reduced over the inner axis alone"
+        yield MemoryLine("grads for the outer axis", waiting, False, note)
+    if not is_cut:
+        num_bytes = found.peak_bytes - found.whole_bytes
+        yield MemoryLine("activations", num_bytes, False, "when all of it is most")
+        return
+    if strategy is not ShardingStrategy.NO_SHARD and batch.num_ranks > 1:
+        num_bytes = sum(param.nbytes for param in part.parameters())
+        note = "whole ones, reduced after the last micro-batch"
+        yield MemoryLine("grads of a pipeline", num_bytes, False, note)
+    # 1F1B: the earlier a stage, the more micro-batches are in flight.
+    behind = config.pipeline_model_parallel_size - rank // batch.num_ranks
+    alone, count = run(0), min(batch.num_microbatches, behind)
+    num_bytes = alone.saved_bytes * (count - 1) + alone.peak_bytes
+    note = f"of {count} micro-batches that wait for their backward pass"
+    yield MemoryLine("activations", num_bytes, False, note)
+
+
+def _forward(config: TrainConfig, part: GPT | GPTStage) -> Tensor:
+    """Run a micro-batch on the meta device; return what its backward pass begins at."""
+    shape = (config.micro_batch_size, config.seq_length)
+    tokens = torch.empty(shape, dtype=torch.int64, device="meta")
+    if isinstance(part, GPT):
+        loss: Tensor = part(tokens, tokens, *([tokens] if config.has_positions else []))
+        return loss
+    hidden = torch.empty(
+        (*shape, config.hidden_size), dtype=config.param_dtype, device="meta", requires_grad=True
+    )
+    out = part(tokens if part.is_first else hidden)
+    return token_loss(out, tokens) if part.is_last else out.sum().float()
+
+
+def _cast_bytes(config: TrainConfig, units: Iterable[UnitPlan]) -> int:
+    """Return bytes of weights in the dtype of the computation that stay for an iteration.
+
+    Copies of main weights that are not sharded, what was gathered over the outer axis alone, and
+    8-bit shards.
+    """
+    casts = 0
+    for unit in units:
+        for buffer in unit.buffers:
+            casts += buffer.packed_bytes
+            if not buffer.sharded and buffer.dtypes.compute != buffer.dtypes.main:
+                casts += buffer.full_bytes
+            if buffer.sharded and unit.cuts_outside and config.sharding.stage == 3:
+                casts += buffer.gather_bytes // unit.num_inner
+    return casts
+
+
+def _unreduced_outside_bytes(
+    strategy: ShardingStrategy, units: Iterable[UnitPlan], num_microbatches: int
+) -> int:
+    """Return gradients that are reduced over the inner axis alone, beside the main grads."""
+    waiting = [
+        sum(
+            buffer.layout.total_numel * buffer.dtypes.grad.itemsize // unit.num_inner
+            for buffer in unit.buffers
+            if buffer.sharded and buffer.trainable and unit.cuts_outside
+        )
+        for unit in units
+    ]
+    keeps = strategy.stage >= 2 and num_microbatches > 1
+    return sum(waiting) if keeps else max(waiting, default=0)
