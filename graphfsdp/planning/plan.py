@@ -24,7 +24,7 @@ from graphfsdp.training.build import make_model
 from graphfsdp.training.config import TrainConfig
 from graphfsdp.training.gpt import GPT, token_loss
 from graphfsdp.training.metrics import flops_per_token
-from graphfsdp.training.pipeline import GPTStage, cut_stages
+from graphfsdp.training.pipeline import GPTStage
 
 ROOT = "(root)"
 _TOKEN_BYTES, _COUNT_BYTES, _NORM_BYTES, _SCALE_BYTES = 8, 8, 8, 4
@@ -174,7 +174,7 @@ def plan_training(config: TrainConfig, *, num_ranks: int, rank: int = 0) -> Trai
     part: GPT | GPTStage = model
     if config.pipeline_model_parallel_size > 1:
         place = rank // batch.num_ranks
-        part = cut_stages(config, model, place)[place]
+        part = GPTStage(model, place, config.pipeline_model_parallel_size)
     units = tuple(_plan_units(config, part, batch))
     calls = (
         *_collectives(config, units, batch),

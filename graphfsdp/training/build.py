@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import graphfsdp
-from graphfsdp.base.sharded import pipeline_stages
 from graphfsdp.config import MixedPrecisionPolicy, ShardingStrategy
 from graphfsdp.data import (
     BYTES_VOCAB_SIZE,
@@ -28,7 +27,7 @@ from graphfsdp.training.batch import IterationBatch
 from graphfsdp.training.config import DeviceChoice, TrainConfig
 from graphfsdp.training.gpt import GPT
 from graphfsdp.training.mllog import RunLog
-from graphfsdp.training.pipeline import GPTStage, cut_stages, make_schedule, pipeline_mesh
+from graphfsdp.training.pipeline import GPTStage, make_schedule, pipeline_mesh
 from graphfsdp.training.ranks import Ranks
 
 
@@ -42,15 +41,11 @@ class TrainingRun:
     batches: TokenBatches
     feed: Feed  # of these
     model: GPT  # of a pipeline on the meta device
+    part: GPT | GPTStage  # what this rank trains: the model, or its stage of the pipeline
     trained: Any  # what is captured, saved and loaded: the model, or the schedule of a pipeline
     optimizer: FusedAdam
     scheduler: ParamScheduler
     step: graphfsdp.CapturedStep
-
-    @property
-    def parts(self) -> list[nn.Module]:
-        """What this rank trains: the model, or its stages of the pipeline."""
-        return [stage.submod for stage in pipeline_stages(self.trained)] or [self.model]
 
     def train(self, tokens: Tensor, targets: Tensor, *others: Tensor) -> Tensor:
         """Run one iteration; return the loss of this rank's sequences."""
@@ -90,13 +85,13 @@ def build_run(config: TrainConfig, ranks: Ranks, device: torch.device, log: RunL
         corpus, batches = ranks.decide(load_data)
         ranks.refuse_differences({**_flag_values(config), **_corpus_facts(corpus)})
         vocab_size = _vocab_size(config, corpus)
-        model, trained, optimizer, step = _make_program(config, ranks, device, vocab_size, None)
+        program = _make_program(config, ranks, device, vocab_size, None)
     else:
         ranks.refuse_differences(_flag_values(config))
         vocab_size = _vocab_size_without_data(config)
         example = _made_up_batch(config, batch, vocab_size, device)
         program = _make_program(config, ranks, device, vocab_size, example)
-        model, trained, optimizer, step = program
+        step = program[-1]
         try:
             log.run_starts(step)
             corpus, batches = ranks.decide(load_data)
@@ -104,6 +99,7 @@ def build_run(config: TrainConfig, ranks: Ranks, device: torch.device, log: RunL
         except BaseException:  # whatever ends it, a graph must not outlive the process group
             step.close()
             raise
+    model, part, trained, optimizer, step = program
     return TrainingRun(
         config=config,
         ranks=ranks,
@@ -113,6 +109,7 @@ def build_run(config: TrainConfig, ranks: Ranks, device: torch.device, log: RunL
         batches=batches,
         feed=Feed(batches, device),
         model=model,
+        part=part,
         trained=trained,
         optimizer=optimizer,
         scheduler=ParamScheduler(optimizer, config.schedule),
@@ -126,7 +123,7 @@ def _make_program(
     device: torch.device,
     vocab_size: int,
     example: tuple[Tensor, ...] | None,
-) -> tuple[GPT, Any, FusedAdam, graphfsdp.CapturedStep]:
+) -> tuple[GPT, GPT | GPTStage, Any, FusedAdam, graphfsdp.CapturedStep]:
     dtype = config.main_dtype if ranks.launched else config.param_dtype
     if config.fp8_param_gather and not ranks.launched:
         raise ConfigError(
@@ -147,16 +144,16 @@ def _make_program(
     if not on_meta:
         ranks.copy_first(model, None if experts is None else experts.get_group("edp"))
     trained: Any = model
-    parts: list[GPT | GPTStage] = [model]
+    part: GPT | GPTStage = model
     mesh = None
     if config.pipeline_model_parallel_size > 1:
         mesh = pipeline_mesh(config, device)
-        stages = cut_stages(config, model, mesh.get_local_rank("pp"))
-        parts = list(stages.values())
-        trained = ranks.decide(lambda: make_schedule(config, stages, mesh, device))
+        size = config.pipeline_model_parallel_size
+        part = stage = GPTStage(model, mesh.get_local_rank("pp"), size)
+        trained = ranks.decide(lambda: make_schedule(config, stage, mesh, device))
         model = make_model(config, vocab_size, torch.device("meta"), dtype)
     with _precision_in_flags(config):
-        for part in parts if ranks.launched else ():
+        if ranks.launched:
             shard_model(
                 part,
                 config.sharding,
@@ -171,7 +168,7 @@ def _make_program(
         if ranks.rank > 0:
             # Other dropout than the other ranks; rank 0 draws what a single process would.
             torch.manual_seed(config.seed + ranks.rank)
-        optimizer = make_optimizer(config, nn.ModuleList(parts), sharded=ranks.launched)
+        optimizer = make_optimizer(config, part, sharded=ranks.launched)
         num_microbatches = config.batch(ranks.size).num_microbatches
         step = graphfsdp.capture(
             trained,
@@ -186,7 +183,7 @@ def _make_program(
             compile="auto" if config.compile == "auto" else config.compile == "on",
             mp_policy=config.mp_policy,
         )
-    return model, trained, optimizer, step
+    return model, part, trained, optimizer, step
 
 
 def shard_model(

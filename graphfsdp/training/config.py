@@ -183,11 +183,6 @@ class TrainConfig(GPTConfig):
         "cut the layers into so many stages, each on ranks of its own, through which "
         "micro-batches go one after the other (1F1B); the other ranks are data-parallel",
     ] = 1
-    num_layers_per_virtual_pipeline_stage: Annotated[
-        int | None,
-        "give each rank several stages of so many layers (interleaved 1F1B): less waiting, more "
-        "messages",
-    ] = None
     init_model_with_meta_device: Annotated[
         bool,
         "build the model without memory, and draw its weights block by block on the device "
@@ -296,14 +291,6 @@ class TrainConfig(GPTConfig):
     def sharding(self) -> ShardingStrategy:
         return ShardingStrategy.parse(self.data_parallel_sharding_strategy)
 
-    @property
-    def num_virtual_stages(self) -> int:
-        """Stages on each rank of a pipeline."""
-        layers = self.num_layers_per_virtual_pipeline_stage
-        return (
-            1 if layers is None else self.num_layers // self.pipeline_model_parallel_size // layers
-        )
-
     def batch(self, num_ranks: int) -> IterationBatch:
         """Cut an iteration over ranks, those of all stages of a pipeline among them.
 
@@ -327,13 +314,11 @@ class TrainConfig(GPTConfig):
                 f"runs the same whole number of micro-batches; make it a multiple"
             )
         num_microbatches = num_sequences // together
-        uneven = num_microbatches % num_stages and self.num_virtual_stages > 1
-        if num_microbatches < num_stages or uneven:
-            needs = "a multiple of as many" if uneven else "at least as many"
+        if num_microbatches < num_stages:
             raise ConfigError(
-                f"--pipeline-model-parallel-size {num_stages} needs {needs} micro-batches, and an "
-                f"iteration has {num_microbatches}; give --global-batch-size "
-                f"{together * num_stages}, or a multiple of that"
+                f"--pipeline-model-parallel-size {num_stages} needs at least as many "
+                f"micro-batches, and an iteration has {num_microbatches}; give --global-batch-size "
+                f"{together * num_stages}, or more"
             )
         return IterationBatch(self.micro_batch_size, num_microbatches, num_ranks, self.seq_length)
 
@@ -402,7 +387,7 @@ class TrainConfig(GPTConfig):
             *("micro_batch_size", "global_batch_size", "train_iters", "log_interval", "eval_iters"),
             *("lr_decay_iters", "distributed_timeout_minutes", "keep_last"),
             *("num_distributed_optimizer_instances", "expert_model_parallel_size"),
-            *("pipeline_model_parallel_size", "num_layers_per_virtual_pipeline_stage"),
+            "pipeline_model_parallel_size",
         ):
             self._at_least(name, 1)
         for name in (
@@ -484,19 +469,12 @@ class TrainConfig(GPTConfig):
 
     def _check_pipeline(self) -> None:
         size = self.pipeline_model_parallel_size
-        virtual = self.num_layers_per_virtual_pipeline_stage
         if size == 1:
-            if virtual is not None:
-                raise ConfigError(
-                    "--num-layers-per-virtual-pipeline-stage cuts the stages of a pipeline; add "
-                    "--pipeline-model-parallel-size"
-                )
             return
-        layers = size * (virtual or 1)
-        if self.num_layers % layers:
+        if self.num_layers % size:
             raise ConfigError(
                 f"--num-layers {self.num_layers} cannot be cut into equal stages; give a multiple "
-                f"of {layers}"
+                f"of {size}"
             )
         problems = {
             "--untie-embeddings-and-output-weights, since the first stage has the one and the "

@@ -124,8 +124,7 @@ def _describe_ranks(run: TrainingRun) -> list[tuple[str, str]]:
             return []
         return [("sharding", f"{strategy} is ignored in a single process; torchrun starts several")]
     backend = "nccl" if run.device.type == "cuda" else "gloo"
-    held = (module for part in run.parts for module in part.modules())
-    modules = [module for module in held if isinstance(module, graphfsdp.FSDPModule)]
+    modules = [m for m in run.part.modules() if isinstance(m, graphfsdp.FSDPModule)]
     buffers = [buffer for module in modules for buffer in unit_of(module).group.buffers]
     weight_bytes = sum(buffer.main.nbytes for buffer in buffers)
     grad_bytes = sum(buffer.grad.nbytes for buffer in buffers if buffer.grad is not None)
@@ -133,8 +132,8 @@ def _describe_ranks(run: TrainingRun) -> list[tuple[str, str]]:
     instances = run.config.num_distributed_optimizer_instances
     if instances > 1:
         strategy += f" over {run.ranks.size // instances} ranks, {instances} times"
-    num_stages = run.config.pipeline_model_parallel_size * run.config.num_virtual_stages
-    pipeline = ("pipeline", f"{num_stages} stages, {len(run.parts)} on each rank")
+    num_stages = run.config.pipeline_model_parallel_size
+    pipeline = ("pipeline", f"{num_stages} stages")
     return [
         ("ranks", f"{run.ranks.size} ({backend})"),
         *([pipeline] if num_stages > 1 else []),

@@ -1,4 +1,4 @@
-"""A GPT cut into the stages of a pipeline, of which each rank has some.
+"""A GPT cut into the stages of a pipeline, of which each rank has one.
 
 Shapes: B = sequences, T = tokens of a sequence, C = hidden size, V = vocabulary.
 """
@@ -47,13 +47,6 @@ class GPTStage(nn.Module):
         return logits
 
 
-def cut_stages(config: TrainConfig, model: GPT, rank: int) -> dict[int, GPTStage]:
-    """Return the stages of one rank of the pipeline by their number."""
-    size = config.pipeline_model_parallel_size
-    num_stages = size * config.num_virtual_stages
-    return {index: GPTStage(model, index, num_stages) for index in range(rank, num_stages, size)}
-
-
 def pipeline_mesh(config: TrainConfig, device: torch.device) -> DeviceMesh:
     """Return ranks by stage and by part of the data; as in Megatron, stages are far apart."""
     size = config.pipeline_model_parallel_size
@@ -63,18 +56,17 @@ def pipeline_mesh(config: TrainConfig, device: torch.device) -> DeviceMesh:
 
 
 def make_schedule(
-    config: TrainConfig, stages: dict[int, GPTStage], mesh: DeviceMesh, device: torch.device
+    config: TrainConfig, stage: GPTStage, mesh: DeviceMesh, device: torch.device
 ) -> Any:
-    """Return torch's schedule for the stages of this rank."""
+    """Return torch's schedule for the stage of this rank."""
     from torch.distributed import pipelining  # imports a compiler's worth of modules
 
-    num_stages = config.pipeline_model_parallel_size * config.num_virtual_stages
-    made: list[Any] = [
-        pipelining.PipelineStage(stage, index, num_stages, device, group=mesh.get_group("pp"))
-        for index, stage in stages.items()
-    ]
+    made: Any = pipelining.PipelineStage(
+        stage,
+        mesh.get_local_rank("pp"),
+        config.pipeline_model_parallel_size,
+        device,
+        group=mesh.get_group("pp"),
+    )
     num_microbatches = config.batch(dist.get_world_size()).num_microbatches
-    options: dict[str, Any] = {"n_microbatches": num_microbatches, "loss_fn": token_loss}
-    if len(made) == 1:
-        return pipelining.Schedule1F1B(made[0], **options)
-    return pipelining.ScheduleInterleaved1F1B(made, **options)
+    return pipelining.Schedule1F1B(made, n_microbatches=num_microbatches, loss_fn=token_loss)

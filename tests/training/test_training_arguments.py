@@ -141,7 +141,6 @@ def test_precision_flags_become_a_policy() -> None:
         ("--outer-dp-sharding-strategy 2", "argument --outer-dp-sharding-strategy: invalid"),
         ("--distributed-timeout-minutes 0", "--distributed-timeout-minutes must be at least 1"),
         ("--num-layer 3", "unrecognized arguments: --num-layer 3"),
-        ("--num-layers-per-virtual-pipeline-stage 1", "add --pipeline-model-parallel-size"),
         (PIPELINE.rpartition(" ")[0], "needs --untie-embeddings-and-output-weights"),
         (f"{PIPELINE} --num-layers 3", "--num-layers 3 cannot be cut into equal stages"),
         (f"{PIPELINE} --num-experts 4", "needs no --num-experts"),
