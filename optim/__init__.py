@@ -7,13 +7,9 @@ if __name__ != "graphfsdp.optim":
     )
 
 from graphfsdp.optim.fused.adam import FusedAdam as FusedAdam
-from graphfsdp.optim.schedule import ParamSchedule as ParamSchedule
-from graphfsdp.optim.schedule import ParamScheduler as ParamScheduler
 from graphfsdp.optim.whole.muon import Muon as Muon
 
 __all__ = [
     "FusedAdam",
     "Muon",
-    "ParamSchedule",
-    "ParamScheduler",
 ]

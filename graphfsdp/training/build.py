@@ -22,7 +22,7 @@ from graphfsdp.data import (
 )
 from graphfsdp.errors import ConfigError, PrecisionError
 from graphfsdp.moe import Experts
-from graphfsdp.optim import FusedAdam, ParamScheduler
+from graphfsdp.optim import FusedAdam
 from graphfsdp.training.batch import IterationBatch
 from graphfsdp.training.config import DeviceChoice, TrainConfig
 from graphfsdp.training.gpt import GPT
@@ -44,7 +44,6 @@ class TrainingRun:
     part: GPT | GPTStage  # what this rank trains: the model, or its stage of the pipeline
     trained: Any  # what is captured, saved and loaded: the model, or the schedule of a pipeline
     optimizer: FusedAdam
-    scheduler: ParamScheduler
     step: graphfsdp.CapturedStep
 
     def train(self, tokens: Tensor, targets: Tensor, *others: Tensor) -> Tensor:
@@ -112,7 +111,6 @@ def build_run(config: TrainConfig, ranks: Ranks, device: torch.device, log: RunL
         part=part,
         trained=trained,
         optimizer=optimizer,
-        scheduler=ParamScheduler(optimizer, config.schedule),
         step=step,
     )
 
@@ -353,9 +351,6 @@ def make_optimizer(config: TrainConfig, model: nn.Module, *, sharded: bool) -> F
         {"params": matrices},
         {"params": vectors, "weight_decay": 0.0},
     ]
-    if config.weight_decay_incr_style != "constant":
-        # Also where the decay begins at 0.
-        groups[0]["wd_mult"] = 1.0
     return FusedAdam(
         groups,
         lr=config.lr,

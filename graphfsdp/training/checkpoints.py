@@ -21,7 +21,7 @@ class Position:
 
 
 class RunState:
-    """What a checkpoint keeps of a run beside model, optimizer, schedule and generators.
+    """What a checkpoint keeps of a run beside model, optimizer and generators.
 
     The position in the data is a number of sequences, and the same on every rank.
     """
@@ -93,15 +93,11 @@ class RunCheckpoints:
 
     def _apply_flags(self) -> None:
         """Set the hyper-parameters that this run's flags ask for; the same where these are."""
-        config, scheduler = self._run.config, self._run.scheduler
-        scheduler.base_lrs = [config.lr for _ in scheduler.base_lrs]
-        groups = self._run.optimizer.param_groups
+        config, groups = self._run.config, self._run.optimizer.param_groups
         for group, decay in zip(groups, self._weight_decays, strict=True):
-            group["initial_lr"] = config.lr
             group["betas"] = (config.adam_beta1, config.adam_beta2)
             group["eps"] = config.adam_eps
             group["weight_decay"] = decay
-        scheduler.apply()
 
     def save_if_due(self, position: Position, *, is_last: bool) -> None:
         run, config, done = self._run, self._run.config, position.iteration
@@ -124,7 +120,7 @@ class RunCheckpoints:
             self._saver.close()
 
     def _objects(self) -> dict[str, Any]:
-        return {"scheduler": self._run.scheduler, "run": self._state}
+        return {"run": self._state}
 
 
 def refuse_unusable_folder(config: TrainConfig, ranks: Ranks) -> None:

@@ -10,15 +10,14 @@ import torch
 from graphfsdp.command_line import flag_name, require
 from graphfsdp.config import GatherFormat, MixedPrecisionPolicy, Scope, ShardingStrategy
 from graphfsdp.errors import ConfigError
-from graphfsdp.optim import ParamSchedule
 from graphfsdp.training.batch import IterationBatch
 from graphfsdp.training.gpt import GPTConfig, Normalization, PositionEmbeddingType
+from graphfsdp.training.schedule import LrSchedule
 
 DtypeName = Literal["fp32", "bf16"]
 Fp8RecipeName = Literal["tensorwise", "rowwise", "mxfp8"]
 LrDecayStyle = Literal["constant", "linear", "cosine", "inverse-square-root", "WSD"]
 LrWsdDecayStyle = Literal["exponential", "linear", "cosine", "minus_sqrt"]
-WeightDecayIncrStyle = Literal["constant", "linear", "cosine"]
 DeviceChoice = Literal["auto", "cpu", "cuda"]
 CompileChoice = Literal["off", "on", "auto"]
 ScopeName = Literal["none", "forward_backward", "full_iteration"]
@@ -103,15 +102,6 @@ class TrainConfig(GPTConfig):
     lr_wsd_decay_iters: Annotated[int | None, "iterations over which that rate falls"] = None
     min_lr: Annotated[float, "learning rate at the end"] = 0.0
     weight_decay: Annotated[float, "decoupled decay of matrices; vectors have none"] = 0.1
-    weight_decay_incr_style: Annotated[
-        WeightDecayIncrStyle,
-        "how the decay goes from --start-weight-decay to --end-weight-decay in --train-iters; "
-        "constant is --weight-decay",
-    ] = "constant"
-    start_weight_decay: Annotated[float | None, "decay of matrices in the first iteration"] = None
-    end_weight_decay: Annotated[float | None, "decay of matrices in the last one, no smaller"] = (
-        None
-    )
     adam_beta1: Annotated[float, "decay of the gradient's running mean"] = 0.9
     adam_beta2: Annotated[float, "decay of the squared gradient's running mean"] = 0.95
     adam_eps: Annotated[float, "added to the root of the second moment"] = 1e-8
@@ -253,7 +243,8 @@ class TrainConfig(GPTConfig):
         self._check_together()
 
     def gpt(self, vocab_size: int) -> GPTConfig:
-        return GPTConfig(**{**self._shared_with(GPTConfig), "vocab_size": vocab_size})
+        shared = {f.name: getattr(self, f.name) for f in fields(GPTConfig) if hasattr(self, f.name)}
+        return GPTConfig(**{**shared, "vocab_size": vocab_size})
 
     def numbers(self) -> dict[str, Any]:
         """Return the flags that decide a run's numbers."""
@@ -329,23 +320,23 @@ class TrainConfig(GPTConfig):
         return self.lr_warmup_fraction * (self.lr_decay_iters or self.train_iters)
 
     @property
-    def schedule(self) -> ParamSchedule:
-        """How learning rate and weight decay go; ConfigError if they cannot go so.
+    def schedule(self) -> LrSchedule:
+        """How the learning rate goes; ConfigError if it cannot go so.
 
         The numbers are Megatron's, but that each iteration of the warm-up has the rate of
         Megatron's next one unless ``--lr-warmup-init`` is given: its first one has a rate of 0.
         """
-        chosen = {
-            "lr_decay_iters": self.lr_decay_iters or self.train_iters,
+        return LrSchedule(
+            self.lr_decay_style,
+            self.lr,
+            self.min_lr,
             # A fraction that was given counts more than a preset's number.
-            "lr_warmup_iters": 0 if self.lr_warmup_fraction is not None else self.lr_warmup_iters,
-            "weight_decay_incr_iters": self.train_iters,
-        }
-        return ParamSchedule(**{**self._shared_with(ParamSchedule), **chosen})
-
-    def _shared_with(self, kind: type[GPTConfig | ParamSchedule]) -> dict[str, Any]:
-        """Return what is a field there as well."""
-        return {f.name: getattr(self, f.name) for f in fields(kind) if hasattr(self, f.name)}
+            self.warmup_iters,
+            self.lr_warmup_init,
+            self.lr_decay_iters or self.train_iters,
+            self.lr_wsd_decay_style,
+            self.lr_wsd_decay_iters,
+        )
 
     @property
     def param_dtype(self) -> torch.dtype:
@@ -400,6 +391,7 @@ class TrainConfig(GPTConfig):
         self._in_range("target_loss", lambda loss: loss > 0, "greater than 0")
         for name in ("min_lr", "lr_warmup_init"):
             self._in_range(name, lambda rate: 0 <= rate <= self.lr, f"in [0, --lr {self.lr}]")
+        self._in_range("lr_warmup_fraction", lambda share: 0 <= share < 1, "in [0, 1)")
         for name in ("adam_beta1", "adam_beta2"):
             self._in_range(name, lambda beta: 0 <= beta < 1, "in [0, 1)")
         self._in_range("clip_grad", lambda norm: norm >= 0, "at least 0 (0 turns clipping off)")
@@ -501,8 +493,8 @@ class TrainConfig(GPTConfig):
 
 
 def _in_flags(message: str) -> str:
-    """Spell fields of the model's shape and of the schedule as the flags that set them."""
-    for field in (*fields(GPTConfig), *fields(ParamSchedule)):
+    """Spell fields of the model's shape as the flags that set them."""
+    for field in fields(GPTConfig):
         message = re.sub(rf"\b{field.name}\b", flag_name(field.name), message)
     return message
 

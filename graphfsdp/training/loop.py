@@ -121,15 +121,16 @@ def _iterate(
     start: Position,
     log: RunLog,
 ) -> Metrics:
-    config, step = run.config, run.step
+    config, step, schedule = run.config, run.step, run.config.schedule
     log.block_starts()
     window = _Window(run)
     for iteration in range(start.iteration, config.train_iters):
         batch = next(feed)
-        lr = run.optimizer.param_groups[0]["lr"]
+        lr = schedule.rate(iteration)
+        for group in run.optimizer.param_groups:
+            group["lr"] = lr
         phase_before = step.phase
         loss = run.train(*batch)
-        run.scheduler.step()
         window.num_steps += 1
         captured = phase_before is not step.phase
         out.advance()

@@ -3,17 +3,15 @@
 import inspect
 from collections.abc import Callable
 from types import MappingProxyType
-from typing import Any
 
 import pytest
 import torch
-from test_param_schedule import SCHEDULE
 from torch import nn
 from torch.optim import lr_scheduler
 from torch.optim.lr_scheduler import LRScheduler
 
 import graphfsdp
-from graphfsdp.optim import FusedAdam, ParamScheduler
+from graphfsdp.optim import FusedAdam
 
 Make = Callable[[torch.optim.Optimizer], LRScheduler]
 
@@ -68,8 +66,7 @@ def train(
     model = nn.Linear(4, 3).to(device)
     lr = torch.tensor(0.1, device=device) if tensor_lr else 0.1
     optimizer = FusedAdam(model.parameters(), lr=lr, weight_decay=0.5)
-    ours = name == "ParamScheduler"
-    scheduler: Any = ParamScheduler(optimizer, SCHEDULE) if ours else SCHEDULERS[name](optimizer)
+    scheduler = SCHEDULERS[name](optimizer)
     found = []
     with graphfsdp.capture(
         model, optimizer, scope=scope, loss_fn=lambda m, x: m(x).square().mean()
@@ -81,7 +78,7 @@ def train(
     return found
 
 
-@pytest.mark.parametrize("name", [*SCHEDULERS, "ParamScheduler"])
+@pytest.mark.parametrize("name", SCHEDULERS)
 @pytest.mark.parametrize("tensor_lr", [False, True])
 def test_a_replay_follows_the_scheduler(device: torch.device, name: str, tensor_lr: bool) -> None:
     expected = train(name, "none", tensor_lr, device)

@@ -21,10 +21,6 @@ COMMON: dict[str, Any] = {
     "min_lr": 0.1,
     "lr_warmup_steps": 10,
     "lr_decay_steps": 60,
-    "start_wd": 0.1,
-    "end_wd": 0.1,
-    "wd_incr_steps": 60,
-    "wd_incr_style": "constant",
     "wsd_decay_steps": None,
     "lr_wsd_decay_style": None,
 }
@@ -33,16 +29,6 @@ CASES: list[dict[str, Any]] = [
     *(
         {"lr_decay_style": "WSD", "wsd_decay_steps": 20, "lr_wsd_decay_style": style}
         for style in ("exponential", "linear", "cosine", "minus_sqrt")
-    ),
-    *(
-        {
-            "lr_decay_style": "cosine",
-            "start_wd": 0.0,
-            "end_wd": 0.3,
-            "wd_incr_style": style,
-            "wd_incr_steps": 50,
-        }
-        for style in ("linear", "cosine")
     ),
     {"lr_decay_style": "linear", "lr_warmup_steps": 0},
     {"lr_decay_style": "inverse-square-root", "lr_warmup_steps": 0, "min_lr": 0.3},
@@ -66,17 +52,16 @@ def load(path: str) -> Any:
 
 
 def numbers_of(module: Any, arguments: dict[str, Any]) -> list[list[float]]:
-    """Return lr and weight decay of two groups in each iteration."""
+    """Return lr of two groups in each iteration."""
     optimizer = types.SimpleNamespace(
-        param_groups=[{"lr": 0.0}, {"lr": 0.0, "max_lr": 0.5, "min_lr": 0.2, "wd_mult": 0.0}]
+        param_groups=[{"lr": 0.0}, {"lr": 0.0, "max_lr": 0.5, "min_lr": 0.2}]
     )
-    scheduler = module.OptimizerParamScheduler(optimizer, **arguments)
+    decay = {"start_wd": 0.1, "end_wd": 0.1, "wd_incr_steps": 60, "wd_incr_style": "constant"}
+    scheduler = module.OptimizerParamScheduler(optimizer, **decay, **arguments)
     rows = []
     for iteration in range(max(ITERATIONS) + 1):
         if iteration in ITERATIONS:
-            rows.append(
-                [group[k] for group in optimizer.param_groups for k in ("lr", "weight_decay")]
-            )
+            rows.append([group["lr"] for group in optimizer.param_groups])
         scheduler.step(1)
     return rows
 
