@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 import graphfsdp
 from graphfsdp.bench.machine import find_environment
-from graphfsdp.bench.tables import Table
+from graphfsdp.bench.results import Table
 from graphfsdp.optim import FusedAdam
 
 SIZES = (1_000, 5_000, 20_000, 60_000)
@@ -124,14 +124,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for num_nodes in options.nodes:
         runs.append(timed(num_nodes, device))
         print(f"{runs[-1].num_nodes:,} nodes: {runs[-1].capture_s:.3f} s", file=sys.stderr)
-    Console(width=100).print(table_of(runs, facts.gpu or facts.cpu).rich())
+    Console(width=100).print(table_of(runs, facts["gpu"] or facts["cpu"]).rich())
     print(
         f"a node of the largest capture takes {ratio_of(runs):.2f} times as long as the smallest's"
     )
     if options.out is not None:
         document = {
             "kind": "capture_nodes",
-            "environment": dataclasses.asdict(facts),
+            "environment": facts,
             "runs": [{**dataclasses.asdict(run), "us_per_node": run.us_per_node} for run in runs],
             "ratio": ratio_of(runs),
         }

@@ -32,7 +32,6 @@ import tempfile
 import time
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
 from types import MappingProxyType
 from typing import Any
 
@@ -41,7 +40,7 @@ from rich.console import Console
 
 from benchmarks.limited import ROOT, run_limited
 from graphfsdp.bench.machine import find_environment
-from graphfsdp.bench.tables import Table
+from graphfsdp.bench.results import Table
 
 TESTS, BENCH, REDUCE_OVERHEAD = "tests", "bench", "reduce-overhead"
 NODES, OPTIMIZER = "nodes", "optimizer"
@@ -185,7 +184,7 @@ MOST_GROWTH = 2.0  # of the time for a node between them; it was 10 and more whe
 OURS = ("forward_backward", "full_iteration", "compiled_recording")
 # All but torch's reduce-overhead mode.
 CONTENDERS = (*OURS, "pytorch", "compile", "fsdp2", "fsdp2_compile", "megatron_fsdp")
-BENCH_START_S = 20.0  # Python starts, plots are drawn
+BENCH_START_S = 20.0  # Python starts, a plot is drawn
 MAX_CHARACTERS = 6000
 
 
@@ -363,7 +362,7 @@ def bench_part(
     """
     suite = ["--suite", "gpu"]
     if rehearses or reduce_overhead:
-        suite = ["--suite", "quick", "--seconds", "0.5", "--no-memory"]
+        suite = ["--suite", "quick", "--seconds", "0.5"]
     suite += ["--contender", *(["reduce_overhead"] if reduce_overhead else CONTENDERS)]
     budget = max(limit_s - BENCH_START_S, 1.0) / 60
     with tempfile.TemporaryDirectory() as folder:
@@ -380,24 +379,23 @@ def bench_rows(folder: pathlib.Path, results: pathlib.Path) -> list[dict[str, An
     """A row is good if the contender ran, or is not ours; and if ours trained eager's losses."""
     # Here, since a package that cannot be imported is something to report.
     from benchmarks.readme_table import keep
-    from graphfsdp.bench.records import read_result
-    from graphfsdp.bench.tables import memory_text, short_table
+    from graphfsdp.bench.results import SHORT, Result, case_table, workload_text
 
     keep(folder, results)
-    result = read_result(folder)
+    result = Result.read(folder)
     rows: list[dict[str, Any]] = []
     for case in result.cases:
-        table = short_table(case)
-        name = table.title
-        for own, cells in zip(case.contenders, table.rows, strict=True):
-            pairs = zip((*table.heading, "peak memory"), (*cells, memory_text(own)), strict=True)
+        table = case_table(result, case, SHORT)
+        name = workload_text(result.of(case)[0])
+        for own, cells in zip(result.of(case), table.rows, strict=True):
+            pairs = zip(table.heading, cells, strict=True)
             text = ", ".join(f"{title} {cell}" for title, cell in list(pairs)[1:])
-            good = own.parity.max_difference is not None
-            rows.append({"what": f"{name}: {own.name}", "result": text, "ok": good})
-        rows += [
-            {"what": f"{name}: {item.name}", "result": item.reason, "ok": item.name not in OURS}
-            for item in case.not_run
-        ]
+            good = own["max_difference"] is not None
+            rows.append({"what": f"{name}: {own['contender']}", "result": text, "ok": good})
+        for own in result.not_run(case):
+            good = own["contender"] not in OURS
+            what = f"{name}: {own['contender']}"
+            rows.append({"what": what, "result": own["reason"], "ok": good})
     rows += [
         {"what": key, "result": f"left out: {why}", "ok": True}
         for key, why in result.left_out.items()
@@ -463,7 +461,7 @@ def check(
     deadline = time.monotonic() + total_s
     document: dict[str, Any] = {
         "kind": "gpu_check",
-        "environment": asdict(find_environment(device)),
+        "environment": find_environment(device),
         "ok": False,
         "parts": [],
     }
@@ -543,10 +541,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     device = torch.device(options.device)
     facts = find_environment(device)
     group = f"_{options.group}" if options.group else ""
-    gpu = re.sub(r"[^a-z0-9]+", "-", (facts.gpu or "cpu").lower()).strip("-")
+    gpu = re.sub(r"[^a-z0-9]+", "-", (facts["gpu"] or "cpu").lower()).strip("-")
     folder = pathlib.Path(os.environ.get("OUT") or ROOT / "benchmarks" / "results")
     folder.mkdir(parents=True, exist_ok=True)
-    path = folder / f"gpu_check{group}_{gpu}_{facts.date[:10]}.json"
+    path = folder / f"gpu_check{group}_{gpu}_{facts['date'][:10]}.json"
     chosen = options.part or groups.get(options.group, names)
 
     def tell(line: str) -> None:

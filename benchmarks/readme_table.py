@@ -5,34 +5,31 @@
 those of the newest result of a GPU, ``gpu_check`` around that of the newest `make gpu-check`,
 and ``speed_summary`` around the geometric means of the first two, which is what the README shows.
 
-``python -m benchmarks.readme_table --keep DIR`` first copies result and plot of a result directory
-of ``graphfsdp bench`` into benchmarks/results.
+``python -m benchmarks.readme_table --keep DIR`` first copies a result directory of ``graphfsdp
+bench`` into benchmarks/results, and draws its plot with matplotlib where that is installed;
+``--show DIR`` prints all tables of a result in Markdown and does nothing else.
 """
 
 import argparse
-import dataclasses
 import functools
+import importlib.util
 import json
 import pathlib
 import re
-import shutil
 import statistics
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 
 from benchmarks.gpu_check import described, table_of
-from graphfsdp.bench.plots import PLOT
-from graphfsdp.bench.records import REFERENCE, BenchResult, read_result
-from graphfsdp.bench.report import RESULT
-from graphfsdp.bench.tables import (
+from graphfsdp.bench.results import (
+    REFERENCE,
+    Result,
     Table,
-    contender_names,
-    cpu_overview,
+    case_table,
     environment_text,
-    memory_overview,
-    overview,
-    reasons,
+    notes,
+    overviews,
 )
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
@@ -50,7 +47,7 @@ SUMMARY = MappingProxyType(
 
 
 def measured(name: str, command: str, results: pathlib.Path) -> str:
-    path = results / f"{name}.json"
+    path = results / f"{name}.jsonl"
     return bench_section(path) if path.exists() else f"Not measured yet: `{command}`."
 
 
@@ -59,24 +56,25 @@ bench_zoo = functools.partial(measured, "bench_zoo", "graphfsdp bench --suite zo
 
 
 def bench_gpu(results: pathlib.Path) -> str:
-    paths = {read_result(path).environment.date: path for path in results.glob("bench_gpu_*.json")}
+    paths = {
+        Result.read(path).head["environment"]["date"]: path
+        for path in results.glob("bench_gpu_*.jsonl")
+    }
     return bench_section(paths[max(paths)]) if paths else "No GPU has been measured yet."
 
 
 def bench_section(path: pathlib.Path) -> str:
-    result = read_result(path)
-    tables = (overview(result), cpu_overview(result), memory_overview(result))
+    result = Result.read(path)
     parts = [
         f"{table.title[0].upper()}{table.title[1:]}:\n\n{table.markdown()}"
-        for table in tables
-        if table.rows
+        for table in overviews(result)
     ]
     parts += geometric_means(result)
     picture = path.with_suffix(".png")
     if picture.exists():
         parts.append(f"![speed over tokens per step](../{picture.relative_to(picture.parents[2])})")
     missing: dict[str, list[str]] = {}
-    for name, reason in reasons(result).items():
+    for name, reason in result.reasons().items():
         missing.setdefault(reason.rstrip("."), []).append(f"`{name}`")
     if missing:
         texts = (f"{', '.join(names)}: {reason}" for reason, names in missing.items())
@@ -84,21 +82,33 @@ def bench_section(path: pathlib.Path) -> str:
     if result.left_out:
         cases = (f"{name}: {reason}" for name, reason in result.left_out.items())
         parts.append("Left out: " + "; ".join(cases) + ".")
-    return "\n\n".join((*parts, environment_text(result.environment)))
+    return "\n\n".join((*parts, environment_text(result.head["environment"])))
 
 
-def speedups(result: BenchResult) -> dict[str, float]:
+def shown(result: Result) -> Iterator[str]:
+    """Yield all that a result says."""
+    yield environment_text(result.head["environment"])
+    for table in overviews(result):
+        yield f"**{table.title}**\n\n{table.markdown()}"
+    for case in result.cases:
+        table = case_table(result, case)
+        yield f"## {table.title}\n\n{table.markdown()}"
+        yield "\n".join(f"- {note}" for note in notes(result, case))
+    yield from (f"Left out: {case}: {reason}" for case, reason in result.left_out.items())
+
+
+def speedups(result: Result, cases: Sequence[str]) -> dict[str, float]:
     """Return the geometric means over eager of the contenders that ran in every case."""
     means = {}
-    for name in contender_names(result.cases):
-        medians = [spread.median for case in result.cases if (spread := case.speedup(name))]
-        if name != REFERENCE and len(medians) == len(result.cases):
-            means[name] = statistics.geometric_mean(medians)
+    for name in result.names:
+        ratios = [result.ratios(case, name) for case in cases]
+        if name != REFERENCE and all(ratios):
+            means[name] = statistics.geometric_mean(map(statistics.median, ratios))
     return means
 
 
-def geometric_means(result: BenchResult) -> list[str]:
-    means = [f"{name} {mean:.2f}x" for name, mean in speedups(result).items()]
+def geometric_means(result: Result) -> list[str]:
+    means = [f"{name} {mean:.2f}x" for name, mean in speedups(result, result.cases).items()]
     if len(result.cases) < 2 or not means:
         return []
     return [f"Geometric means, times as fast as eager: {', '.join(means)}."]
@@ -110,21 +120,21 @@ def speed_summary(results: pathlib.Path) -> str:
         ("bench_cpu", "workloads of `make bench`, launch-bound and compute-bound"),
         ("bench_zoo", "small architectures, launch-bound"),
     ):
-        path = results / f"{name}.json"
+        path = results / f"{name}.jsonl"
         if path.exists():
-            result = _with_all(read_result(path), SUMMARY.values())
-            means = speedups(result)
-            shown = (f"{means[key]:.2f}x" if key in means else "-" for key in SUMMARY.values())
-            rows.append((f"{len(result.cases)} {what}", *shown))
+            result = Result.read(path)
+            cases = _with_all(result, SUMMARY.values())
+            means = speedups(result, cases)
+            texts = (f"{means[key]:.2f}x" if key in means else "-" for key in SUMMARY.values())
+            rows.append((f"{len(cases)} {what}", *texts))
     heading = ("times as fast as our eager code, geometric mean, on a CPU", *SUMMARY)
     return Table("", heading, tuple(rows)).markdown() if rows else "Not measured yet: `make bench`."
 
 
-def _with_all(result: BenchResult, names: Iterable[str]) -> BenchResult:
+def _with_all(result: Result, names: Iterable[str]) -> list[str]:
     """Return the cases in which all of these ran that ran in any."""
-    ran = [name for name in names if any(case.speedup(name) for case in result.cases)]
-    cases = tuple(case for case in result.cases if all(map(case.speedup, ran)))
-    return dataclasses.replace(result, cases=cases)
+    ran = [name for name in names if any(result.ratios(case, name) for case in result.cases)]
+    return [case for case in result.cases if all(result.ratios(case, name) for name in ran)]
 
 
 def gpu_check(results: pathlib.Path) -> str:
@@ -170,27 +180,91 @@ def with_section(text: str, name: str, make: Callable[[], str]) -> str:
 
 
 def keep(folder: pathlib.Path, results: pathlib.Path = RESULTS) -> pathlib.Path:
-    result = read_result(folder)
-    facts = result.environment
-    name = "bench_zoo" if result.options.get("suite") == "zoo" else "bench_cpu"
-    if facts.gpu is not None:
-        gpu = re.sub(r"[^a-z0-9]+", "-", facts.gpu.lower()).strip("-")
-        name = f"bench_gpu_{gpu}_{facts.date[:10]}"
+    result = Result.read(folder)
+    facts = result.head["environment"]
+    name = "bench_zoo" if result.head["options"].get("suite") == "zoo" else "bench_cpu"
+    if facts["gpu"] is not None:
+        gpu = re.sub(r"[^a-z0-9]+", "-", facts["gpu"].lower()).strip("-")
+        name = f"bench_gpu_{gpu}_{facts['date'][:10]}"
     results.mkdir(parents=True, exist_ok=True)
-    target = results / f"{name}.json"
-    shutil.copyfile(folder / RESULT, target)
+    target = results / f"{name}.jsonl"
+    result.write(target)
     target.with_suffix(".png").unlink(missing_ok=True)
-    if (folder / PLOT).exists() and name != "bench_zoo":  # of which all are of one size
-        shutil.copyfile(folder / PLOT, target.with_suffix(".png"))
+    if name != "bench_zoo":  # of which all are of one size
+        draw(result, target.with_suffix(".png"))
     return target
+
+
+def draw(result: Result, path: pathlib.Path) -> None:
+    """Draw speed over tokens per step; nothing where matplotlib is not installed.
+
+    Lines join the batch sizes of one workload; bars go from the least to the greatest pair.
+    """
+    if importlib.util.find_spec("matplotlib") is None:
+        return
+    # matplotlib's Figure, not pyplot: no window system and no global state.
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9, 5), dpi=120, layout="constrained")
+    axes = figure.add_subplot()
+    colours = {name: f"C{index}" for index, name in enumerate(result.names)}
+    names = [name for name in result.names if name != REFERENCE]
+    # Tokens or samples of a step, by workload and precision.
+    groups: dict[str, dict[str, int]] = {}
+    for case in result.cases:
+        row = result.of(case)[0]
+        sizes = groups.setdefault(f"{row['workload']} {row['dtype']}", {})
+        sizes[case] = row["batch_size"] * row["items_per_sample"]
+    markers = dict(zip(groups, "os^Dv<>pP*Xh", strict=False))
+    for group, sizes in groups.items():
+        for name in names:
+            points = sorted(
+                (size, ratios)
+                for case, size in sizes.items()
+                if (ratios := result.ratios(case, name))
+            )
+            if not points:
+                continue
+            medians = [statistics.median(ratios) for _, ratios in points]
+            below = [median - min(r) for median, (_, r) in zip(medians, points, strict=True)]
+            above = [max(r) - median for median, (_, r) in zip(medians, points, strict=True)]
+            axes.errorbar(
+                [size for size, _ in points],
+                medians,
+                yerr=(below, above),
+                color=colours[name],
+                marker=markers.get(group, "o"),
+                linewidth=1.5,
+                elinewidth=0.6,
+                capsize=2,
+                alpha=0.85,
+            )
+    axes.axhline(1, color=colours[REFERENCE], linestyle="--", linewidth=1)
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log", base=2)
+    axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}x")
+    axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
+    axes.set_xlabel("tokens (or samples) per step on each rank")
+    axes.set_ylabel("times as fast as eager")
+    for name in names:
+        axes.plot([], [], color=colours[name], linewidth=3, label=name)
+    for group, marker in markers.items():
+        axes.plot([], [], color="#888888", linewidth=0, marker=marker, label=group)
+    axes.grid(visible=True, which="major", linewidth=0.3)
+    figure.legend(loc="outside right upper", fontsize=8, frameon=False)
+    figure.savefig(path)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.readme_table")
     parser.add_argument("--keep", metavar="DIR", help="a result directory of graphfsdp bench")
-    folder = parser.parse_args(arguments).keep
-    if folder is not None:
-        print(f"kept as {keep(pathlib.Path(folder))}")
+    parser.add_argument("--show", metavar="DIR", help="a result whose tables are printed")
+    options = parser.parse_args(arguments)
+    if options.show is not None:
+        print("\n\n".join(shown(Result.read(options.show))))
+        return 0
+    if options.keep is not None:
+        print(f"kept as {keep(pathlib.Path(options.keep))}")
     for document in DOCUMENTS:
         document.write_text(updated(document.read_text(encoding="utf-8")), encoding="utf-8")
     return 0

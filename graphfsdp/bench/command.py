@@ -1,12 +1,12 @@
 """``graphfsdp bench``: measure the cases one after the other, show them, keep them."""
 
 import dataclasses
+import datetime
 import shlex
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import torch
 from rich.console import Console
@@ -17,17 +17,16 @@ from graphfsdp.bench.machine import find_environment
 from graphfsdp.bench.measure import Job, Say, measure_case
 from graphfsdp.bench.mlperf import run_mlperf
 from graphfsdp.bench.options import BenchOptions, parse_bench_arguments
-from graphfsdp.bench.process import CaseFailedError, can_forget_peak, run_case, run_memory
-from graphfsdp.bench.records import BenchResult, CaseResult
-from graphfsdp.bench.report import make_directory, write_directory
-from graphfsdp.bench.tables import (
+from graphfsdp.bench.process import CaseFailedError, run_case
+from graphfsdp.bench.results import (
     NOT_MLPERF,
-    cpu_overview,
+    RESULT,
+    SHORT,
+    Result,
+    Row,
+    case_table,
     environment_text,
-    memory_overview,
-    not_run_table,
-    overview,
-    short_table,
+    overviews,
     wide_console,
 )
 from graphfsdp.bench.workloads import PlannedCase
@@ -35,6 +34,7 @@ from graphfsdp.command_line import print_line
 from graphfsdp.errors import ConfigError
 from graphfsdp.training.build import choose_device
 from graphfsdp.training.ranks import Ranks, find_ranks, process_group
+from graphfsdp.training.run_directory import make_new_directory
 
 _BUSY = 0.5
 # No case ends in less: Python and torch have to start.
@@ -58,7 +58,8 @@ def run_bench(arguments: Sequence[str], console: Console) -> int:
     with process_group(ranks, device, timeout_minutes=TIMEOUT_MINUTES) as backend:
         environment = find_environment(device, num_ranks=ranks.size, backend=backend)
         command = shlex.join(["graphfsdp", "bench", *arguments])
-        result = BenchResult(environment, dataclasses.asdict(options), command, options.seed, ())
+        asked = dataclasses.asdict(options)
+        result = Result({"environment": environment, "options": asked, "command": command})
         console = wide_console(console, quiet=not ranks.is_first)
         return _Bench(options, ranks, device, console, result).run()
 
@@ -71,28 +72,24 @@ class _Bench:
     _ranks: Ranks
     _device: torch.device
     _console: Console
-    _result: BenchResult  # so far
+    _result: Result  # so far
     _folder: Path | None = None  # on rank 0
     _started: float = field(default_factory=time.monotonic)
 
     def run(self) -> int:
         planned = self._options.cases(self._device.type)
         self._folder = self._ranks.decide(
-            lambda: make_directory(self._options.out) if self._ranks.is_first else None
+            lambda: _make_directory(self._options.out) if self._ranks.is_first else None
         )
         self._greet()
         self._measure_all(planned)
         if not self._result.cases:
             return 1
-        for overview_of in (overview, cpu_overview, memory_overview):
-            table = overview_of(self._result)
-            if table.rows:
-                self._console.print(table.rich())
+        for table in overviews(self._result):
+            self._console.print(table.rich())
         self._line(NOT_MLPERF)
         if self._folder is not None:
-            write_directory(self._result, self._folder)
-            names = ", ".join(sorted(path.name for path in self._folder.iterdir()))
-            self._line(f"wrote {self._folder}: {names}")
+            self._line(f"wrote {self._folder / RESULT}")
         return 0
 
     def _measure_all(self, planned: Sequence[PlannedCase]) -> None:
@@ -107,25 +104,16 @@ class _Bench:
                 key = each.case.key
                 progress.update(task, completed=number)
                 try:
-                    case = self._measure(each, len(planned) - number, say)
-                    self._add(cases=(*self._result.cases, case))
-                    self._show(case)
+                    rows = self._measure(each, len(planned) - number, say)
+                    self._result.rows += rows
+                    self._show(key)
                 except CaseFailedError as error:
-                    self._add(left_out={**self._result.left_out, key: str(error)})
+                    self._result.rows.append({"case": key, "reason": str(error)})
                     self._line(f"{key}: left out: {error}", "yellow")
-                if self._folder is not None and self._result.cases:
-                    write_directory(self._result, self._folder)
-            plans = {each.case.key: each for each in planned}
-            cases = []
-            for case in self._result.cases:
-                key = case.workload.key
-                cases.append(self._with_memory(plans[key], case, say))
-            self._add(cases=tuple(cases))
+                if self._folder is not None:
+                    self._result.write(self._folder / RESULT)
 
-    def _add(self, **changes: Any) -> None:
-        self._result = dataclasses.replace(self._result, **changes)
-
-    def _measure(self, planned: PlannedCase, num_left: int, say: Say) -> CaseResult:
+    def _measure(self, planned: PlannedCase, num_left: int, say: Say) -> list[Row]:
         """The case may take three times its share of the time left."""
         left_s = self._ranks.exchange(self._left_s())[0]
         if left_s < SHORTEST_CASE_S:
@@ -138,20 +126,6 @@ class _Bench:
             return measure_case(job, say)
         except ConfigError as error:
             raise CaseFailedError(str(error)) from error
-
-    def _with_memory(self, planned: PlannedCase, found: CaseResult, say: Say) -> CaseResult:
-        """On a CPU alone, for contenders that time is left for."""
-        wanted = planned.memory and self._device.type == "cpu" and not self._ranks.launched
-        if not wanted or not can_forget_peak():
-            return found
-        measured = []
-        for own in found.contenders:
-            say("memory", own.name)
-            record = None
-            if self._left_s() > SHORTEST_CASE_S:
-                record = run_memory(self._job(planned, self._left_s()), own.name)
-            measured.append(dataclasses.replace(own, memory=record))
-        return dataclasses.replace(found, contenders=tuple(measured))
 
     def _left_s(self) -> float:
         if self._options.budget is None:
@@ -171,21 +145,29 @@ class _Bench:
         return Job(setting, planned.contenders, options, limit_s)
 
     def _greet(self) -> None:
-        load = self._result.environment.load_average
-        self._line(environment_text(self._result.environment))
+        environment = self._result.head["environment"]
+        load = environment["load_average"]
+        self._line(environment_text(environment))
         if load is not None and load > _BUSY and self._device.type == "cpu":
             self._line(
                 f"something else runs on this machine (load average {load:.1f}); the pairs will "
                 "scatter", "yellow",
             )  # fmt: skip
 
-    def _show(self, case: CaseResult) -> None:
-        self._console.print(short_table(case).rich())
-        for name, reason in not_run_table(case).rows:
-            self._line(f"did not run: {name}: {reason}", "yellow")
+    def _show(self, case: str) -> None:
+        self._console.print(case_table(self._result, case, SHORT).rich())
+        for row in self._result.not_run(case):
+            self._line(f"did not run: {row['contender']}: {row['reason']}", "yellow")
 
     def _line(self, text: str, style: str | None = None) -> None:
         print_line(self._console, text, style)
+
+
+def _make_directory(out: str | None) -> Path:
+    """Refuses an impossible one (ConfigError) before anything is measured."""
+    if out is None:
+        out = str(Path("runs") / f"bench-{datetime.datetime.now():%Y%m%d-%H%M%S}")
+    return make_new_directory(out)
 
 
 def _progress(console: Console) -> Progress:

@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
 import graphfsdp
-from graphfsdp.bench.records import REFERENCE
+from graphfsdp.bench.results import REFERENCE
 from graphfsdp.bench.workloads import Case, make_model
 from graphfsdp.config import MixedPrecisionPolicy, Scope, ShardingStrategy
 from graphfsdp.data.batches import Batch

@@ -1,6 +1,5 @@
 """What a benchmark runs on, and its limits: hardware and versions, FLOPs, peak."""
 
-import dataclasses
 import datetime
 import importlib.metadata
 import os
@@ -14,7 +13,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 import graphfsdp
-from graphfsdp.bench.records import Environment, PeakFacts
+from graphfsdp.bench.results import Row
 from graphfsdp.bench.workloads import Case, make_model
 from graphfsdp.data.batches import Batch
 from graphfsdp.training.gpt import GPT
@@ -30,28 +29,36 @@ _QUERY = ("driver_version", "clocks.max.sm", "power.limit")
 
 def find_environment(
     device: torch.device, *, num_ranks: int = 1, backend: str | None = None
-) -> Environment:
-    """Return the facts; what cannot be found out is None."""
+) -> Row:
+    """Return what numbers are measured on; None is unknown or not there.
+
+    ``date`` is UTC; threads are torch's on the CPU, in each process; ``load_average`` counts
+    programs that ran before the start.
+    """
     installed = {name: found for name in _PACKAGES if (found := _version_of(name))}
-    environment = Environment(
-        date=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        commit=_commit(),
-        python=platform.python_version(),
-        torch=torch.__version__,
-        versions={"graphfsdp": graphfsdp.__version__, **installed},
-        system=f"{platform.system()} {platform.machine()}",
-        cpu=_cpu_name(),
-        num_cpus=os.cpu_count() or 1,
-        num_threads=torch.get_num_threads(),
-        num_ranks=num_ranks,
-        backend=backend,
-        device=device.type,
-        load_average=round(os.getloadavg()[0], 2) if hasattr(os, "getloadavg") else None,
-    )
-    return _with_gpu(environment, device) if device.type == "cuda" else environment
+    load = round(os.getloadavg()[0], 2) if hasattr(os, "getloadavg") else None
+    return {
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "commit": _commit(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "versions": {"graphfsdp": graphfsdp.__version__, **installed},
+        "system": f"{platform.system()} {platform.machine()}",
+        "cpu": _cpu_name(),
+        "num_cpus": os.cpu_count() or 1,
+        "num_threads": torch.get_num_threads(),
+        "num_ranks": num_ranks,
+        "backend": backend,
+        "device": device.type,
+        "load_average": load,
+        **_gpu_facts(device),
+    }
 
 
-def _with_gpu(environment: Environment, device: torch.device) -> Environment:
+def _gpu_facts(device: torch.device) -> Row:
+    names = ("gpu", "gpu_memory_bytes", "compute_capability", "driver", "cuda", "clock_mhz")
+    if device.type != "cuda":
+        return dict.fromkeys((*names, "power_limit_w"))
     properties = torch.cuda.get_device_properties(device)
     answer = _output_of(
         "nvidia-smi", f"--query-gpu={','.join(_QUERY)}", "--format=csv,noheader,nounits"
@@ -60,16 +67,15 @@ def _with_gpu(environment: Environment, device: torch.device) -> Environment:
     index = device.index or 0
     values = [value.strip() for value in lines[index].split(",")] if index < len(lines) else []
     driver, clock, power = values if len(values) == len(_QUERY) else (None, None, None)
-    return dataclasses.replace(
-        environment,
-        gpu=properties.name,
-        gpu_memory_bytes=properties.total_memory,
-        compute_capability=f"{properties.major}.{properties.minor}",
-        driver=driver,
-        cuda=torch.version.cuda,
-        clock_mhz=_number(clock),
-        power_limit_w=_number(power),
-    )
+    return {
+        "gpu": properties.name,
+        "gpu_memory_bytes": properties.total_memory,
+        "compute_capability": f"{properties.major}.{properties.minor}",
+        "driver": driver,
+        "cuda": torch.version.cuda,
+        "clock_mhz": _number(clock),
+        "power_limit_w": _number(power),
+    }
 
 
 def _version_of(package: str) -> str | None:
@@ -129,7 +135,7 @@ def num_parameters(case: Case) -> int:
     return sum(param.numel() for param in model.parameters())
 
 
-def find_peak(device: torch.device, dtype: torch.dtype) -> PeakFacts:
+def find_peak(device: torch.device, dtype: torch.dtype) -> Row:
     """Measure the best of some products of large random matrices, and look up the data sheet's."""
     on_gpu = device.type == "cuda"
     size = _GPU_SIZE if on_gpu else _CPU_SIZE
@@ -144,9 +150,9 @@ def find_peak(device: torch.device, dtype: torch.dtype) -> PeakFacts:
         seconds.append(time.perf_counter() - start)
     name = torch.cuda.get_device_name(device) if on_gpu else ""
     threads = "" if on_gpu else f" on {torch.get_num_threads()} thread(s)"
-    return PeakFacts(
-        stated_tflops=peak_tflops(name, dtype) if on_gpu else None,
-        measured_tflops=2 * size**3 / min(seconds[1:]) / 1e12,
-        measured_how=f"the best of {_NUM_PRODUCTS} products of random {size} x {size} matrices in "
-        f"{str(dtype).removeprefix('torch.')}{threads}",
-    )
+    return {
+        "stated_tflops": peak_tflops(name, dtype) if on_gpu else None,
+        "measured_tflops": 2 * size**3 / min(seconds[1:]) / 1e12,
+        "measured_how": f"the best of {_NUM_PRODUCTS} products of random {size} x {size} matrices "
+        f"in {str(dtype).removeprefix('torch.')}{threads}",
+    }

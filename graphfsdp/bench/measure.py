@@ -32,17 +32,7 @@ from graphfsdp.bench.contenders import (
 )
 from graphfsdp.bench.machine import find_peak, model_flops, num_parameters
 from graphfsdp.bench.options import BenchOptions
-from graphfsdp.bench.records import (
-    REFERENCE,
-    CaseResult,
-    ContenderResult,
-    InitRecord,
-    MemoryRecord,
-    NotRun,
-    ParityRecord,
-    TimingRecord,
-    WorkloadFacts,
-)
+from graphfsdp.bench.results import REFERENCE, Row
 from graphfsdp.checkpoint.objects import RandomState
 from graphfsdp.data.batches import Batch
 from graphfsdp.errors import ConfigError
@@ -52,7 +42,6 @@ T = TypeVar("T")
 
 # Three eager iterations, the capture, and two replays; torch.compile compiles in the first.
 NUM_WARMUP_STEPS = 6
-CUDA_ALLOCATOR = "torch's CUDA allocator, less what other contenders held"
 _NUM_PROBES = 2
 _NUM_EARLY_STEPS = 10
 # Of a case's time: when no further contender starts, and no further round.
@@ -142,7 +131,7 @@ class RunningContender:
     before: tuple[int, int]
     random: dict[str, Any]
     warmup_ms: tuple[float, ...] = ()
-    memory: MemoryRecord | None = None
+    memory_bytes: tuple[int, int] | None = None  # of a GPU's allocator: allocated, reserved
     losses: list[Tensor] = field(default_factory=list)
     windows: list[Window] = field(default_factory=list)
 
@@ -159,10 +148,9 @@ class RunningContender:
         self.warmup_ms = tuple(times)
         if device.type == "cuda":
             allocated, reserved = self.before
-            self.memory = MemoryRecord(
-                CUDA_ALLOCATOR,
-                allocated_bytes=torch.cuda.max_memory_allocated(device) - allocated,
-                reserved_bytes=torch.cuda.max_memory_reserved(device) - reserved,
+            self.memory_bytes = (
+                torch.cuda.max_memory_allocated(device) - allocated,
+                torch.cuda.max_memory_reserved(device) - reserved,
             )
 
     def time(self, batches: Sequence[Batch], first_step: int, device: torch.device) -> Window:
@@ -186,42 +174,34 @@ class RunningContender:
             yield
             self.random = RandomState().state_dict()
 
-    def timing(self) -> TimingRecord:
-        return TimingRecord(
-            step_ms=tuple(window.step_ms for window in self.windows),
-            host_ms=tuple(round(window.host_ms, 6) for window in self.windows),
-            cpu_ms=tuple(round(window.cpu_ms, 6) for window in self.windows),
-        )
-
-    def result(self, reference: Tensor) -> ContenderResult:
+    def row(self, reference: Tensor) -> Row:
         """``reference`` are the losses of the contender that all others are compared with."""
-        timing, report = self.timing(), self.contender.report()
+        report = self.contender.report()
         compile_ms = None
         if self.spec.compiles:
-            usual = statistics.median(timing.window_ms)
+            usual = statistics.median(window.mean_ms for window in self.windows)
             compile_ms = max(0.0, sum(self.warmup_ms) - len(self.warmup_ms) * usual)
-        init = InitRecord(
-            build_ms=self.build_ms,
-            warmup_ms=sum(self.warmup_ms),
-            num_warmup_steps=len(self.warmup_ms),
-            compile_ms=compile_ms,
-        )
-        if report is not None:
-            init = dataclasses.replace(
-                init,
-                capture_ms=report.capture_ms,
-                num_nodes=report.num_nodes,
-                pool_bytes=report.pool_bytes,
-            )
-        return ContenderResult(
-            name=self.spec.name,
-            description=self.spec.description,
-            init=init,
-            timing=timing,
-            parity=compare_losses(reference, self.all_losses()),
-            memory=self.memory,
-            notes=self.contender.notes(),
-        )
+        allocated, reserved = self.memory_bytes or (None, None)
+        return {
+            "contender": self.spec.name,
+            "description": self.spec.description,
+            # Before the timed region; the warm-up has capture and compilation in it.
+            "build_ms": self.build_ms,
+            "warmup_ms": sum(self.warmup_ms),
+            "num_warmup_steps": len(self.warmup_ms),
+            "compile_ms": compile_ms,
+            "capture_ms": report and report.capture_ms,
+            "num_nodes": report and report.num_nodes,
+            "pool_bytes": report and report.pool_bytes,
+            # Windows of steps with no host sync inside; host's and CPU's time are per step.
+            "step_ms": [list(window.step_ms) for window in self.windows],
+            "host_ms": [round(window.host_ms, 6) for window in self.windows],
+            "cpu_ms": [round(window.cpu_ms, 6) for window in self.windows],
+            **compare_losses(reference, self.all_losses()),
+            "memory_bytes": allocated,
+            "reserved_bytes": reserved,
+            "notes": list(self.contender.notes()),
+        }
 
     def all_losses(self) -> Tensor:  # [K] float32
         return torch.cat(self.losses).cpu()
@@ -241,53 +221,54 @@ def build_contender(spec: ContenderSpec, setting: Setting) -> RunningContender:
     return RunningContender(spec, contender, build_ms, before, RandomState().state_dict())
 
 
-def measure_case(job: Job, say: Say, specs: Sequence[ContenderSpec] | None = None) -> CaseResult:
-    """Every rank calls it, and all get the same result; ConfigError if the reference cannot run.
+def measure_case(job: Job, say: Say, specs: Sequence[ContenderSpec] | None = None) -> list[Row]:
+    """Return a line for each contender; ConfigError if the reference cannot run.
 
-    ``specs`` are the job's contenders, where these are not known by name.
+    Every rank calls it. ``specs`` are the job's contenders, where these are not known by name.
     """
     setting, source = batch_source(job.setting, job.options)
     case = setting.case
     say("peak", "")
     flops, formula = model_flops(case, source.make(0))
-    facts = WorkloadFacts(
-        name=case.workload.name,
-        family=case.workload.family,
-        dtype=case.dtype,
-        batch_size=case.batch_size,
-        items_per_sample=case.workload.items_per_sample,
-        unit=case.workload.unit,
-        data=source.description,
-        num_parameters=num_parameters(case),
-        flops_per_step=flops,
-        flops_formula=formula,
-    )
-    peak = find_peak(setting.device, case.torch_dtype)
+    facts = {
+        "case": case.key,
+        "workload": case.workload.name,
+        "family": case.workload.family,
+        "dtype": case.dtype,
+        "batch_size": case.batch_size,
+        "items_per_sample": case.workload.items_per_sample,
+        "unit": case.workload.unit,
+        "data": source.description,
+        "num_parameters": num_parameters(case),
+        "flops_per_step": flops,
+        "flops_formula": formula,
+        **find_peak(setting.device, case.torch_dtype),
+    }
     wanted = find_contenders(job.contenders) if specs is None else specs
     bench = _CaseBench(dataclasses.replace(job, setting=setting), source, say)
     with group_for(wanted, setting):
         try:
-            contenders = bench.run(wanted)
+            rows = bench.run(wanted)
         finally:
             bench.close()
-    return CaseResult(facts, peak, contenders, tuple(bench.not_run))
+    return [{**facts, **row} for row in (*rows, *bench.not_run)]
 
 
 class _CaseBench:
     def __init__(self, job: Job, source: BatchSource, say: Say) -> None:
         self._job, self._source, self._say = job, source, say
         self._setting, self._options = job.setting, job.options
-        self.not_run: list[NotRun] = []
+        self.not_run: list[Row] = []
         self._running: list[RunningContender] = []
         self._next_step = NUM_WARMUP_STEPS
         self._started = time.monotonic()
 
-    def run(self, specs: Sequence[ContenderSpec]) -> tuple[ContenderResult, ...]:
+    def run(self, specs: Sequence[ContenderSpec]) -> list[Row]:
         self._start(specs)
         self._time(*self._probe())
         line_up(self._setting.ranks, self._setting.device)
         losses = self._reference().all_losses()
-        return tuple(item.result(losses) for item in self._running)
+        return [item.row(losses) for item in self._running]
 
     def _is_late(self, share: float) -> bool:
         """Tell whether that share of the time for the case is over; all ranks agree."""
@@ -304,10 +285,10 @@ class _CaseBench:
         for item in self._running:
             if item.spec.name == REFERENCE:
                 return item
-        failed = next(item for item in self.not_run if item.name == REFERENCE)
+        failed = next(row for row in self.not_run if row["contender"] == REFERENCE)
         raise ConfigError(
             f"{self._setting.case.key}: the reference ({REFERENCE}) cannot run here, so there is "
-            f"nothing to compare with: {failed.reason}"
+            f"nothing to compare with: {failed['reason']}"
         )
 
     def _start(self, specs: Sequence[ContenderSpec]) -> None:
@@ -327,7 +308,7 @@ class _CaseBench:
         self._reference()
         names = [spec.name for spec in specs]
         self._running.sort(key=lambda item: names.index(item.spec.name))
-        self.not_run.sort(key=lambda item: names.index(item.name))
+        self.not_run.sort(key=lambda row: names.index(row["contender"]))
 
     def _start_one(self, spec: ContenderSpec, batches: Sequence[Batch]) -> Failure | None:
         """Build and warm up; ranks tell each other after both, before anyone communicates alone."""
@@ -386,22 +367,33 @@ class _CaseBench:
         return window.mean_ms
 
     def _leave_out(self, spec: ContenderSpec, failure: Failure) -> None:
-        self.not_run.append(NotRun(spec.name, spec.description, failure.reason, failure.detail))
+        self.not_run.append(
+            {
+                "contender": spec.name,
+                "description": spec.description,
+                "reason": failure.reason,
+                "detail": failure.detail,
+            }
+        )
 
 
 def compare_losses(
     reference: Tensor,  # [K] float32
     own: Tensor,  # [K] float32
-) -> ParityRecord:
+) -> Row:
+    """Say how far losses are apart, early too, before rounding errors have had time to grow."""
     apart = (reference.double() - own.double()).abs()
     differs = ~((reference == own) | (reference.isnan() & own.isnan()))
     places = differs.nonzero().flatten().tolist()
-    largest, early, last = apart.max().item(), apart[:_NUM_EARLY_STEPS].max().item(), own[-1].item()
-    return ParityRecord(
-        num_steps=len(own),
-        max_difference=largest if math.isfinite(largest) else None,
-        bit_exact=not places,
-        first_difference=places[0] if places else None,
-        early_difference=early if math.isfinite(early) else None,
-        last_loss=last if math.isfinite(last) else None,
-    )
+    return {
+        "num_steps": len(own),
+        "max_difference": _if_finite(apart.max()),
+        "bit_exact": not places,
+        "first_difference": places[0] if places else None,
+        "early_difference": _if_finite(apart[:_NUM_EARLY_STEPS].max()),
+        "last_loss": _if_finite(own[-1]),
+    }
+
+
+def _if_finite(value: Tensor) -> float | None:
+    return value.item() if value.isfinite() else None

@@ -9,15 +9,14 @@ import statistics
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from rich.console import Console
 
 import graphfsdp
 from graphfsdp.bench.machine import find_environment
-from graphfsdp.bench.records import Environment, to_json
-from graphfsdp.bench.tables import Table, wide_console
+from graphfsdp.bench.results import Row, Table, finite, wide_console
 from graphfsdp.command_line import Parser, print_line, require
 from graphfsdp.errors import ConfigError
 from graphfsdp.training.arguments import parse_train_arguments
@@ -78,7 +77,7 @@ class TimeToTarget:
     mean_samples: float | None
     verified: str
     command: str
-    environment: Environment
+    environment: Row
     kind: str = KIND
 
 
@@ -199,7 +198,8 @@ def run_mlperf(arguments: Sequence[str], console: Console) -> int:
         command=shlex.join(["graphfsdp", "bench", *arguments]),
         environment=environment,
     )
-    (folder / "mlperf.json").write_text(to_json(found), encoding="utf-8")
+    text = json.dumps(finite(asdict(found)), indent=1) + "\n"
+    (folder / "mlperf.json").write_text(text, encoding="utf-8")
     console.print(_table(found).rich())
     print_line(console, _score_line(found))
     print_line(console, f"wrote {folder}: mlperf.json, result_*.txt")

@@ -87,9 +87,6 @@ class BenchOptions:
     threads: Annotated[
         int, "threads of torch on a CPU; steps of small models are too short to share"
     ] = 1
-    memory: Annotated[
-        bool, "on a CPU, run each contender again in a process of its own for its memory"
-    ] = True
     out: Annotated[
         str | None, "result directory, new or empty (default: a new one in runs/)", "DIR"
     ] = None
@@ -118,7 +115,7 @@ class BenchOptions:
     def cases(self, device_type: str) -> tuple[PlannedCase, ...]:
         if self.workload:
             return tuple(
-                PlannedCase(Case(workload, dtype, size), self.contender, self.memory)
+                PlannedCase(Case(workload, dtype, size), self.contender)
                 for workload in map(find_workload, dict.fromkeys(self.workload))
                 for dtype in dict.fromkeys(self.dtype or ("fp32",))
                 for size in dict.fromkeys(self.batch_size or [workload.batch_size])
@@ -127,7 +124,7 @@ class BenchOptions:
             if value is not None:
                 raise ConfigError(f"{name} goes with --workload; a suite has its own")
         return tuple(
-            PlannedCase(each.case, self.contender or each.contenders, each.memory and self.memory)
+            PlannedCase(each.case, self.contender or each.contenders)
             for each in suite(self.suite or ("gpu" if device_type == "cuda" else "cpu"))
         )
 

@@ -1,49 +1,40 @@
 """Measures a case in a process of its own, and goes on without what takes that process down."""
 
 import contextlib
-import ctypes
 import dataclasses
-import gc
 import multiprocessing
 import os
-import re
 import signal
 import tempfile
 import time
-from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 import torch
 
-from graphfsdp.bench.batches import batch_source
-from graphfsdp.bench.contenders import CONTENDERS_BY_NAME, group_for
-from graphfsdp.bench.measure import NUM_WARMUP_STEPS, Job, Say, measure_case
-from graphfsdp.bench.records import REFERENCE, CaseResult, MemoryRecord
+from graphfsdp.bench.measure import Job, Say, measure_case
+from graphfsdp.bench.results import REFERENCE, Row
 from graphfsdp.errors import ConfigError, GraphFSDPError
 
 # A contender that says nothing for so long hangs; compiling a large model takes minutes.
 SILENCE_LIMIT_S = 300.0
-MEMORY_HOW = "resident memory of a process that runs nothing else"
-_NUM_MEMORY_STEPS = NUM_WARMUP_STEPS + 6
 _TAIL = 2000
-_CLEAR_REFS = Path("/proc/self/clear_refs")
 
 
 class CaseFailedError(GraphFSDPError):
     """A case has no result at all; the message says why."""
 
 
-def run_case(job: Job, say: Say) -> CaseResult:
+def run_case(job: Job, say: Say) -> list[Row]:
     """A contender that ends the process is left out, with the reason; the others start anew.
 
     Raises CaseFailedError where the case cannot be measured, or not within the job's limit.
     """
     deadline = time.monotonic() + job.limit_s
     while True:
-        found = _run_child(measure_case, job, say, deadline)
-        if isinstance(found, CaseResult):
+        found = _run_child(job, say, deadline)
+        if isinstance(found, list):
             return found
         if isinstance(found, ConfigError):
             raise CaseFailedError(str(found))
@@ -58,17 +49,8 @@ def run_case(job: Job, say: Say) -> CaseResult:
         job = dataclasses.replace(job, excluded=excluded, limit_s=left_s)
 
 
-def run_memory(job: Job, contender: str) -> MemoryRecord | None:
-    """Measure the memory of one contender; None where that does not work."""
-    job = dataclasses.replace(job, contenders=(contender,))
-    found = _run_child(measure_memory, job, lambda *_: None, time.monotonic() + job.limit_s)
-    return found if isinstance(found, MemoryRecord) else None
-
-
-def child_main(
-    tells: Connection, log: str, measure: Callable[[Job, Say], object], job: Job
-) -> None:
-    """Measure; tell phases and contenders as pairs, then the result or a ConfigError."""
+def child_main(tells: Connection, log: str, job: Job) -> None:
+    """Measure; tell phases and contenders as pairs, then the lines or a ConfigError."""
     # A session of its own, so that what it starts, compilers for example, can be ended with it.
     os.setsid()
     with open(log, "wb") as sink:
@@ -77,22 +59,20 @@ def child_main(
     torch.set_num_threads(job.options.threads)
     answer: object
     try:
-        answer = measure(job, lambda phase, name: tells.send((phase, name)))
+        answer = measure_case(job, lambda phase, name: tells.send((phase, name)))
     except ConfigError as error:
         answer = ConfigError(str(error))
     tells.send(answer)
 
 
-def _run_child(
-    measure: Callable[[Job, Say], object], job: Job, say: Say, deadline: float
-) -> object:
+def _run_child(job: Job, say: Say, deadline: float) -> object:
     """Return what was measured, or the contender that the child was at and how it ended."""
     context = multiprocessing.get_context("spawn")
     hears, tells = context.Pipe(duplex=False)
     with tempfile.TemporaryDirectory(prefix="graphfsdp-bench-") as folder:
         log = Path(folder) / "log"
         log.touch()
-        child = context.Process(target=child_main, args=(tells, str(log), measure, job))
+        child = context.Process(target=child_main, args=(tells, str(log), job))
         child.start()
         tells.close()
         at = ""
@@ -146,27 +126,3 @@ def _how(exit_code: int, tail: str) -> str:
         return f"its process was ended by signal {signal.Signals(-exit_code).name}"
     last = tail.splitlines()[-1] if tail else "no message"
     return f"its process ended with exit code {exit_code}: {last}"
-
-
-def can_forget_peak() -> bool:
-    """Tell whether this system lets a process forget its peak; Linux does, some sandboxes not."""
-    return os.access(_CLEAR_REFS, os.W_OK)
-
-
-def measure_memory(job: Job, say: Say) -> MemoryRecord:
-    """Train a few steps in this process, which must be fresh, and return its peak."""
-    assert job.contenders is not None
-    spec = CONTENDERS_BY_NAME[job.contenders[0]]
-    setting, source = batch_source(job.setting, job.options)
-    # Reading the text takes more memory than a small model.
-    gc.collect()
-    ctypes.CDLL(None).malloc_trim(0)
-    _CLEAR_REFS.write_text("5")  # "5" sets VmHWM to VmRSS
-    with group_for([spec], setting):
-        contender = spec.make(setting)
-        for step in range(_NUM_MEMORY_STEPS):
-            contender(source.take(step, 1)[0], step)
-        peak = re.search(r"^VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text(), re.MULTILINE)
-        contender.close()
-    assert peak is not None, "a system with clear_refs has it"
-    return MemoryRecord(MEMORY_HOW, process_bytes=int(peak[1]) * 1024)

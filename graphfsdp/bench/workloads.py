@@ -66,7 +66,7 @@ class Case:
 
     @property
     def key(self) -> str:
-        """The case's name in results; that of ``WorkloadFacts.key``."""
+        """The case's name in results."""
         return f"{self.workload.name} {self.dtype} x{self.batch_size}"
 
     @property
@@ -145,7 +145,6 @@ class PlannedCase:
 
     case: Case
     contenders: tuple[str, ...] | None = None
-    memory: bool = True
 
 
 SuiteName = Literal["cpu", "gpu", "quick", "zoo"]
@@ -189,15 +188,10 @@ _SUITES: Mapping[str, tuple[tuple[str, Any, int, tuple[str, ...] | None], ...]] 
         "zoo": _ZOO,
     }
 )
-_NUM_WITH_MEMORY = 2  # of the CPU's cases, since each contender is a process more
 
 
 def suite(name: SuiteName) -> tuple[PlannedCase, ...]:
     return tuple(
-        PlannedCase(
-            Case(find_workload(workload), dtype, batch_size),
-            contenders,
-            memory=name == "cpu" and number < _NUM_WITH_MEMORY,
-        )
-        for number, (workload, dtype, batch_size, contenders) in enumerate(_SUITES[name])
+        PlannedCase(Case(find_workload(workload), dtype, batch_size), contenders)
+        for workload, dtype, batch_size, contenders in _SUITES[name]
     )

@@ -1,6 +1,5 @@
 import dataclasses
 import functools
-import json
 import math
 import os
 import pathlib
@@ -26,7 +25,7 @@ from graphfsdp.bench.contenders import Contender, ContenderSpec, Setting, find_c
 from graphfsdp.bench.measure import NUM_WARMUP_STEPS, Failure, Job, compare_losses, measure_case
 from graphfsdp.bench.options import BenchOptions
 from graphfsdp.bench.process import CaseFailedError, run_case
-from graphfsdp.bench.records import REFERENCE, CaseResult, read_result
+from graphfsdp.bench.results import REFERENCE, Result, Row
 from graphfsdp.bench.workloads import Case, find_workload
 from graphfsdp.data.batches import Batch
 from graphfsdp.errors import ConfigError
@@ -61,12 +60,16 @@ def faulty(name: str, contender: Callable[[Setting], Contender]) -> ContenderSpe
     return ContenderSpec(name, "fails", contender)
 
 
+def ran(rows: list[Row]) -> list[Row]:
+    return [row for row in rows if "step_ms" in row]
+
+
 def no_talk(phase: str, name: str) -> None:
     return
 
 
 @pytest.fixture(scope="module")
-def measured() -> tuple[CaseResult, list[Faulty]]:
+def measured() -> tuple[list[Row], list[Faulty]]:
     broken = [Faulty(2), Faulty(NUM_WARMUP_STEPS + 3)]
 
     def refuse(setting: Setting) -> Contender:
@@ -85,48 +88,47 @@ def measured() -> tuple[CaseResult, list[Faulty]]:
 
 
 def test_whatever_cannot_run_is_listed_with_its_reason(
-    measured: tuple[CaseResult, list[Faulty]],
+    measured: tuple[list[Row], list[Faulty]],
 ) -> None:
-    case, broken = measured
-    assert [own.name for own in case.contenders] == ["eager", "pytorch", "full_iteration"]
-    assert {item.name: item.reason for item in case.not_run} == {
+    rows, broken = measured
+    case = Result({}, rows)
+    assert [row["contender"] for row in ran(rows)] == ["eager", "pytorch", "full_iteration"]
+    not_run = case.not_run(rows[0]["case"])
+    assert {row["contender"]: row["reason"] for row in not_run} == {
         "forward_backward": "signal 11",
         "never": "ConfigError: not here.",
         "in warm-up": "RuntimeError: broken on purpose",
         "in a window": "RuntimeError: broken on purpose",
     }
-    details = {item.name: item.detail for item in case.not_run}
+    details = {row["contender"]: row["detail"] for row in not_run}
     assert "in train" in details["in a window"]
     assert [contender.closed for contender in broken] == [True, True]
 
 
 def test_the_windows_of_all_contenders_are_pairs(
-    measured: tuple[CaseResult, list[Faulty]],
+    measured: tuple[list[Row], list[Faulty]],
 ) -> None:
-    case, _ = measured
-    shapes = {tuple(len(window) for window in own.timing.step_ms) for own in case.contenders}
+    rows = ran(measured[0])
+    shapes = {tuple(len(window) for window in row["step_ms"]) for row in rows}
     assert len(shapes) == 1
     (windows,) = shapes
     assert len(windows) >= MIN_ROUNDS
-    for own in case.contenders:
-        assert all(step > 0 for window in own.timing.step_ms for step in window)
-        assert len(own.timing.host_ms) == len(own.timing.cpu_ms) == len(windows)
-        assert own.parity.num_steps == NUM_WARMUP_STEPS + 2 + sum(windows)
+    for row in rows:
+        assert all(step > 0 for window in row["step_ms"] for step in window)
+        assert len(row["host_ms"]) == len(row["cpu_ms"]) == len(windows)
+        assert row["num_steps"] == NUM_WARMUP_STEPS + 2 + sum(windows)
 
 
 def test_the_captured_iteration_trains_the_same_losses_and_its_facts_are_told(
-    measured: tuple[CaseResult, list[Faulty]],
+    measured: tuple[list[Row], list[Faulty]],
 ) -> None:
-    case, _ = measured
-    eager, captured = case.find("eager"), case.find("full_iteration")
-    assert eager is not None
-    assert captured is not None
-    assert captured.parity.bit_exact
-    assert captured.parity.first_difference is None
-    assert captured.init.num_nodes
-    assert captured.init.capture_ms
-    assert captured.init.num_warmup_steps == NUM_WARMUP_STEPS
-    assert eager.init.num_nodes is eager.init.capture_ms is None
+    eager, _, captured = ran(measured[0])
+    assert captured["bit_exact"]
+    assert captured["first_difference"] is None
+    assert captured["num_nodes"]
+    assert captured["capture_ms"]
+    assert captured["num_warmup_steps"] == NUM_WARMUP_STEPS
+    assert eager["num_nodes"] is eager["capture_ms"] is None
 
 
 def test_without_the_reference_there_is_no_case(device: torch.device) -> None:
@@ -139,11 +141,11 @@ def test_a_case_without_time_measures_the_reference_and_names_the_others(
     device: torch.device,
 ) -> None:
     job = dataclasses.replace(job_on(device), limit_s=1e-9, contenders=("pytorch",))
-    case = measure_case(job, no_talk)
-    assert [own.name for own in case.contenders] == ["eager"]
-    assert len(case.contenders[0].timing.window_ms) == 1
-    (late,) = case.not_run
-    assert (late.name, late.reason) == ("pytorch", "the time for this case was over before")
+    eager, late = measure_case(job, no_talk)
+    assert eager["contender"] == "eager"
+    assert len(eager["step_ms"]) == 1
+    assert late["contender"] == "pytorch"
+    assert late["reason"] == "the time for this case was over before"
 
 
 def test_a_failure_does_not_tell_where_somebody_keeps_files() -> None:
@@ -157,16 +159,16 @@ def test_a_failure_does_not_tell_where_somebody_keeps_files() -> None:
 
 def test_losses_are_compared_bit_for_bit_and_by_size() -> None:
     reference = torch.linspace(4, 3, 20)
-    assert compare_losses(reference, reference.clone()).bit_exact
+    assert compare_losses(reference, reference.clone())["bit_exact"]
     other = reference.clone()
     other[12] += 0.5
     found = compare_losses(reference, other)
-    assert (found.bit_exact, found.first_difference) == (False, 12)
-    assert (found.early_difference, found.max_difference) == (0.0, 0.5)
+    assert (found["bit_exact"], found["first_difference"]) == (False, 12)
+    assert (found["early_difference"], found["max_difference"]) == (0.0, 0.5)
     other[3] = math.nan
     found = compare_losses(reference, other)
-    assert (found.first_difference, found.max_difference) == (3, None)
-    assert compare_losses(other, other).bit_exact
+    assert (found["first_difference"], found["max_difference"]) == (3, None)
+    assert compare_losses(other, other)["bit_exact"]
 
 
 def test_a_window_times_each_step(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -194,9 +196,7 @@ def test_a_schedule_has_enough_rounds_and_fits_where_it_can(
     assert planned_s <= max(seconds, least_s) * 1.001
 
 
-def ends_badly(
-    how: str, result: CaseResult, tells: Connection, log: str, measure: object, job: Job
-) -> None:
+def ends_badly(how: str, result: list[Row], tells: Connection, log: str, job: Job) -> None:
     """Stand in a child's place: at the first try something happens to the contender pytorch."""
     os.setsid()
     with open(log, "wb") as sink:
@@ -247,16 +247,16 @@ def test_a_contender_that_takes_its_process_down_is_left_out_and_named(
     how: str,
     reason: str,
     monkeypatch: pytest.MonkeyPatch,
-    measured: tuple[CaseResult, list[Faulty]],
+    measured: tuple[list[Row], list[Faulty]],
 ) -> None:
     monkeypatch.setattr(process, "child_main", functools.partial(ends_badly, how, measured[0]))
     jobs: list[Job] = []
     real = process._run_child
 
-    def spy(measure: Any, job: Job, *others: Any) -> object:
+    def spy(job: Job, *others: Any) -> object:
         monkeypatch.setattr(process, "SILENCE_LIMIT_S", 600.0)  # to start may take long
         jobs.append(job)
-        return real(measure, job, *others)
+        return real(job, *others)
 
     monkeypatch.setattr(process, "_run_child", spy)
     said: list[tuple[str, str]] = []
@@ -273,7 +273,7 @@ def test_a_contender_that_takes_its_process_down_is_left_out_and_named(
 
 @pytest.mark.usefixtures("_quick_children")
 def test_a_case_that_cannot_be_made_or_takes_too_long_fails_with_words(
-    monkeypatch: pytest.MonkeyPatch, measured: tuple[CaseResult, list[Faulty]]
+    monkeypatch: pytest.MonkeyPatch, measured: tuple[list[Row], list[Faulty]]
 ) -> None:
     for how, limit_s, message in (("config", 3600, "no such text"), ("hang", 1, "was over")):
         monkeypatch.setattr(process, "child_main", functools.partial(ends_badly, how, measured[0]))
@@ -287,37 +287,18 @@ def test_the_command_measures_in_a_child_and_keeps_a_directory(tmp_path: pathlib
     out = tmp_path / "out"
     program = "import runpy; runpy.run_module('graphfsdp', None, '__main__')"
     flags = ["bench", "--workload", "gpt-tiny", "--random-tokens"]
-    flags += ["--batch-size", "1", "--seconds", "0.3", "--no-memory", "--out", str(out)]
+    flags += ["--batch-size", "1", "--seconds", "0.3", "--out", str(out)]
     flags += ["--contender", "full_iteration", "fsdp2", "megatron_fsdp"]
     done = forked.run_source(program, *flags)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stderr == ""
-    result = read_result(out)
+    result = Result.read(out)
     (case,) = result.cases
-    assert [own.name for own in case.contenders] == ["eager", "fsdp2", "full_iteration"]
-    reasons = {item.name: item.reason for item in case.not_run}
-    assert reasons.keys() == (set() if torch.cuda.is_available() else {"megatron_fsdp"})
-    fsdp2 = case.find("fsdp2")
-    assert fsdp2 is not None
-    assert fsdp2.parity.max_difference is not None
-    assert fsdp2.parity.max_difference < 1e-3
-    names = {path.name for path in out.iterdir()}
-    assert {"result.json", "report.md"} <= names
-    assert json.loads((out / "result.json").read_text())["options"]["seconds"] == 0.3
+    rows = {row["contender"]: row for row in result.of(case)}
+    assert list(rows) == ["eager", "fsdp2", "full_iteration"]
+    reasons = {row["contender"] for row in result.not_run(case)}
+    assert reasons == (set() if torch.cuda.is_available() else {"megatron_fsdp"})
+    assert rows["fsdp2"]["max_difference"] < 1e-3
+    assert [path.name for path in out.iterdir()] == ["result.jsonl"]
+    assert result.head["options"]["seconds"] == 0.3
     assert "full_iteration" in done.stdout
-
-
-@pytest.mark.skipif(not process.can_forget_peak(), reason="needs a writable /proc/self/clear_refs")
-@pytest.mark.usefixtures("_quick_children")
-def test_memory_is_the_peak_of_a_process_of_its_own() -> None:
-    job = dataclasses.replace(JOB, limit_s=3600, options=BenchOptions(random_tokens=True))
-    small = process.run_memory(job, "eager")
-    case = Case(find_workload("gpt-3m"), "fp32", 8)
-    setting = dataclasses.replace(job.setting, case=case)
-    large = process.run_memory(dataclasses.replace(job, setting=setting), "eager")
-    assert small is not None
-    assert large is not None
-    assert small.process_bytes is not None
-    assert large.process_bytes is not None
-    # 3 million weights with two moments, main gradients and activations of 1,024 tokens.
-    assert large.process_bytes > small.process_bytes + 3e6 * 16

@@ -6,7 +6,7 @@ from torch import Tensor
 from graphfsdp.bench.contenders import Contender, ContenderSpec, Setting, find_contenders
 from graphfsdp.bench.measure import Job, measure_case
 from graphfsdp.bench.options import BenchOptions
-from graphfsdp.bench.records import CaseResult
+from graphfsdp.bench.results import Row
 from graphfsdp.bench.workloads import Case, find_workload
 from graphfsdp.data.batches import Batch
 from graphfsdp.training.ranks import Ranks
@@ -30,7 +30,7 @@ def fail_on_last(setting: Setting) -> Contender:
     return Silent()
 
 
-def measure_on_rank() -> CaseResult:
+def measure_on_rank() -> list[Row]:
     case = Case(find_workload("gpt-tiny"), "fp32", 1)
     setting = Setting(case, torch.device("cpu"), ranks=these_ranks())
     specs = [
@@ -46,18 +46,16 @@ def measure_on_rank() -> CaseResult:
 @pytest.mark.slow
 def test_ranks_measure_together_and_leave_out_what_fails_on_one_of_them(ranks2: RankPool) -> None:
     results = ranks2.run(measure_on_rank, limit_s=110)
-    for case in results:
-        assert [own.name for own in case.contenders] == [
-            *("eager", "pytorch", "fsdp2", "full_iteration")
-        ]
-        (lame,) = case.not_run
-        assert lame.reason == "rank 1: RuntimeError: this rank alone"
-        captured = case.find("full_iteration")
-        assert captured.parity.bit_exact
+    eager = []
+    for found in results:
+        rows = {row["contender"]: row for row in found}
+        assert list(rows) == ["eager", "pytorch", "fsdp2", "full_iteration", "lame"]
+        assert rows["lame"]["reason"] == "rank 1: RuntimeError: this rank alone"
+        assert rows["full_iteration"]["bit_exact"]
         for name in ("pytorch", "fsdp2"):
             # Sums in another order.
-            assert case.find(name).parity.early_difference < 1e-4
-    shapes = [[len(window) for window in case.contenders[0].timing.step_ms] for case in results]
+            assert rows[name]["early_difference"] < 1e-4
+        eager.append(rows["eager"])
+    shapes = [[len(window) for window in row["step_ms"]] for row in eager]
     assert shapes[0] == shapes[1], "the ranks did not run the same rounds"
-    losses = [case.contenders[0].parity.last_loss for case in results]
-    assert losses[0] != losses[1], "the ranks trained on the same batches"
+    assert eager[0]["last_loss"] != eager[1]["last_loss"], "the ranks trained on the same batches"

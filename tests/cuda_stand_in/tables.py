@@ -36,7 +36,7 @@ import graphfsdp  # noqa: E402
 from cuda_stand_in import above, library  # noqa: E402
 from graphfsdp.base.op_tensors import OpCall, OperatorMode, flat_tensors  # noqa: E402
 from graphfsdp.bench import contenders, workloads  # noqa: E402
-from graphfsdp.bench.tables import Table  # noqa: E402
+from graphfsdp.bench.results import Table  # noqa: E402
 from graphfsdp.bench.workloads import Case, find_workload  # noqa: E402
 from graphfsdp.config import ShardingStrategy  # noqa: E402
 from graphfsdp.optim import FusedAdam  # noqa: E402

@@ -1,4 +1,3 @@
-import dataclasses
 import json
 import pathlib
 from typing import Any
@@ -8,27 +7,36 @@ import torch
 
 from bench_results import result
 from benchmarks import capture_nodes, optimizer_step, readme_table
-from graphfsdp.bench.records import write_result
-from graphfsdp.bench.report import write_directory
+from graphfsdp.bench.results import RESULT
 
 
 def test_a_result_of_the_command_is_kept_and_shown(tmp_path: pathlib.Path) -> None:
     folder, results = tmp_path / "run", tmp_path / "benchmarks" / "results"
     folder.mkdir()
-    made = result()
-    facts = dataclasses.replace(made.environment, gpu="NVIDIA Z9", date="2026-02-03T04:05:06")
-    for environment_, name in ((made.environment, "bench_cpu"), (facts, "bench_gpu_nvidia-z9")):
-        write_directory(dataclasses.replace(made, environment=environment_), folder)
+    gpu = {"gpu": "NVIDIA Z9", "date": "2026-02-03T04:05:06"}
+    for made, name in ((result(), "bench_cpu"), (result(**gpu), "bench_gpu_nvidia-z9")):
+        made.write(folder / RESULT)
         kept = readme_table.keep(folder, results)
         assert kept.name.startswith(name)
         assert kept.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
     for section in (readme_table.bench_cpu(results), readme_table.bench_gpu(results)):
         assert "| gpt-tiny fp32, 4 x 32 tokens | 5.00 | 1.50 (2.50x) |" in section
-        assert "| gpt-tiny fp32, 4 x 32 tokens | 256.0 MiB | 256.0 MiB |" in section
         assert "Did not run: `compile`: no compiler." in section
         assert "Left out: moe: no time." in section
         assert "(../benchmarks/results/bench_" in section
     assert "on NVIDIA Z9" in str(readme_table.bench_gpu(results))
+
+
+def test_all_tables_of_a_result_are_shown(
+    tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    result().write(tmp_path / RESULT)
+    assert readme_table.main(["--show", str(tmp_path)]) == 0
+    text = capsys.readouterr().out
+    assert "| full_iteration | 2.50 (2.00 to 3.00) | faster | " in text
+    assert "- did not run: compile: no compiler" in text
+    assert "6 N + 12 L C T" in text
+    assert "Left out: moe: no time" in text
 
 
 def test_without_a_result_the_readme_says_so(tmp_path: pathlib.Path) -> None:
@@ -38,9 +46,8 @@ def test_without_a_result_the_readme_says_so(tmp_path: pathlib.Path) -> None:
 
 def test_the_newest_result_of_a_gpu_is_shown(tmp_path: pathlib.Path) -> None:
     for date, gpu in (("2026-03-01", "Newest"), ("2026-02-01", "Older")):
-        facts = dataclasses.replace(result().environment, gpu=gpu, date=f"{date}T00:00:00")
-        path = tmp_path / f"bench_gpu_{gpu}.json"
-        write_result(dataclasses.replace(result(), environment=facts), path)
+        path = tmp_path / f"bench_gpu_{gpu}.jsonl"
+        result(gpu=gpu, date=f"{date}T00:00:00").write(path)
     assert "on Newest" in str(readme_table.bench_gpu(tmp_path))
 
 

@@ -1,4 +1,3 @@
-import dataclasses
 import json
 import os
 import pathlib
@@ -14,8 +13,7 @@ import bench_results
 import forked
 from benchmarks import gpu_check, limited
 from graphfsdp.bench.command import SHORTEST_CASE_S
-from graphfsdp.bench.records import NotRun
-from graphfsdp.bench.report import write_directory
+from graphfsdp.bench.results import RESULT
 from limits import until
 
 STOPPED = types.SimpleNamespace(monotonic=lambda: 0.0)  # a clock
@@ -113,7 +111,7 @@ def test_what_needs_two_gpus_has_seconds_of_its_own_or_is_left_out(
 
     monkeypatch.setattr(gpu_check, "alone_part", note)
     monkeypatch.setattr(gpu_check, "time", STOPPED)
-    monkeypatch.setattr(gpu_check, "find_environment", lambda _: bench_results.result().environment)
+    monkeypatch.setattr(gpu_check, "find_environment", lambda _: bench_results.ENVIRONMENT)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: num_gpus)
     names = ("smoke", *gpu_check.RANK_BUDGETS_S)
     path, tests = tmp_path / "result.json", {name: [name] for name in names}
@@ -185,7 +183,7 @@ def fake_bench(monkeypatch: pytest.MonkeyPatch, returncode: int = 0) -> list[lis
 
     def run(command: list[str], *_: object) -> tuple[int, str]:
         calls.append(command)
-        write_directory(bench_results.result(), pathlib.Path(command[command.index("--out") + 1]))
+        bench_results.result().write(pathlib.Path(command[command.index("--out") + 1]) / RESULT)
         return returncode, "said before\nCUDA error"
 
     monkeypatch.setattr(gpu_check, "run_limited", run)
@@ -200,13 +198,13 @@ def test_the_benchmark_is_a_part_whose_result_and_picture_are_kept(
     assert part["error"] is None
     rows = {row["what"]: row for row in part["rows"]}
     captured = rows["gpt-tiny fp32, 4 x 32 tokens: full_iteration"]
-    assert captured["result"].startswith("ms/step 1.500, p95 ")
-    assert "times as fast as eager 2.50 (2.00 to 3.00), " in captured["result"]
+    assert ", ms/step 1.500, p95 " in captured["result"]
+    assert captured["result"].startswith("times as fast as eager 2.50 (2.00 to 3.00), ")
     assert "losses against eager equal bit for bit" in captured["result"]
     assert rows["gpt-tiny fp32, 4 x 32 tokens: compile"]["result"] == "no compiler"
     assert all(row["ok"] for row in part["rows"])
     assert {row["result"] for row in part["rows"] if "moe" in row["what"]} == {"left out: no time"}
-    assert {path.name for path in tmp_path.iterdir()} == {"bench_cpu.json", "bench_cpu.png"}
+    assert {path.name for path in tmp_path.iterdir()} == {"bench_cpu.jsonl", "bench_cpu.png"}
     (command,) = calls
     assert command[command.index("--suite") + 1] == "gpu"
     assert float(command[command.index("--budget") + 1]) * 60 < 360
@@ -215,9 +213,10 @@ def test_the_benchmark_is_a_part_whose_result_and_picture_are_kept(
 
 
 def test_a_contender_of_ours_that_did_not_run_on_a_gpu_is_not_good(tmp_path: pathlib.Path) -> None:
-    ours = NotRun("full_iteration", "", "CaptureError: no")
-    case = dataclasses.replace(bench_results.case(), not_run=(ours,))
-    write_directory(bench_results.result(cases=(case,)), tmp_path)
+    found = bench_results.result()
+    ours = {"contender": "full_iteration", "reason": "CaptureError: no"}
+    found.rows[1] = {**bench_results.FACTS, **ours}
+    found.write(tmp_path / RESULT)
     rows = gpu_check.bench_rows(tmp_path, tmp_path / "results")
     (row,) = (row for row in rows if row["result"] == "CaptureError: no")
     assert not row["ok"]

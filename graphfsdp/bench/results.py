@@ -1,0 +1,363 @@
+"""What a benchmark has found: JSON lines, one for each contender of each case, and tables of them.
+
+The first line is of the run: environment, options, command. A case is a workload, a precision and a
+batch size; each of its lines repeats what was trained, so that a line is whole by itself. A
+contender that could not run has a ``reason`` in place of times, and so has a case without any.
+"""
+
+import json
+import math
+import os
+import statistics
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table as RichTable
+
+from graphfsdp.errors import ConfigError
+
+KIND, VERSION = "graphfsdp_bench", 3
+RESULT = "result.jsonl"
+# The contender that all others are compared with: our code path, run eagerly.
+REFERENCE = "eager"
+# The loop that most people have.
+PLAIN = "pytorch"
+NOT_MLPERF = "MLPerf-style conventions; result not verified by MLCommons Association."
+# Medians this near to 1 are called equal, whatever the pairs say.
+_NEAR = 0.03
+_WIDTH = 160  # of a file or a pipe
+
+Row = dict[str, Any]
+
+
+@dataclass
+class Result:
+    """``head`` is the first line, ``rows`` are the others, in the order of the cases."""
+
+    head: Row
+    rows: list[Row] = field(default_factory=list)
+
+    def write(self, path: Path) -> None:
+        """The file is whole or not there; numbers that are not finite become null."""
+        lines = [{"kind": KIND, "version": VERSION, **self.head}, *self.rows]
+        text = "".join(json.dumps(finite(line), allow_nan=False) + "\n" for line in lines)
+        unfinished = path.with_name(f"{path.name}.unfinished")
+        unfinished.write_text(text, encoding="utf-8")
+        os.replace(unfinished, path)
+
+    @classmethod
+    def read(cls, path: str | os.PathLike[str]) -> "Result":
+        """Also take a result directory; ConfigError: it is none, or of another version."""
+        source = Path(path)
+        source = source / RESULT if source.is_dir() else source
+        try:
+            head, *rows = map(json.loads, source.read_text(encoding="utf-8").splitlines())
+            kind, version = head.pop("kind"), head.pop("version")
+        except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
+            raise ConfigError(
+                f"{source} cannot be read as a result of graphfsdp bench ({error!r}). Remedy: give "
+                f"a result directory, or the {RESULT} in it"
+            ) from None
+        if (kind, version) != (KIND, VERSION):
+            raise ConfigError(
+                f"{source} is {kind!r} of version {version}; expected {KIND!r} of version "
+                f"{VERSION}. Remedy: measure again, or use the graphfsdp that wrote it"
+            )
+        return cls(head, rows)
+
+    @property
+    def cases(self) -> list[str]:
+        """Those in which somebody ran."""
+        return list(dict.fromkeys(row["case"] for row in self.rows if "step_ms" in row))
+
+    def of(self, case: str) -> list[Row]:
+        """Return the contenders that ran in a case."""
+        return [row for row in self.rows if row["case"] == case and "step_ms" in row]
+
+    def not_run(self, case: str) -> list[Row]:
+        """Return the contenders that did not."""
+        rows = (row for row in self.rows if row["case"] == case and "step_ms" not in row)
+        return [row for row in rows if "contender" in row]
+
+    @property
+    def left_out(self) -> dict[str, str]:
+        """Return the cases without any, and why."""
+        return {row["case"]: row["reason"] for row in self.rows if "contender" not in row}
+
+    @property
+    def names(self) -> list[str]:
+        """Return the contenders that ran anywhere, the reference first."""
+        return list(dict.fromkeys([REFERENCE, *(row["contender"] for row in self._ran())]))
+
+    def reasons(self) -> dict[str, str]:
+        """Return the contenders that ran in no case, each with the first reason."""
+        found: dict[str, str] = {}
+        for row in self.rows:
+            if "contender" in row and row["contender"] not in self.names:
+                found.setdefault(row["contender"], row["reason"])
+        return found
+
+    def _ran(self) -> Iterable[Row]:
+        return (row for row in self.rows if "step_ms" in row)
+
+    def ratios(
+        self, case: str, name: str, base: str = REFERENCE, key: str = "step_ms"
+    ) -> list[float]:
+        """How many times as fast as the base, by round; empty where one of them did not run.
+
+        With ``key`` "cpu_ms" of CPU time; other programs hardly change it, unlike a clock's.
+        """
+        rows = {row["contender"]: row for row in self.of(case)}
+        if name not in rows or base not in rows:
+            return []
+        theirs, mine = (window_ms(rows[who], key) for who in (base, name))
+        return [a / b for a, b in zip(theirs, mine, strict=True)] if all(mine) else []
+
+
+def finite(value: Any) -> Any:
+    """Return what JSON can say, which knows no NaN and no infinity."""
+    if isinstance(value, Mapping):
+        return {str(key): finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def window_ms(row: Row, key: str = "step_ms") -> list[float]:
+    """Return ms of a step in each window; windows of all contenders took turns."""
+    return [sum(w) / len(w) if isinstance(w, list | tuple) else w for w in row[key]]
+
+
+def step_ms(row: Row) -> list[float]:
+    return [step for window in row["step_ms"] for step in window]
+
+
+def percentile(values: Sequence[float], percent: int) -> float:
+    # Python 3.11 knows no quantiles of a single value.
+    points = values if len(values) > 1 else [*values, *values]
+    return statistics.quantiles(points, n=100, method="inclusive")[percent - 1]
+
+
+def median_ms(row: Row) -> float:
+    return statistics.median(step_ms(row))
+
+
+def wide_console(console: Console, *, quiet: bool = False) -> Console:
+    """Return one that writes there, and whose tables are wide where no terminal says how wide."""
+    width = None if console.is_terminal else max(console.width, _WIDTH)
+    return Console(file=console.file, width=width, quiet=quiet)
+
+
+@dataclass(frozen=True)
+class Table:
+    """The first ``num_left`` columns are aligned to the left."""
+
+    title: str
+    heading: tuple[str, ...]
+    rows: Sequence[tuple[str, ...]]
+    num_left: int = 1
+
+    def markdown(self) -> str:
+        """Return the table in Markdown, without the title."""
+        rule = tuple("---" if i < self.num_left else "---:" for i in range(len(self.heading)))
+        lines = (self.heading, rule, *self.rows)
+        return "\n".join(
+            "| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in lines
+        )
+
+    def rich(self, styles: Sequence[str] = ()) -> RichTable:
+        """``styles`` are of the rows, where they have any."""
+        made = RichTable(title=self.title, title_justify="left")
+        for index, name in enumerate(self.heading):
+            made.add_column(name, justify="left" if index < self.num_left else "right")
+        for index, row in enumerate(self.rows):
+            made.add_row(*map(escape, row), style=styles[index] if styles else "")
+        return made
+
+
+def verdict(ratios: Sequence[float]) -> str:
+    """Say in words what ratios of speeds mean; a ratio near 1 is nothing to boast of."""
+    median = statistics.median(ratios)
+    if abs(median - 1) <= _NEAR:
+        return "about equal"
+    if min(ratios) < 1 < max(ratios) and abs(median - 1) <= 2 * _NEAR:
+        return "within the noise"
+    return "faster" if median > 1 else "slower"
+
+
+def spread_text(ratios: Sequence[float]) -> str:
+    if not ratios:
+        return ""
+    return f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
+
+
+def losses_text(row: Row) -> str:
+    if row["contender"] == REFERENCE:
+        return "reference"
+    if row["bit_exact"]:
+        return f"equal bit for bit ({row['num_steps']} steps)"
+    if row["max_difference"] is None or row["early_difference"] is None:
+        return "not finite"
+    return (
+        f"{row['early_difference']:.1e} in the first steps, {row['max_difference']:.1e} in "
+        f"{row['num_steps']}"
+    )
+
+
+def bytes_text(num_bytes: float | None) -> str:
+    if num_bytes is None:
+        return ""
+    mebibytes = num_bytes / 2**20
+    return f"{mebibytes / 1024:.2f} GiB" if mebibytes >= 10_000 else f"{mebibytes:.1f} MiB"
+
+
+def memory_text(row: Row) -> str:
+    """Return what a GPU's allocator had at the most."""
+    if row.get("memory_bytes") is None:
+        return ""
+    return f"{bytes_text(row['memory_bytes'])}, reserved {bytes_text(row['reserved_bytes'])}"
+
+
+def tflops(row: Row) -> float:
+    """Return model TFLOP/s on each rank, of the median step."""
+    return float(row["flops_per_step"]) / median_ms(row) / 1e9
+
+
+def utilization_text(row: Row) -> str:
+    """Return MFU, or the share of the measured peak where no data sheet states one."""
+    if row["stated_tflops"] is not None:
+        return f"{tflops(row) / row['stated_tflops']:.1%}"
+    return f"{tflops(row) / row['measured_tflops']:.1%} of measured"
+
+
+def workload_text(row: Row) -> str:
+    items = f"x {row['items_per_sample']} tokens" if row["unit"] == "tokens" else row["unit"]
+    return f"{row['workload']} {row['dtype']}, {row['batch_size']} {items}"
+
+
+def environment_text(environment: Row) -> str:
+    where = environment["gpu"] or f"{environment['cpu']} ({environment['num_cpus']} cores)"
+    parts = [f"Measured {environment['date'][:10]} on {where}"]
+    if environment["gpu"] is None:
+        plural = "s" if environment["num_threads"] > 1 else ""
+        parts.append(f"{environment['num_threads']} thread{plural}")
+    if environment["num_ranks"] > 1:
+        parts.append(f"{environment['num_ranks']} ranks ({environment['backend']})")
+    parts.append(f"torch {environment['torch']}")
+    if environment["driver"] is not None:
+        parts.append(f"CUDA {environment['cuda']}, driver {environment['driver']}")
+    text = ", ".join([*parts, f"Python {environment['python']}"])
+    load = environment["load_average"]
+    if load is not None and load > 0.5:
+        text += f"; other programs ran meanwhile (load average {load:.1f})"
+    return f"{text}."
+
+
+def overviews(result: Result) -> list[Table]:
+    """Return tables with a row for each case and a column for each contender, if not empty."""
+
+    def speed(case: str, row: Row) -> str:
+        return _with_ratio(median_ms(row), row, result.ratios(case, row["contender"]))
+
+    def cpu(case: str, row: Row) -> str:
+        ratios = result.ratios(case, row["contender"], key="cpu_ms")
+        if not ratios or result.head["environment"]["gpu"] is not None:
+            return ""
+        return _with_ratio(statistics.median(row["cpu_ms"]), row, ratios)
+
+    made = []
+    for title, cell in (
+        (
+            "milliseconds per step (median), and how many times as fast as eager (median of pairs)",
+            speed,
+        ),
+        ("CPU ms per step, which other programs hardly change, and eager's over each", cpu),
+        ("peak memory of a GPU's allocator", lambda _, row: memory_text(row)),
+    ):
+        rows = []
+        for case in result.cases:
+            found = {row["contender"]: cell(case, row) for row in result.of(case)}
+            if any(found.values()):
+                texts = (found.get(name) or "-" for name in result.names)
+                rows.append((workload_text(result.of(case)[0]), *texts))
+        if rows:
+            made.append(Table(title, ("workload", *result.names), tuple(rows)))
+    return made
+
+
+def _with_ratio(ms: float, row: Row, ratios: Sequence[float]) -> str:
+    if row["contender"] == REFERENCE or not ratios:
+        return f"{ms:.2f}"
+    return f"{ms:.2f} ({statistics.median(ratios):.2f}x)"
+
+
+def _seconds(ms: float | None) -> str:
+    return "" if ms is None else f"{ms / 1e3:.2f}"
+
+
+# What a case's table says of a contender.
+_COLUMNS: Mapping[str, Callable[[Row], str]] = MappingProxyType(
+    {
+        "ms/step": lambda row: f"{median_ms(row):.3f}",
+        "p5": lambda row: f"{percentile(step_ms(row), 5):.3f}",
+        "p95": lambda row: f"{percentile(step_ms(row), 95):.3f}",
+        "p99": lambda row: f"{percentile(step_ms(row), 99):.3f}",
+        "max": lambda row: f"{max(step_ms(row)):.3f}",
+        "per second": lambda row: (
+            f"{row['batch_size'] * row['items_per_sample'] / median_ms(row) * 1e3:,.0f}"
+        ),
+        "model TFLOP/s": lambda row: f"{tflops(row):.3g}",
+        "MFU": utilization_text,
+        "host ms": lambda row: f"{statistics.fmean(row['host_ms']):.3f}",
+        "CPU ms": lambda row: f"{statistics.fmean(row['cpu_ms']):.3f}",
+        "init s": lambda row: _seconds(row["build_ms"] + row["warmup_ms"]),
+        "of it compile": lambda row: _seconds(row["compile_ms"]),
+        "of it capture": lambda row: _seconds(row["capture_ms"]),
+        "nodes": lambda row: "" if row["num_nodes"] is None else f"{row['num_nodes']:,}",
+        "pool": lambda row: bytes_text(row["pool_bytes"]),
+        "memory": memory_text,
+        "losses against eager": losses_text,
+    }
+)
+SHORT = ("ms/step", "p95", "per second", "init s", "memory", "losses against eager")
+
+
+def case_table(result: Result, case: str, columns: Sequence[str] = tuple(_COLUMNS)) -> Table:
+    """Return a row for each contender of a case, times as fast as eager and as PyTorch included."""
+    rows = []
+    for row in result.of(case):
+        ratios = result.ratios(case, row["contender"])
+        own = "1" if row["contender"] == REFERENCE else spread_text(ratios)
+        word = "reference" if row["contender"] == REFERENCE else verdict(ratios)
+        plain = spread_text(result.ratios(case, row["contender"], PLAIN))
+        cells = (_COLUMNS[name](row) for name in columns)
+        rows.append((row["contender"], own, word, plain, *cells))
+    first = result.of(case)[0]
+    windows = first["step_ms"]
+    unit = f"{first['unit']}/s"
+    shown = (unit if name == "per second" else name for name in columns)
+    heading = ("contender", "times as fast as eager", "which is", "as fast as pytorch", *shown)
+    title = f"{workload_text(first)}: {len(windows)} windows of {len(windows[0])} steps, in turns"
+    return Table(title, heading, tuple(rows))
+
+
+def notes(result: Result, case: str) -> list[str]:
+    """Return what else there is to say of a case, the contenders that did not run included."""
+    row = result.of(case)[0]
+    stated, measured = row["stated_tflops"], f"{row['measured_tflops']:.3g} TFLOP/s measured"
+    peak = "no data sheet states a peak for this machine"
+    if stated is not None:
+        peak = f"MFU is of {stated:.0f} TFLOP/s dense (data sheet)"
+    told = [
+        f"{row['num_parameters']:,} parameters; {row['data']}; "
+        f"{row['flops_per_step'] / 1e9:,.3g} GFLOP per step on each rank: {row['flops_formula']}; "
+        f"{peak}; {measured} ({row['measured_how']})."
+    ]
+    told += [f"{own['contender']}: {note}." for own in result.of(case) for note in own["notes"]]
+    told += [f"did not run: {own['contender']}: {own['reason']}" for own in result.not_run(case)]
+    return told

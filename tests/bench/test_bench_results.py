@@ -1,0 +1,149 @@
+import json
+import math
+import pathlib
+import re
+from typing import get_args
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from bench_results import CASE, ENVIRONMENT, FACTS, contender, result
+from graphfsdp.bench.options import BenchOptions, parse_bench_arguments
+from graphfsdp.bench.results import Result, Table, case_table, overviews, percentile, verdict
+from graphfsdp.bench.workloads import SuiteName, suite
+from graphfsdp.errors import ConfigError
+
+
+def test_a_result_file_reads_back_as_it_was(tmp_path: pathlib.Path) -> None:
+    result().write(tmp_path / "result.jsonl")
+    assert Result.read(tmp_path) == Result.read(tmp_path / "result.jsonl") == result()
+    assert [path.name for path in tmp_path.iterdir()] == ["result.jsonl"]
+
+
+def test_what_is_not_finite_is_null_in_the_file(tmp_path: pathlib.Path) -> None:
+    row = {**FACTS, "a": math.nan, "b": [math.inf, 1.0]}
+    Result({"environment": {}}, [row]).write(tmp_path / "result.jsonl")
+    (read,) = Result.read(tmp_path).rows
+    assert (read["a"], read["b"]) == (None, [None, 1.0])
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "cannot be read as a result of graphfsdp bench"),
+        ("[]", "cannot be read as a result of graphfsdp bench"),
+        ("{", "cannot be read as a result of graphfsdp bench"),
+        ('{"kind": "graphfsdp_bench"}', "cannot be read as a result of graphfsdp bench"),
+        (json.dumps({"kind": "paired", "version": 3}), "is 'paired' of version 3; expected"),
+        (json.dumps({"kind": "graphfsdp_bench", "version": 2}), "of version 2; expected"),
+    ],
+)
+def test_a_file_that_is_no_result_is_refused(
+    tmp_path: pathlib.Path, text: str, message: str
+) -> None:
+    (tmp_path / "result.jsonl").write_text(text)
+    with pytest.raises(ConfigError, match=message):
+        Result.read(tmp_path)
+
+
+@given(st.lists(st.floats(1e-3, 1e3), min_size=1, max_size=40))
+def test_percentiles_are_those_of_numpy(values: list[float]) -> None:
+    expected = [float(np.quantile(values, share)) for share in (0.05, 0.95, 0.99)]
+    assert [percentile(values, percent) for percent in (5, 95, 99)] == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(
+    ("ratios", "word"),
+    [
+        ((1.0, 0.9, 1.2), "about equal"),
+        ((0.98, 0.97, 0.99), "about equal"),
+        ((1.05, 0.9, 1.2), "within the noise"),
+        ((1.05, 1.04, 1.06), "faster"),
+        ((1.8, 0.9, 2.0), "faster"),
+        ((0.5, 0.4, 0.6), "slower"),
+    ],
+)
+def test_a_ratio_near_one_is_called_so(ratios: tuple[float, ...], word: str) -> None:
+    assert verdict(ratios) == word
+
+
+def cell(table: Table, row: str, column: str) -> str:
+    (cells,) = (cells for cells in table.rows if cells[0] == row)
+    return cells[table.heading.index(column)]
+
+
+def test_the_tables_show_the_numbers_of_the_lines() -> None:
+    table = case_table(result(), CASE)
+    assert cell(table, "full_iteration", "ms/step") == "1.500"
+    assert cell(table, "full_iteration", "times as fast as eager") == "2.50 (2.00 to 3.00)"
+    assert cell(table, "full_iteration", "which is") == "faster"
+    assert cell(table, "eager", "which is") == "reference"
+    assert cell(table, "eager", "tokens/s") == "25,600"
+    assert cell(table, "eager", "MFU") == "2400.0% of measured"
+    assert cell(table, "eager", "init s") == "0.02"
+    known = result()
+    known.rows = [{**row, "stated_tflops": 12.0, "memory_bytes": 2**28} for row in known.rows]
+    known.rows = [{**row, "reserved_bytes": 2**29} for row in known.rows]
+    table = case_table(known, CASE)
+    assert cell(table, "eager", "MFU") == "10.0%"
+    assert cell(table, "eager", "memory") == "256.0 MiB, reserved 512.0 MiB"
+    overview, cpu = overviews(result())
+    assert overview.heading == ("workload", "eager", "full_iteration")
+    assert overview.rows == (("gpt-tiny fp32, 4 x 32 tokens", "5.00", "1.50 (2.50x)"),)
+    assert cpu.rows == (("gpt-tiny fp32, 4 x 32 tokens", "2.00", "2.00 (1.00x)"),)
+    assert len(overviews(result(gpu="NVIDIA Z"))) == 1  # a GPU's work is not the CPU's
+
+
+def test_a_contender_beside_nobody_has_no_ratio() -> None:
+    alone = Result({"environment": ENVIRONMENT}, [contender("compile", (1.0,))])
+    assert alone.ratios(CASE, "compile") == []
+    assert alone.left_out == {}
+    assert result().left_out == {"moe": "no time"}
+    assert result().reasons() == {"compile": "no compiler"}
+
+
+def test_flags_make_the_product_of_workloads_precisions_and_batch_sizes() -> None:
+    flags = "--workload gpt-tiny llama-tiny --dtype fp32 bf16 --batch-size 1 4"
+    options = parse_bench_arguments(flags.split())
+    planned = options.cases("cpu")
+    assert [each.case.key for each in planned][:4] == [
+        *("gpt-tiny fp32 x1", "gpt-tiny fp32 x4", "gpt-tiny bf16 x1", "gpt-tiny bf16 x4")
+    ]
+    assert len(planned) == 8
+    own_size = parse_bench_arguments(["--workload", "gpt-3m"]).cases("cpu")
+    assert [each.case.batch_size for each in own_size] == [8]
+
+
+def test_without_workloads_the_device_chooses_the_suite() -> None:
+    assert BenchOptions().cases("cpu") == suite("cpu")
+    assert BenchOptions().cases("cuda") == suite("gpu")
+    assert BenchOptions(suite="quick", contender=("compile",)).cases("cpu")[0].contenders == (
+        "compile",
+    )
+    for name in get_args(SuiteName):
+        assert len({each.case.key for each in suite(name)}) == len(suite(name)) > 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("--suite", "expected one argument; 'graphfsdp bench --help'"),
+        ("--workload nothing", "no workload 'nothing'"),
+        ("--contender nothing", "no contender 'nothing'"),
+        ("--seconds 0", "--seconds must be greater than 0"),
+        ("--seconds inf", "--seconds must be greater than 0"),
+        ("--budget nan", "--budget must be greater than 0"),
+        ("--threads 0", "--threads must be at least 1"),
+        ("--workload gpt-tiny --batch-size 0", "--batch-size must be at least 1"),
+        ("--suite cpu --workload gpt-tiny", "give one of them"),
+        ("--data x --random-tokens", "give one"),
+        ("--dtype fp8", "invalid choice"),
+        ("--batch-size 4", "goes with --workload"),
+        ("--suite quick --dtype bf16", "goes with --workload"),
+    ],
+)
+def test_flags_that_cannot_work_are_refused_by_name(arguments: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        parse_bench_arguments(arguments.split()).cases("cpu")
