@@ -14,7 +14,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from graphfsdp.checkpoint.manifest import MANIFEST, Manifest
+from safetensors import SafetensorError
+
+from graphfsdp.checkpoint.manifest import MANIFEST
 from graphfsdp.errors import CheckpointError
 
 LATEST = "latest"
@@ -97,14 +99,14 @@ def unfinished(root: Path, name: str) -> Path:
     return root / f"{UNFINISHED}{name}"
 
 
-def commit(root: Path, name: str, manifest: Manifest, keep_last: int | None) -> None:
+def commit(root: Path, name: str, manifest: bytes, keep_last: int | None) -> None:
     """Make a checkpoint visible, on rank 0, when all files are synced; see Note [Order of a save].
 
     All but ``keep_last`` of the newest steps up to this one are removed; None keeps all.
     """
     with explained(root):
         folder = unfinished(root, name)
-        _write_synced(folder / MANIFEST, manifest.to_bytes())
+        _write_synced(folder / MANIFEST, manifest)
         _sync_folder(folder)
         os.rename(folder, root / name)
         _sync_folder(root)
@@ -161,9 +163,10 @@ def explained(root: Path) -> Iterator[None]:
     """Say of a failure of the file system what was to be done, and that nothing is lost."""
     try:
         yield
-    except OSError as error:
-        where = error.filename or root
+    except (OSError, SafetensorError) as error:
+        where = getattr(error, "filename", None) or root
+        why = getattr(error, "strerror", None) or error
         raise CheckpointError(
-            f"the checkpoint cannot be written: {where}: {error.strerror or error}. Checkpoints "
+            f"the checkpoint cannot be written: {where}: {why}. Checkpoints "
             f"that are complete in {root} are untouched"
         ) from error

@@ -12,18 +12,18 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
+from graphfsdp.base.dtensors import is_dtensor
 from graphfsdp.checkpoint.manifest import Manifest, SavedTensor
 from graphfsdp.checkpoint.members import Members
-from graphfsdp.checkpoint.named import MODEL, OPTIMIZER, NamedPart, box
+from graphfsdp.checkpoint.named import MODEL, OPTIMIZER, once_each
 from graphfsdp.checkpoint.optimizer import optimizer_facts
-from graphfsdp.checkpoint.safetensors_file import once_each, read_state
 from graphfsdp.checkpoint.saving import describe_state
 from graphfsdp.checkpoint.stages import as_module, joined_facts, names_elsewhere
 from graphfsdp.checkpoint.values import Json, decode, encode, tensor_under
-from graphfsdp.checkpoint.writing import describe_part, share_out
-from graphfsdp.errors import CheckpointError
+from graphfsdp.errors import CheckpointDamagedError, CheckpointError
 
 if TYPE_CHECKING:
     from graphfsdp.base.torch_internals import PipelineSchedule
@@ -55,7 +55,7 @@ def full_state_dict(
 
     _, sink, facts = members.together(lambda: describe_state(module, optimizer, members))
     facts = joined_facts(module, facts, members)
-    tensors = _gather(sink.parts, members)
+    tensors = _gather(sink.tensors, members)
     return {} if members.rank else full_state(facts, tensors, tensors.__getitem__)
 
 
@@ -80,28 +80,29 @@ def full_state(
     return state
 
 
-def _gather(parts: list[NamedPart], members: Members) -> dict[str, Tensor]:
+def _gather(tensors: Mapping[str, Tensor], members: Members) -> dict[str, Tensor]:
     """Return whole tensors on rank 0, on the CPU, and nothing elsewhere."""
-    mine = share_out(parts, members)
     found: dict[str, Tensor] = {}
-    offers = members.gather([(key, describe_part(part)) for key, part in mine])
-    for sender, tensors in enumerate(offers):
-        for number, (key, saved) in enumerate(tensors):
-            if members.rank not in (0, sender):
-                continue
-            (piece,) = saved.pieces
-            local = mine[number][1].local if members.rank == sender else None
-            if sender > 0:
-                act: Callable[[Tensor], object] = (
-                    functools.partial(dist.recv, group=members.group, group_src=sender)
-                    if local is None
-                    else functools.partial(dist.send, group=members.group, group_dst=0)
-                )
-                local = members.transfer(act, local, saved.dtype, piece.sizes)
-            if members.rank == 0 and local is not None:
-                if key not in found:
-                    found[key] = torch.empty(saved.shape, dtype=saved.dtype, device="cpu")
-                found[key][box(piece.offsets, piece.sizes)].copy_(local)
+    mine = {key: SavedTensor(tensor.dtype, tuple(tensor.shape)) for key, tensor in tensors.items()}
+    holders: dict[str, tuple[int, SavedTensor]] = {}
+    for rank, saved in enumerate(members.gather(mine)):
+        for key, described in saved.items():
+            holders.setdefault(key, (rank, described))
+    for key, (sender, described) in holders.items():
+        tensor: Any = tensors.get(key)
+        if is_dtensor(tensor):
+            tensor = tensor.full_tensor()
+        if members.rank not in (0, sender):
+            continue
+        if sender > 0:
+            act: Callable[[Tensor], object] = functools.partial(
+                dist.recv, group=members.group, group_src=sender
+            )
+            if members.rank > 0:
+                act = functools.partial(dist.send, group=members.group, group_dst=0)
+            tensor = members.transfer(act, tensor, *described)
+        if members.rank == 0:
+            found[key] = tensor.detach().to("cpu", copy=True)
     return found
 
 
@@ -119,9 +120,7 @@ def describe_full(state: Mapping[str, Any]) -> tuple[Manifest, dict[str, Tensor]
     facts |= {"aliases": aliases, "extra": {}}
     if "optimizer" in state:
         facts["optimizer"] = _describe_optimizer(state["optimizer"], tensors)
-    saved = {
-        key: SavedTensor(tensor.dtype, tuple(tensor.shape), ()) for key, tensor in tensors.items()
-    }
+    saved = {key: SavedTensor(t.dtype, tuple(t.shape)) for key, t in tensors.items()}
     return Manifest(facts, {}, saved), tensors
 
 
@@ -133,7 +132,7 @@ def _describe_optimizer(saved: Mapping[str, Any], tensors: dict[str, Tensor]) ->
     facts = optimizer_facts(saved, keep)
     for name, entries in saved["state"].items():
         for key, value in entries.items():
-            where = f"{OPTIMIZER}{name}/{key}"
+            where = f"{OPTIMIZER}{name}.{key}"
             is_state = isinstance(value, Tensor) and key != "step"
             entry = tensor_under(keep(where, value)) if is_state else encode(value, where, keep)
             facts["state"].setdefault(name, {})[key] = entry
@@ -147,7 +146,7 @@ def read_full_file(path: Path) -> FullState:
     of tensors, numbers and collections is read.
     """
     if path.suffix == ".safetensors":
-        return {"model": read_state(path)}
+        return {"model": _read_safetensors(path)}
     try:
         state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except Exception as error:
@@ -159,3 +158,16 @@ def read_full_file(path: Path) -> FullState:
     if not isinstance(state, dict):
         raise CheckpointError(f"{path} holds a {type(state).__name__}, expected a state dict")
     return state
+
+
+def _read_safetensors(path: Path) -> dict[str, Tensor]:
+    """Return the tensors of a file, mapped; tied ones under each of their names."""
+    try:
+        with safe_open(path, framework="pt") as file:
+            found = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+            aliases = file.metadata() or {}
+    except (SafetensorError, OSError) as error:
+        raise CheckpointDamagedError(
+            f"{path} is no safetensors file, or was cut off or damaged: {error}"
+        ) from error
+    return found | {alias: found[name] for alias, name in aliases.items() if name in found}

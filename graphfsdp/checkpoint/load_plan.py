@@ -1,8 +1,9 @@
 """What is read into which tensor, worked out before anything is written.
 
 Note [Main weights]: a float32 main weight is saved as the model's weight where the model keeps it
-(sharding), beside a narrower one in the optimizer's state (``master_param``), or there as the
-16 bits that a bfloat16 weight lacks. Each form loads into each other one, bit for bit.
+(sharding), or beside a narrower one in the optimizer's state (``master_param``), where Transformer
+Engine and version 0.1 may have the 16 bits that a bfloat16 weight lacks. Each form loads into each
+other one, bit for bit.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -11,8 +12,9 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from graphfsdp.checkpoint.manifest import Manifest, SavedTensor
-from graphfsdp.checkpoint.named import MODEL, OPTIMIZER, NamedModel, NamedPart, Part, part_of, whole
+from graphfsdp.base.dtensors import local_part, wrap_like
+from graphfsdp.checkpoint.manifest import Manifest
+from graphfsdp.checkpoint.named import MODEL, OPTIMIZER, NamedModel, part_of
 from graphfsdp.errors import CheckpointMismatchError
 from graphfsdp.optim.fused.storage import join_remainder
 
@@ -26,15 +28,15 @@ class LoadPlan:
     manifest: Manifest
     model: NamedModel
     elsewhere: set[str]  # names that other stages of a pipeline load
-    parts: list[NamedPart] = field(default_factory=list)
+    parts: list[tuple[str, Tensor]] = field(default_factory=list)  # key, this rank's part
     afterwards: list[Callable[[], object]] = field(default_factory=list)  # in this order
     problems: list[str] = field(default_factory=list)
     unread: set[str] = field(default_factory=set)  # the model's tensors that are left as they are
 
     def read_whole(self, key: str) -> Tensor:
-        saved = self.manifest.tensors[key]
-        tensor = torch.empty(saved.shape, dtype=saved.dtype, device="cpu")
-        self.parts.append((key, whole(tensor)))
+        dtype, shape = self.manifest.tensors[key]
+        tensor = torch.empty(shape, dtype=dtype, device="cpu")
+        self.parts.append((key, tensor))
         return tensor
 
     def refuse_problems(self, what: str, remedy: str) -> None:
@@ -65,14 +67,17 @@ class LoadPlan:
             self.problems.append(f"{what}: saved {list(saved)}, here {list(shape)}")
         return saved == tuple(shape)
 
-    def join(self, weight_key: str, remainder_key: str, into: Part) -> None:
-        """Read a float32 main weight that was saved as bfloat16 weight and remainder."""
-        weight = into.like(torch.empty_like(into.local, dtype=torch.bfloat16))
-        remainder = into.like(torch.empty_like(into.local, dtype=torch.int16))
-        self.parts += [(weight_key, weight), (remainder_key, remainder)]
-        self.afterwards.append(
-            lambda: into.local.copy_(join_remainder(weight.local, remainder.local))
-        )
+    def read_main(self, weight_key: str, main_key: str, into: Tensor) -> None:
+        """Read a main weight; one that was saved as the bits that its weight lacks, with that."""
+        if self.manifest.tensors[main_key].dtype != torch.int16:
+            self.parts.append((main_key, into))
+            return
+        local = local_part(into)
+        weight = torch.empty_like(local, dtype=torch.bfloat16)
+        remainder = torch.empty_like(local, dtype=torch.int16)
+        self.parts.append((weight_key, wrap_like(weight, into)))
+        self.parts.append((main_key, wrap_like(remainder, into)))
+        self.afterwards.append(lambda: local.copy_(join_remainder(weight, remainder)))
 
 
 def plan_model(plan: LoadPlan) -> None:
@@ -87,24 +92,15 @@ def plan_model(plan: LoadPlan) -> None:
         if not plan.fits(key, tensor.shape, f"model: {name!r}"):
             plan.unread.add(name)
             continue
-        main_key = f"{OPTIMIZER}{name}/{MAIN}"
-        main = plan.manifest.tensors.get(main_key)
-        _plan_weight(plan, key, main_key, main, part_of(tensor))
+        # From the main weight, where that has more digits to give.
+        main_key = f"{OPTIMIZER}{name}.{MAIN}"
+        is_wider = tensor.dtype.itemsize > plan.manifest.tensors[key].dtype.itemsize
+        if is_wider and main_key in plan.manifest.tensors:
+            plan.read_main(key, main_key, part_of(tensor))
+        else:
+            plan.parts.append((key, part_of(tensor)))
     for key in plan.manifest.tensors:
         name = key.removeprefix(MODEL)
         known = key in used or name in plan.elsewhere
         if key.startswith(MODEL) and not known:
             plan.problems.append(f"model: {name!r} is in the checkpoint, but not in the model")
-
-
-def _plan_weight(
-    plan: LoadPlan, key: str, main_key: str, main: SavedTensor | None, into: Part
-) -> None:
-    """From the main weight, where that has more digits to give."""
-    saved = plan.manifest.tensors[key]
-    if main is None or into.dtype.itemsize <= saved.dtype.itemsize:
-        plan.parts.append((key, into))
-    elif main.dtype != torch.int16:
-        plan.parts.append((main_key, into))
-    else:
-        plan.join(key, main_key, into)

@@ -11,14 +11,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from graphfsdp.base.dtensors import is_dtensor
+from graphfsdp.base.dtensors import is_dtensor, local_part
+from graphfsdp.base.recut import recut
 from graphfsdp.base.sharded import ShardedModule, sharded_roots
 from graphfsdp.checkpoint.folder import resolve
 from graphfsdp.checkpoint.full import describe_full, read_full_file
 from graphfsdp.checkpoint.load_plan import LoadPlan, plan_model
-from graphfsdp.checkpoint.manifest import Manifest, read_manifest
+from graphfsdp.checkpoint.manifest import Manifest
 from graphfsdp.checkpoint.members import Members
-from graphfsdp.checkpoint.named import NamedPart, Part, name_model, part_of
+from graphfsdp.checkpoint.named import name_model, part_of
 from graphfsdp.checkpoint.objects import (
     BufferState,
     RandomState,
@@ -26,7 +27,7 @@ from graphfsdp.checkpoint.objects import (
     check_objects,
 )
 from graphfsdp.checkpoint.optimizer import plan_optimizer
-from graphfsdp.checkpoint.reading import CheckpointFiles, name_last_good, read_parts
+from graphfsdp.checkpoint.reading import name_last_good, read_manifest, read_objects, read_parts
 from graphfsdp.checkpoint.saving import BUFFERS, RANDOM
 from graphfsdp.checkpoint.stages import as_module, names_elsewhere
 from graphfsdp.checkpoint.values import decode, encode
@@ -109,15 +110,14 @@ def load(
     folder = Path(members.first(lambda: str(resolve(place, step))))
     try:
         manifest = members.together(lambda: read_manifest(folder))
-        files = CheckpointFiles(folder, manifest)
 
         def plan_more(plan: LoadPlan) -> None:
             _plan_extra(plan)
-            _plan_objects(plan, objects or {}, files, members, rng=rng)
+            _plan_objects(plan, objects or {}, folder, members, rng=rng)
 
         skipped = _load(
             *(manifest, model, optimizer, members),
-            read=lambda parts: read_parts(parts, files, members),
+            read=lambda parts: read_parts(parts, folder, manifest, members),
             plan_more=plan_more,
             refused=(f"checkpoint {folder}", "the model and optimizer that were saved")
             if strict
@@ -177,7 +177,7 @@ def _load(
     optimizer: torch.optim.Optimizer | None,
     members: Members,
     *,
-    read: Callable[[Sequence[NamedPart]], None],
+    read: Callable[[Sequence[tuple[str, Tensor]]], None],
     refused: tuple[str, str] | None,
     plan_more: Callable[[LoadPlan], None] = lambda plan: None,
 ) -> tuple[str, ...]:
@@ -207,20 +207,24 @@ def _load(
 
 
 def _distribute(
-    parts: Sequence[NamedPart], manifest: Manifest, tensors: Mapping[str, Tensor], members: Members
+    parts: Sequence[tuple[str, Tensor]],
+    manifest: Manifest,
+    tensors: Mapping[str, Tensor],
+    members: Members,
 ) -> None:
     """Send what any rank wants from rank 0, which has the tensors."""
-    wanted: dict[str, list[Part]] = {}
+    wanted: dict[str, list[Tensor]] = {}
     for key, part in parts:
         wanted.setdefault(key, []).append(part)
     send = functools.partial(dist.broadcast, group=members.group, group_src=0)
     for key in dict.fromkeys(key for mine in members.gather(list(wanted)) for key in mine):
-        saved, tensor = manifest.tensors[key], tensors.get(key)
+        tensor = tensors.get(key)
         if members.group is not None:
-            tensor = members.transfer(send, tensor, saved.dtype, saved.shape)
+            tensor = members.transfer(send, tensor, *manifest.tensors[key])
         assert tensor is not None
         for part in wanted.get(key, ()):
-            part.local.copy_(tensor[part.box])
+            (cut,) = recut([(tensor, part)])
+            local_part(part).copy_(local_part(cut))
 
 
 def _plan_extra(plan: LoadPlan) -> None:
@@ -239,14 +243,15 @@ def _plan_extra(plan: LoadPlan) -> None:
 def _plan_objects(
     plan: LoadPlan,
     objects: Mapping[str, Stateful],
-    files: CheckpointFiles,
+    folder: Path,
     members: Members,
     *,
     rng: bool,
 ) -> None:
     digests: list[dict[str, str]] = plan.manifest.facts["objects"]
     exists = members.rank < len(digests)
-    saved = files.objects(objects_file(members.rank if exists else 0))
+    name = objects_file(members.rank if exists else 0)
+    saved = read_objects(folder, plan.manifest, name)
     for name, thing in objects.items():
         if name not in saved:
             plan.problems.append(f"objects: {name!r} is missing in the checkpoint")

@@ -11,7 +11,6 @@ from torch import Tensor
 from graphfsdp.errors import CheckpointError, GraphFSDPError
 
 T = TypeVar("T")
-U = TypeVar("U")
 
 
 @dataclass(frozen=True)
@@ -71,7 +70,7 @@ class Members:
             failure = error
         told = failure
         if failure is not None and not isinstance(failure, GraphFSDPError):
-            told = CheckpointError(f"{type(failure).__name__}: {failure}")
+            told = as_ours(failure)
         failed = {rank: what for rank, what in enumerate(self.gather(told)) if what is not None}
         if not failed:
             return made[0]
@@ -87,18 +86,8 @@ class Members:
         assert found is not None
         return found
 
-    def assign(self, mine: T, make: Callable[[list[T]], list[U]]) -> U:
-        """Show rank 0 what every rank has; ``make`` returns there what each rank gets.
 
-        Unlike ``gather`` it sends nothing but its own to another rank: lists of tensors are long.
-        """
-        if self.group is None:
-            return make([mine])[0]
-        everyone: list[Any] = [None] * self.size
-        is_first = self.rank == 0
-        dist.gather_object(mine, everyone if is_first else None, group=self.group, group_dst=0)
-        made = self.together(lambda: make(everyone) if is_first else None)
-        got: list[Any] = [None]
-        dist.scatter_object_list(got, made, group=self.group, group_src=0)
-        found: U = got[0]
-        return found
+def as_ours(failure: BaseException) -> GraphFSDPError:
+    if isinstance(failure, GraphFSDPError):
+        return failure
+    return CheckpointError(f"{type(failure).__name__}: {failure}")

@@ -1,4 +1,4 @@
-"""The tensors of a model and of its optimizer by name, and which part of each this rank has."""
+"""The tensors of a model and of its optimizer by name, as this rank has them."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -7,66 +7,37 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from graphfsdp.base.dtensors import is_dtensor, local_part
-from graphfsdp.base.torch_internals import part_and_offset
-from graphfsdp.checkpoint.safetensors_file import once_each
+from graphfsdp.base.dtensors import is_dtensor, local_part, wrap_like
 from graphfsdp.errors import CheckpointError
 
-MODEL = "model/"
-OPTIMIZER = "optimizer/"
+# Of a dictionary of state dicts, as torch.distributed.checkpoint flattens it.
+MODEL = "model."
+OPTIMIZER = "optimizer.state."
 # What wrappers put into names; a checkpoint does not depend on them.
 _WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
 
 
-Box = tuple[slice, ...]
+def part_of(tensor: Tensor, like: Tensor | None = None) -> Tensor:
+    """Return this rank's part, for torch.distributed.checkpoint: a DTensor knows its place.
 
-
-def box(offsets: Sequence[int], sizes: Sequence[int]) -> Box:
-    return tuple(slice(first, first + n) for first, n in zip(offsets, sizes, strict=True))
-
-
-@dataclass(frozen=True, eq=False)
-class Part:
-    """This rank's part of a tensor: its elements, which loading writes, and where they belong."""
-
-    local: Tensor
-    offsets: tuple[int, ...]
-    whole_shape: tuple[int, ...]
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.local.dtype
-
-    @property
-    def box(self) -> Box:
-        """Where it lies in the whole tensor."""
-        return box(self.offsets, self.local.shape)
-
-    def like(self, local: Tensor) -> "Part":
-        """Return the same part with other elements, which may have another dtype."""
-        return Part(local, self.offsets, self.whole_shape)
-
-
-# Key of a tensor in the checkpoint, and what this rank has of it.
-NamedPart = tuple[str, Part]
-
-
-def whole(tensor: Tensor) -> Part:
-    return Part(tensor.detach(), (0,) * tensor.dim(), tuple(tensor.shape))
-
-
-def part_of(tensor: Tensor, like: Tensor | None = None) -> Part:
-    """``like`` is a DTensor with the same rows, which knows better where they begin.
-
-    Older versions of torch make DTensors of ours that say that torch has cut them.
+    ``like`` is a DTensor that is cut in the same way and knows better: older versions of torch say
+    of DTensors made of ours that torch has cut them.
     """
-    if not is_dtensor(tensor):
-        return whole(tensor)
-    cut: Any = tensor if like is None else like
-    shape = tuple(tensor.shape)
-    _, known = part_and_offset(cut.shape, cut.device_mesh, cut.placements)
-    offsets = (*known, *[0] * len(shape))[: len(shape)]
-    return Part(local_part(tensor), offsets, shape)
+    return wrap_like(local_part(tensor).detach(), tensor if like is None else like)
+
+
+def once_each(state: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """Return tied tensors under the first of their names alone, and that by their other names."""
+    tensors: dict[str, Tensor] = {}
+    aliases: dict[str, str] = {}
+    first_names: dict[int, str] = {}  # by identity
+    for name, tensor in state.items():
+        first = first_names.setdefault(id(tensor), name)
+        if first == name:
+            tensors[name] = tensor
+        else:
+            aliases[name] = first
+    return tensors, aliases
 
 
 @dataclass(frozen=True)
@@ -106,31 +77,16 @@ def name_model(model: nn.Module) -> NamedModel:
     return NamedModel(tensors, aliases, extra)
 
 
-def state_part(param: Tensor, value: Tensor) -> Part:
-    """A state is a DTensor too, or a plain tensor: this rank's rows if it has as many as these.
+def state_part(param: Tensor, value: Tensor) -> Tensor | None:
+    """Return this rank's part of a state that is cut as its parameter; None if it is not.
 
-    Rows may have another length, as the scales of moments do.
+    A state is a DTensor too, or a plain tensor of this rank's rows.
     """
-    if not is_dtensor(param):
-        return part_of(value)
-    if is_dtensor(value):
-        return part_of(value, param if value.shape[:1] == param.shape[:1] else None)
-    mine = part_of(param)
-    if value.shape == mine.local.shape and value.shape != param.shape:
-        return mine.like(value.detach())
-    if param.dim() and value.shape[:1] == mine.local.shape[:1]:
-        rest = tuple(value.shape[1:])
-        place = (mine.offsets[0], *[0] * len(rest))
-        return Part(value.detach(), place, (param.shape[0], *rest))
-    return part_of(value)
-
-
-def model_parts(model: NamedModel, *, with_buffers: bool = True) -> Iterator[NamedPart]:
-    buffers = model.buffers()
-    for name, tensor in model.tensors.items():
-        if name in buffers and not with_buffers:
-            continue
-        yield f"{MODEL}{name}", part_of(tensor)
+    if is_dtensor(value) and value.shape != param.shape:
+        return None
+    if local_part(value).shape == local_part(param).shape:
+        return part_of(value, param)
+    return part_of(value) if value.shape == param.shape else None
 
 
 def name_parameters(

@@ -1,7 +1,7 @@
 """Anything with ``state_dict`` and ``load_state_dict``: schedulers, generators, data positions."""
 
+import hashlib
 import random
-import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from graphfsdp.base.dtensors import is_dtensor
-from graphfsdp.checkpoint.named import NamedModel, NamedPart, part_of
-from graphfsdp.checkpoint.safetensors_file import raw_bytes
+from graphfsdp.checkpoint.named import NamedModel, part_of
 from graphfsdp.checkpoint.values import Json, encode
 from graphfsdp.errors import CheckpointError, ConfigError
 
@@ -84,17 +83,16 @@ class RandomState:
 
 @dataclass
 class TensorSink:
-    parts: list[NamedPart] = field(default_factory=list)
+    tensors: dict[str, Tensor] = field(default_factory=dict)
 
     def store(self, where: str, tensor: Tensor) -> str:
-        """A plain tensor's key has its checksum: ranks whose tensors are equal write one."""
-        if is_dtensor(tensor):
-            self.parts.append((where, part_of(tensor)))
-            return where
-        checksum = zlib.crc32(raw_bytes(tensor))
-        key = f"{where}#{checksum:08x}"
-        self.parts.append((key, part_of(tensor)))
-        return key
+        """A plain tensor's key has its digest: ranks whose tensors are equal write one."""
+        if not is_dtensor(tensor):
+            tensor = tensor.detach().cpu().contiguous()
+            content = tensor.reshape(-1).view(torch.uint8).numpy().data
+            where = f"{where}#{hashlib.sha256(content).hexdigest()[:16]}"
+        self.tensors[where] = part_of(tensor)
+        return where
 
 
 def check_objects(objects: Mapping[str, Any]) -> None:

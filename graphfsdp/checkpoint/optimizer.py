@@ -4,31 +4,28 @@ States are read in place where they fit; see also Note [Main weights].
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from graphfsdp.base.dtensors import local_part, wrap_like, wrap_rows_like
+from graphfsdp.base.dtensors import is_dtensor, local_part, wrap_like
 from graphfsdp.checkpoint.load_plan import MAIN, LoadPlan
 from graphfsdp.checkpoint.named import (
     OPTIMIZER,
     NamedModel,
-    NamedPart,
     name_parameters,
     state_part,
     states_by_index,
 )
+from graphfsdp.checkpoint.objects import TensorSink
 from graphfsdp.checkpoint.values import Json, StoreTensor, decode, encode, tensor_under
-from graphfsdp.errors import ConfigError
+from graphfsdp.errors import CheckpointError, ConfigError
 from graphfsdp.optim.adapters.baked import make_skip_counter, skip_counter
 from graphfsdp.optim.fused.adam import FusedAdam
 
 # They have the same states with the same meaning.
 _ADAMS = frozenset({"Adam", "AdamW", "FusedAdam"})
-# Adafactor's, which have not the parameter's shape.
-_FACTORS = frozenset({"row_var", "col_var"})
 # Say how a step is run, not what it computes.
 _RUN_SETTINGS = frozenset({"foreach", "capturable", "differentiable", "fused"})
 _RULE_SETTINGS = (
@@ -41,9 +38,8 @@ _RULE_SETTINGS = (
 
 
 def describe_optimizer(
-    model: NamedModel, optimizer: torch.optim.Optimizer, store: StoreTensor
-) -> tuple[dict[str, Json], list[NamedPart]]:
-    """``store`` keeps large tensors that belong to no parameter."""
+    model: NamedModel, optimizer: torch.optim.Optimizer, sink: TensorSink
+) -> dict[str, Json]:
     state_dict = optimizer.state_dict()
     named = name_parameters(model, optimizer)
     settings = _settings(optimizer)
@@ -55,21 +51,26 @@ def describe_optimizer(
     if skipped is not None:  # as the optimizers that count themselves have it
         state_dict.setdefault("control", {"skipped_steps": skipped})
     kind = type(optimizer).__name__
-    facts = optimizer_facts({**state_dict, "kind": kind, "param_groups": groups}, store)
-    parts: list[NamedPart] = []
+    facts = optimizer_facts({**state_dict, "kind": kind, "param_groups": groups}, sink.store)
     for name, param, index in states_by_index(state_dict, named):
         for key, value in state_dict["state"].get(index, {}).items():
             # A step count is a number beside the others, also that of a 0-D parameter.
             is_like = isinstance(value, Tensor) and name in model.tensors and key != "step"
             part = state_part(param, value) if is_like else None
-            where = f"{OPTIMIZER}{name}/{key}"
-            if part is not None and part.whole_shape[:1] == tuple(param.shape[:1]):
-                parts.append((where, part))
+            where = f"{OPTIMIZER}{name}.{key}"
+            if part is not None:
+                sink.tensors[where] = part
                 entry = tensor_under(where)
+            elif isinstance(value, Tensor) and is_dtensor(value):
+                raise CheckpointError(
+                    f"{key!r} of {name!r} in the optimizer's state is sharded and has the shape "
+                    f"{tuple(value.shape)}, expected that of the parameter, {tuple(param.shape)}. "
+                    "Remedy: an optimizer whose states have their parameter's shape"
+                )
             else:
-                entry = encode(value, where, store)
+                entry = encode(value, where, sink.store)
             facts["state"].setdefault(name, {})[key] = entry
-    return facts, parts
+    return facts
 
 
 def optimizer_facts(full: Mapping[str, Any], store: StoreTensor) -> dict[str, Json]:
@@ -119,9 +120,7 @@ def plan_optimizer(plan: LoadPlan, optimizer: torch.optim.Optimizer) -> None:
         for group, here in zip(named, current["param_groups"], strict=True)
     ]
     for name, param, index in states_by_index(current, named):
-        entries = current["state"].get(index, {})
-        states = saved["state"].get(name, {})
-        read = _StateReader(plan, states, name, param, entries, optimizer).read()
+        read = _read_state(plan, name, param, current["state"].get(index, {}), optimizer)
         if read:
             state[index] = read
     trained = {name for group in named for name, _ in group}
@@ -186,119 +185,73 @@ def _plan_group(
     return {**here, **known}
 
 
-@dataclass
-class _StateReader:
-    """Reads one parameter's state; ``_entries`` are what the optimizer has of it, by key."""
+def _read_state(
+    plan: LoadPlan,
+    name: str,
+    param: Tensor,
+    here: Mapping[str, Any],
+    optimizer: torch.optim.Optimizer,
+) -> dict[str, Any]:
+    """Return a parameter's state, its tensors yet to be filled; empty if none was saved.
 
-    _plan: LoadPlan
-    _saved: Mapping[str, Json]
-    _name: str
-    _param: Tensor
-    _entries: Mapping[str, Any]
-    _optimizer: torch.optim.Optimizer
+    ``here`` is what the optimizer has of it, by key.
+    """
+    saved = plan.manifest.facts["optimizer"]["state"].get(name, {})
+    dtypes: Mapping[str, Any] = here
+    if isinstance(optimizer, FusedAdam):
+        dtypes = optimizer.settings.state_dtypes(param)
+    found: dict[str, Any] = {}
+    for key, encoded in saved.items():
+        if key == MAIN and MAIN not in dtypes:
+            continue
+        stored = encoded.get("key") if isinstance(encoded, dict) else None
+        if stored != f"{OPTIMIZER}{name}.{key}" or name not in plan.model.tensors:
+            found[key] = decode(encoded, plan.read_whole)
+        elif plan.fits(stored, param.shape, f"optimizer: {key} of {name!r}"):
+            found[key] = _read_tensor(plan, name, param, stored, here.get(key))
+    if MAIN in dtypes and MAIN not in saved:
+        main = _read_main(plan, name, param)
+        if main is not None:
+            found[MAIN] = main
+            if not saved and isinstance(optimizer, FusedAdam):
+                # Never stepped: only a state of zeros can hold a main weight that was saved wider.
+                found["step"] = torch.zeros((), device="cpu")
+                found |= {key: _new(param, torch.float32).zero_() for key in dtypes if key != MAIN}
+    return found
 
-    def __post_init__(self) -> None:
-        dtypes: Mapping[str, Any] = self._entries
-        if isinstance(self._optimizer, FusedAdam):
-            dtypes = self._optimizer.settings.state_dtypes(self._param)
-        self._wants_main = MAIN in dtypes
-        self._main_is_16_bits = dtypes.get(MAIN) is torch.int16
-        self._in_model = self._name in self._plan.model.tensors
 
-    def read(self) -> dict[str, Any]:
-        """Return the state, its tensors yet to be filled; empty if none was saved."""
-        if not self._saved:
-            return self._never_stepped()
-        found: dict[str, Any] = {}
-        for key in self._saved:
-            if key != MAIN:
-                self._read_entry(key, found)
-        if self._wants_main:
-            self._read_main(found)
-        return found
-
-    def _never_stepped(self) -> dict[str, Any]:
-        """Return a state of zeros if only that can hold a main weight that was saved wider."""
-        if not (isinstance(self._optimizer, FusedAdam) and self._wants_main):
-            return {}
-        found: dict[str, Any] = {}
-        self._read_main(found)
-        if found:
-            found["step"] = torch.zeros((), device="cpu")
-            for key in self._optimizer.settings.state_dtypes(self._param):
-                found.setdefault(key, self._new(torch.float32).zero_())
-        return found
-
-    def _read_entry(self, key: str, found: dict[str, Any]) -> None:
-        encoded = self._saved[key]
-        if not (isinstance(encoded, dict) and "key" in encoded):
-            found[key] = decode(encoded, _no_tensor)
-        elif not self._in_model or self._is_of_no_row(key, encoded["key"]):
-            found[key] = self._plan.read_whole(encoded["key"])
-        else:
-            self._read_tensor(key, encoded["key"], found)
-
-    def _is_of_no_row(self, key: str, saved_key: str) -> bool:
-        """Return whether a state belongs to all rows of its parameter."""
-        saved = self._plan.manifest.tensors[saved_key]
-        return key in _FACTORS and saved.shape[:1] != tuple(self._param.shape[:1])
-
-    def _read_tensor(self, key: str, saved_key: str, found: dict[str, Any]) -> None:
-        saved = self._plan.manifest.tensors[saved_key]
-        shape = self._shape(key, saved.shape)
-        if self._plan.fits(saved_key, shape, f"optimizer: {key} of {self._name!r}"):
-            found[key] = self._target(key, saved.dtype, shape)
-            self._fill(found[key], saved_key)
-
-    def _fill(self, target: Tensor, saved_key: str) -> None:
-        self._plan.parts.append((saved_key, state_part(self._param, target)))
-
-    def _shape(self, key: str, saved: tuple[int, ...]) -> tuple[int, ...]:
-        existing = self._entries.get(key)
-        if isinstance(existing, Tensor):
-            return state_part(self._param, existing).whole_shape
-        if key.endswith("scale") or key in _FACTORS:  # rows of their own length
-            return (*self._param.shape[:1], *saved[1:])
-        return tuple(self._param.shape)
-
-    def _target(self, key: str, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
-        """Return the existing state where it has the right dtype and shape, else a new tensor."""
-        existing = self._entries.get(key)
-        if isinstance(existing, Tensor) and existing.dtype == dtype and existing.shape == shape:
+def _read_tensor(plan: LoadPlan, name: str, param: Tensor, key: str, existing: object) -> Tensor:
+    """Plan to read into the existing state where it has the right dtype, else into a new tensor."""
+    dtype = plan.manifest.tensors[key].dtype
+    if isinstance(existing, Tensor) and existing.dtype == dtype:
+        part = state_part(param, existing)
+        if part is not None:
+            plan.parts.append((key, part))
             return existing
-        if shape == tuple(self._param.shape):
-            return self._new(dtype)
-        local = local_part(self._param)
-        rows = local.new_empty((*local.shape[:1], *shape[1:]), dtype=dtype)
-        return wrap_rows_like(rows, self._param)
+    weight_key = plan.saved_key(name)
+    if key.endswith(f".{MAIN}") and weight_key is not None:
+        made = _new(param, torch.float32)
+        plan.read_main(weight_key, key, made)
+    else:
+        made = _new(param, dtype)
+        plan.parts.append((key, made))
+    return made
 
-    def _new(self, dtype: torch.dtype) -> Tensor:
-        local = local_part(self._param.detach())
-        return wrap_like(torch.empty_like(local, dtype=dtype), self._param)
 
-    def _read_main(self, found: dict[str, Any]) -> None:
-        """Read the main weight, whatever form it was saved in; see Note [Main weights]."""
-        weight_key = self._plan.saved_key(self._name)
-        saved_dtype = None if weight_key is None else self._plan.manifest.tensors[weight_key].dtype
-        encoded = self._saved.get(MAIN)
-        if encoded is not None:
-            remainder = self._plan.manifest.tensors[encoded["key"]].dtype == torch.int16
-            same = self._main_is_16_bits and saved_dtype == self._param.dtype
-            if remainder and not same and self._in_model:
-                assert weight_key is not None
-                found[MAIN] = self._new(torch.float32)
-                part = state_part(self._param, found[MAIN])
-                self._plan.join(weight_key, encoded["key"], part)
-            else:
-                self._read_entry(MAIN, found)
-        elif (
-            weight_key is not None
-            and saved_dtype is not None
-            and saved_dtype.itemsize > self._param.dtype.itemsize
-            and self._name not in self._plan.unread
-        ):
-            found[MAIN] = self._new(torch.float32)
-            self._fill(found[MAIN], weight_key)
+def _read_main(plan: LoadPlan, name: str, param: Tensor) -> Tensor | None:
+    """Plan to read the main weight from the model's, if that was saved wider."""
+    key = plan.saved_key(name)
+    if key is None or name in plan.unread:
+        return None
+    if plan.manifest.tensors[key].dtype.itemsize <= param.dtype.itemsize:
+        return None
+    main = _new(param, torch.float32)
+    plan.parts.append((key, main))
+    return main
+
+
+def _new(param: Tensor, dtype: torch.dtype) -> Tensor:
+    return wrap_like(torch.empty_like(local_part(param.detach()), dtype=dtype), param)
 
 
 def _no_tensor(key: str) -> Tensor:

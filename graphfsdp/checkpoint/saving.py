@@ -12,9 +12,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from graphfsdp.base.dtensors import local_part, wrap_like
 from graphfsdp.checkpoint.folder import begin
 from graphfsdp.checkpoint.members import Members
-from graphfsdp.checkpoint.named import NamedModel, model_parts, name_model
+from graphfsdp.checkpoint.named import MODEL, NamedModel, name_model, part_of
 from graphfsdp.checkpoint.objects import (
     BufferState,
     RandomState,
@@ -117,7 +118,7 @@ def _begin(
         if members.size > 1 and named.buffers() and not isinstance(module, Stages):
             things[BUFFERS] = BufferState(named)
         encoded = encode_objects(things, sink)
-        return keep(Snapshot(tuple(sink.parts), facts, encoded))
+        return keep(Snapshot(sink.tensors, facts, encoded))
 
     snapshot, root = members.together(take_snapshot), Path(path)
     snapshot = replace(snapshot, facts=joined_facts(module, snapshot.facts, members))
@@ -131,12 +132,14 @@ def describe_state(
     """Return views of the living tensors, and the facts of model and optimizer."""
     named = name_model(module)
     with_buffers = isinstance(module, Stages) or members.rank == 0
-    sink = TensorSink(list(model_parts(named, with_buffers=with_buffers)))
+    left_out = {} if with_buffers else named.buffers()
+    sink = TensorSink(
+        {f"{MODEL}{n}": part_of(t) for n, t in named.tensors.items() if n not in left_out}
+    )
     extra = {name: state for name, (_, state) in named.extra.items()}
     facts = {"aliases": named.aliases, "extra": encode(extra, "extra", sink.store)}
     if optimizer is not None:
-        facts["optimizer"], parts = describe_optimizer(named, optimizer, sink.store)
-        sink.parts += parts
+        facts["optimizer"] = describe_optimizer(named, optimizer, sink)
     return named, sink, facts
 
 
@@ -148,7 +151,7 @@ class AsyncSaver:
     save. A context manager; leaving it waits for what is being written.
     """
 
-    # By hand: dcp.async_save copies state dicts, and so takes uneven rows for even ones.
+    # By hand: dcp.async_save leaves no say over the memory that copies are made in.
 
     def __init__(self, process_group: dist.ProcessGroup | None = None) -> None:
         """Prepare to save; every rank makes one.
@@ -161,7 +164,7 @@ class AsyncSaver:
         self._is_closed = False
         self._saving: futures.Future[Path] | None = None
         self._result: Path | None = None
-        self._memory: dict[tuple[str, tuple[int, ...]], Tensor] = {}
+        self._memory: dict[str, Tensor] = {}
         self._background = self._members
         if self._members.group is not None:
             # Of its own, so that its collectives cannot mix with those of the training.
@@ -245,21 +248,20 @@ class AsyncSaver:
         self.close()
 
     def _copy(self, snapshot: Snapshot) -> Snapshot:
-        """Copy all parts into memory on the CPU, which stays for the next save."""
-        copies = []
-        memory: dict[tuple[str, tuple[int, ...]], Tensor] = {}
+        """Copy all tensors into memory on the CPU, which stays for the next save."""
+        copies: dict[str, Tensor] = {}
+        memory: dict[str, Tensor] = {}
         on_gpu = False
-        for key, part in snapshot.parts:
-            local, place = part.local, (key, part.offsets)
-            copy = self._memory.get(place)
+        for key, tensor in snapshot.tensors.items():
+            local, copy = local_part(tensor), self._memory.get(key)
             if copy is None or copy.shape != local.shape or copy.dtype != local.dtype:
                 copy = torch.empty(
                     local.shape, dtype=local.dtype, device="cpu", pin_memory=local.is_cuda
                 )
-            memory[place] = copy.copy_(local, non_blocking=True)
+            memory[key] = copy.copy_(local, non_blocking=True)
             on_gpu = on_gpu or local.is_cuda
-            copies.append((key, part.like(copy)))
+            copies[key] = wrap_like(copy, tensor)
         if on_gpu:
             torch.cuda.current_stream().synchronize()
         self._memory = memory
-        return Snapshot(tuple(copies), snapshot.facts, snapshot.objects)
+        return Snapshot(copies, snapshot.facts, snapshot.objects)

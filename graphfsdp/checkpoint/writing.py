@@ -1,51 +1,43 @@
-"""Writes a checkpoint's files: of each rank its tensors as safetensors, its objects as JSON.
-
-By hand, since torch.distributed.checkpoint does not keep the promises: its planner takes rows to
-be cut evenly, its ``FileSystemWriter`` pickles the metadata, and neither has checksums, without
-which damage would be loaded. What would be left of it is less than what connects to it.
-"""
+"""Writes a checkpoint through torch.distributed.checkpoint: complete and synced, or nothing."""
 
 import hashlib
 import json
-import math
 import os
 import platform
-import zlib
-from collections.abc import Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any
 
 import torch
+from safetensors.torch import save_file
 from torch import Tensor
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
+from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
 
+from graphfsdp.checkpoint.dcp_errors import dcp_errors
 from graphfsdp.checkpoint.folder import commit, explained, give_up, unfinished
-from graphfsdp.checkpoint.manifest import (
-    BLOCK_BYTES,
-    Manifest,
-    SavedFile,
-    SavedPiece,
-    SavedTensor,
-)
+from graphfsdp.checkpoint.manifest import Manifest, SavedFile, SavedTensor
 from graphfsdp.checkpoint.members import Members
-from graphfsdp.checkpoint.named import NamedPart, Part
-from graphfsdp.checkpoint.safetensors_file import make_header, order_of, raw_bytes
 from graphfsdp.checkpoint.values import Json
 from graphfsdp.errors import CheckpointError
 
-# The disk begins so early: less would be many small requests, more would leave it idle at first.
-_SYNC_BYTES = 16 << 20
-
-# The files that a rank has written, and the tensors in them with one piece each.
-Written = tuple[dict[str, SavedFile], list[tuple[str, SavedTensor]]]
+# A rank writes about so many files, but none smaller than that: one is hashed and synced while the
+# next one is written.
+_NUM_FILES, _FILE_BYTES = 8, 64 << 20
 
 
 @dataclass(frozen=True)
 class Snapshot:
     """All that one rank saves, at one moment."""
 
-    parts: tuple[NamedPart, ...]
+    tensors: dict[str, Tensor]
     facts: dict[str, Json]  # for the manifest
     objects: dict[str, Json]  # encoded states
 
@@ -64,35 +56,23 @@ def write_snapshot(
     keep_last: int | None = None,
 ) -> Path:
     """Write, sync and show a checkpoint that was begun, or leave nothing of it; a collective."""
-    folder = unfinished(root, name)
     facts = {
         "step": step,
         "num_ranks": members.size,
         "versions": {"torch": torch.__version__, "python": platform.python_version()},
-        "objects": members.gather({key: _digest(state) for key, state in snapshot.objects.items()}),
         **snapshot.facts,
     }
-
-    def write() -> Written:
-        with explained(root):
-            return _write(folder, members.rank, mine, snapshot.objects)
-
-    def finish(everyone: list[Written]) -> list[None]:
-        files = {file: saved for written, _ in everyone for file, saved in written.items()}
-        _check_files(folder, files)
-        tensors: dict[str, list[SavedTensor]] = {}
-        for key, saved in (pair for _, pairs in everyone for pair in pairs):
-            tensors.setdefault(key, []).append(saved)
-        merged = {
-            key: replace(cut[0], pieces=tuple(piece for one in cut for piece in one.pieces))
-            for key, cut in tensors.items()
-        }
-        commit(root, name, Manifest(facts, files, merged), keep_last)
-        return [None for _ in everyone]
-
     try:
-        mine = share_out(snapshot.parts, members)
-        members.assign(members.together(write), finish)
+        with dcp_errors(members):
+            dcp_save(
+                snapshot.tensors,
+                storage_writer=_Writer(
+                    root, name, members.rank, snapshot.objects, facts, keep_last
+                ),
+                planner=_Planner(flatten_state_dict=False, flatten_sharded_tensors=False),
+                process_group=members.group,
+                no_dist=members.group is None,
+            )
     except CheckpointError:
         if members.rank == 0:
             give_up(root, name)
@@ -100,117 +80,127 @@ def write_snapshot(
     return root / name
 
 
+class _Planner(DefaultSavePlanner):
+    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
+        try:
+            return super().create_global_plan(all_plans)
+        except ValueError as error:
+            raise CheckpointError(
+                f"the parts of the tensors that the ranks have do not make up the whole: {error}. "
+                "Remedy: save on all ranks that share the model"
+            ) from error
+
+
+@dataclass(frozen=True)
+class _RankFiles:
+    """What a rank tells the first one."""
+
+    files: dict[str, SavedFile]
+    digests: dict[str, str]  # of its objects' states, by name
+
+
+class _Writer(HuggingFaceStorageWriter):
+    """Writes what torch's own writer does, but syncs and hashes it, and adds objects and manifest.
+
+    torch's takes each file twice into memory, and twice as long.
+    """
+
+    def __init__(
+        self,
+        root: Path,
+        name: str,
+        rank: int,
+        objects: Mapping[str, Json],
+        facts: dict[str, Json],
+        keep_last: int | None,
+    ) -> None:
+        super().__init__(str(unfinished(root, name)), save_distributed=True)
+        self._root, self._name, self._rank = root, name, rank
+        self._objects = objects
+        self._facts = facts
+        self._keep_last = keep_last
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        return plan  # the folder is there
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        folder = unfinished(self._root, self._name)
+        with explained(self._root), ThreadPoolExecutor(1, "graphfsdp-sync") as thread:
+            objects = folder / objects_file(self._rank)
+            with objects.open("xb") as file:
+                file.write(json.dumps(self._objects, allow_nan=False).encode())
+            paths, synced = [objects], [thread.submit(_sync, objects)]
+            for number, items in enumerate(_in_files(plan.items)):
+                path = folder / f"data-{self._rank:05d}-{number}.safetensors"
+                _write_tensors(path, items, planner)
+                paths.append(path)
+                synced.append(thread.submit(_sync, path))
+            files = {path.name: file.result() for path, file in zip(paths, synced, strict=True)}
+        digests = {key: _digest(state) for key, state in self._objects.items()}
+        done: Future[list[WriteResult]] = Future()
+        done.set_result([WriteResult(MetadataIndex(""), 0, _RankFiles(files, digests))])
+        return done
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        ranks: list[_RankFiles] = [told.storage_data for (told,) in results]
+        self._facts["objects"] = [rank.digests for rank in ranks]
+        manifest = Manifest(self._facts)
+        for rank in ranks:
+            manifest.files |= rank.files
+        for key, tensor in metadata.state_dict_metadata.items():
+            saved: Any = tensor
+            manifest.tensors[key] = SavedTensor(saved.properties.dtype, tuple(saved.size))
+        _check_sizes(unfinished(self._root, self._name), manifest.files)
+        commit(self._root, self._name, manifest.to_bytes(), self._keep_last)
+
+
+def _in_files(items: Sequence[WriteItem]) -> Iterator[list[WriteItem]]:
+    """Yield what goes into each file."""
+    sizes = [item.tensor_storage_size() or 0 for item in items]
+    enough = max(_FILE_BYTES, -(-sum(sizes) // _NUM_FILES))
+    found: list[WriteItem] = []
+    num_bytes = 0
+    for item, size in zip(items, sizes, strict=True):
+        found.append(item)
+        num_bytes += size
+        if num_bytes >= enough:
+            yield found
+            found, num_bytes = [], 0
+    if found:
+        yield found
+
+
+def _write_tensors(path: Path, items: Sequence[WriteItem], planner: SavePlanner) -> None:
+    tensors: dict[str, Tensor] = {}
+    addresses: set[int] = set()
+    offsets = {}
+    for item in items:
+        assert item.tensor_data is not None
+        tensor = planner.resolve_data(item)
+        assert isinstance(tensor, Tensor)
+        tensor = tensor.detach().cpu().contiguous()
+        if tensor.data_ptr() in addresses:  # which safetensors refuses
+            tensor = tensor.clone()
+        addresses.add(tensor.data_ptr())
+        tensors[item.index.fqn] = tensor
+        offsets[item.index.fqn] = {"saved_offsets": list(item.tensor_data.chunk.offsets)}
+    # What HuggingFaceStorageReader looks for.
+    about = {"format": "pt", "DCP_VERSION": "1.0", "DCP_SHARDING_INFO": json.dumps(offsets)}
+    save_file(tensors, path, about)
+
+
+def _sync(path: Path) -> SavedFile:
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
+        return SavedFile.of(file)
+
+
 def _digest(state: Json) -> str:
     text = json.dumps(state, sort_keys=True, allow_nan=False)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def share_out(parts: Sequence[NamedPart], members: Members) -> list[NamedPart]:
-    """Return which of its parts this rank gives: each is given by one that has it."""
-    filled = [(key, part) for key, part in parts if part.local.numel() or 0 in part.whole_shape]
-    offers = [(key, describe_part(part)) for key, part in filled]
-    return [filled[number] for number in members.assign(offers, _choose)]
-
-
-def describe_part(
-    part: Part, file: str = "", start: int = 0, crc32: tuple[int, ...] = ()
-) -> SavedTensor:
-    """Return what the manifest will say of a part; without a file, so much as is known before."""
-    piece = SavedPiece(part.offsets, tuple(part.local.shape), file, start, crc32)
-    return SavedTensor(part.dtype, part.whole_shape, (piece,))
-
-
-def _choose(offers: list[list[tuple[str, SavedTensor]]]) -> list[list[int]]:
-    """Return the numbers of the parts that each rank gives, most where least is given so far."""
-    holders: dict[tuple[str, tuple[int, ...]], dict[int, int]] = {}
-    for rank, tensors in enumerate(offers):
-        for number, (key, tensor) in enumerate(tensors):
-            place = (key, tensor.pieces[0].offsets)
-            holders.setdefault(place, {}).setdefault(rank, number)
-    chosen: list[list[int]] = [[] for _ in offers]
-    num_bytes = [0 for _ in offers]
-    missing: dict[str, int] = {}
-    for places in sorted(holders.values(), key=len):  # first those of which nobody has a copy
-        rank = min(places, key=lambda rank: num_bytes[rank])
-        key, tensor = offers[rank][places[rank]]
-        numel = math.prod(tensor.pieces[0].sizes)
-        chosen[rank].append(places[rank])
-        num_bytes[rank] += numel * tensor.dtype.itemsize
-        missing[key] = missing.get(key, math.prod(tensor.shape)) - numel
-    wrong = sorted(key for key, numel in missing.items() if numel)
-    if wrong:
-        raise CheckpointError(
-            f"the parts of {wrong[0]!r} that the ranks have do not make up the whole: "
-            f"{missing[wrong[0]]} elements are missing. Remedy: save on all ranks that share the "
-            "model"
-        )
-    return chosen
-
-
-def _write(
-    folder: Path, rank: int, parts: Sequence[NamedPart], objects: dict[str, Json]
-) -> Written:
-    files: dict[str, SavedFile] = {}
-    tensors: list[tuple[str, SavedTensor]] = []
-    if parts:
-        labels = [_label(key, part) for key, part in parts]
-        named = {label: part.local for label, (_, part) in zip(labels, parts, strict=True)}
-        order = order_of(named)
-        begin, starts = make_header(named, order, {"format": "pt"})
-        name = f"data-{rank:05d}.safetensors"
-        with (folder / name).open("xb") as file:
-            file.write(begin)
-            checksums = _write_tensors(file, [named[label] for label in order])
-            size = file.tell()
-        files[name] = SavedFile(size, len(begin), zlib.crc32(begin))
-        crc32 = dict(zip(order, checksums, strict=True))
-        for label, (key, part) in zip(labels, parts, strict=True):
-            tensors.append((key, describe_part(part, name, starts[label], crc32[label])))
-    content = json.dumps(objects, allow_nan=False).encode()
-    with (folder / objects_file(rank)).open("xb") as file:
-        file.write(content)
-        _sync(file)
-    files[objects_file(rank)] = SavedFile(len(content), len(content), zlib.crc32(content))
-    return files, tensors
-
-
-def _write_tensors(file: BinaryIO, tensors: Sequence[Tensor]) -> list[tuple[int, ...]]:
-    """Return the checksums of the tensors' blocks; the disk begins while they are written.
-
-    Left alone, the system keeps what is written in memory, and the one sync at the end waits.
-    """
-    found = []
-    num_new_bytes = 0
-    running: Future[None] | None = None
-    with ThreadPoolExecutor(1, "graphfsdp-sync") as thread:
-        for content in map(raw_bytes, tensors):
-            crc32 = []
-            for start in range(0, len(content), BLOCK_BYTES):
-                block = content[start : start + BLOCK_BYTES]
-                crc32.append(zlib.crc32(block))
-                file.write(block)
-                num_new_bytes += len(block)
-                is_idle = running is None or running.done()
-                if num_new_bytes >= _SYNC_BYTES and is_idle and hasattr(os, "fdatasync"):
-                    if running is not None:
-                        running.result()  # a failure is told to one sync only, so it counts here
-                    num_new_bytes = 0
-                    running = thread.submit(os.fdatasync, file.fileno())
-            found.append(tuple(crc32))
-        if running is not None:
-            running.result()
-    _sync(file)
-    return found
-
-
-def _label(key: str, part: Part) -> str:
-    """Return a part's name in the file; of a part that is not all, with its place."""
-    if part.local.shape == part.whole_shape:
-        return key
-    return f"{key}[{','.join(f'{place.start}:{place.stop}' for place in part.box)}]"
-
-
-def _check_files(folder: Path, files: Mapping[str, SavedFile]) -> None:
+def _check_sizes(folder: Path, files: Mapping[str, SavedFile]) -> None:
     for name, file in files.items():
         path = folder / name
         size = path.stat().st_size if path.exists() else None
@@ -220,8 +210,3 @@ def _check_files(folder: Path, files: Mapping[str, SavedFile]) -> None:
                 f"sees {'no such file' if size is None else f'{size} bytes'}. Remedy: a "
                 "folder on a file system that all machines share"
             )
-
-
-def _sync(file: BinaryIO) -> None:
-    file.flush()
-    os.fsync(file.fileno())

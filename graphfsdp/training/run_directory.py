@@ -7,9 +7,9 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
+from safetensors.torch import save_file
 from torch import Tensor
 
-from graphfsdp.checkpoint.safetensors_file import write_state
 from graphfsdp.errors import ConfigError
 from graphfsdp.training.metrics import Metrics
 
@@ -86,7 +86,13 @@ class RunDirectory:
         self._metrics_file.flush()
 
     def write_model(self, state: Mapping[str, Tensor]) -> None:
-        write_state(self.path / "model.safetensors", state)
+        """Write a file that appears when it is complete; tied tensors under their first names."""
+        each = {id(tensor): name for name, tensor in reversed(list(state.items()))}
+        path = self.path / "model.safetensors"
+        unfinished = path.with_name(f"{path.name}.unfinished")
+        tensors = {name: state[name].contiguous() for name in each.values()}
+        save_file(tensors, unfinished, {"format": "pt"})
+        os.replace(unfinished, path)
 
     def close(self) -> None:
         """Write the picture and close the files; also done when the run was interrupted."""

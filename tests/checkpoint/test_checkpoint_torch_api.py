@@ -10,7 +10,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.fsdp as torch_fsdp
 from torch import Tensor, nn
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -56,8 +58,61 @@ def check_files_of_torch(path: Path) -> None:
     assert differing(other, its_optimizer, weights) == []
 
 
-def test_files_of_torch_are_read(tmp_path: Path, ranks2: RankPool) -> None:
-    ranks2.run(check_files_of_torch, tmp_path)
+def test_files_of_torch_are_read(tmp_path: Path, ranks2: RankPool, ranks4: RankPool) -> None:
+    """On four ranks some have no row of a parameter, and others behind them do."""
+    ranks2.run(check_files_of_torch, tmp_path / "two")
+    ranks4.run(check_files_of_torch, tmp_path / "four")
+
+
+def small(shard: Callable[..., Any], seed: int) -> tuple[nn.Module, torch.optim.AdamW]:
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3))
+    shard(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    for _ in range(2):
+        optimizer.zero_grad()
+        model(torch.ones(2, 5) * (seed + 1)).square().sum().backward()
+        optimizer.step()
+    return model, optimizer
+
+
+def states_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """Return what people give to torch.distributed.checkpoint."""
+    state = get_optimizer_state_dict(model, optimizer)
+    return {"model": get_model_state_dict(model), "optimizer": state}
+
+
+def check_fsdp2(path: Path) -> None:
+    """Theirs into ours, and back, by torch's own functions; and files of ours by its reader."""
+    kinds: dict[str, Callable[..., Any]] = {
+        "theirs": torch_fsdp.fully_shard,
+        "ours": graphfsdp.fully_shard,
+    }
+    for saving, loading in (("theirs", "ours"), ("ours", "theirs")):
+        model, optimizer = small(kinds[saving], 0)
+        dcp_save(states_of(model, optimizer), checkpoint_id=path / saving)
+        expected = contents(model, optimizer)
+        other, its_optimizer = small(kinds[loading], 1)
+        state = states_of(other, its_optimizer)
+        dcp_load(state, checkpoint_id=path / saving)
+        set_model_state_dict(other, state["model"])
+        set_optimizer_state_dict(other, its_optimizer, state["optimizer"])
+        assert differing(other, its_optimizer, expected) == []
+    model, optimizer = small(kinds["ours"], 2)
+    folder = graphfsdp.save(path / "saved", model, optimizer)
+    other, its_optimizer = small(kinds["theirs"], 3)
+    states: dict[str, Any] = get_optimizer_state_dict(other, its_optimizer)["state"]  # type: ignore[assignment]
+    moments = {
+        name: {key: value for key, value in entries.items() if key != "step"}
+        for name, entries in states.items()
+    }
+    state = {"model": get_model_state_dict(other), "optimizer": {"state": moments}}
+    dcp_load(state, storage_reader=HuggingFaceStorageReader(str(folder)))
+    assert differing(other, its_optimizer, contents(model, optimizer)) == []
+
+
+def test_checkpoints_of_fsdp2_are_loaded_and_ours_by_it(tmp_path: Path, ranks2: RankPool) -> None:
+    ranks2.run(check_fsdp2, tmp_path)
 
 
 OPTIONS = ("full_state_dict", "cpu_offload", "broadcast_from_rank0", "ignore_frozen_params")

@@ -64,7 +64,6 @@ OPTIONAL_PACKAGES = (
     "mlperf_logging",
     "nvtx",
     "pytorch_lightning",
-    "safetensors",
     "torchao",
     "torchdata",
     "transformer_engine",

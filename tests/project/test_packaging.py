@@ -82,7 +82,7 @@ def test_constraints_pin_what_the_developers_packages_ask_for_in_turn() -> None:
 
 def test_what_only_some_users_need_is_an_extra() -> None:
     required = {r.name for r in direct_requirements()[""]}
-    assert required == {"numpy", "rich", "torch"}
+    assert required == {"numpy", "rich", "safetensors", "torch"}
     assert {"plot", "nvtx", "mlperf", "test", "dev"} <= direct_requirements().keys()
 
 

@@ -12,7 +12,6 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from graphfsdp.checkpoint.safetensors_file import write_state
 from graphfsdp.errors import ConfigError
 from graphfsdp.training.gpt import GPT, GPTConfig
 from graphfsdp.training.metrics import Metrics, describe_mfu, flops_per_token, peak_tflops
@@ -90,29 +89,6 @@ def test_no_picture_without_matplotlib(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     assert not plot_loss(tmp_path / "loss.png", [METRICS], unigram_entropy=3.0)
     assert not (tmp_path / "loss.png").exists()
-
-
-def test_every_dtype_and_shape_is_read_by_safetensors(tmp_path: Path) -> None:
-    safetensors = pytest.importorskip("safetensors.torch")
-    tensors = {
-        "scalar": torch.tensor(1.5),
-        "empty": torch.zeros(0, 3),
-        "strided": torch.randn(4, 6).T,
-        "half": torch.randn(3).half(),
-        "bf16": torch.randn(5).bfloat16(),
-        "double": torch.randn(3).double(),
-        "flags": torch.tensor([True, False, True]),
-        "bytes": torch.arange(7, dtype=torch.uint8),
-        "count": torch.tensor(3),
-    }
-    path = tmp_path / "tensors.safetensors"
-    write_state(path, tensors)
-    read = safetensors.load_file(path)
-    assert read.keys() == tensors.keys()
-    for name, tensor in tensors.items():
-        assert read[name].dtype == tensor.dtype
-        assert torch.equal(read[name], tensor)
-    assert list(tmp_path.iterdir()) == [path]
 
 
 @pytest.mark.parametrize("untied", [False, True])
