@@ -1,4 +1,4 @@
-"""Parameters in flat runs for the tests of the Triton kernels, and what the kernels shall do."""
+"""Parameters for the tests of the Triton kernels, and what the kernels shall do."""
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
@@ -69,42 +69,40 @@ def map_tensors(tensors: StepTensors, function: Callable[[Tensor], Tensor]) -> S
 
 
 class Case(NamedTuple):
-    """Tensors of several parameters, and the lanes that they are in."""
+    """Tensors of several parameters, their rows of the table, and the step counts of its rows."""
 
     bundles: list[StepTensors]
-    lane_of: list[int]
+    rows: list[int]
     steps: list[Tensor]
     hyper: Tensor
 
     def clone(self) -> "Case":
         bundles = [map_tensors(bundle, Tensor.clone) for bundle in self.bundles]
-        return Case(bundles, self.lane_of, self.steps, self.hyper)
+        return Case(bundles, self.rows, self.steps, self.hyper)
 
     def launch(
         self, dtypes: Dtypes, scale: Tensor | None, flags: Flags, skip: Tensor | None = None
     ) -> step_kernel.Tables:
-        lanes = [(step, row) for row, step in enumerate(self.steps)]
-        tables = step_kernel.make_tables(self.bundles, self.lane_of, lanes, self.hyper.device)
+        steps = [self.steps[row] for row in self.rows]
+        tables = step_kernel.make_tables(self.bundles, steps, self.rows, self.hyper.device)
         step_kernel.launch(tables, dtypes, self.hyper, scale, skip, flags)
         return tables
 
     def update(self, scale: Tensor | None, flags: Flags, skip: Tensor | None = None) -> None:
-        for bundle, lane in zip(self.bundles, self.lane_of, strict=True):
-            coefficients = adam_coefficients(self.hyper[lane], self.steps[lane], flags)
+        for bundle, row in zip(self.bundles, self.rows, strict=True):
+            coefficients = adam_coefficients(self.hyper[row], self.steps[row], flags)
             adam_update_(
                 make_columns([bundle]), coefficients, flags, grad_scale=scale, found_inf=skip
             )
 
     def update_on_cpu(self, scale: Tensor | None, flags: Flags) -> None:
         """Step as the operation does on the CPU, which counts the step itself."""
-        lanes = sorted(set(self.lane_of))
-        order = sorted(range(len(self.bundles)), key=self.lane_of.__getitem__)
-        columns = make_columns([self.bundles[index] for index in order])
-        steps = [self.steps[lane].sub(1).view(1) for lane in lanes]
-        sizes = [self.lane_of.count(lane) for lane in lanes]
+        columns = make_columns(self.bundles)
+        steps = [torch.stack([self.steps[row] for row in self.rows]).sub(1)]
+        places = list(range(len(self.bundles)))
         run_cpu(
             StepArgs(
-                columns, steps, self.hyper, lanes, sizes, lanes, scale, None, None, [], True, flags
+                columns, steps, self.hyper, self.rows, places, scale, None, None, [], True, flags
             )
         )  # fmt: skip
 

@@ -1,8 +1,7 @@
 """Guard of the optimizer's tensors: its state, and the parameters in its groups."""
 
 import operator
-from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Mapping
 from itertools import chain
 from typing import Any
 
@@ -18,10 +17,6 @@ _GET_PARAMS = operator.itemgetter("params")
 _LOADED = (
     "load and change the state of an optimizer before the capture; "
     "graphfsdp.optim.FusedAdam loads in place, so its replays go on with what was loaded"
-)
-_APART = (
-    "train the same parameters in every call, or on_change='recapture'; load states whose step "
-    "counts differ before the capture"
 )
 _GROUPS = "set up all parameter groups before the capture"
 
@@ -54,9 +49,9 @@ class OptimizerGuard:
     def asks(self) -> Iterator[Ask]:
         """Yield questions for what it holds, for the dicts and lists in there, for tensors."""
         now, own, state = self._optimizer, vars(self._optimizer), self._state
-        names = ("state", "param_groups", "step_classes", "step")
-        what: tuple[Any, ...] = (getattr, (now, now, now, type(now)), names, [None] * len(names))
-        known = [state, self._groups, self._classes, self._class_step]
+        names = ("state", "param_groups", "step")
+        what: tuple[Any, ...] = (getattr, (now, now, type(now)), names, [None] * len(names))
+        known = [state, self._groups, self._class_step]
         yield Ask(what, known, exact=True)
         yield Ask((dict.get, [own], ["step"], [None]), [self._own_step], exact=True)
         lists = [group["params"] for group in self._groups]
@@ -72,12 +67,10 @@ class OptimizerGuard:
             yield Ask(what, values, exact=True, dicts=[state])
         yield Ask((self._values_of, [state]), [self._values], dicts=[state, *values])
         yield from self._tensors.asks()
-        # The plan of a fused step has views of the counts, and is an attribute.
-        yield from (replace(ask, dicts=[own]) for ask in self._step_counts.asks())
 
     def changes(self) -> list[Change]:
         """Compare each entry and name what has changed."""
-        found = [*self._step_changes(), *self._group_changes(), *self._class_changes()]
+        found = [*self._step_changes(), *self._group_changes()]
         before = dict(zip(map(id, self._owners), self._values, strict=True))
         now = dict(
             zip(map(id, self._optimizer.state), self._values_of(self._optimizer.state), strict=True)
@@ -85,7 +78,7 @@ class OptimizerGuard:
         for key in dict.fromkeys((*before, *now)):
             name = self._names.get(key, "a parameter outside of the model")
             found += _state_changes(name, before.get(key, {}), now.get(key, {}))
-        found += self._tensors.changes() + self._step_counts.changes()
+        found += self._tensors.changes()
         if not found:
             self._arm()  # the same tensors in other containers
         return found
@@ -95,15 +88,10 @@ class OptimizerGuard:
         self._class_step = type(self._optimizer).step
         self._state = self._optimizer.state
         self._groups = self._optimizer.param_groups
-        self._classes = _classes_of(self._optimizer)
         self._params = [list(group["params"]) for group in self._groups]
         self._owners = list(self._state)
         self._values = self._values_of(self._state)
-        counts = ("step",) if self._classes is not None else ()
-        self._tensors, self._step_counts = (
-            TensorGuard(self._named_tensors(are_counts, counts), addresses_only=True)
-            for are_counts in (False, True)
-        )
+        self._tensors = TensorGuard(self._named_tensors(), addresses_only=True)
 
     def _values_of(self, state: Mapping[Any, Mapping[str, Any]]) -> list[dict[str, Any]]:
         """Return each parameter's state, without the numbers that it counts."""
@@ -112,13 +100,11 @@ class OptimizerGuard:
             for entries in state.values()
         ]
 
-    def _named_tensors(
-        self, are_counts: bool, counts: Collection[str]
-    ) -> Iterator[tuple[str, Tensor]]:
+    def _named_tensors(self) -> Iterator[tuple[str, Tensor]]:
         for param, values in self._state.items():
             name = self._names.get(id(param), "a parameter outside of the model")
             for key, value in values.items():
-                if isinstance(value, Tensor) and (key in counts) is are_counts:
+                if isinstance(value, Tensor):
                     yield f"optimizer state {key!r} of {name!r}", value
 
     def _step_changes(self) -> Iterator[Change]:
@@ -128,17 +114,6 @@ class OptimizerGuard:
         if type(now).step is not self._class_step or not is_known:
             words = ("one function", "another one")
             yield Change(ChangeKind.ATTRIBUTE, name, *words, "replace it before the capture")
-
-    def _class_changes(self) -> Iterator[Change]:
-        """Yield parameters that the recording steps as one although their counts differ now."""
-        before, now = self._classes or {}, _classes_of(self._optimizer) or {}
-        firsts: dict[int, Tensor] = {}
-        for param, number in before.items():
-            first = firsts.setdefault(number, param)
-            if now.get(param) != now.get(first):
-                names = [self._names.get(id(p), "an unknown parameter") for p in (first, param)]
-                title = f"the step counts of {names[0]!r} and {names[1]!r}"
-                yield Change(ChangeKind.OPTIMIZER_STATE, title, "equal", "unequal", _APART)
 
     def _group_changes(self) -> Iterator[Change]:
         groups = [group["params"] for group in self._optimizer.param_groups]
@@ -156,10 +131,6 @@ class OptimizerGuard:
 def _counts(own: object, *steps: object) -> bool:
     """Tell whether a step is what a scheduler has wrapped one of these in, to count its calls."""
     return hasattr(own, "_wrapped_by_lr_sched") and getattr(own, "__wrapped__", None) in steps
-
-
-def _classes_of(optimizer: torch.optim.Optimizer) -> dict[Tensor, int] | None:
-    return getattr(optimizer, "step_classes", None)
 
 
 def _listed(names: Mapping[int, str], params: list[Tensor], others: list[Tensor]) -> str:

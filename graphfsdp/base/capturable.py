@@ -101,14 +101,3 @@ class Restartable(Protocol):
 
     def restart_states(self, states: Mapping[Tensor, Mapping[str, Tensor]]) -> None:
         """Give entries of this optimizer's ``state`` the values of new state, in place."""
-
-
-@runtime_checkable
-class Classed(Protocol):
-    """An optimizer that steps parameters with equal step counts as one.
-
-    Numbers in ``step_classes`` are equal only for such, and stay so in every recorded iteration; it
-    is another dict when they change.
-    """
-
-    step_classes: dict[Tensor, int]

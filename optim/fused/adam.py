@@ -14,7 +14,7 @@ from graphfsdp.base.streams import is_capturing, keep_for_graph
 from graphfsdp.base.torch_internals import without_modes
 from graphfsdp.errors import CaptureError
 from graphfsdp.optim.fused.checks import check_params
-from graphfsdp.optim.fused.control import StepControl
+from graphfsdp.optim.fused.control import StepControl, norm_parts
 from graphfsdp.optim.fused.hyper_table import ADAM, Rule
 from graphfsdp.optim.fused.live_optimizer import LiveOptimizer
 from graphfsdp.optim.fused.plan import Plan, find_stepped, gradients_of
@@ -27,8 +27,6 @@ from graphfsdp.optim.fused.state import (
     copy_states,
     create_states,
     match_entries,
-    split_classes,
-    step_classes,
 )
 
 
@@ -110,7 +108,6 @@ class FusedAdam(LiveOptimizer):
     def _reset(self) -> None:
         super()._reset()
         self._plan: Plan | None = None
-        self.step_classes: dict[Tensor, int] = {}  # see ``Classed``
         self._by_hand: list[object] = []  # plans that a graph reads which was captured by hand
 
     @property
@@ -150,7 +147,7 @@ class FusedAdam(LiveOptimizer):
             plan = self._make_plan(params, grads)
         keep_for_graph(plan, self._by_hand)
         self._hyper.copy_tensor_lrs(self.param_groups)
-        parts = plan.norm_parts(params, grads) if self._control.needs_norm(found_inf) else None
+        parts = norm_parts(params, grads) if self._control.needs_norm(found_inf) else None
         grad_scale, found_inf = self._control.prepare(parts, grad_scale, found_inf)
         plan.run(grads, grad_scale, found_inf, self._control.skipped_steps, self._settings.flags)
 
@@ -177,7 +174,6 @@ class FusedAdam(LiveOptimizer):
     def load_states(self, loaded: Loaded) -> None:
         self.create_missing([param for param, source in loaded.items() if source])
         copy_states(loaded, self.state)
-        self.count_classes()
         self._plan = None
 
     def __getstate__(self) -> dict[str, Any]:
@@ -198,20 +194,14 @@ class FusedAdam(LiveOptimizer):
             for param, entries in copied.items():
                 for key, value in entries.items():
                     self.state[param][key].copy_(value)
-        self.count_classes()
 
     @torch.no_grad()
     def restart_states(self, states: Mapping[Tensor, Mapping[str, Tensor]]) -> None:
         for param, fresh in create_states(self._rows_of(states), self._settings).items():
             for key, value in fresh.items():
                 states[param][key].copy_(value)
-        self.count_classes()
         if len(states) == len(self.state):  # no step was taken before
             self._control.restart()
-
-    def count_classes(self) -> None:
-        """Find out which parameters have equal step counts, after these were written."""
-        self.step_classes = step_classes(self.state, self.step_classes)
 
     def create_missing(self, params: Iterable[Tensor]) -> None:
         wanted = {param for param in params if not self.state.get(param)}
@@ -241,10 +231,7 @@ class FusedAdam(LiveOptimizer):
         # Host work that a recording must not hold: it happens once.
         with without_modes():
             self._hyper.refresh(self.param_groups)
-            stepped = [item.param for item in found]
-            known = {param: n for param, n in self.step_classes.items() if self.state.get(param)}
-            self.create_missing(stepped)
-            self.step_classes = split_classes(known, stepped)
-            self._plan = Plan(params, grads, found, self.state, self.step_classes, self._hyper.on)
+            self.create_missing([item.param for item in found])
+            self._plan = Plan(params, grads, found, self.state, self._hyper.on)
             self._control.place(self._plan.device)
         return self._plan

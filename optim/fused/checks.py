@@ -8,7 +8,7 @@ from torch import Tensor
 
 from graphfsdp.base.dtensors import is_dtensor, local_part
 from graphfsdp.errors import ConfigError, NotCopyableError
-from graphfsdp.optim.fused.flat_runs import is_dense, same_layout
+from graphfsdp.optim.fused.flat_memory import is_dense, same_layout
 from graphfsdp.optim.fused.settings import StepSettings
 
 

@@ -1,6 +1,6 @@
-"""Device tables of flat runs, and the launch of the Triton kernels that walk through them.
+"""Device tables of parameters, and the launch of the Triton kernels that walk through them.
 
-Shapes: R = flat runs, B = blocks of all runs, L = lanes, G = groups.
+Shapes: P = parameters, B = blocks of all parameters, G = groups.
 """
 
 import functools
@@ -17,27 +17,24 @@ from graphfsdp.optim.fused.storage import Dtypes, StepTensors
 from graphfsdp.optim.fused.update import AdamCoefficients
 
 # Elements that one program of the kernel updates; 8 for each of 128 threads, which is one access
-# of 16 bytes to 16-bit numbers. Those at the end of a run are updated in parts.
+# of 16 bytes to 16-bit numbers. Those at the end of a parameter are updated in parts.
 BLOCK_NUMEL = 1024
 PART_NUMEL = 256
 NUM_WARPS = 4
 
-# Columns of the run table; a missing tensor has address 0.
-ADDRESSES = StepTensors._fields
-RUN_COLUMNS = (*ADDRESSES, "numel", "lane", "first_block")
+# Columns of the table; a missing tensor has address 0.
+COLUMNS = (*StepTensors._fields, "numel", "step", "row", "first_block")
 NUM_COEFFICIENTS = len(AdamCoefficients._fields)
 
 _KERNEL_DTYPES = frozenset({torch.float32, torch.bfloat16, torch.float16})
 
 
 class Tables(NamedTuple):
-    """What the kernel knows about the runs, on the device; addresses are in bytes."""
+    """What the kernel knows about the parameters, on the device; addresses are in bytes."""
 
-    lanes: Tensor  # [L, 2] int64, address of a step count and row of the hyper-parameter table
-    runs: Tensor  # [R, 9] int64, see RUN_COLUMNS; addresses are multiples of 16
-    block_to_run: Tensor  # [B] int32, the run that each block belongs to
-    odd_runs: Tensor  # [R, 9] int64, the runs with an address that is none
-    odd_block_to_run: Tensor  # [B] int32
+    params: Tensor  # [P, 10] int64, see COLUMNS
+    block_to_param: Tensor  # [B] int32, whose each block is, where addresses are multiples of 16
+    odd_block_to_param: Tensor  # [B] int32, of parameters with an address that is none
 
 
 @functools.cache
@@ -51,30 +48,24 @@ def supports(dtypes: Dtypes) -> bool:
 
 
 def make_tables(
-    runs: Sequence[StepTensors],
-    lane_of_run: Sequence[int],  # index in `lanes` of each run
-    lanes: Sequence[tuple[Tensor, int]],  # first step count of the lane; its row
+    params: Sequence[StepTensors],
+    steps: Sequence[Tensor],  # [] float32, the step count of each
+    rows: Sequence[int],  # of the hyper-parameter table
     device: torch.device,
 ) -> Tables:
     """Stale when a tensor moves. Capture: copies from the host: not inside, but in warm-up."""
-    even: list[list[int]] = []
-    odd: list[list[int]] = []
-    for run, lane in zip(runs, lane_of_run, strict=True):
-        addresses = [0 if tensor is None else tensor.data_ptr() for tensor in run]
-        on_border = not any(address % 16 for address in addresses)
-        (even if on_border else odd).append([*addresses, run.param.numel(), lane])
-    lane_table = np.array([[step.data_ptr(), row] for step, row in lanes], dtype=np.int64)
-    arrays = [lane_table, *_run_arrays(even), *_run_arrays(odd)]
-    return Tables(*(torch.from_numpy(array).to(device) for array in arrays))
-
-
-def _run_arrays(rows: list[list[int]]) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
-    table = np.zeros((len(rows), len(RUN_COLUMNS)), dtype=np.int64)
-    if rows:
-        table[:, :-1] = rows
-    num_blocks = -(-table[:, RUN_COLUMNS.index("numel")] // BLOCK_NUMEL)
-    table[:, -1] = np.cumsum(num_blocks) - num_blocks
-    return table, np.repeat(np.arange(len(rows), dtype=np.int32), num_blocks)
+    table = np.zeros((len(params), len(COLUMNS)), dtype=np.int64)
+    for index, (tensors, step, row) in enumerate(zip(params, steps, rows, strict=True)):
+        addresses = [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
+        table[index, :-1] = [*addresses, tensors.param.numel(), step.data_ptr(), row]
+    is_odd = (table[:, : len(StepTensors._fields)] % 16).any(1)
+    num_blocks = -(-table[:, COLUMNS.index("numel")] // BLOCK_NUMEL)
+    blocks = []
+    for chosen in (~is_odd, is_odd):
+        counts = np.where(chosen, num_blocks, 0)
+        table[chosen, -1] = (np.cumsum(counts) - counts)[chosen]
+        blocks.append(np.repeat(np.arange(len(params), dtype=np.int32), counts))
+    return Tables(*(torch.from_numpy(array).to(device) for array in (table, *blocks)))
 
 
 def launch(
@@ -85,23 +76,24 @@ def launch(
     found_inf: Tensor | None,  # [] float, nothing is changed unless it is zero
     flags: Flags,
 ) -> None:
-    """Update all runs of one dtype combination: one small kernel for the scalars, one for all.
+    """Update all parameters of a dtype combination: one small kernel for the scalars, one for all.
 
-    Runs with an address that is no multiple of 16, if any, need a second launch of the latter.
+    Those with an address that is no multiple of 16, if any, need a second launch of the latter.
     The step counts must have been advanced already.
 
     Capture: no host sync, no copy from the host; the addresses in the tables, the tables
         themselves and ``hyper`` must stay.
     """
     kernels = _kernels()
+    num_params = tables.params.shape[0]
     coefficients = torch.empty(
-        (tables.lanes.shape[0], NUM_COEFFICIENTS), dtype=torch.float32, device=hyper.device
+        (num_params, NUM_COEFFICIENTS), dtype=torch.float32, device=hyper.device
     )
     scale = coefficients if grad_scale is None else grad_scale.to(torch.float32)
     skip = coefficients if found_inf is None else found_inf.to(torch.float32)
     with torch.cuda.device_of(hyper):
-        kernels.coefficients_kernel[(tables.lanes.shape[0],)](
-            tables.lanes,
+        kernels.coefficients_kernel[(num_params,)](
+            tables.params,
             hyper,
             coefficients,
             ADAM_W_MODE=flags.adam_w_mode,
@@ -109,15 +101,15 @@ def launch(
             num_warps=1,
             enable_fp_fusion=False,
         )
-        for runs, block_to_run, aligned in (
-            (tables.runs, tables.block_to_run, True),
-            (tables.odd_runs, tables.odd_block_to_run, False),
+        for block_to_param, aligned in (
+            (tables.block_to_param, True),
+            (tables.odd_block_to_param, False),
         ):
-            if not runs.shape[0]:
+            if not block_to_param.shape[0]:
                 continue
-            kernels.update_kernel[(block_to_run.shape[0],)](
-                runs,
-                block_to_run,
+            kernels.update_kernel[(block_to_param.shape[0],)](
+                tables.params,
+                block_to_param,
                 coefficients,
                 scale,
                 skip,

@@ -23,8 +23,7 @@ from graphfsdp.optim.fused.checks import (
     check_state,
     parameter_name,
 )
-from graphfsdp.optim.fused.control import NormParts, norm_parts
-from graphfsdp.optim.fused.flat_runs import flat_view, is_dense, merge_neighbours, same_layout
+from graphfsdp.optim.fused.flat_memory import is_dense, joined, same_layout
 from graphfsdp.optim.fused.settings import Flags, StepSettings
 from graphfsdp.optim.fused.state import State
 from graphfsdp.optim.fused.step import fused_adam_
@@ -45,39 +44,31 @@ class Member(NamedTuple):
     """One parameter that takes the step; of a DTensor, this rank's part of everything."""
 
     position: int
+    row: int  # its group, as row of the hyper-parameter table
     tensors: StepTensors
     step: Tensor  # [] float32
-    lane: tuple[int, int]  # row, and a number that parameters with equal step counts share
     dense: bool  # neither parameter nor gradient has gaps, and they are strided alike
 
-
-class Lanes(NamedTuple):
-    """What tells the lanes of a batch apart; see Note [Lanes]."""
-
-    rows: list[int]
-    sizes: list[int]
-    steps: list[int]
+    @property
+    def numel(self) -> int:
+        return self.tensors.param.numel()
 
 
 @dataclass(frozen=True)
 class Batch:
     """One call of the operation: all parameters of one device and dtype combination."""
 
-    columns: Columns  # neighbours merged
-    grad_indices: list[int]  # place of each gradient among all parameters
-    # Gradients are merged too; otherwise they are taken from the parameters at each step, because
-    # every backward makes new ones.
-    merged: bool
+    columns: Columns  # without gradients, which are new ones after every backward pass
+    positions: list[int]  # of each parameter, and so its gradient, among all
     steps: list[Tensor]  # 1-D views of all step counts
-    lanes: Lanes
+    rows: list[int]
+    counts: list[int]  # where the step count of each parameter is among all of ``steps``
     hyper: Tensor  # [G, 5] float64
     tables: list[Tensor]  # of the kernel, if it is used
     dense: bool  # see Member
 
     def collect(self, grads: Sequence[Tensor | None]) -> list[Tensor]:
-        if self.merged:
-            return self.columns.grads
-        return [grad for index in self.grad_indices if (grad := grads[index]) is not None]
+        return [grad for index in self.positions if (grad := grads[index]) is not None]
 
 
 class Plan:
@@ -89,7 +80,6 @@ class Plan:
         grads: Sequence[Tensor | None],
         stepped: Sequence[Stepped],
         states: Mapping[Tensor, State],
-        classes: Mapping[Tensor, int],
         hyper: Callable[[torch.device], Tensor],  # gives the hyper-parameter table of a device
     ) -> None:
         """Capture: allocates and copies from the host: never inside a capture."""
@@ -99,15 +89,15 @@ class Plan:
         self._state_tensors = _values(self._states)
         combinations: dict[tuple[object, ...], list[Member]] = {}
         for item in stepped:
-            member = _member(item, local_state(states[item.param]), classes[item.param])
+            member = _member(item, local_state(states[item.param]))
             key = (member.tensors.param.device, _dtypes(member), member.dense)
             combinations.setdefault(key, []).append(member)
         self._batches = [
             _make_batch(members, hyper(members[0].tensors.param.device))
             for members in combinations.values()
         ]
-        # Addresses of gradients matter where something was derived from them.
-        self._watch_grads = any(batch.tables or batch.merged for batch in self._batches)
+        # Addresses of gradients matter where they are in a table.
+        self._watch_grads = any(batch.tables for batch in self._batches)
         self._addresses = self._current_addresses(grads)
 
     def holds(self, grads: Sequence[Tensor | None], states: Iterable[State]) -> bool:
@@ -135,7 +125,8 @@ class Plan:
                 *batch.columns._replace(grads=batch.collect(grads)),
                 batch.steps,
                 batch.hyper,
-                *batch.lanes,
+                batch.rows,
+                batch.counts,
                 _on(device, grad_scale),
                 _on(device, found_inf),
                 skipped if counts else None,
@@ -143,19 +134,6 @@ class Plan:
                 batch.dense,
                 *flags,
             )
-
-    def norm_parts(self, params: Sequence[Tensor], grads: Sequence[Tensor | None]) -> NormParts:
-        """Return the tensors whose norm is the gradients': flat runs where there are such."""
-        parts = norm_parts(params, grads)
-        if parts.sharded:
-            return parts
-        runs = [
-            run
-            for batch in self._batches
-            for run in zip(batch.grad_indices, batch.collect(grads), strict=True)
-        ]
-        # Not in the order of addresses, in which sums would round otherwise from run to run.
-        return NormParts([grad for _, grad in sorted(runs, key=operator.itemgetter(0))], {})
 
     @property
     def device(self) -> torch.device | None:
@@ -209,12 +187,12 @@ def local_state(state: Mapping[str, Tensor]) -> State:
     return {key: local_part(value) for key, value in state.items()}
 
 
-def _member(item: Stepped, state: State, step_class: int) -> Member:
+def _member(item: Stepped, state: State) -> Member:
     param = local_part(item.param)
     named = {_COLUMN_OF_STATE.get(key, key): value for key, value in state.items() if key != "step"}
     dense = is_dense(param.shape, param.stride()) and same_layout(param, item.grad)
     tensors = StepTensors(param, item.grad, **named)
-    return Member(item.position, tensors, state["step"], (item.row, step_class), dense)
+    return Member(item.position, item.row, tensors, state["step"], dense)
 
 
 def _dtypes(member: Member) -> Dtypes:
@@ -225,31 +203,23 @@ def _make_batch(
     members: list[Member],  # of one device and dtype combination
     hyper: Tensor,  # [G, 5] float64
 ) -> Batch:
-    by_lane: dict[tuple[int, int], list[Member]] = {}
-    for member in members:
-        by_lane.setdefault(member.lane, []).append(member)
-    found: list[StepTensors] = []
-    grad_indices: list[int] = []
-    steps: list[Tensor] = []
-    lanes = Lanes([], [], [])
-    for (row, _), lane in by_lane.items():
-        runs = _merge_lane(lane)
-        found += [tensors for _, tensors in runs]
-        grad_indices += [position for position, _ in runs]
-        lanes.rows.append(row)
-        lanes.sizes.append(len(runs))
-        lanes.steps.append(len(steps))
-        steps += _step_slices([member.step for member in lane])
-    columns = make_columns(found)
-    merged = len(found) < sum(1 for member in members if member.tensors.param.numel())
+    steps, counts = joined([member.step for member in members])
+    # Those without elements here count their steps, and no more.
+    found = [(member, count) for member, count in zip(members, counts, strict=True) if member.numel]
+    tensors = [member.tensors for member, _ in found]
+    rows = [member.row for member, _ in found]
+    tables: list[Tensor] = []
+    if found and _uses_kernel(members[0]):
+        own_steps = [member.step for member, _ in found]
+        tables = list(kernel.make_tables(tensors, own_steps, rows, hyper.device))
     return Batch(
-        columns=columns if merged else columns._replace(grads=[]),
-        grad_indices=grad_indices,
-        merged=merged,
+        columns=make_columns(tensors)._replace(grads=[]),
+        positions=[member.position for member, _ in found],
         steps=steps,
-        lanes=lanes,
+        rows=rows,
+        counts=[count for _, count in found],
         hyper=hyper,
-        tables=_make_tables(found, steps, lanes, hyper) if _uses_kernel(members[0]) else [],
+        tables=tables,
         dense=members[0].dense,
     )
 
@@ -265,43 +235,6 @@ def _uses_kernel(member: Member) -> bool:
 
 def _on_cuda(param: Tensor) -> bool:
     return param.is_cuda
-
-
-def _merge_lane(lane: list[Member]) -> list[tuple[int, StepTensors]]:
-    """Return the runs of a lane, each with the place of its first gradient; none are empty.
-
-    They are in the order of the parameters: wherever the allocator has put these, the call is the
-    same, and gradients that follow one another in memory do so in the call.
-    """
-    found = [member.tensors for member in lane]
-    if not lane[0].dense:
-        return [(m.position, m.tensors) for m in lane if m.tensors.param.numel()]
-    return [
-        (
-            lane[run.members[0]].position,
-            # Run of one parameter: the tensors themselves, so that views need not be made.
-            found[run.members[0]] if len(run.members) == 1 else StepTensors(*run.tensors),  # type: ignore[arg-type]
-        )
-        for run in sorted(merge_neighbours(found), key=lambda run: run.members[0])
-    ]
-
-
-def _make_tables(
-    runs: list[StepTensors], steps: list[Tensor], lanes: Lanes, hyper: Tensor
-) -> list[Tensor]:
-    if not runs:
-        return []
-    lane_of_run = [lane for lane, size in enumerate(lanes.sizes) for _ in range(size)]
-    firsts = [(steps[first], row) for first, row in zip(lanes.steps, lanes.rows, strict=True)]
-    return list(kernel.make_tables(runs, lane_of_run, firsts, hyper.device))
-
-
-def _step_slices(steps: list[Tensor]) -> list[Tensor]:
-    """Return 1-D views that cover these [] step counts, neighbours in one view."""
-    return [
-        flat_view(steps[run.members[0]], len(run.members))
-        for run in merge_neighbours([(step,) for step in steps])
-    ]
 
 
 def _on(device: torch.device, scalar: Tensor | None) -> Tensor | None:

@@ -3,7 +3,7 @@
 Shapes: [...] the parameter's shape; [] is a 0-D tensor.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -13,7 +13,7 @@ from torch import Tensor
 from graphfsdp.base.dtensors import local_part, wrap_like
 from graphfsdp.base.host_memory import zeros_flat
 from graphfsdp.errors import ConfigError
-from graphfsdp.optim.fused.flat_runs import slices_like
+from graphfsdp.optim.fused.flat_memory import slices_like
 from graphfsdp.optim.fused.settings import StepSettings
 from graphfsdp.optim.fused.storage import join_remainder
 
@@ -72,33 +72,6 @@ def wrap_state(state: State, param: Tensor) -> State:
     return {
         key: value if key == "step" else wrap_like(value, param) for key, value in state.items()
     }
-
-
-def step_classes(states: Mapping[Tensor, State], known: Mapping[Tensor, int]) -> dict[Tensor, int]:
-    """Number the parameters so that only such with equal step counts have equal numbers.
-
-    What ``known`` tells apart stays apart, whatever the counts are now: a graph may step one of
-    two parameters, and a replay tells nobody. Reads the counts on the host: not for the hot path.
-    """
-    keys = {
-        param: (known.get(param, -1), int(state["step"].item()))
-        for param, state in states.items()
-        if state
-    }
-    return _numbered(keys)
-
-
-def split_classes(classes: Mapping[Tensor, int], stepped: Iterable[Tensor]) -> dict[Tensor, int]:
-    """Numbers once only ``stepped`` take the next step: equal only for equal counts after it."""
-    active = set(stepped)
-    return _numbered(
-        {param: (classes.get(param, -1), param in active) for param in {*classes, *active}}
-    )
-
-
-def _numbered(keys: Mapping[Tensor, tuple[int, int]]) -> dict[Tensor, int]:
-    numbers = {key: number for number, key in enumerate(sorted(set(keys.values())))}
-    return {param: numbers[key] for param, key in keys.items()}
 
 
 def _memory_order(item: tuple[int, Tensor]) -> tuple[str, str, int, int, int, int]:

@@ -1,9 +1,10 @@
 """The operation ``graphfsdp::fused_adam_``: one fused step of many parameters as one node.
 
 Shapes: G = groups; S = parameters that one tensor of step counts stands for; [...] any shape, the
-same for all tensors of one parameter or flat run.
+same for all tensors of one parameter.
 """
 
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -14,7 +15,7 @@ from torch._utils import _unflatten_dense_tensors
 
 from graphfsdp.base.torch_internals import foreach_add_, foreach_copy_, key_of
 from graphfsdp.optim.fused import kernel
-from graphfsdp.optim.fused.flat_runs import flat_view
+from graphfsdp.optim.fused.flat_memory import flat_view
 from graphfsdp.optim.fused.settings import Flags
 from graphfsdp.optim.fused.storage import (
     Columns,
@@ -32,11 +33,6 @@ _CHUNK_SHARE = 8
 _SMALLEST_CHUNK = 1 << 17
 _LARGEST_CHUNK = 1 << 20
 
-# Note [Lanes]
-# A lane is a stretch of the tensor lists with one row of the hyper-parameter table and one step
-# count. Lane i covers the next lane_sizes[i] tensors; its step counts are steps[lane_steps[i]] and
-# the following ones up to the next lane's, all of which hold equal values.
-
 
 class StepArgs(NamedTuple):
     """Arguments of ``graphfsdp::fused_adam_``; its schema has columns and flags one by one."""
@@ -44,9 +40,8 @@ class StepArgs(NamedTuple):
     columns: Columns
     steps: list[Tensor]  # [S] float32 each, advanced by one unless the step is skipped
     hyper: Tensor  # [G, 5] float64
-    lane_rows: list[int]  # see Note [Lanes]
-    lane_sizes: list[int]
-    lane_steps: list[int]
+    rows: list[int]  # of the table, for each parameter
+    counts: list[int]  # where the step count of each parameter is among all of ``steps``
     grad_scale: Tensor | None  # [] float, multiplies every gradient
     found_inf: Tensor | None  # [] float; unless it is zero, the step is skipped
     skipped: Tensor | None  # [] float32, counts what is skipped; None: another call does
@@ -59,7 +54,7 @@ _LIBRARY = torch.library.Library("graphfsdp", "FRAGMENT")  # a registration live
 _LIBRARY.define(
     "fused_adam_(Tensor(a!)[] params, Tensor[] grads, Tensor(b!)[] exp_avgs, "
     "Tensor(c!)[] exp_avg_sqs, Tensor(d!)[] max_exp_avg_sqs, Tensor(e!)[] main_params, "
-    "Tensor(f!)[] steps, Tensor hyper, int[] lane_rows, int[] lane_sizes, int[] lane_steps, "
+    "Tensor(f!)[] steps, Tensor hyper, int[] rows, int[] counts, "
     "Tensor? grad_scale, Tensor? found_inf, Tensor(g!)? skipped, Tensor[] tables, "
     "bool dense, bool adam_w_mode, bool bias_correction, bool maximize) -> ()"
 )
@@ -91,21 +86,23 @@ def _advance(args: StepArgs) -> None:
         args.skipped.add_(skip)
 
 
+def _counts(args: StepArgs) -> list[Tensor]:
+    """Return the step count of each parameter, [] float32."""
+    found = [count for some in args.steps for count in some.unbind()]
+    return [found[place] for place in args.counts]
+
+
 def _run_tensor_code(args: StepArgs) -> None:
-    """Run the step as plain tensor code, one parameter or flat run after the other."""
+    """Run the step as plain tensor code, one parameter after the other."""
     _advance(args)
-    start = 0
-    for row, size, first in zip(args.lane_rows, args.lane_sizes, args.lane_steps, strict=True):
-        coefficients = adam_coefficients(args.hyper[row], args.steps[first].view(-1)[0], args.flags)
-        for index in range(start, start + size):
-            adam_update_(
-                args.columns.part(index, index + 1),
-                coefficients,
-                args.flags,
-                grad_scale=args.grad_scale,
-                found_inf=args.found_inf,
-            )
-        start += size
+    for index, (row, count) in enumerate(zip(args.rows, _counts(args), strict=True)):
+        adam_update_(
+            args.columns.part(index, index + 1),
+            adam_coefficients(args.hyper[row], count, args.flags),
+            args.flags,
+            grad_scale=args.grad_scale,
+            found_inf=args.found_inf,
+        )
 
 
 def run_cuda(args: StepArgs) -> None:
@@ -158,53 +155,70 @@ class CpuStep:
         wide_dtype = torch.promote_types(columns.params[0].dtype, torch.float32)
         scale = 1.0 if args.grad_scale is None else args.grad_scale.item()
         as_is = scale == 1.0 and columns.grads[0].dtype == wide_dtype
-        # Stored as the kernel takes them, all tensors of a lane go into one call.
+        # Stored as the kernel takes them, all tensors of a group go into one call.
         whole = as_is and all(column[0].dtype == wide_dtype for column in columns if column)
         rows = args.hyper.tolist()
         scratch: Tensor | None = None
         if not as_is:
             numel = max(part.numel for part in self._parts)
             scratch = torch.empty(numel, dtype=wide_dtype, device="cpu")
-        for part in self._lanes if whole else self._parts:
+        for part in self._groups if whole else self._parts:
             taken = part.columns
             if scratch is not None:  # unnamed, so that it is freed before the next one is made
                 taken = taken._replace(grads=part.scaled_grads(scale, scratch))
-            _update(taken, part.step, rows[part.row], args.flags, wide_dtype)
+            _update(taken, part.counts, rows[part.row], args.flags, wide_dtype)
 
     @cached_property
-    def _lanes(self) -> "list[_Part]":
-        args, start = self._args, 0
+    def _groups(self) -> "list[_Part]":
+        args = self._args
+        counts = _counts(args)
+        if not args.flags.bias_correction:
+            # With infinitely many steps behind it, a moment needs no correction: beta**inf = 0.
+            counts = [torch.tensor(torch.inf, device="cpu")] * len(counts)
         found = []
-        for row, size, first in zip(args.lane_rows, args.lane_sizes, args.lane_steps, strict=True):
-            if not size:
-                continue
-            if args.flags.bias_correction:
-                step = args.steps[first].view(-1)[0]
-            else:
-                # With infinitely many steps behind it, a moment needs no correction: beta**inf = 0.
-                step = torch.tensor(torch.inf, device="cpu")
-            found.append(_Part(row, step, args.columns.part(start, start + size)))
-            start += size
+        start = 0
+        for row, members in itertools.groupby(args.rows):
+            stop = start + sum(1 for _ in members)
+            found.append(_Part(row, counts[start:stop], args.columns.part(start, stop)))
+            start = stop
         return found
 
     @cached_property
     def _parts(self) -> "list[_Part]":
-        return [
-            _Part(lane.row, lane.step, part)
-            for lane in self._lanes
-            for part in _chunks(lane.columns)
-        ]
+        return [part for group in self._groups for part in group.chunks()]
 
 
 class _Part:
-    """Tensors of one lane that go into one call of torch's kernel."""
+    """Tensors of one group that go into one call of torch's kernel."""
 
-    def __init__(self, row: int, step: Tensor, columns: Columns) -> None:
+    def __init__(self, row: int, counts: list[Tensor], columns: Columns) -> None:
         self.row = row
-        self.step = step  # [] float32
+        self.counts = counts  # [] float32, the step count of each
         self.columns = columns
         self._sizes = [param.numel() for param in columns.params]
         self.numel = sum(self._sizes)
+
+    def chunks(self) -> "Iterator[_Part]":
+        """Cut them, which are dense, into parts of few elements."""
+        limit = _chunk_numel(self.numel)
+        start, total = 0, 0
+        for index, size in enumerate(self._sizes):
+            if start < index and total + size > limit:
+                yield self._part(start, index)
+                start, total = index, 0
+            total += size
+            if total > limit:  # so this tensor alone is too large
+                flat = [[flat_view(column[index])] if column else [] for column in self.columns]
+                for offset in range(0, size, limit):
+                    stop = offset + limit
+                    cut = Columns(*([view[offset:stop] for view in column] for column in flat))
+                    yield _Part(self.row, self.counts[index : index + 1], cut)
+                start, total = index + 1, 0
+        if start < len(self._sizes):
+            yield self._part(start, len(self._sizes))
+
+    def _part(self, start: int, stop: int) -> "_Part":
+        return _Part(self.row, self.counts[start:stop], self.columns.part(start, stop))
 
     def scaled_grads(self, scale: float, scratch: Tensor) -> list[Tensor]:
         """Return scaled gradients of the scratch's dtype, in its memory."""
@@ -239,7 +253,7 @@ class _Part:
 
 def _update(
     part: Columns,  # gradients scaled and wide already
-    step: Tensor,  # [] float32
+    counts: list[Tensor],  # [] float32 each
     hyper_row: Sequence[float],  # [5] see HYPER_COLUMNS
     flags: Flags,
     wide_dtype: torch.dtype,
@@ -250,7 +264,7 @@ def _update(
     first, second, largest = moments
     kernel = torch._fused_adamw_ if flags.adam_w_mode else torch._fused_adam_
     kernel(
-        weights, part.grads, first, second, largest, [step] * len(weights),
+        weights, part.grads, first, second, largest, counts,
         lr=lr, beta1=beta1, beta2=beta2, weight_decay=weight_decay, eps=eps,
         amsgrad=bool(part.max_exp_avg_sqs), maximize=flags.maximize,
     )  # fmt: skip
@@ -267,26 +281,6 @@ def _are_neighbours(grads: list[Tensor], sizes: list[int]) -> bool:
         end += size * grad.element_size()
     # Addresses rise between these two, so that all lie in their storage.
     return bool(key_of(grads[0].untyped_storage()) == key_of(grads[-1].untyped_storage()))
-
-
-def _chunks(columns: Columns) -> Iterator[Columns]:
-    """Cut columns of dense tensors into parts of few elements."""
-    sizes = [tensor.numel() for tensor in columns.params]
-    limit = _chunk_numel(sum(sizes))
-    start, total = 0, 0
-    for index, size in enumerate(sizes):
-        if start < index and total + size > limit:
-            yield columns.part(start, index)
-            start, total = index, 0
-        total += size
-        if total > limit:  # so this tensor alone is too large
-            flat = [[flat_view(column[index])] if column else [] for column in columns]
-            for offset in range(0, size, limit):
-                stop = offset + limit
-                yield Columns(*([view[offset:stop] for view in column] for column in flat))
-            start, total = index + 1, 0
-    if start < len(sizes):
-        yield columns.part(start, len(sizes))
 
 
 def _chunk_numel(total: int) -> int:

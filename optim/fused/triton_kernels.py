@@ -1,6 +1,6 @@
 """The Triton kernels of FusedAdam; import this module only where Triton is wanted.
 
-Shapes: R = flat runs, B = blocks of all runs, L = lanes, G = groups.
+Shapes: P = parameters, B = blocks of all parameters, G = groups.
 """
 
 # mypy: ignore-errors
@@ -29,16 +29,17 @@ def store_weight(param_ptr, main_ptr, weight, offsets, mask, HAS_MAIN: tl.conste
 
 @triton.jit
 def coefficients_kernel(
-    lanes_ptr,  # [L, 2] int64, address of a float32 step count; row of the table
+    params_ptr,  # [P, 10] int64, see update_kernel
     hyper_ptr,  # [G, 5] float64, lr, beta1, beta2, eps, weight_decay
-    coefficients_ptr,  # [L, 8] float32, written
+    coefficients_ptr,  # [P, 8] float32, written
     ADAM_W_MODE: tl.constexpr,
     BIAS_CORRECTION: tl.constexpr,
 ):
-    """One lane's scalars, in float64. Capture: reads the counts and table that a replay finds."""
-    lane = tl.program_id(0)
-    step_ptr = tl.load(lanes_ptr + lane * 2).to(tl.pointer_type(tl.float32))
-    hyper = hyper_ptr + tl.load(lanes_ptr + lane * 2 + 1) * 5
+    """A parameter's scalars, in float64. Capture: reads the count and table that a replay finds."""
+    index = tl.program_id(0)
+    param = params_ptr + index * 10
+    step_ptr = tl.load(param + 7).to(tl.pointer_type(tl.float32))
+    hyper = hyper_ptr + tl.load(param + 8) * 5
     lr = tl.load(hyper)
     beta1 = tl.load(hyper + 1)
     beta2 = tl.load(hyper + 2)
@@ -54,7 +55,7 @@ def coefficients_kernel(
     decay = correction1 * 0.0 + 1.0
     if ADAM_W_MODE:
         decay = 1.0 - lr * weight_decay
-    out = coefficients_ptr + lane * 8
+    out = coefficients_ptr + index * 8
     tl.store(out, decay.to(tl.float32))
     tl.store(out + 1, weight_decay.to(tl.float32))
     tl.store(out + 2, (1.0 - beta1).to(tl.float32))
@@ -128,7 +129,7 @@ def _update_block(
 
 @triton.jit
 def _load_pointers(
-    run,
+    row,
     PARAM_DTYPE: tl.constexpr,
     GRAD_DTYPE: tl.constexpr,
     FIRST_DTYPE: tl.constexpr,
@@ -136,12 +137,12 @@ def _load_pointers(
     MAIN_DTYPE: tl.constexpr,
     ALIGNED: tl.constexpr,
 ):
-    param_ptr = tl.load(run).to(tl.pointer_type(PARAM_DTYPE))
-    grad_ptr = tl.load(run + 1).to(tl.pointer_type(GRAD_DTYPE))
-    first_ptr = tl.load(run + 2).to(tl.pointer_type(FIRST_DTYPE))
-    second_ptr = tl.load(run + 3).to(tl.pointer_type(SECOND_DTYPE))
-    largest_ptr = tl.load(run + 4).to(tl.pointer_type(SECOND_DTYPE))
-    main_ptr = tl.load(run + 5).to(tl.pointer_type(MAIN_DTYPE))
+    param_ptr = tl.load(row).to(tl.pointer_type(PARAM_DTYPE))
+    grad_ptr = tl.load(row + 1).to(tl.pointer_type(GRAD_DTYPE))
+    first_ptr = tl.load(row + 2).to(tl.pointer_type(FIRST_DTYPE))
+    second_ptr = tl.load(row + 3).to(tl.pointer_type(SECOND_DTYPE))
+    largest_ptr = tl.load(row + 4).to(tl.pointer_type(SECOND_DTYPE))
+    main_ptr = tl.load(row + 5).to(tl.pointer_type(MAIN_DTYPE))
     if ALIGNED:
         # On the pointers: the compiler does not carry it over from the integers.
         param_ptr = tl.multiple_of(param_ptr, 16)
@@ -155,9 +156,9 @@ def _load_pointers(
 
 @triton.jit
 def update_kernel(
-    runs_ptr,  # [R, 9] int64, six addresses, numel, lane, first block
-    block_to_run_ptr,  # [B] int32
-    coefficients_ptr,  # [L, 8] float32
+    params_ptr,  # [P, 10] int64, six addresses, numel, address of the step count, row, first block
+    block_to_param_ptr,  # [B] int32
+    coefficients_ptr,  # [P, 8] float32
     scale_ptr,  # [] float32, multiplies every gradient; not read without HAS_SCALE
     skip_ptr,  # [] float32, nothing is changed unless it is zero; not read without HAS_SKIP
     PARAM_DTYPE: tl.constexpr,
@@ -175,20 +176,21 @@ def update_kernel(
     BLOCK_NUMEL: tl.constexpr,
     PART_NUMEL: tl.constexpr,
 ):
-    """Update one block of one run: one read and one write of everything, no gradient write.
+    """Update one block of a parameter: one read and one write of everything, no gradient write.
 
-    Capture: addresses come from the run table, so the table must stay as it is.
+    Capture: addresses come from the table, so the table must stay as it is.
     """
     block = tl.program_id(0)
-    run = runs_ptr + tl.load(block_to_run_ptr + block).to(tl.int64) * 9
+    index = tl.load(block_to_param_ptr + block).to(tl.int64)
+    row = params_ptr + index * 10
     pointers = _load_pointers(
-        run, PARAM_DTYPE, GRAD_DTYPE, FIRST_DTYPE, SECOND_DTYPE, MAIN_DTYPE, ALIGNED
+        row, PARAM_DTYPE, GRAD_DTYPE, FIRST_DTYPE, SECOND_DTYPE, MAIN_DTYPE, ALIGNED
     )
-    numel = tl.load(run + 6)
-    coefficients = coefficients_ptr + tl.load(run + 7) * 8
-    block -= tl.load(run + 8)
+    numel = tl.load(row + 6)
+    coefficients = coefficients_ptr + index * 8
+    block -= tl.load(row + 9)
     if HAS_SKIP:
-        # A run without elements: every load and store is masked off, so no memory is moved.
+        # Without elements: every load and store is masked off, so no memory is moved.
         numel = tl.where(tl.load(skip_ptr) == 0.0, numel, 0)
     start = block * BLOCK_NUMEL
     # A full block needs no mask, and only without one can loads be 16 bytes wide.

@@ -64,7 +64,9 @@ def test_interpreted_kernel_knows_every_mode(
     sizes=st.lists(st.integers(0, 5000), min_size=1, max_size=6),
     dtypes=st.sampled_from(COMBINATIONS),
 )
-def test_interpreted_kernel_updates_runs_of_any_size(sizes: list[int], dtypes: Dtypes) -> None:
+def test_interpreted_kernel_updates_parameters_of_any_size(
+    sizes: list[int], dtypes: Dtypes
+) -> None:
     assert_kernel_is_tensor_code(sizes, dtypes, Flags(), None)
 
 
@@ -76,14 +78,15 @@ def test_kernel_on_the_gpu_equals_the_tensor_code(dtypes: Dtypes) -> None:
 
 
 @interpreted
-def test_runs_off_a_16_byte_border_are_apart_and_still_right() -> None:
+def test_parameters_off_a_16_byte_border_are_apart_and_still_right() -> None:
     found = make_case([100, 2100], FP32)
     odd = map_tensors(found.bundles[0], lambda tensor: torch.cat([tensor.new_zeros(1), tensor])[1:])
     found = found._replace(bundles=[odd, found.bundles[1]])
     expected = found.clone()
     tables = found.launch(FP32, None, Flags())
     expected.update(None, Flags())
-    assert (tables.runs.shape[0], tables.odd_runs.shape[0]) == (1, 1)
+    assert tables.block_to_param.tolist() == [1, 1, 1]
+    assert tables.odd_block_to_param.tolist() == [0]
     assert_same(found, expected)
 
 
@@ -106,7 +109,7 @@ def test_a_model_of_many_tensors_costs_one_launch(monkeypatch: pytest.MonkeyPatc
     kernels = MagicMock()
     monkeypatch.setattr(step_kernel, "_kernels", lambda: kernels)
     make_case([64] * 148, FP32).launch(FP32, None, Flags())
-    for launched, grid in ((kernels.coefficients_kernel, (3,)), (kernels.update_kernel, (148,))):
+    for launched, grid in ((kernels.coefficients_kernel, (148,)), (kernels.update_kernel, (148,))):
         launched.__getitem__.assert_called_once_with(grid)
 
 
@@ -212,8 +215,8 @@ def test_update_kernel_compiles_for_sm_90(dtypes: Dtypes, aligned: bool, tmp_pat
         dtypes, Flags(), has_scale=True, has_skip=True, aligned=aligned
     )
     signature = {
-        "runs_ptr": "*i64",
-        "block_to_run_ptr": "*i32",
+        "params_ptr": "*i64",
+        "block_to_param_ptr": "*i32",
         "coefficients_ptr": "*fp32",
         "scale_ptr": "*fp32",
         "skip_ptr": "*fp32",
@@ -233,7 +236,7 @@ def test_update_kernel_compiles_for_sm_90(dtypes: Dtypes, aligned: bool, tmp_pat
 @needs_triton
 def test_coefficients_kernel_compiles_for_sm_90_with_float64_maths() -> None:
     kernels = fresh_kernels(step_kernel)
-    signature = {"lanes_ptr": "*i64", "hyper_ptr": "*fp64", "coefficients_ptr": "*fp32"}
+    signature = {"params_ptr": "*i64", "hyper_ptr": "*fp64", "coefficients_ptr": "*fp32"}
     constants = {"ADAM_W_MODE": True, "BIAS_CORRECTION": True}
     compiled = compile_for_sm_90(kernels.coefficients_kernel, signature, constants, 1)
     assert ".target sm_90" in compiled["ptx"]

@@ -8,7 +8,6 @@ import torch
 from torch import nn
 
 from adam_helpers import (
-    SeenOps,
     assert_equal,
     make_groups,
     make_params,
@@ -23,19 +22,6 @@ from graphfsdp.optim.fused import plan as plans
 from graphfsdp.optim.fused import step as steps
 from graphfsdp.optim.fused.step import as_kernel
 from triton_helpers import needs_triton
-
-
-def test_flat_neighbours_are_one_tensor_of_the_operation() -> None:
-    sizes = [6, 4, 10]
-    weights, grads = torch.randn(20), torch.randn(20)
-    params = [nn.Parameter(part) for part in weights.split(sizes)]
-    for param, grad in zip(params, grads.split(sizes), strict=True):
-        param.grad = grad
-    optimizer = FusedAdam(params)
-    with SeenOps() as ops:
-        optimizer.step()
-    ((_, args),) = ops.of("graphfsdp")
-    assert [tensor.shape for tensor in args[0]] == [(20,)]
 
 
 @pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])

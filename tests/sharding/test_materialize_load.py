@@ -65,8 +65,7 @@ def test_a_run_goes_on_in_a_model_from_meta(tmp_path: Path, strategy: str) -> No
         model: Any = on_meta(Tabled) if meta else Tabled().to(rank_device())
         shard(model, strategy)
         held = list(map(id, model.parameters()))
-        model.prepare_shards()  # to where they stay: a state's flat runs, and so the tails of
-        # vectorised loops, are then the same for both
+        model.prepare_shards()  # to where they stay
         optim = adam(model)  # before there is memory
         graphfsdp.load(tmp_path, model, optim)
         generators.append(torch.get_rng_state())

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from graphfsdp._capture.guards.asks import hold
 from graphfsdp._capture.guards.tensors import TensorGuard
 from guard_net import Guarded, refused, start
-from helpers import assert_same_state
 
 Change = Callable[[Any], Any]
 
@@ -165,11 +164,7 @@ def test_each_change_of_what_is_held_is_refused_by_name(name: str) -> None:
     guarded.step.close()
 
 
-def test_a_step_count_that_was_moved_is_refused_when_a_fused_step_would_look_for_it() -> None:
-    twin, guarded = start(scope="none"), start()
-    for run in (guarded, twin):
-        state_of(run)["step"].data = state_of(run)["step"].data.clone()
-        run.train(run.batch())  # goes on with a slice of one buffer, eager or not
-    assert_same_state(twin.snapshot(), guarded.snapshot())
-    guarded.optim.load_state_dict(guarded.optim.state_dict())
+def test_a_step_count_that_was_moved_is_refused() -> None:
+    guarded = start()
+    state_of(guarded)["step"].data = state_of(guarded)["step"].data.clone()
     refused(guarded, "optimizer state 'step' of 'scale' was at address")
