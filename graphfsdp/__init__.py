@@ -40,14 +40,14 @@ if TYPE_CHECKING:
     from graphfsdp.checkpoint import AsyncSaver as AsyncSaver
     from graphfsdp.checkpoint import load as load
     from graphfsdp.checkpoint import save as save
-    from graphfsdp.sharding.forward import (
-        register_fsdp_forward_method as register_fsdp_forward_method,
-    )
     from graphfsdp.sharding.fully_shard import fully_shard as fully_shard
     from graphfsdp.sharding.materialize.materialize import materialize as materialize
     from graphfsdp.sharding.module import FSDPModule as FSDPModule
     from graphfsdp.sharding.module import GradientReductionHandle as GradientReductionHandle
     from graphfsdp.sharding.module import UnshardHandle as UnshardHandle
+    from graphfsdp.sharding.module import (
+        register_fsdp_forward_method as register_fsdp_forward_method,
+    )
     from graphfsdp.sharding.pipelines import share_comm_ctx as share_comm_ctx
 
 __version__ = "0.1.0"

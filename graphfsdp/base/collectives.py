@@ -36,7 +36,7 @@ import queue
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from functools import partial
@@ -46,7 +46,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from graphfsdp.base.streams import Lane
 from graphfsdp.base.torch_internals import backend_of, key_of
 from graphfsdp.errors import ConfigError, PhaseError
 
@@ -495,25 +494,6 @@ def all_to_all_(
 def broadcast_(tensor: Tensor, group: dist.ProcessGroup, *, source: int = 0) -> None:
     """Give every rank the tensor of the rank ``source`` of the group, in place."""
     torch.ops.graphfsdp.broadcast_(tensor, group.group_name, source)
-
-
-def under_way(
-    lane: Lane | None, output: Tensor, source: Tensor, issue: Callable[[Transfer | None], None]
-) -> Generator[None, None, None]:
-    """Run a collective in two parts: up to the yield it is begun, after it waited for.
-
-    Without a lane it runs as a whole, without a yield.
-    """
-    if lane is None:
-        issue(None)
-        return
-    transfer = Transfer(output, source)
-    with lane.begun():
-        issue(transfer)
-    try:
-        yield
-    finally:
-        transfer.wait()  # also where the caller has given up: the memory is still in use
 
 
 def _ticket_of(transfer: Transfer | None) -> Tensor | None:

@@ -63,6 +63,8 @@ VERSION = TorchVersion(torch.__version__)
 ASKS_SUBCLASSES = VERSION >= "2.13"
 CUMPROD_READS = VERSION < "2.12"  # values on the host, in its backward pass
 
+NO_BACKWARD = -1
+
 # Where a module keeps what is called in place of its forward.
 COMPILED_CALL = "_compiled_call_impl"
 
@@ -76,7 +78,11 @@ num_dispatch_modes = torch._C._len_torch_dispatch_stack
 below_autograd = torch._C._AutoDispatchBelowAutograd
 without_autocast = torch._C._DisableAutocast
 backward_node = torch._C._current_autograd_node  # None outside of a backward pass
-backward_id = torch._C._current_graph_task_id  # -1 outside
+backward_id = torch._C._current_graph_task_id  # NO_BACKWARD outside
+# Calls a function when the backward pass under way is over, behind those given before it.
+when_backward_ends: Callable[[Callable[[], None]], None] = (
+    torch.autograd.Variable._execution_engine.queue_callback
+)
 profiler_is_on: Callable[[], bool] = torch._C._autograd._profiler_enabled
 has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
 functorch_level = torch._C._functorch.maybe_current_level
@@ -96,12 +102,7 @@ known_spec = attrgetter("_spec")
 
 
 def is_in_backward() -> bool:
-    return backward_id() != -1
-
-
-def when_backward_ends(callback: Callable[[], None]) -> None:
-    """Call a function when the backward pass under way is over, behind those given before it."""
-    torch.autograd.Variable._execution_engine.queue_callback(callback)
+    return backward_id() != NO_BACKWARD
 
 
 def storage_behind(reference: StorageWeakRef) -> torch.UntypedStorage | None:

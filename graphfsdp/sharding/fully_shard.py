@@ -25,14 +25,13 @@ from graphfsdp.sharding.arguments import (
     refuse_placements,
 )
 from graphfsdp.sharding.assigning import assign_in_place, receive_values
-from graphfsdp.sharding.forward import begin_forward, end_forward
-from graphfsdp.sharding.forward import register_fsdp_forward_method as register_fsdp_forward_method
 from graphfsdp.sharding.group import TAKEN_AS, ShardGroup, UnitOptions
 from graphfsdp.sharding.mesh import find_axes
 from graphfsdp.sharding.module import FSDPModule as FSDPModule
 from graphfsdp.sharding.module import GradientReductionHandle as GradientReductionHandle
 from graphfsdp.sharding.module import UnshardHandle as UnshardHandle
-from graphfsdp.sharding.module import attach
+from graphfsdp.sharding.module import attach, begin_forward, end_forward
+from graphfsdp.sharding.module import register_fsdp_forward_method as register_fsdp_forward_method
 from graphfsdp.sharding.pipelines import give_state, state_of
 from graphfsdp.sharding.pipelines import share_comm_ctx as share_comm_ctx
 from graphfsdp.sharding.unit import Unit

@@ -24,9 +24,8 @@ from graphfsdp.base.torch_internals import key_of, local_tensor_of, parameters_o
 from graphfsdp.config import MixedPrecisionPolicy, ShardingStrategy
 from graphfsdp.errors import ConfigError
 from graphfsdp.sharding.arguments import refuse_packing
-from graphfsdp.sharding.buffer import ShardBuffer
+from graphfsdp.sharding.buffer import How, Reduction, ShardBuffer, version_of
 from graphfsdp.sharding.extension import Extension, forget_values, is_extended, parts_of
-from graphfsdp.sharding.gradients import Reduction
 from graphfsdp.sharding.layout import Slot
 from graphfsdp.sharding.materialize.meta_tensors import become
 from graphfsdp.sharding.mesh import ModelAxes, UnitMesh, find_model_axes, join_meshes
@@ -106,6 +105,20 @@ class UnitOptions:
     reduction: str = "mean"
     offload: CPUOffloadPolicy | None = None
     ignored: frozenset[nn.Parameter] = frozenset()
+
+
+class Settings(NamedTuple):
+    """What the user has said about the passes to come.
+
+    With ``is_last_microbatch`` strategies that reduce once an iteration do it, and every strategy
+    reduces over the outer axis of its mesh, unless ``requires_all_reduce`` says not yet.
+    """
+
+    requires_gradient_sync: bool = True
+    is_last_microbatch: bool = True
+    requires_all_reduce: bool = True
+    reshard_after_forward: bool | None = True
+    reshard_after_backward: bool = True
 
 
 class ShardGroup:
@@ -290,6 +303,22 @@ class ShardGroup:
         for item in self.managed:
             yield item, item.buffer.whole_weight(item.slot)
 
+    def copies(self) -> list[tuple[Tensor, int]]:
+        """Return the whole weights that are copies, with the versions that they have now."""
+        copies = [buffer.copy for buffer in self.buffers]
+        return [(copy, version_of(copy)) for copy in copies if copy is not None]
+
+    def install_shards(self) -> None:
+        self.install(item.param for item in self.managed)
+
+    def install(self, tensors: Iterable[Tensor]) -> None:
+        """Give the modules what they hold from now on."""
+        for item, tensor in zip(self.managed, tensors, strict=True):
+            for owner, name in item.owners:
+                # Past nn.Module.__setattr__, which takes nothing but Parameters here.
+                seen = tensor if tensor is item.param else item.as_seen(tensor)
+                parameters_of(owner)[name] = seen  # type: ignore[assignment]
+
     def reshard(self, *, outside: bool = False) -> None:
         for buffer in self.buffers:
             buffer.reshard(outside=outside)
@@ -365,29 +394,25 @@ class ShardGroup:
                 item.buffer.local_view(item.buffer.grad, item.slot).zero_()
         return True
 
-    def bind_main_grads(self, landed: Iterable[int]) -> None:
-        """Bind the main grads of those parameters that have a gradient, by position."""
-        for position in sorted(landed):
-            item = self.managed[position]
-            setattr(item.param, self._grad_attribute, item.main_grad)
+    def bind_main_grads(self) -> None:
+        """Bind the main grads of those parameters that have got a gradient since the last time."""
+        for item in self.managed:
+            gradients = item.buffer.gradients
+            if gradients is not None and item.slot.index in gradients.landed:
+                gradients.landed.remove(item.slot.index)
+                setattr(item.param, self._grad_attribute, item.main_grad)
 
     @property
     def _grad_attribute(self) -> str:
         return "decoupled_grad" if self.options.policy.use_decoupled_grad else "grad"
 
     def reduce_pending(self, *, outside: bool = True) -> None:
-        """Reduce what waits of earlier microbatches, over all ranks; see Gradients.reduce."""
-        accumulate = self.has_main_grads()
+        """Reduce what waits of earlier microbatches, over all ranks."""
+        how = How(self.has_main_grads(), self.reduction, outside)
         for buffer in self.buffers:
-            waits = buffer.gradients
-            if waits is not None and waits.is_pending:
-                for _ in waits.reduce(
-                    None,
-                    accumulate=accumulate,
-                    reduction=self.reduction,
-                    outside=outside,
-                ):
-                    pass  # without a lane each collective is waited for
+            if buffer.gradients is not None and buffer.gradients.is_pending:
+                buffer.gradients.begin_reduce(None, how)
+                buffer.gradients.end_reduce()
 
 
 def _gathered_as(plan: BufferPlan) -> str:

@@ -91,7 +91,7 @@ class BufferLayout:
     shard_numel: int
     slots: tuple[Slot, ...]
 
-    @property
+    @cached_property
     def total_numel(self) -> int:
         """Number of elements of all shards together, padding included."""
         return self.num_ranks * self.shard_numel

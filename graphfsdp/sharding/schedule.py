@@ -18,21 +18,19 @@ and a gather that was not begun ahead comes behind what is under way there.
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import partial
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 
 from graphfsdp.base.streams import Lane, is_capturing
 from graphfsdp.base.torch_internals import (
+    NO_BACKWARD,
     backward_id,
     backward_node,
-    is_in_backward,
     when_backward_ends,
 )
-from graphfsdp.sharding.buffer import ShardBuffer
-from graphfsdp.sharding.gradients import Reducing
+from graphfsdp.sharding.buffer import Gradients, How, ShardBuffer
 from graphfsdp.sharding.group import ShardGroup
 from graphfsdp.sharding.packing import PackedWeights
 
@@ -91,23 +89,23 @@ class Order:
             yield entry
 
 
-@dataclass(frozen=True)
-class _Reduction:
+class _Reduction(NamedTuple):
+    """A unit's gradients on their way; ``done`` is called when that is over."""
+
     unit: Scheduled
-    steps: Sequence[Reducing]  # one for each buffer
-    done: Callable[[], None] | None  # called when that is over
+    gradients: Sequence[Gradients]
+    done: Callable[[], None] | None
 
     def finish(self) -> None:
-        for step in self.steps:
-            for _ in step:
-                pass
+        for each in self.gradients:
+            each.end_reduce()
         if self.done is not None:
             self.done()
 
     def abandon(self) -> None:
-        for step in self.steps:
+        for each in self.gradients:
             with suppress(RuntimeError):  # see Schedule.abandon
-                step.close()
+                each.abandon_reduce()
 
 
 class Schedule:
@@ -126,7 +124,7 @@ class Schedule:
         self._inside: list[Scheduled] = []  # units whose forward runs, outermost first
         self._prefetched: list[ShardBuffer] = []
         self._reductions: deque[_Reduction] = deque()
-        self._task = -1  # the backward pass that is under way, by autograd's number
+        self._task = NO_BACKWARD  # the backward pass that is under way, by autograd's number
         self._passes: list[int] = []  # it and those that it runs inside of, outermost first
         self._iteration_is_over = True
         self._known_before: dict[Order, Sequence[Entry]] = {}  # this iteration
@@ -136,7 +134,7 @@ class Schedule:
         self.max_reductions = 0
 
     def enter_forward(self, unit: Scheduled) -> None:
-        if is_in_backward():
+        if backward_id() != NO_BACKWARD:
             self._follow_backward()
             return
         if not self._inside:
@@ -154,7 +152,7 @@ class Schedule:
 
     def gathered(self, unit: Scheduled, buffers: Sequence[ShardBuffer]) -> None:
         """Begin to gather what comes after these buffers, which had to be gathered."""
-        if is_in_backward():
+        if backward_id() != NO_BACKWARD:
             self._follow_backward()
             upcoming = self._backward.note(unit, buffers) if buffers else []
         else:
@@ -183,21 +181,25 @@ class Schedule:
         while len(self._reductions) >= MAX_FULL_GRADS:
             self._reductions.popleft().finish()
 
-    def reduce_lane(self, unit: Scheduled, buffer: ShardBuffer) -> Lane | None:
-        """Return where a unit's gradients are reduced; None if it waits for them."""
-        return self._lane("reduce", buffer) if unit.group.options.overlap else None
-
     def reduce(
-        self, unit: Scheduled, steps: Sequence[Reducing], done: Callable[[], None] | None
+        self,
+        unit: Scheduled,
+        buffers: Sequence[ShardBuffer],
+        how: How,
+        done: Callable[[], None] | None,
     ) -> None:
-        """Begin a step for each buffer; ``done`` is called when all is over, before backward is."""
-        reduction = _Reduction(unit, steps, done)
+        """Begin to reduce the gradients of a unit's buffers; all is over before backward is."""
+        gradients = [each.gradients for each in buffers if each.gradients is not None]
+        reduction = _Reduction(unit, gradients, done)
         if not unit.group.options.overlap:
+            for each in gradients:
+                each.begin_reduce(None, how)
+                each.end_reduce()
             reduction.finish()
             return
         self._follow_backward()
-        for step in steps:
-            next(step, None)
+        for each in gradients:
+            each.begin_reduce(self._lane("reduce", each.device), how)
         self._reductions.append(reduction)
         self.max_reductions = max(self.max_reductions, len(self._reductions))
 
@@ -218,7 +220,7 @@ class Schedule:
 
     def settle(self) -> None:
         """Wait for whatever is under way, and drop what nobody has used."""
-        self._task = -1
+        self._task = NO_BACKWARD
         self._drop_prefetched()
         while self._reductions:
             self._reductions.popleft().finish()
@@ -228,7 +230,7 @@ class Schedule:
 
         All ranks go by the order that they knew before it: some may have come further than others.
         """
-        self._task = -1
+        self._task = NO_BACKWARD
         self._passes.clear()
         self._inside.clear()
         for order in (*self._forwards.values(), self._backward):
@@ -246,10 +248,9 @@ class Schedule:
 
     def queue_up(self, buffer: ShardBuffer) -> None:
         """Let a gather on the current stream have its turn; see Note [Collectives in a graph]."""
-        self._lane("gather", buffer).join()
+        self._lane("gather", buffer.device).join()
 
-    def _lane(self, kind: str, buffer: ShardBuffer) -> Lane:
-        device = buffer.device
+    def _lane(self, kind: str, device: torch.device) -> Lane:
         key = ("collectives" if device.type == "cuda" and is_capturing() else kind, device)
         if key not in self._lanes:
             # Of high priority, so that a collective need not wait until kernels leave room.
@@ -261,7 +262,7 @@ class Schedule:
     def _prefetch(self, entries: Sequence[Entry]) -> None:
         for unit, buffer in entries:
             before = buffer.is_prefetched
-            unit.prefetch(buffer, self._lane("gather", buffer))
+            unit.prefetch(buffer, self._lane("gather", buffer.device))
             if buffer.is_prefetched and not before:
                 self.num_prefetches += 1
                 self._prefetched.append(buffer)
@@ -275,7 +276,7 @@ class Schedule:
         task = backward_id()
         if task == self._task:
             return
-        if self._task != -1:
+        if self._task != NO_BACKWARD:
             # A backward pass inside another one, or one that has failed.
             self.settle()
         self._task = task

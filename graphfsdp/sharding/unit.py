@@ -23,47 +23,56 @@ in a capture).
 """
 
 import functools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from enum import Enum
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
+from torch.autograd.graph import saved_tensors_hooks
 
 from graphfsdp.base.nvtx import nvtx_range
 from graphfsdp.base.recomputation import apart_from_checkpoints
 from graphfsdp.base.streams import Lane
 from graphfsdp.base.torch_internals import (
-    is_in_backward,
+    NO_BACKWARD,
+    backward_id,
+    is_traceable_wrapper_subclass,
+    key_of,
     not_traced,
-    parameters_of,
     when_backward_ends,
 )
 from graphfsdp.config import ShardingStrategy
 from graphfsdp.errors import PhaseError
-from graphfsdp.sharding.buffer import ShardBuffer, version_of
-from graphfsdp.sharding.group import ShardGroup
-from graphfsdp.sharding.saved_weights import (
-    foreign_hooks_are_active,
-    saving_places,
-)
+from graphfsdp.sharding.buffer import How, ShardBuffer, version_of
+from graphfsdp.sharding.group import Settings, ShardGroup
 from graphfsdp.sharding.schedule import Schedule
 
 
-class Settings(NamedTuple):
-    """What the user has said about the passes to come.
+class Phase(Enum):
+    """Where a unit is in an iteration; forward passes, which may be within any, aside."""
 
-    With ``is_last_microbatch`` strategies that reduce once an iteration do it, and every strategy
-    reduces over the outer axis of its mesh, unless ``requires_all_reduce`` says not yet.
-    """
+    # Between iterations: whole weights that are still here may be older than the shards.
+    RESTING = "resting"
+    # Between microbatches: they are what the optimizer has left.
+    ACCUMULATING = "accumulating"
+    # Backward runs a part of the forward again, on whole weights that are leaves of its own.
+    RECOMPUTING = "recomputing"
+    # These have got gradients, which are to be reduced before the backward pass is over.
+    REDUCING = "reducing"
 
-    requires_gradient_sync: bool = True
-    is_last_microbatch: bool = True
-    requires_all_reduce: bool = True
-    reshard_after_forward: bool | None = True
-    reshard_after_backward: bool = True
+
+_AT_REST = (Phase.RESTING, Phase.ACCUMULATING)
+_LEGAL = frozenset(
+    (
+        *itertools.product(_AT_REST, (*_AT_REST, Phase.RECOMPUTING)),
+        *itertools.product((Phase.RECOMPUTING, Phase.REDUCING), (*_AT_REST, Phase.REDUCING)),
+    )
+)
 
 
 class Unit:
@@ -77,6 +86,8 @@ class Unit:
 
     Note [Who is trained]: what ``requires_grad`` says of the sharded parameters when a forward pass
     begins. ``positions`` are those of parameters in ``group.managed``.
+
+    ``phase``: see Phase; ``_rest`` is the one that a backward pass goes back to.
     """
 
     def __init__(self, modules: Sequence[nn.Module], group: ShardGroup) -> None:
@@ -88,16 +99,13 @@ class Unit:
         self.in_forward = False
         self._num_within = 0  # calls of its modules inside of its own forward pass
         self.pinned = False
+        self.phase = self._rest = Phase.RESTING
         self._frees = group.options.strategy is ShardingStrategy.OPTIM_GRADS_PARAMS
-        self._fresh = False  # the gathered weights are those that the optimizer left
+        self._reduces_each_time = group.options.strategy.stage >= 2  # not once an iteration
         self._cpu_token = torch.zeros((), device="cpu", requires_grad=True)
-        self._landed: set[int] = set()  # positions
-        self._added_by_layer: set[int] = set()  # likewise, in this backward pass
         self._context = ExitStack()
         self._whole: list[tuple[Tensor, int]] = []  # copies in a forward pass, and their versions
         self._unsharded: list[tuple[Tensor, int]] = []  # likewise since ``unshard``
-        self._recomputing = False
-        self._from_leaves = False  # gradients have come from reentrant recomputations
         self._waiting: set[nn.Module] = set()  # modules that have not run in this forward pass
         self._kept: list[Tensor] = []  # whole weights for them
         self._kept_with_gradients = False
@@ -140,26 +148,26 @@ class Unit:
         self.in_forward = True
         self.schedule.enter_forward(self)
         if module in self._waiting and self._can_use_kept():
-            self._install(self._kept)
+            self.group.install(self._kept)
         else:
             self._waiting.clear()
             self._refresh()
-            with self._gathering():
+            with self._gathering(self.group.buffers):
                 views = self._differentiable_views()
-            self._install(views)
-            if len(self.modules) > 1 and not is_in_backward():
+            self.group.install(views)
+            if len(self.modules) > 1 and backward_id() == NO_BACKWARD:
                 self._kept, self._waiting = views, set(self.modules)
                 self._kept_with_gradients = torch.is_grad_enabled()
         self._waiting.discard(module)
-        self._whole = self._copies()
+        self._whole = self.group.copies()
         frees = self._reshards_after_forward and not self.pinned
-        if torch.is_grad_enabled() and frees and not foreign_hooks_are_active():
-            hooks = saving_places(self.group.name, self.group.buffers, self._gather_again)
+        if torch.is_grad_enabled() and frees and not _foreign_hooks_are_active():
+            hooks = _saving_places(self.group.name, self.group.buffers, self._gather_again)
             self._context.enter_context(hooks)
 
     def _can_use_kept(self) -> bool:
         alike = self._kept_with_gradients == torch.is_grad_enabled()
-        return alike and not is_in_backward() and not self.group.is_old
+        return alike and backward_id() == NO_BACKWARD and not self.group.is_old
 
     def leave_forward(self) -> None:
         """Drop whole weights that are not kept; PhaseError if the forward has written into them."""
@@ -186,10 +194,10 @@ class Unit:
         self.in_forward = False
         self.schedule.leave_forward(self)
         if self.pinned:
-            self._install([view for _, view in self.group.full_views()])
+            self.group.install([view for _, view in self.group.full_views()])
             return
-        self._install_shards()
-        if is_in_backward() and torch.is_grad_enabled() and self.group.trainable:
+        self.group.install_shards()
+        if backward_id() != NO_BACKWARD and torch.is_grad_enabled() and self.group.trainable:
             self._queue_end_of_backward()  # a recomputation, whose backward needs the weights too
             return
         if not self._waiting:
@@ -198,7 +206,7 @@ class Unit:
     def _drop_after_forward(self) -> None:
         self._kept = []
         if self._reshards_after_forward or (self._frees and not torch.is_grad_enabled()):
-            self._drop_weights(outside=not torch.is_grad_enabled() and not self._fresh)
+            self._drop_weights(outside=not torch.is_grad_enabled() and not self._is_fresh)
 
     def end_pass(self) -> None:
         """Wait no longer for modules that did not run in a forward pass that is over."""
@@ -212,8 +220,8 @@ class Unit:
         self.schedule.packed.forget()
         self.group.reshard(outside=True)
         with torch.no_grad():
-            self._install([view for _, view in self.group.full_views()])
-        self._unsharded = self._copies()
+            self.group.install([view for _, view in self.group.full_views()])
+        self._unsharded = self.group.copies()
 
     def reshard(self) -> None:
         """PhaseError: the whole weights were written since ``unshard``, which is lost."""
@@ -221,7 +229,7 @@ class Unit:
         self.pinned = False
         self._unsharded = []
         self.group.reshard(outside=True)
-        self._install_shards()
+        self.group.install_shards()
         if written:
             raise PhaseError(
                 f"the weights of unit {self.group.name or '(root)'!r} were written between "
@@ -230,11 +238,6 @@ class Unit:
                 "parameters (with torch.no_grad(): param.mul_(...)), or by load_state_dict of "
                 "whole tensors"
             )
-
-    def _copies(self) -> list[tuple[Tensor, int]]:
-        """Return the whole weights that are copies, with the versions that they have now."""
-        copies = [buffer.copy for buffer in self.group.buffers]
-        return [(copy, version_of(copy)) for copy in copies if copy is not None]
 
     def take_gradients(self, grads: Mapping[int, Tensor | None]) -> None:
         """Reduce whole gradients of one backward pass, by position, or keep them.
@@ -247,48 +250,54 @@ class Unit:
         per_buffer: dict[int, list[Tensor | None]] = {}
         trained = {id(self.group.managed[position].buffer) for position in grads}
         for position, item in enumerate(self.group.managed):
-            grad = grads.get(position)
-            if position in self._added_by_layer:
-                grad = None  # a dummy for autograd's sake
-            per_buffer.setdefault(id(item.buffer), []).append(grad)
-            if grad is not None:
-                self._landed.add(position)
-        self._added_by_layer.clear()
-        self._from_leaves = False
+            per_buffer.setdefault(id(item.buffer), []).append(grads.get(position))
         settings = self.settings
-        early = self.group.options.strategy.stage >= 2
-        sync = settings.requires_gradient_sync and (early or settings.is_last_microbatch)
         outside = settings.is_last_microbatch and settings.requires_all_reduce
         self.schedule.make_room()
-        steps = []
+        buffers = []
         for buffer in self.group.buffers:
             if buffer.gradients is not None and (
                 id(buffer) in trained or buffer.gradients.is_pending
             ):
                 buffer.gradients.add(per_buffer[id(buffer)], accumulate=accumulate)
-                lane, how = self.schedule.reduce_lane(self, buffer), self.group.reduction
-                steps.append(
-                    buffer.gradients.reduce(
-                        lane, accumulate=accumulate, reduction=how, outside=outside
-                    )
-                )
-        if sync:
+                buffers.append(buffer)
+        reduces = self._reduces_each_time or settings.is_last_microbatch
+        if reduces and settings.requires_gradient_sync:
+            how = How(accumulate, self.group.reduction, outside)
             complete = outside or self.group.options.mesh.outer is None
             with nvtx_range(f"reduce_grad {self.group.name}"):
-                self.schedule.reduce(self, steps, self._bind_gradients if complete else None)
-        # Until then no optimizer step can have come between, so gathered weights stay good.
-        self._fresh = not (settings.requires_gradient_sync and settings.is_last_microbatch)
-        if not self._fresh:
+                bind = self.group.bind_main_grads if complete else None
+                self.schedule.reduce(self, buffers, how, bind)
+        if settings.requires_gradient_sync and settings.is_last_microbatch:
+            self._rest = Phase.RESTING
             self.schedule.end_iteration()
+        else:
+            # Until then no optimizer step can have come between, so gathered weights stay good.
+            self._rest = Phase.ACCUMULATING
         self._end_backward()
 
     def _end_backward(self) -> None:
         """Drop weights that a backward pass has gathered, and put the shards back."""
-        if self._recomputing:
-            self._recomputing = False
-            self._install_shards()
+        was_at_rest = self.phase in _AT_REST
+        self._enter(self._rest)
+        if not was_at_rest:
+            self.group.install_shards()
         if self._frees and self.settings.reshard_after_backward and not self.is_whole:
-            self._drop_weights(outside=not self._fresh)
+            self._drop_weights(outside=not self._is_fresh)
+
+    def _enter(self, phase: Phase) -> None:
+        assert (self.phase, phase) in _LEGAL, f"{self.phase} -> {phase}"
+        self.phase = phase
+
+    @property
+    def _is_fresh(self) -> bool:
+        """Whether no optimizer step can have come since weights were gathered."""
+        return self._rest is Phase.ACCUMULATING
+
+    def _end_accumulation(self) -> None:
+        self._rest = Phase.RESTING
+        if self.phase in _AT_REST:
+            self._enter(self._rest)
 
     def leave_backward(self) -> None:
         """Go back to rest when a backward pass of the model is over, wherever it has been.
@@ -309,14 +318,14 @@ class Unit:
         """Take note that all microbatches are over, if the unit did not run in the last one."""
         if self.group.has_pending_gradients:
             self._reduce_pending(outside=True)
-        self._fresh = False
+        self._end_accumulation()
 
     @torch.no_grad()
     def _reduce_pending(self, *, outside: bool) -> None:
-        self._fresh = False
+        self._end_accumulation()
         self.group.reduce_pending(outside=outside)
         if outside or self.group.options.mesh.outer is None:
-            self._bind_gradients()
+            self.group.bind_main_grads()
 
     def abandon_iteration(self) -> None:
         """Go back to rest from where an exception, after which torch calls no hook, has left it."""
@@ -324,13 +333,10 @@ class Unit:
         self._context.close()
         self.in_forward = False
         self._num_within = 0
-        self._fresh = False
+        self.phase = self._rest = Phase.RESTING
         self._waiting.clear()
         self._kept = []
-        self._recomputing = self._from_leaves = False
         self._whole.clear()
-        self._landed.clear()
-        self._added_by_layer.clear()
         for buffer in self.group.buffers:
             if buffer.gradients is not None:
                 buffer.gradients.forget()
@@ -344,7 +350,7 @@ class Unit:
 
     @not_traced
     def _called_alone(self, inner: nn.Module) -> None:
-        if not is_in_backward():
+        if backward_id() == NO_BACKWARD:
             raise PhaseError(
                 f"a {type(inner).__name__} of unit {self.group.name!r} was called outside the "
                 "unit's own forward, where its weights are shards. Remedy: call the unit, or "
@@ -359,18 +365,18 @@ class Unit:
         forward; these leaves only make the same operators save the same tensors. A reentrant
         checkpoint has a graph of its own, which ends in them: then gradients come from there.
         """
-        if self.is_whole or self._recomputing or not is_in_backward():
+        if self.is_whole or self.phase not in _AT_REST or backward_id() == NO_BACKWARD:
             return False
-        self._recomputing = True
+        self._enter(Phase.RECOMPUTING)
         self._queue_end_of_backward()
-        with self._gathering():
+        with self._gathering(self.group.buffers):
             views = list(self.group.full_views())
         leaves = [view.detach().requires_grad_(item.trains) for item, view in views]
         for position, leaf in enumerate(leaves):
             if leaf.requires_grad:
                 take = functools.partial(self._take_from_leaf, position)
                 leaf.register_post_accumulate_grad_hook(take)
-        self._install(leaves)
+        self.group.install(leaves)
         return True
 
     def _take_from_leaf(self, position: int, leaf: Tensor) -> None:
@@ -384,33 +390,36 @@ class Unit:
         assert grad is not None
         self.schedule.finish_reduction(self)
         self.schedule.make_room()
-        self._from_leaves = True
-        self._landed.add(position)
-        self._whole_gradient(position).add_(grad)
+        self._enter(Phase.REDUCING)
+        self._whole_gradient(position, by_layer=False).add_(grad)
 
-    def _whole_gradient(self, position: int) -> Tensor:
-        item = self.group.managed[position]
-        assert item.buffer.gradients is not None
-        return item.buffer.gradients.view(item.slot, accumulate=self.group.has_main_grads())
+    def _whole_gradient(self, position: int, *, by_layer: bool) -> Tensor:
+        item, gradients = (
+            self.group.managed[position],
+            self.group.managed[position].buffer.gradients,
+        )
+        assert gradients is not None
+        accumulate = self.group.has_main_grads()
+        return gradients.view(item.slot, accumulate=accumulate, by_layer=by_layer)
 
     def _finish_backward(self) -> None:
-        if self._from_leaves:
+        if self.phase is Phase.REDUCING:
             self.take_gradients({})
             self.schedule.finish_reduction(self)
         self._end_backward()
 
     def _refresh(self) -> None:
         """Forget gathered weights that the optimizer may have made stale."""
-        kept = self._fresh and not self.group.is_old
-        if kept or self.pinned or is_in_backward():
+        kept = self._is_fresh and not self.group.is_old
+        if kept or self.pinned or backward_id() != NO_BACKWARD:
             return  # a forward inside backward is a recomputation: nothing has been stepped
         if not self.group.is_prefetched:  # in this pass, so after any step
             self.group.reshard(outside=True)
 
     @contextmanager
-    def _gathering(self) -> Iterator[None]:
-        """Tell the schedule which buffers the body has gathered."""
-        missing = [buffer for buffer in self.group.buffers if buffer.full is None]
+    def _gathering(self, buffers: Sequence[ShardBuffer]) -> Iterator[None]:
+        """Tell the schedule which of these buffers the body has gathered."""
+        missing = [buffer for buffer in buffers if buffer.full is None]
         for buffer in missing:
             if not buffer.is_prefetched:
                 self.schedule.queue_up(buffer)
@@ -421,15 +430,10 @@ class Unit:
 
     def _gather_again(self, buffer: ShardBuffer) -> Tensor:
         self._queue_end_of_backward()
-        full = buffer.full
-        if full is None:
-            if not buffer.is_prefetched:
-                self.schedule.queue_up(buffer)
-            with apart_from_checkpoints():
-                with nvtx_range(f"unshard {self.group.name}"):
-                    full = buffer.unshard()
-                self.schedule.gathered(self, [buffer])
-        return full
+        if buffer.full is not None:
+            return buffer.full
+        with self._gathering([buffer]):
+            return buffer.unshard()
 
     def _drop_weights(self, *, outside: bool) -> None:
         with nvtx_range(f"reshard {self.group.name}"):
@@ -472,27 +476,11 @@ class Unit:
         Capture: see Gradients.view.
         """
         self.schedule.finish_reduction(self)
-        self._landed.add(position)
-        self._added_by_layer.add(position)
-        return self._whole_gradient(position)
-
-    def _install_shards(self) -> None:
-        self._install(item.param for item in self.group.managed)
-
-    def _install(self, tensors: Iterable[Tensor]) -> None:
-        for item, tensor in zip(self.group.managed, tensors, strict=True):
-            for owner, name in item.owners:
-                # Past nn.Module.__setattr__, which takes nothing but Parameters here.
-                seen = tensor if tensor is item.param else item.as_seen(tensor)
-                parameters_of(owner)[name] = seen  # type: ignore[assignment]
+        return self._whole_gradient(position, by_layer=True)
 
     def _queue_end_of_backward(self) -> None:
-        if is_in_backward():
+        if backward_id() != NO_BACKWARD:
             when_backward_ends(self._finish_backward)
-
-    def _bind_gradients(self) -> None:
-        self.group.bind_main_grads(self._landed)
-        self._landed.clear()
 
 
 def _are_written(copies: Iterable[tuple[Tensor, int]]) -> bool:
@@ -516,3 +504,97 @@ class Unshard(Function):
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[None, None, None]:
         ctx.unit.take_gradients(dict(zip(ctx.positions, grads, strict=True)))
         return None, None, None
+
+
+class _Place(NamedTuple):
+    """A weight that autograd has saved for backward: where it lies in a gathered buffer."""
+
+    buffer_index: int
+    shape: torch.Size
+    stride: tuple[int, ...]
+    offset: int | torch.SymInt
+    dtype: torch.dtype  # of a buffer of bytes each weight is read in its own
+
+
+class _Wrapped(NamedTuple):
+    """A saved wrapper (DTensor, 8-bit numbers with scales) some of whose tensors are places."""
+
+    kind: Any
+    parts: dict[str, Any]
+    context: Any
+    shape: torch.Size
+    stride: tuple[int, ...]
+
+
+class _Pack:
+    """Saves a tensor, or its place where it looks at a gathered buffer.
+
+    A class, so that a unit knows the hooks of the unit around it.
+    """
+
+    def __init__(self, storages: dict[int, int]) -> None:
+        self._storages = storages  # index of the buffer by identity of its storage
+
+    def __call__(self, tensor: Tensor) -> Any:
+        if is_traceable_wrapper_subclass(tensor):
+            names, context = tensor.__tensor_flatten__()
+            parts = {name: self(getattr(tensor, name)) for name in names}
+            if not any(isinstance(part, _Place | _Wrapped) for part in parts.values()):
+                return tensor
+            return _Wrapped(type(tensor), parts, context, tensor.shape, tensor.stride())
+        if type(tensor) not in (Tensor, nn.Parameter) or tensor.layout is not torch.strided:
+            return tensor
+        index = self._storages.get(key_of(tensor.untyped_storage()))
+        if index is None:
+            return tensor
+        return _Place(index, tensor.shape, tensor.stride(), tensor.storage_offset(), tensor.dtype)
+
+
+def _saving_places(
+    unit: str, buffers: Sequence[ShardBuffer], gather: Callable[[ShardBuffer], Tensor]
+) -> AbstractContextManager[Any]:
+    """Save places of a unit's unsharded buffers while the body runs.
+
+    Whenever backward asks for a place, ``gather`` is called, and returns the whole buffer.
+    """
+    storages = {
+        key_of(buffer.full.untyped_storage()): index
+        for index, buffer in enumerate(buffers)
+        if buffer.full is not None
+    }
+    moments = [buffer.moment() for buffer in buffers]
+
+    def unpack(saved: Any) -> Tensor:
+        if isinstance(saved, _Wrapped):
+            parts = {name: unpack(part) for name, part in saved.parts.items()}
+            whole: Tensor = saved.kind.__tensor_unflatten__(
+                parts, saved.context, saved.shape, saved.stride
+            )
+            return whole
+        if not isinstance(saved, _Place):
+            return saved  # type: ignore[no-any-return]
+        buffer = buffers[saved.buffer_index]
+        if buffer.moment()[0] != moments[saved.buffer_index][0]:
+            raise PhaseError(
+                f"weights of unit {unit or '(root)'!r} were written between its forward and its "
+                "backward, which gathers them again: the gradients would be wrong (without "
+                "fully_shard, autograd says that they were modified by an inplace operation). "
+                "Remedy: optimizer.step() and other writes after the last backward; or clone() "
+                "what backward needs"
+            )
+        full = gather(buffer)
+        if full.dtype != saved.dtype:
+            full = full.view(saved.dtype)
+        return full.as_strided(saved.shape, saved.stride, saved.offset)
+
+    return saved_tensors_hooks(_Pack(storages), unpack)
+
+
+def _foreign_hooks_are_active() -> bool:
+    """Tell whether somebody else packs saved tensors here (activation checkpointing).
+
+    Only the innermost hooks are asked, and a checkpoint must see every saved tensor. It saves no
+    weights itself: it runs the unit's forward again.
+    """
+    top = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    return top is not None and not isinstance(top[0], _Pack)
