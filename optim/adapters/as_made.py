@@ -12,14 +12,14 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 
 from graphfsdp.base.dtensors import is_dtensor
-from graphfsdp.base.torch_internals import has_kernel, without_modes
+from graphfsdp.base.torch_internals import without_modes
 from graphfsdp.config import MixedPrecisionPolicy, Scope
 from graphfsdp.errors import ConfigError
 from graphfsdp.optim.adapters.baked import BakedAdapter, Word
@@ -27,9 +27,29 @@ from graphfsdp.optim.adapters.live_numbers import LiveScalars
 from graphfsdp.optim.fused.hyper_table import LiveMemory, plain_lr
 
 _LOG = logging.getLogger("graphfsdp")
-# Those that have a fused kernel, with the names that operators have.
-_FUSED: Mapping[str, str] = MappingProxyType(
-    {"Adam": "adam", "AdamW": "adamw", "SGD": "sgd", "Adagrad": "adagrad"}
+
+
+class _Fused(NamedTuple):
+    """Where torch's fused kernel of an optimizer is taken, and on which parameters."""
+
+    devices: tuple[str, ...] = ("cpu", "cuda")
+    dtensors: bool = False
+    narrow_momentum: bool = True  # of less than 32 bits, on a CPU
+
+
+# Note [Flags]: what is turned on for a step, where a group has the flag:
+#
+#                                      a CPU                     CUDA
+# capturable=True                      RAdam, ASGD               all
+# fused=True, where neither fused      where steps may be        as _FUSED says
+#   nor foreach was given              skipped, as _FUSED says
+# foreach=True, unless given as False  -                         with capturable, without fused
+_FUSED: Mapping[type[torch.optim.Optimizer], _Fused] = MappingProxyType(
+    {
+        torch.optim.Adam: _Fused(dtensors=True),  # AdamW is one
+        torch.optim.SGD: _Fused(narrow_momentum=False),
+        torch.optim.Adagrad: _Fused(devices=("cpu",)),  # torch 2.11 has one and refuses to take it
+    }
 )
 # Those that decide by the step count what to compute, unless they are told to be capturable.
 _NEED_FLAG = (torch.optim.RAdam, torch.optim.ASGD)
@@ -127,41 +147,36 @@ class TorchAdapter(BakedAdapter):
                 )
 
     def _settings(self, group: Mapping[str, Any]) -> dict[str, Any]:
-        """Return what a group is to have while it is stepped."""
+        """Return what a group is to have while it is stepped; see Note [Flags]."""
         if group.get("differentiable") or not group["params"]:
             return {}
         on_gpu = any(param.is_cuda for param in group["params"])
-        found: dict[str, Any] = {}
-        if "capturable" in group and (on_gpu or isinstance(self.optimizer, _NEED_FLAG)):
+        fused = self._fuses(group, "cuda" if on_gpu else "cpu")
+        found: dict[str, Any] = {"fused": fused}
+        if on_gpu or isinstance(self.optimizer, _NEED_FLAG):
             found["capturable"] = True
-        if "fused" in group:
-            found["fused"] = self._fuses(group, on_gpu=on_gpu)
-        if "foreach" in group:
-            # Lists of tensors take lr as a tensor only where they are capturable; on a CPU torch
-            # has no kernels for them, and goes through them one by one.
-            by_lists = on_gpu and "capturable" in found and not found.get("fused")
-            found["foreach"] = by_lists and group["foreach"] is not False
-        return found
+        # Lists of tensors take lr as a tensor only where they are capturable; on a CPU torch has no
+        # kernels for them, and goes through them one by one.
+        by_lists = on_gpu and "capturable" in group and not fused
+        found["foreach"] = by_lists and group.get("foreach") is not False
+        return {key: value for key, value in found.items() if key in group}
 
-    def _fuses(self, group: Mapping[str, Any], *, on_gpu: bool) -> bool:
-        """Tell whether one kernel steps the group: on a GPU, or if it is to leave steps out."""
-        if group["fused"] is not None or group["foreach"]:
-            return bool(group["fused"])
+    def _fuses(self, group: Mapping[str, Any], device: str) -> bool:
+        if group.get("fused") is not None or group.get("foreach"):
+            return bool(group.get("fused"))
         params = group["params"]
-        is_adam = isinstance(self.optimizer, (torch.optim.Adam, torch.optim.AdamW))
-        if not (on_gpu or self._must_skip) or not all(p.is_floating_point() for p in params):
+        kernel = next((_FUSED[cls] for cls in type(self.optimizer).__mro__ if cls in _FUSED), None)
+        if kernel is None or device not in kernel.devices:
             return False
-        if not is_adam and any(map(is_dtensor, params)):
+        if not all(param.is_floating_point() for param in params):
             return False
-        if on_gpu and isinstance(self.optimizer, torch.optim.Adagrad):
-            return False  # torch 2.11 has a kernel and refuses to take it
-        if not on_gpu and group.get("momentum") and any(p.dtype.itemsize < 4 for p in params):
-            return False  # see _check_anywhere
-        names = [
-            _FUSED[cls.__name__] for cls in type(self.optimizer).__mro__ if cls.__name__ in _FUSED
-        ]
-        kernel = f"aten::_fused_{names[0]}_" if names else ""
-        return bool(names) and has_kernel(kernel, "CUDA" if on_gpu else "CPU")
+        if any(map(is_dtensor, params)) and not kernel.dtensors:
+            return False
+        if device == "cuda":
+            return True
+        is_narrow = any(param.dtype.itemsize < 4 for param in params)
+        takes = kernel.narrow_momentum or not (group.get("momentum") and is_narrow)
+        return self._must_skip and takes
 
     def _run_step(
         self, step: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
