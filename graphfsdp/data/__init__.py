@@ -11,13 +11,14 @@ Imports nothing of ours but errors. ``Feed`` takes any loader; the rest makes ba
         graphfsdp.checkpoint.save(folder, model, optimizer, objects={"data": feed})
 """
 
-from graphfsdp.data.batches import IGNORED_TARGET, TokenBatches
+from graphfsdp.data.batches import IGNORED_TARGET, Batch, TokenBatches
 from graphfsdp.data.corpus import BYTES_VOCAB_SIZE, Corpus, is_token_file, load_corpus
 from graphfsdp.data.feed import Feed
 
 __all__ = [
     "BYTES_VOCAB_SIZE",
     "IGNORED_TARGET",
+    "Batch",
     "Corpus",
     "Feed",
     "TokenBatches",

@@ -1,12 +1,20 @@
-"""The command line of ``graphfsdp train``, in Megatron's style, and named starting points."""
+"""The settings of ``graphfsdp train``: named starting points, ``--config`` files, flags.
+
+All three speak of the fields of TrainConfig, and each counts more than the one before. Flags have
+Megatron's spelling.
+"""
 
 import argparse
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+import difflib
+import json
+import tomllib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import fields, replace
+from pathlib import Path
 from types import MappingProxyType
-from typing import get_args
+from typing import Any, NoReturn, get_args
 
-from graphfsdp.command_line import Parser, add_flags
+from graphfsdp.command_line import Parser, add_flags, flag_name
 from graphfsdp.config import ShardingStrategy
 from graphfsdp.errors import ConfigError
 from graphfsdp.training.config import ScopeName, TrainConfig
@@ -26,18 +34,35 @@ _SECTIONS: Mapping[str, str] = MappingProxyType(
     }
 )
 
-# Over eighty flags follow; these are what nearly every run gives.
+# What ``--help`` speaks of; ``--help-all`` has the others too.
+_TAUGHT = frozenset(
+    (
+        *("vocab_size", "seq_length", "num_layers", "hidden_size", "num_attention_heads"),
+        *("num_experts", "hidden_dropout", "attention_dropout"),
+        *("data", "eod_token_id", "micro_batch_size", "global_batch_size", "train_iters", "seed"),
+        *("lr", "lr_decay_style", "lr_warmup_iters", "min_lr", "weight_decay", "clip_grad"),
+        *("bf16", "fp8_param_gather"),
+        *("cuda_graph_scope", "cuda_graph_warmup_steps", "compile", "device"),
+        *("data_parallel_sharding_strategy", "num_distributed_optimizer_instances"),
+        *("outer_dp_sharding_strategy", "expert_model_parallel_size"),
+        "pipeline_model_parallel_size",
+        *("save", "save_interval", "keep_last", "async_save", "load"),
+        *("out", "log_interval", "eval_interval", "sample_tokens", "target_loss", "mllog"),
+    )
+)
 _OPENING = """\
 Train a GPT with the whole iteration in one graph.
 
-the five most used flags:
-  --preset NAME                      which model, with settings that go with it
-  --data PATH                        what it reads: a text, or files of tokens
-  --micro-batch-size N               sequences that each process computes at a time
-  --lr X                             highest learning rate
-  --cuda-graph-scope full_iteration  one graph for all of an iteration; none is eager
+  graphfsdp train                                          the default GPT, about two minutes
+  graphfsdp train --preset gpt2-124m --data tokens.bin --bf16 --out runs/one
+  graphfsdp train --preset tiny --cuda-graph-scope none    the same bits, eagerly
+  graphfsdp train --save runs/ckpt --load runs/ckpt        go on where the last start ended
+  graphfsdp train --config run.toml --lr 1e-3              a file of settings; flags count more
+  torchrun --nproc-per-node 2 -m graphfsdp train --data-parallel-sharding-strategy optim_grads
 
-  graphfsdp train --preset gpt2-124m --data corpus.txt --cuda-graph-scope full_iteration"""
+A preset says which model, with settings that go with it; --config and then flags override it. A
+--config file is TOML or JSON with the names below ("micro_batch_size = 8"); the config.json that a
+run keeps in --out is one. --help-all lists the flags that few runs need."""
 
 
 # The vocabulary is padded to a multiple of 128.
@@ -153,7 +178,32 @@ def find_preset(name: str) -> TrainConfig:
 
 
 def parse_train_arguments(arguments: Sequence[str]) -> TrainConfig:
-    given = vars(make_parser().parse_args(arguments))
+    parser = make_parser()
+    given = _in_one_spelling(vars(parser.parse_args(arguments)))
+    if {"lr_warmup_iters", "lr_warmup_fraction"} <= given.keys():
+        raise ConfigError(
+            "--lr-warmup-iters and --lr-warmup-fraction both say how long the warm-up is; give "
+            "one of them"
+        )
+    file = given.pop("config", None)
+    if file is not None:
+        words = [*_words_of(file)]
+        try:
+            settings = _in_one_spelling(vars(parser.parse_args(words)))
+        except ConfigError as error:
+            raise ConfigError(f"--config {file}: {error}") from None
+        if "lr_warmup_iters" in given:
+            settings.pop("lr_warmup_fraction", None)
+        given = {**settings, **given}
+    preset = find_preset(given.get("preset", "default"))
+    if "train_iters" in given:
+        # A preset's warm-up is for the preset's length; a shorter run gets a shorter one.
+        shortest = min(preset.lr_warmup_iters, given["train_iters"] // 10)
+        given.setdefault("lr_warmup_iters", max(shortest, 0))
+    return replace(preset, **given)
+
+
+def _in_one_spelling(given: dict[str, Any]) -> dict[str, Any]:
     impl = given.pop("cuda_graph_impl", None)
     if impl is not None:
         scope = given.setdefault("cuda_graph_scope", impl)
@@ -165,34 +215,68 @@ def parse_train_arguments(arguments: Sequence[str]) -> TrainConfig:
     strategy = given.get("data_parallel_sharding_strategy")
     if strategy is not None:
         given["data_parallel_sharding_strategy"] = ShardingStrategy.parse(strategy).value
-    preset = find_preset(given.get("preset", "default"))
-    if {"lr_warmup_iters", "lr_warmup_fraction"} <= given.keys():
-        raise ConfigError(
-            "--lr-warmup-iters and --lr-warmup-fraction both say how long the warm-up is; give "
-            "one of them"
-        )
-    if "train_iters" in given:
-        # A preset's warm-up is for the preset's length; a shorter run gets a shorter one.
-        shortest = min(preset.lr_warmup_iters, given["train_iters"] // 10)
-        given.setdefault("lr_warmup_iters", max(shortest, 0))
-    return replace(preset, **given)
+    return given
 
 
-def make_parser() -> argparse.ArgumentParser:
-    """Return the parser; a flag that is not given leaves no trace in the result."""
+def _words_of(file: str) -> Iterator[str]:
+    """Yield a file's settings as flags, so that both are read and refused alike."""
+    path = Path(file)
+    is_toml = path.suffix == ".toml"
+    try:
+        text = path.read_text(encoding="utf-8")
+        data = tomllib.loads(text) if is_toml else json.loads(text)
+    except (OSError, ValueError) as error:
+        kind = "TOML" if is_toml else "JSON"
+        raise ConfigError(f"--config {file}: cannot be read as {kind} ({error})") from None
+    if not isinstance(data, dict):
+        raise ConfigError(f'--config {file}: holds no settings by name, such as {{"lr": 1e-3}}')
+    known = {field.name for field in fields(TrainConfig)} | {"cuda_graph_impl"}
+    for key, value in data.items():
+        name = key.replace("-", "_")
+        # What a run has added to its config.json, and null, which is what was not given.
+        if key in ("resolved", "versions") or value is None:
+            continue
+        if name not in known:
+            near = difflib.get_close_matches(name, known, 1)
+            meant = f"; is {near[0]} meant?" if near else ""
+            raise ConfigError(f"--config {file}: there is no setting {key!r}{meant}")
+        if isinstance(value, bool):
+            yield flag_name(name) if value else f"--no-{name.replace('_', '-')}"
+        elif isinstance(value, int | float | str):
+            yield f"{flag_name(name)}={value}"
+        else:
+            raise ConfigError(
+                f"--config {file}: {key} is a {type(value).__name__}; expected a number, a text, "
+                "true or false, without sections"
+            )
+
+
+class _HelpAll(argparse.Action):
+    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> NoReturn:
+        make_parser(with_all=True).print_help()
+        parser.exit()
+
+
+def make_parser(*, with_all: bool = False) -> argparse.ArgumentParser:
+    """Return the parser; a flag that is not given leaves no trace in the result.
+
+    Its help is about what most runs give, or ``with_all`` about every flag.
+    """
     presets = "".join(f"\n  {config.preset:<12} {about}" for config, about in PRESETS)
     parser = Parser(
         prog="graphfsdp train",
         usage="graphfsdp train [flags]",
         description=_OPENING,
-        epilog=f"presets (flags override them; defaults below are those of 'default'):{presets}",
+        epilog=f"presets (flags override them; defaults above are those of 'default'):{presets}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         argument_default=argparse.SUPPRESS,
         allow_abbrev=False,
     )
+    parser.add_argument("--help-all", nargs=0, action=_HelpAll, help="list all flags")
     names = ", ".join(config.preset for config, _ in PRESETS)
     parser.add_argument("--preset", metavar="NAME", help=f"start from one of: {names}")
-    groups = add_flags(parser, TrainConfig, _SECTIONS)
+    parser.add_argument("--config", metavar="FILE", help="settings of a .toml or .json file")
+    groups = add_flags(parser, TrainConfig, _SECTIONS, shown=None if with_all else _TAUGHT)
     groups["data and length of the run"].add_argument(
         "--data-path", dest="data", metavar="PATH", help="Megatron's spelling of --data"
     )

@@ -28,10 +28,10 @@ MllogStatus = Literal["onprem", "cloud", "research"]
 
 @dataclass(frozen=True)
 class TrainConfig(GPTConfig):
-    """A training run whose flags fit together.
+    """A training run whose settings fit together.
 
-    Each field is a flag (``command_line.add_flags``), those of the model's shape included. Messages
-    name flags, since that is what a user of the trainer can change.
+    Each field is a flag and a key of ``--config`` files (``arguments.py``), those of the model's
+    shape included. Messages name flags.
     """
 
     preset: str = "default"
@@ -191,7 +191,7 @@ class TrainConfig(GPTConfig):
     save_interval: Annotated[int, "iterations between two checkpoints; 0 leaves the last one"] = 0
     keep_last: Annotated[int | None, "checkpoints to keep; all if not given"] = None
     async_save: Annotated[
-        bool, "write checkpoints in the background, from a copy in the CPU's memory", "store_true"
+        bool, "write checkpoints in the background, from a copy in the CPU's memory"
     ] = False
     load: Annotated[
         str | None,
@@ -211,9 +211,7 @@ class TrainConfig(GPTConfig):
     ] = 80
     eval_iters: Annotated[int, "micro-batches of a validation, the same each time"] = 10
     sample_tokens: Annotated[int, "tokens to generate at the end; 0 for none"] = 200
-    no_progress: Annotated[
-        bool, "no progress bar (a pipe or a file gets none anyway)", "store_true"
-    ] = False
+    progress: Annotated[bool, "a progress bar (a pipe or a file gets none anyway)"] = True
     # Time to a target, in the style of MLPerf.
     target_loss: Annotated[
         float | None, "end after the first validation whose loss is at most this"
@@ -234,7 +232,7 @@ class TrainConfig(GPTConfig):
     mllog_division: Annotated[MllogDivision, "whose rules the run follows"] = "closed"
     mllog_status: Annotated[MllogStatus, "how others can get the like"] = "research"
     mllog_cache_cleared: Annotated[
-        bool, "whoever started this run has emptied the system's caches before", "store_true"
+        bool, "whoever started this run has emptied the system's caches before"
     ] = False
 
     def __post_init__(self) -> None:

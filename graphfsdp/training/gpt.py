@@ -15,10 +15,10 @@ from torch.nn import functional as F  # noqa: N812
 
 from graphfsdp.errors import ConfigError
 from graphfsdp.moe import MoE
-from graphfsdp.moe.router import ScoreFunction
 
 PositionEmbeddingType = Literal["learned_absolute", "rope"]
 Normalization = Literal["LayerNorm", "RMSNorm"]
+ScoreFunction = Literal["softmax", "sigmoid"]
 _INIT_STD = 0.02  # of the initial weights
 
 
@@ -72,9 +72,9 @@ class GPTConfig:
         "tokens of a rank's micro-batch that an expert takes, over its fair share; what has no "
         "room is counted in the log; room for all if not given",
     ] = None
-    moe_skip_overflow: Annotated[
-        bool, "leave the optimizer step out where a token had no room", "store_true"
-    ] = False
+    moe_skip_overflow: Annotated[bool, "leave the optimizer step out where a token had no room"] = (
+        False
+    )
     moe_aux_loss_coeff: Annotated[
         float, "weight of the loss, of each sequence, that keeps experts equally busy"
     ] = 0.0

@@ -14,8 +14,7 @@ from torch import Tensor
 import graphfsdp
 from graphfsdp.base.progress import telling
 from graphfsdp.checkpoint import full_state_dict
-from graphfsdp.data import Corpus, TokenBatches
-from graphfsdp.data.batches import Batch
+from graphfsdp.data import Batch, Corpus, TokenBatches
 from graphfsdp.moe import overflowed_tokens
 from graphfsdp.training.arguments import parse_train_arguments
 from graphfsdp.training.build import TrainingRun, build_run, choose_device
@@ -46,7 +45,7 @@ def train(config: TrainConfig, console: Console) -> None:
     device = choose_device(config.device, ranks)
     if not ranks.is_first:
         console = Console(quiet=True)
-    out = TrainingConsole(console, config.train_iters, show_progress=not config.no_progress)
+    out = TrainingConsole(console, config.train_iters, show_progress=config.progress)
     with ExitStack() as stack:
         minutes = config.distributed_timeout_minutes
         stack.enter_context(process_group(ranks, device, timeout_minutes=minutes))

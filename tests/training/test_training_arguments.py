@@ -1,7 +1,9 @@
 """Flags, presets and the checks of a run's configuration."""
 
 import dataclasses
+import json
 import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -29,13 +31,75 @@ def test_no_flag_gives_the_default_preset() -> None:
 
 
 def test_every_field_has_a_flag_with_help_and_every_flag_a_field() -> None:
-    actions = {action.dest: action for action in make_parser()._actions}
+    actions = {action.dest: action for action in make_parser(with_all=True)._actions}
     fields = {field.name for field in dataclasses.fields(TrainConfig)}
-    assert actions.keys() - fields == {"help", "cuda_graph_impl"}
+    assert actions.keys() - fields == {"help", "help_all", "config", "cuda_graph_impl"}
     assert fields <= actions.keys()
     for action in actions.values():
         assert action.help is not None
-        assert len(action.help) > 15
+        assert len(action.help) >= 14
+
+
+def test_the_help_teaches_some_forty_flags_and_the_long_one_has_all(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def flags_in(text: str) -> set[str]:
+        return set(re.findall(r"^  (--[a-z0-9-]+)", text, re.MULTILINE))
+
+    taught = flags_in(make_parser().format_help())
+    assert 38 <= len(taught) <= 48
+    with pytest.raises(SystemExit):
+        parse("--help-all")
+    everything = flags_in(capsys.readouterr().out)
+    assert taught < everything
+    fields = {f"--{field.name.replace('_', '-')}" for field in dataclasses.fields(TrainConfig)}
+    assert fields <= everything
+
+
+def test_a_file_of_settings_counts_more_than_the_preset_and_less_than_flags(
+    tmp_path: Path,
+) -> None:
+    toml, also = tmp_path / "run.toml", tmp_path / "run.json"
+    toml.write_text('preset = "tiny"\nlr = 0.5\nbf16 = true\nswiglu = false\nnum-layers = 3\n')
+    settings = {"preset": "tiny", "lr": 0.5, "bf16": True, "swiglu": False, "num_layers": 3}
+    also.write_text(json.dumps({**settings, "vocab_size": None}))
+    expected = dataclasses.replace(
+        find_preset("tiny"), lr=0.5, bf16=True, swiglu=False, num_layers=3
+    )
+    assert parse(f"--config {toml}") == parse(f"--config {also}") == expected
+    assert parse(f"--lr 0.25 --config {toml} --no-bf16 --num-layers 1") == dataclasses.replace(
+        expected, lr=0.25, bf16=False, num_layers=1
+    )
+    # As a run keeps them.
+    kept = {**dataclasses.asdict(expected), "resolved": {"num_ranks": 1}, "versions": {}}
+    also.write_text(json.dumps(kept))
+    assert parse(f"--config {also}") == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{", r"run.json: cannot be read as JSON \("),
+        ("[]", "run.json: holds no settings by name"),
+        ('{"learning_rate": 1}', "there is no setting 'learning_rate'"),
+        ('{"micro_batchsize": 1}', "no setting 'micro_batchsize'; is micro_batch_size meant?"),
+        ('{"lr": "fast"}', "run.json: argument --lr: invalid float value: 'fast'"),
+        ('{"lr": [1]}', "lr is a list; expected a number, a text, true or false"),
+        ('{"lr": true}', "run.json: argument --lr: expected one argument"),
+        ('{"bf16": 1}', "run.json: argument --bf16"),
+        ('{"lr": 0}', "--lr must be greater than 0"),
+        ('{"cuda_graph_scope": "none", "cuda_graph_impl": "full_iteration"}', "two spellings"),
+    ],
+)
+def test_a_file_that_holds_no_settings_is_refused(text: str, message: str, tmp_path: Path) -> None:
+    (tmp_path / "run.json").write_text(text)
+    with pytest.raises(ConfigError, match=message):
+        parse(f"--config {tmp_path}/run.json")
+
+
+def test_a_file_that_is_not_there_is_named() -> None:
+    with pytest.raises(ConfigError, match=r"--config none.toml: cannot be read as TOML"):
+        parse("--config none.toml")
 
 
 def test_presets_are_found_by_name_and_shown_in_help() -> None:
@@ -158,7 +222,7 @@ def test_bad_input_is_refused_by_the_flag_s_name(line: str, message: str) -> Non
 
 
 def test_help_shows_the_default_of_each_flag() -> None:
-    shown = " ".join(make_parser().format_help().split())
+    shown = " ".join(make_parser(with_all=True).format_help().split())
     assert "0 turns clipping off (default: 1.0)" in shown
     assert "learning rate at the end (default: 0.0)" in shown
     assert "gated feed-forward layers instead of GELU ones (default: on)" in shown
