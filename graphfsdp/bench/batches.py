@@ -10,8 +10,7 @@ import torch
 from graphfsdp.bench.contenders import Setting
 from graphfsdp.bench.options import BenchOptions
 from graphfsdp.bench.workloads import ZooConfig
-from graphfsdp.data import Corpus, TokenBatches, load_corpus
-from graphfsdp.data.batches import Batch
+from graphfsdp.data import Batch, Corpus, TokenBatches, load_corpus
 
 _NUM_RANDOM_TOKENS = 1 << 20
 

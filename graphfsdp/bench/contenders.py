@@ -23,7 +23,7 @@ import graphfsdp
 from graphfsdp.bench.results import REFERENCE
 from graphfsdp.bench.workloads import Case, make_model
 from graphfsdp.config import MixedPrecisionPolicy, Scope, ShardingStrategy
-from graphfsdp.data.batches import Batch
+from graphfsdp.data import Batch
 from graphfsdp.errors import ConfigError
 from graphfsdp.optim import FusedAdam
 from graphfsdp.training.ranks import Ranks, process_group

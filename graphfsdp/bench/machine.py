@@ -15,7 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import graphfsdp
 from graphfsdp.bench.results import Row
 from graphfsdp.bench.workloads import Case, make_model
-from graphfsdp.data.batches import Batch
+from graphfsdp.data import Batch
 from graphfsdp.training.gpt import GPT
 from graphfsdp.training.metrics import flops_per_token, peak_tflops
 

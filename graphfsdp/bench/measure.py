@@ -14,7 +14,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -33,8 +33,7 @@ from graphfsdp.bench.contenders import (
 from graphfsdp.bench.machine import find_peak, model_flops, num_parameters
 from graphfsdp.bench.options import BenchOptions
 from graphfsdp.bench.results import REFERENCE, Row
-from graphfsdp.checkpoint.objects import RandomState
-from graphfsdp.data.batches import Batch
+from graphfsdp.data import Batch
 from graphfsdp.errors import ConfigError
 from graphfsdp.training.ranks import Ranks
 
@@ -129,7 +128,7 @@ class RunningContender:
     contender: Contender
     build_ms: float
     before: tuple[int, int]
-    random: dict[str, Any]
+    random: list[Tensor]
     warmup_ms: tuple[float, ...] = ()
     memory_bytes: tuple[int, int] | None = None  # of a GPU's allocator: allocated, reserved
     losses: list[Tensor] = field(default_factory=list)
@@ -170,9 +169,9 @@ class RunningContender:
     @contextlib.contextmanager
     def _own_randomness(self, device: torch.device) -> Iterator[None]:
         with torch.random.fork_rng([device] if device.type == "cuda" else []):
-            RandomState().load_state_dict(self.random)
+            _set_generators(self.random)
             yield
-            self.random = RandomState().state_dict()
+            self.random = _generators()
 
     def row(self, reference: Tensor) -> Row:
         """``reference`` are the losses of the contender that all others are compared with."""
@@ -218,7 +217,19 @@ def build_contender(spec: ContenderSpec, setting: Setting) -> RunningContender:
     start = time.perf_counter()
     contender = spec.make(setting)
     build_ms = (time.perf_counter() - start) * 1e3
-    return RunningContender(spec, contender, build_ms, before, RandomState().state_dict())
+    return RunningContender(spec, contender, build_ms, before, _generators())
+
+
+def _generators() -> list[Tensor]:
+    """Return the states of torch's generators of the CPU and of the current GPU."""
+    on_gpu = [torch.cuda.get_rng_state()] if torch.cuda.is_available() else []
+    return [torch.get_rng_state(), *on_gpu]
+
+
+def _set_generators(states: Sequence[Tensor]) -> None:
+    torch.set_rng_state(states[0])
+    for state in states[1:]:
+        torch.cuda.set_rng_state(state)
 
 
 def measure_case(job: Job, say: Say, specs: Sequence[ContenderSpec] | None = None) -> list[Row]:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from graphfsdp.data.batches import Batch
+from graphfsdp.data import Batch
 from graphfsdp.training.gpt import GPT, GPTConfig
 
 WIDTH = 32

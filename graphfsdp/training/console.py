@@ -18,7 +18,6 @@ from rich.text import Text
 
 import graphfsdp
 from graphfsdp.command_line import print_line
-from graphfsdp.sharding.module import unit_of
 from graphfsdp.training.build import TrainingRun
 from graphfsdp.training.config import TrainConfig
 from graphfsdp.training.metrics import Metrics, describe_mfu
@@ -123,11 +122,16 @@ def _describe_ranks(run: TrainingRun) -> list[tuple[str, str]]:
         if strategy == TrainConfig().data_parallel_sharding_strategy:
             return []
         return [("sharding", f"{strategy} is ignored in a single process; torchrun starts several")]
+    from torch.distributed.tensor import DTensor  # a second, which one process need not wait for
+
     backend = "nccl" if run.device.type == "cuda" else "gloo"
     modules = [m for m in run.part.modules() if isinstance(m, graphfsdp.FSDPModule)]
-    buffers = [buffer for module in modules for buffer in unit_of(module).group.buffers]
-    weight_bytes = sum(buffer.main.nbytes for buffer in buffers)
-    grad_bytes = sum(buffer.grad.nbytes for buffer in buffers if buffer.grad is not None)
+    # Of a sharded parameter this rank's rows, without the padding between them.
+    held = [param.detach() for param in run.part.parameters()]
+    rows = [each.to_local() if isinstance(each, DTensor) else each for each in held]
+    weight_bytes = sum(each.nbytes for each in rows)
+    grad_dtype = run.config.mp_policy.main_grads_dtype or torch.float32
+    grad_bytes = grad_dtype.itemsize * sum(each.numel() for each in rows)
     weights, grads = (f"{size / 2**20:,.1f} MiB" for size in (weight_bytes, grad_bytes))
     instances = run.config.num_distributed_optimizer_instances
     if instances > 1:

@@ -52,8 +52,28 @@ MAY_IMPORT = {
     f"{OPTIM}.adapters": BASE | {OPTIM, f"{OPTIM}.fused", f"{OPTIM}.whole"},
     OPTIM: BASE | {f"{OPTIM}.{room}" for room in ("adapters", "fused", "whole")},
 }
-_PROGRAMS = ("bench", "checkpoint", "in_place", "integrations", "planning", "preflight", "training")
-ON_TOP = frozenset({"graphfsdp", *(f"graphfsdp.{program}" for program in _PROGRAMS)})
+ON_TOP = frozenset(
+    {
+        "graphfsdp",
+        *(f"graphfsdp.{room}" for room in ("checkpoint", "in_place", "integrations", "preflight")),
+    }
+)
+# Programs for users: packages by what they offer, and modules of other programs that are named.
+_OFFERED = frozenset(
+    {"graphfsdp", "graphfsdp.command_line", "graphfsdp.moe", "graphfsdp.optim", DATA}
+)
+PROGRAMS = {
+    "graphfsdp.training": _OFFERED,
+    "graphfsdp.bench": _OFFERED,
+    # What the layout decides is asked of the layout.
+    "graphfsdp.planning": _OFFERED | {"graphfsdp.sharding.plan"},
+}
+_PROGRAM_FOLDERS = {
+    # Where checkpoints lie, and how ranks decide together, is of one piece with them.
+    "graphfsdp.training": {"graphfsdp.checkpoint"},
+    "graphfsdp.bench": {"graphfsdp.training"},
+    "graphfsdp.planning": {"graphfsdp.training"},
+}
 
 MAX_MODULES = 20
 MAX_LINES = 600
@@ -144,7 +164,9 @@ def test_each_source_file_is_found() -> None:
 
 
 def test_each_folder_has_its_rule() -> None:
-    assert {folder_of(module) for module, _ in sources()} == MAY_IMPORT.keys() | ON_TOP
+    assert {
+        folder_of(module) for module, _ in sources()
+    } == MAY_IMPORT.keys() | PROGRAMS.keys() | ON_TOP
 
 
 def test_a_folder_can_be_looked_over() -> None:
@@ -196,7 +218,11 @@ def test_imports_go_down() -> None:
         if folder in ON_TOP and module not in BASE:
             continue
         allowed = {folder, *MAY_IMPORT.get(folder, BASE)}
+        if folder in PROGRAMS:
+            allowed |= _PROGRAM_FOLDERS[folder]
         for line, target in imports_of(module, path):
+            if target in PROGRAMS.get(folder, ()):
+                continue
             if target not in allowed and folder_of(target) not in allowed:
                 violations.append(f"{where(path, line)}: {module} imports {target}")
     report(violations)
