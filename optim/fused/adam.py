@@ -197,28 +197,18 @@ class FusedAdam(LiveOptimizer):
 
     @torch.no_grad()
     def restart_states(self, states: Mapping[Tensor, Mapping[str, Tensor]]) -> None:
-        for param, fresh in create_states(self._rows_of(states), self._settings).items():
+        for param, fresh in create_states(list(states), self._settings).items():
             for key, value in fresh.items():
                 states[param][key].copy_(value)
         if len(states) == len(self.state):  # no step was taken before
             self._control.restart()
 
     def create_missing(self, params: Iterable[Tensor]) -> None:
-        wanted = {param for param in params if not self.state.get(param)}
-        self.state.update(create_states(self._rows_of(wanted), self._settings))
+        wanted = [param for param in params if not self.state.get(param)]
+        self.state.update(create_states(wanted, self._settings))
 
     def _parameters(self) -> list[Tensor]:
         return [param for group in self.param_groups for param in group["params"]]
-
-    def _rows_of(self, params: Iterable[Tensor]) -> list[tuple[int, Tensor]]:
-        """Return some parameters in the order of the groups, each with the row of its group."""
-        wanted = set(params)
-        return [
-            (row, param)
-            for row, group in enumerate(self.param_groups)
-            for param in group["params"]
-            if param in wanted
-        ]
 
     def _make_plan(self, params: list[Tensor], grads: list[Tensor | None]) -> Plan:
         if is_capturing():

@@ -1,11 +1,10 @@
-"""Tensors as stretches of flat memory: dense ones, and neighbours in a common buffer."""
+"""Tensors as stretches of flat memory: dense ones, and slices of a common buffer."""
 
 from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
-# Tensors that do not continue their neighbour start on a border of this many elements, which is
-# a multiple of 16 bytes in every dtype.
+# Tensors start on a border of this many elements, which is a multiple of 16 bytes in every dtype.
 BORDER_NUMEL = 64
 
 
@@ -40,16 +39,12 @@ def slices_like(
     tensors: Sequence[Tensor],
     allocate: Callable[[int], Tensor],  # makes a 1-D buffer of so many elements
 ) -> list[Tensor]:
-    """Tensors shaped and strided like these in one buffer, neighbours where these are in memory."""
+    """Tensors shaped and strided like these in one buffer, each on a border."""
     offsets: list[int] = []
     end = 0
-    previous: Tensor | None = None
     for tensor in tensors:
-        if previous is None or not _continues(previous, tensor):
-            end = -(-end // BORDER_NUMEL) * BORDER_NUMEL
         offsets.append(end)
-        end += tensor.numel()
-        previous = tensor
+        end += -(-tensor.numel() // BORDER_NUMEL) * BORDER_NUMEL
     buffer = allocate(end)
     return [
         buffer.as_strided(tensor.shape, tensor.stride(), offset)

@@ -32,60 +32,33 @@ class Saved(NamedTuple):
     group: Mapping[str, Any]  # as it was saved
 
 
-def create_states(
-    params: Sequence[tuple[int, Tensor]],  # row of the group, parameter
-    settings: StepSettings,
-) -> dict[Tensor, State]:
-    """Allocate the state of parameters, so that neighbouring parameters have neighbouring states.
+def create_states(params: Sequence[Tensor], settings: StepSettings) -> dict[Tensor, State]:
+    """Allocate the state of parameters, of one kind and device in one buffer.
 
     Moments have the dtypes of the settings (float64 for a float64 parameter) and the parameter's
     strides, and start at zero. A main weight starts as the parameter. Step counts ([] float32) are
     slices of one buffer, so that advancing all of them is one operation. All but ``step`` are
     DTensors where the parameter is one.
     """
-    locals_ = {local: param for _, param in params for local in [local_part(param)]}
-    ordered = sorted(
-        ((row, local) for (row, _), local in zip(params, locals_, strict=True)), key=_memory_order
-    )
     by_device: dict[torch.device, list[Tensor]] = {}
-    for _, local in ordered:
-        by_device.setdefault(local.device, []).append(local)
+    for param in params:
+        by_device.setdefault(param.device, []).append(param)
     states: dict[Tensor, State] = {}
     for device, members in by_device.items():
         steps = torch.zeros(len(members), dtype=torch.float32, device=device)
+        wanted: dict[tuple[str, torch.dtype], list[Tensor]] = {}
         for param, step in zip(members, steps.unbind(), strict=True):
             states[param] = {"step": step}
-        wanted: dict[tuple[str, torch.dtype], list[Tensor]] = {}
-        for param in members:
-            for name_and_dtype in settings.state_dtypes(locals_[param]).items():
+            for name_and_dtype in settings.state_dtypes(param).items():
                 wanted.setdefault(name_and_dtype, []).append(param)
-        for (name, dtype), owners in sorted(wanted.items(), key=lambda item: str(item[0])):
-            tensors = slices_like(owners, partial(zeros_flat, dtype=dtype, device=device))
-            for param, tensor in zip(owners, tensors, strict=True):
-                states[param][name] = tensor
+        for (name, dtype), owners in wanted.items():
+            locals_ = [local_part(param.detach()) for param in owners]
+            tensors = slices_like(locals_, partial(zeros_flat, dtype=dtype, device=device))
+            for param, local, tensor in zip(owners, locals_, tensors, strict=True):
                 if name == "master_param":
-                    tensor.copy_(param.detach())
-    return {param: wrap_state(states[local], param) for local, param in locals_.items()}
-
-
-def wrap_state(state: State, param: Tensor) -> State:
-    return {
-        key: value if key == "step" else wrap_like(value, param) for key, value in state.items()
-    }
-
-
-def _memory_order(item: tuple[int, Tensor]) -> tuple[str, str, int, int, int, int]:
-    row, param = item
-    # A sharded parameter of no row lies where its successor does: behind it, it would part
-    # neighbours.
-    return (
-        str(param.device),
-        str(param.dtype),
-        row,
-        param.untyped_storage().data_ptr(),
-        int(param.storage_offset()),
-        param.numel(),
-    )
+                    tensor.copy_(local)
+                states[param][name] = wrap_like(tensor, param)
+    return states
 
 
 # Settings of other Adams that say how they run, not what they compute.
