@@ -145,6 +145,8 @@ class _WithoutOffset(TorchDispatchMode):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         result = func(*args, **(kwargs or {}))
+        if not is_dtensor(result):
+            return result  # the part that one without offset is made around
         nowhere = torch.empty(0, dtype=result.dtype, device=result.device)
         same: Any = type(result)(nowhere, known_spec(result), requires_grad=False)
         same._local_tensor = local_tensor_of(result)

@@ -1,7 +1,6 @@
 """The DTensor placement of a unit's parameters: whole rows, as many as happen to fall on a rank."""
 
 import itertools
-import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,10 +11,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard
 
 from graphfsdp.base.collectives import all_gather_
-from graphfsdp.base.torch_internals import ASKS_SUBCLASSES
-
-# Where whole specs are compared.
-_SPECS, _EQUALITIES = "torch.distributed.tensor._dtensor_spec", ("_check_equals", "__eq__")
 
 
 class RowShard(Shard):
@@ -24,7 +19,7 @@ class RowShard(Shard):
     It knows which rows each rank holds, where ``Shard`` takes for granted that ``torch.chunk`` has
     cut the tensor: so torch.distributed.checkpoint finds the right rows (``distribute_tensor`` does
     not: torch puts a plain ``Shard`` in the place of any child of it). Operators on tensors with
-    it are those of ``RowTensor``, never torch's for shards, where torch asks a ``RowTensor``.
+    it are those of ``RowTensor``, never torch's for shards.
 
     ``borders``: first row of each part, and behind the last one the number of rows. ``order``:
     which part each rank holds; None if they are in the order of the ranks.
@@ -48,11 +43,6 @@ class RowShard(Shard):
             return self.borders == other.borders and self.order == other.order
         # Shard(0), so that torch makes DTensors with it. It looks up by equal placements what it
         # has worked out for an operator, but never for a RowTensor.
-        if not ASKS_SUBCLASSES:
-            # There it must not take what belongs to Shard(0), though it compares both elsewhere.
-            caller = sys._getframe(1)
-            if caller.f_code.co_name in _EQUALITIES and caller.f_globals["__name__"] == _SPECS:
-                return False
         return super().__eq__(other)  # maybe NotImplemented, which bool() would take for True
 
     def __hash__(self) -> int:

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_
 
 import graphfsdp
-from graphfsdp.base.torch_internals import ASKS_SUBCLASSES
 from helpers import NUM_STEPS
 from ranks import on_ranks, rank_device
 from sharding_helpers import hybrid_mesh
@@ -214,7 +213,6 @@ def trained(name: str, *, captured: bool, **options: Any) -> list[Any]:
     return [torch.as_tensor(value).clone() for value in results]
 
 
-@pytest.mark.skipif(not ASKS_SUBCLASSES, reason="torch runs operators on any DTensor itself")
 @pytest.mark.parametrize("name", LOOPS)
 @on_ranks("ranks2")
 def test_a_loop_with_words_of_fsdp2_trains_as_without_the_line(name: str) -> None:

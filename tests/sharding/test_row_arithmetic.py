@@ -1,6 +1,8 @@
 """Arithmetic on tensors whose rows are cut unevenly: as on the whole tensor, or refused by name."""
 
 import functools
+import itertools
+import math
 import os
 import warnings
 import zlib
@@ -15,11 +17,11 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 from torch.utils import _pytree as pytree
 
-from graphfsdp.base.torch_internals import ASKS_SUBCLASSES
 from graphfsdp.errors import ConfigError
 from graphfsdp.sharding.placement import RowShard
 from graphfsdp.sharding.rows.tensors import make_dtensor
 from ranks import on_ranks
+from sharding_helpers import raises_on_rank
 
 NUM_SAMPLES = 4
 # First row of rank 1, in thirds of all rows; where it is 0 or 3, one rank has no row.
@@ -168,7 +170,6 @@ def _of_the_database() -> Iterator[tuple[str, Callable[..., Any], Any]]:
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not ASKS_SUBCLASSES, reason="torch runs operators on any DTensor itself")
 @pytest.mark.time_limit(120)
 @on_ranks("ranks2")
 def test_operators_do_on_uneven_rows_what_they_do_on_the_whole_or_are_refused() -> None:
@@ -181,34 +182,132 @@ def test_operators_do_on_uneven_rows_what_they_do_on_the_whole_or_are_refused() 
     assert len(seen["right"]) >= FEWEST["operators"], len(seen["right"])
 
 
-def _write_views(p: Tensor) -> list[Tensor]:
-    """Write into views of rows, and look at what both sides see."""
-    seen = []
-    view = p.t()
-    view.mul_(2)
-    seen += [p.clone(), view.clone()]
-    p.add_(1)
-    seen.append(view * 1)
-    view[0].zero_()
-    seen += [p.clone(), view.clone()]
-    other = p.detach().clone().T
-    other.div_(other.norm())
-    seen += [other, other @ other.T]
-    p[0].fill_(3)
-    p.flatten()[5:9].neg_()
-    seen.append(p.clone())
-    first, second = p.t().chunk(2)
-    first.add_(second.sum())
-    return [*seen, p.clone(), view.clone()]
+REDUCTIONS: dict[str, Callable[[Any], Any]] = {
+    **{
+        f"{name}({dims}, keepdim={keepdim})": functools.partial(
+            lambda p, name, dims, keepdim: getattr(p, name)(dim=dims, keepdim=keepdim),
+            name=name,
+            dims=dims,
+            keepdim=keepdim,
+        )
+        for name in ("sum", "mean", "var", "std", "amax", "amin", "norm")
+        for dims in ((0, 1), (1,), (0,))
+        for keepdim in (False, True)
+        if name != "norm" or dims != (0,)
+    },
+    **{
+        name: functools.partial(lambda p, name: getattr(p, name)(), name=name)
+        for name in ("sum", "mean", "var", "std", "max", "min", "norm")
+    },
+    "std(correction=0)": lambda p: p.std(correction=0),
+    "norm(1)": lambda p: p.norm(1),
+    "norm(inf)": lambda p: torch.linalg.vector_norm(p, math.inf),
+    "abs().max()": lambda p: p.abs().max(),
+}
 
 
-@pytest.mark.skipif(not ASKS_SUBCLASSES, reason="torch runs operators on any DTensor itself")
 @on_ranks("ranks2")
-def test_views_and_their_rows_see_what_is_written_into_either() -> None:
-    """torch.optim.Muon writes into a transposed gradient."""
+def test_reductions_are_those_of_all_rows() -> None:
     torch.manual_seed(0)
-    whole = torch.randn(5, 4)
+    for dtype in (torch.float32, torch.float64, torch.bfloat16):
+        for special in (None, math.nan, -math.inf):
+            whole = torch.randn(6, 4).to(dtype)
+            if special is not None:
+                whole[5, 1] = special
+            for thirds, (name, reduce) in itertools.product(CUTS, REDUCTIONS.items()):
+                found, expected = _full(reduce(_rows(whole, thirds))), reduce(whole)
+                assert found.dtype == expected.dtype
+                message = f"{name} of {dtype} with {special}, {thirds} thirds on rank 0"
+                torch.testing.assert_close(found, expected, equal_nan=True, msg=message)
     for thirds in CUTS:
-        found = _write_views(_rows(whole, thirds))
-        for index, expected in enumerate(_write_views(whole.clone())):
-            torch.testing.assert_close(_full(found[index]), expected, msg=f"{thirds}: {index}")
+        rows = _rows(torch.arange(-3, 9).view(6, 2), thirds)
+        assert (int(_full(rows.max())), int(_full(rows.min()))) == (8, -3)
+
+
+REFUSED: dict[str, Callable[[Any], Any]] = {
+    "aten.t": lambda p: p.t(),
+    "aten.mm": lambda p: p @ p,
+    "aten.view": lambda p: p.view(-1),
+    "aten.select": lambda p: p[0],
+    "aten.index": lambda p: p[torch.tensor([0])],
+    "aten.cumsum": lambda p: p.cumsum(0),
+    "aten.sort": lambda p: p.sort(),
+    "aten.cat": lambda p: torch.cat([p, p]),
+    "aten.argmax": lambda p: p.argmax(),
+    "aten.max": lambda p: p.max(dim=0),
+    "aten.prod": lambda p: p.prod(),
+    "aten._softmax": lambda p: p.softmax(0),
+    "aten.linalg_vector_norm": lambda p: torch.linalg.vector_norm(p, 0),
+}
+
+
+@on_ranks("ranks2")
+def test_what_is_not_done_on_rows_is_refused_by_name_on_all_ranks() -> None:
+    whole = torch.randn(4, 4, generator=torch.Generator().manual_seed(0))
+    for thirds, (name, call) in itertools.product(CUTS, REFUSED.items()):
+        with raises_on_rank(ConfigError, name, "param.full_tensor()"):
+            call(_rows(whole, thirds))
+        call(_full(_rows(whole, thirds)))  # what the remedy says
+    with raises_on_rank(ConfigError, "aten.add", "operands that have other rows"):
+        _rows(whole, 2) + _rows(whole, 3)
+    with raises_on_rank(ConfigError, "aten.add", "DTensor.from_local"):
+        _rows(whole, 2) + whole
+
+
+OPTIM: Any = torch.optim
+OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
+    "Adadelta": OPTIM.Adadelta,
+    "Adagrad": OPTIM.Adagrad,
+    "Adam": functools.partial(OPTIM.Adam, weight_decay=0.1, amsgrad=True),
+    "AdamW": OPTIM.AdamW,
+    "Adamax": OPTIM.Adamax,
+    "ASGD": functools.partial(OPTIM.ASGD, t0=1),
+    "NAdam": OPTIM.NAdam,
+    "RAdam": OPTIM.RAdam,
+    "RMSprop": functools.partial(OPTIM.RMSprop, centered=True, momentum=0.5),
+    "Rprop": OPTIM.Rprop,
+    "SGD": functools.partial(OPTIM.SGD, momentum=0.9, nesterov=True),
+}
+WAYS: tuple[tuple[str, dict[str, bool]], ...] = (
+    *((name, {"foreach": foreach}) for name in OPTIMIZERS for foreach in (False, True)),
+    *((name, {"fused": True}) for name in ("Adam", "AdamW", "Adagrad")),
+    *((name, {}) for name in OPTIMIZERS),
+)
+
+
+@pytest.mark.parametrize("thirds", CUTS)
+@on_ranks("ranks2")
+def test_optimizers_of_torch_step_on_rows_as_on_the_whole(thirds: int) -> None:
+    torch.manual_seed(0)
+    wholes, grads = torch.randn(2, 6, 4).unbind(), torch.randn(3, 2, 6, 4)
+    for name, options in WAYS:
+        trained = []
+        for change in (_copy, functools.partial(_rows, thirds=thirds)):
+            params = [torch.nn.Parameter(change(whole)) for whole in wholes]
+            optimizer = OPTIMIZERS[name](params, lr=0.1, **options)
+            for of_step in grads:
+                for param, grad in zip(params, of_step, strict=True):
+                    param.grad = change(grad)
+                optimizer.step()
+            trained.append([_full(param.detach()) for param in params])
+        for found, expected in zip(trained[1], trained[0], strict=True):
+            torch.testing.assert_close(found, expected, msg=f"{name}, {options}")
+
+
+@on_ranks("ranks2")
+def test_torchs_muon_is_refused_on_rows() -> None:
+    param = torch.nn.Parameter(_rows(torch.randn(6, 4), 2))
+    param.grad = _rows(torch.randn(6, 4), 2)
+    with raises_on_rank(ConfigError, "aten.", "param.full_tensor()"):
+        OPTIM.Muon([param]).step()
+
+
+@on_ranks("ranks2")
+def test_gradients_of_several_uses_are_cut_by_the_same_rows() -> None:
+    whole = torch.randn(5, 3, generator=torch.Generator().manual_seed(0))
+    for thirds in CUTS:
+        rows: Any = _rows(whole, thirds).requires_grad_()
+        loss = (rows.full_tensor() ** 2).sum() + rows.full_tensor().sum()
+        loss.backward()
+        assert rows.grad.placements == rows.placements
+        torch.testing.assert_close(rows.grad.full_tensor(), 2 * whole + 1)

@@ -1,18 +1,36 @@
-"""What operators do with tensors whose rows are cut, by name, tag and schema."""
+"""What operators do on tensors whose rows are cut; which are refused.
+
+An operator that works element by element runs on the rows of each rank, where all operands have the
+same rows or are whole; the result has these rows again. Sums, norms, means, extremes and variances
+are those of all ranks. All other operators are refused, by name, and on all ranks alike: by what
+they all know, never by how many rows happen to be here.
+"""
 
 import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from graphfsdp.base.torch_internals import OpOverload, schema_of
+from graphfsdp.base.op_tensors import OpCall, flat_tensors
+from graphfsdp.base.torch_internals import OpOverload, local_tensor_of, schema_of, spec_of
 from graphfsdp.errors import ConfigError
+from graphfsdp.sharding.placement import RowShard
+from graphfsdp.sharding.rows.parts import (
+    CommonRows,
+    common_rows,
+    is_cut,
+    my_rows,
+    row_axis,
+    whole_of,
+    wrap_rows,
+)
 
-_alias = torch.ops.aten.alias.default
+_aten = torch.ops.aten
 
 # Beside those that torch tags as pointwise.
 _LIKE = ("empty_like", "zeros_like", "ones_like", "full_like")
@@ -22,9 +40,10 @@ _LOCAL = frozenset(
         *("aten::detach", "aten::alias", "aten::lift_fresh", "aten::clone", "aten::copy_"),
         *("aten::_to_copy", "aten::copy", "aten::fill_", "aten::zero_", "aten::contiguous"),
         *("aten::fill", "aten::zero", "aten::detach_", "aten::record_stream", "aten::lerp_"),
+        *("aten::masked_fill", "aten::masked_fill_"),
     )
 )
-RANDOM = frozenset(
+_RANDOM = frozenset(
     f"aten::{name}"
     for name in (
         *("rand_like", "randn_like", "randint_like", "normal_", "uniform_", "bernoulli_"),
@@ -32,15 +51,57 @@ RANDOM = frozenset(
         *("cauchy_", "random_"),
     )
 )
-NEW = frozenset(
+_NEW = frozenset(
     f"aten::{name}"
     for name in ("new_empty", "new_zeros", "new_ones", "new_full", "new_empty_strided")
 )
-SUMS = frozenset(("aten::sum", "aten::linalg_vector_norm"))
+
+
+def run(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run an operator some of whose operands may be cut by rows; ConfigError: it is refused.
+
+    Capture: the same operator on this rank's rows; reductions and an all-reduce or two.
+    """
+    tensors = flat_tensors([*args, *kwargs.values()])
+    if not any(is_cut(tensor) for tensor in tensors):
+        return func(*args, **kwargs)
+    name = schema_of(func).name
+    if name == "aten::is_same_size":
+        return args[0].shape == args[1].shape
+    if name == "aten::equal":
+        return _are_equal(*args)
+    if _is_local(func):
+        return _run_on_rows(func, args, kwargs)
+    if name in _NEW and isinstance(args[0], DTensor):
+        return _make_new(func, args, kwargs)
+    if name in _RANDOM or name.startswith("aten::_amp_foreach_non_finite"):
+        return _run_as_torch(func, args, kwargs)
+    if name == "aten::_foreach_norm":
+        return [_norm_of(tensor, *args[1:], **kwargs) for tensor in args[0]]
+    if _keeps_geometry(name, args):
+        return _run_on_rows(_aten.alias.default, args[:1], {})
+    if name == "aten::index_put_" and _is_masked_fill(*args):
+        return _run_on_rows(_aten.masked_fill_.Tensor, (args[0], *args[1], args[2]), {})
+    reduce = _REDUCTIONS.get(name)
+    if reduce is not None and len(tensors) == 1 and len(schema_of(func).returns) == 1:
+        names = (argument.name for argument in schema_of(func).arguments)
+        named = {**dict(zip(names, args, strict=False)), **kwargs}
+        rows = named.pop("self")
+        return reduce(func, rows, named) if rows.dim() else func(whole_of(rows), **named)
+    raise _refusal(func)
+
+
+def _refusal(func: OpOverload, why: str = "") -> ConfigError:
+    return ConfigError(
+        f"{func} is not done on a sharded parameter, whose rows lie on several ranks{why}. What is "
+        "done there is what works element by element on the same rows, equal, sum, mean, norm, "
+        "min, max, var and std. Remedy: on all ranks param.full_tensor(), which is whole, and the "
+        "operator on that"
+    )
 
 
 @functools.cache
-def is_local(func: OpOverload) -> bool:
+def _is_local(func: OpOverload) -> bool:
     """Tell whether an operator works element by element, on tensors or on lists of them."""
     name = schema_of(func).name
     if any("Tensor" not in str(result.type) for result in schema_of(func).returns):
@@ -54,85 +115,92 @@ def is_local(func: OpOverload) -> bool:
     return name.startswith("aten::_fused_ada") or name.startswith("aten::_fused_sgd")
 
 
-@functools.cache
-def is_view(func: OpOverload) -> bool:
-    return any(
-        result.alias_info is not None and not result.alias_info.is_write
-        for result in schema_of(func).returns
-    )
+def _keeps_geometry(name: str, args: Sequence[Any]) -> bool:
+    """Tell whether an operator makes a view of one tensor with its own shape and strides."""
+    shape = args[0].shape if isinstance(args[0], DTensor) else None
+    if name in ("aten::view", "aten::_unsafe_view", "aten::expand"):
+        return shape == tuple(args[1])
+    same = name == "aten::as_strided" and shape == tuple(args[1])
+    return same and args[0].stride() == tuple(args[2]) and (*args[3:], None)[0] in (None, 0)
 
 
-def map_tensors(change: Callable[[Tensor], Any], value: Any) -> Any:
+def _is_masked_fill(
+    tensor: Tensor, indices: Sequence[Any], value: Tensor, *accumulate: bool
+) -> bool:
+    """Tell whether values are set to a number where a mask is true: ``tensor[mask] = number``."""
+    mask = indices[0] if len(indices) == 1 else None
+    fits = mask is not None and mask.dtype is torch.bool and mask.shape == tensor.shape
+    return fits and not value.dim() and not any(accumulate)
+
+
+def _map_tensors(change: Callable[[Tensor], Any], value: Any) -> Any:
     if isinstance(value, Tensor):
         return change(value)
     if isinstance(value, list | tuple):
-        return type(value)(map_tensors(change, item) for item in value)
+        return type(value)(_map_tensors(change, item) for item in value)
     return value
 
 
-def call_with(
-    func: OpOverload,
-    args: tuple[Any, ...],
-    kwargs: Mapping[str, Any],
-    change: Callable[[Tensor], Any],
-) -> Any:
-    return func(
-        *map_tensors(change, args), **{name: map_tensors(change, v) for name, v in kwargs.items()}
-    )
+# Rows of each rank
 
 
-def resolved(size: Sequence[int], numel: int) -> tuple[int, ...]:
-    if -1 not in size:
-        return tuple(size)
-    known = math.prod(length for length in size if length != -1)
-    return tuple(numel // known if length == -1 else length for length in size) if known else ()
+def _run_on_rows(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    values = [*args, *kwargs.values()]
+    lists = [v for v in values if isinstance(v, list | tuple) and v and isinstance(v[0], Tensor)]
+    single = [value for value in values if isinstance(value, Tensor)]
+    if lists and any(tensor.dim() for tensor in single):
+        raise _refusal(func, " and which are in lists beside a tensor that is in none")
+    if lists:
+        count = max(len(items) for items in lists)
+        calls = [[*single, *(items[i] for items in lists if items)] for i in range(count)]
+    else:
+        calls = [single]
+    written = {id(tensor) for tensor in OpCall(func, args, kwargs).written}
+    _refuse_plain(func, [tensor for call in calls for tensor in call])
+    places = [common_rows(call, written) for call in calls]
+    if None in places:
+        raise _refusal(func, ", with operands that have other rows")
+    originals: dict[int, Tensor] = {}
+
+    def local(tensor: Tensor, place: Any) -> Tensor:
+        found = _local(tensor, place)
+        originals[id(found)] = tensor
+        return found
+
+    def localize(value: Any) -> Any:
+        if isinstance(value, Tensor):
+            return local(value, places[0])
+        if any(value is items for items in lists):
+            pairs = zip(value, places, strict=True)
+            return type(value)(local(tensor, place) for tensor, place in pairs)
+        return value
+
+    # Kept until the results are known, so that no identity is taken twice.
+    new_args = [localize(value) for value in args]
+    new_kwargs = {name: localize(value) for name, value in kwargs.items()}
+    result = func(*new_args, **new_kwargs)
+
+    def wrap(value: Any, place: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return value
+        if id(value) in originals:
+            return originals[id(value)]
+        spec = place.spec
+        if spec is None:
+            return value
+        return wrap_rows(place.rows_as, value, spec.mesh, spec.placements, place.shape)
+
+    if lists and isinstance(result, list | tuple):
+        if any(isinstance(item, list | tuple) for item in result):
+            return type(result)(
+                type(items)(map(wrap, items, places)) if isinstance(items, list) else items
+                for items in result
+            )
+        return type(result)(wrap(value, place) for value, place in zip(result, places, strict=True))
+    return _map_tensors(lambda value: wrap(value, places[0]), result)
 
 
-def view_of_rows(
-    func: OpOverload,
-    local: Tensor,  # [rows here, ...]
-    shape: tuple[int, ...],  # of the whole
-    place: tuple[tuple[int, ...], Any],  # its strides and storage offset
-    args: tuple[Any, ...],
-) -> tuple[Tensor, tuple[int, ...]] | None:
-    """Return the view that an operator makes of the rows here, and the shape of the whole one.
-
-    None where some row would be somewhere else, or none.
-    """
-    if not shape:
-        return None
-    dims = len(shape)
-    name = schema_of(func).name.removeprefix("aten::")
-    if name == "as_strided":
-        same = tuple(args[0]) == shape and tuple(args[1]) == place[0]
-        here = len(args) < 3 or args[2] in (None, place[1])
-        return (_alias(local), shape) if same and here else None
-    if name in ("view", "_unsafe_view"):
-        numel = math.prod(shape)
-        size = resolved(args[0], numel)
-        if not size or size[0] != shape[0] or not numel:
-            return None
-        return func(local, [local.shape[0], *size[1:]]), size
-    if name == "slice":
-        given: tuple[Any, ...] = tuple(args[1:])
-        start, end, step = given + (None, None, 1)[len(given) :]
-        if args[:1] in ((), (0,), (-dims,)):
-            everything = start in (None, 0) and (end is None or end >= shape[0]) and step == 1
-            return (_alias(local), shape) if everything else None
-    keeps_rows = {
-        "slice": lambda: args[0] % dims > 0,
-        "select": lambda: args[0] % dims > 0,
-        "transpose": lambda: args[0] % dims > 0 and args[1] % dims > 0,
-        "unsqueeze": lambda: args[0] % (dims + 1) > 0,
-        "permute": lambda: args[0][0] % dims == 0,
-    }.get(name)
-    if keeps_rows is None or not keeps_rows():
-        return None
-    view = func(local, *args)
-    return view, (shape[0], *view.shape[1:])
-
-
-def refuse_plain(func: OpOverload, tensors: Sequence[Tensor]) -> None:
+def _refuse_plain(func: OpOverload, tensors: Sequence[Tensor]) -> None:
     """Refuse tensors that may be whole, or somebody's rows; as torch's DTensor does."""
     for tensor in tensors:
         if not isinstance(tensor, DTensor) and tensor.dim() and tensor.numel() != 1:
@@ -145,15 +213,215 @@ def refuse_plain(func: OpOverload, tensors: Sequence[Tensor]) -> None:
             )
 
 
-def refuse_whole(func: OpOverload) -> None:
-    if func.namespace in ("c10d", "_c10d_functional", "_dtensor"):
-        reason = "is a collective, and the ranks hold different rows. Remedy: param.to_local(), or "
-        reason += "param.full_tensor()"
-    elif torch.Tag.inplace_view in func.tags:
-        reason = "changes the shape of a sharded parameter in place. Remedy: a new tensor"
-    elif torch.Tag.nondeterministic_seeded in func.tags:
-        reason = "draws random numbers, which every rank would draw for itself. Remedy: draw from "
-        reason += "param.full_tensor() on one rank, and broadcast"
-    else:
-        return
-    raise ConfigError(f"{func} {reason}")
+def _local(tensor: Any, place: CommonRows) -> Tensor:
+    """Return what this rank needs of an operand; torch makes whole what it has cut itself."""
+    if not isinstance(tensor, DTensor):
+        return tensor  # type: ignore[no-any-return]
+    spec = place.spec
+    assert spec is not None
+    if is_cut(tensor) or row_axis(spec.placements) is None:
+        return local_tensor_of(tensor)
+    kept = (Replicate(),) * spec.mesh.ndim
+    if tensor.placements != kept:
+        tensor = tensor.redistribute(spec.mesh, kept)
+    whole: Tensor = local_tensor_of(tensor)
+    if whole.dim() and whole.dim() == len(place.shape) and whole.shape[0] == place.shape[0]:
+        return my_rows(whole, spec.mesh, spec.placements)
+    return whole
+
+
+def _make_new(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    like, size = args[0], tuple(args[1])
+    local, rest = local_tensor_of(like), args[2:]
+    if size == tuple(like.shape) and is_cut(like) and not schema_of(func).name.endswith("_strided"):
+        made = func(local, list(local.shape), *rest, **kwargs)
+        return wrap_rows(type(like), made, like.device_mesh, like.placements, size)
+    made = func(local, list(size), *rest, **kwargs)
+    return wrap_rows(
+        type(like), made, like.device_mesh, (Replicate(),) * like.device_mesh.ndim, size
+    )
+
+
+# Random numbers, sums and norms, which torch knows how to draw and to add up over a mesh
+
+
+def _stand_in(tensor: Any, local: Tensor | None = None) -> Any:
+    """Return the same rows as if torch had cut them.
+
+    Only for operators that neither look at how many rows there are nor move any.
+    """
+    if not is_cut(tensor):
+        return tensor
+    places = tuple(Shard(0) if isinstance(p, RowShard) else p for p in tensor.placements)
+    mesh, dtype = tensor.device_mesh, tensor.dtype
+    spec = spec_of(mesh, places, tensor.shape, tensor.stride(), dtype)
+    local = local_tensor_of(tensor) if local is None else local
+    return DTensor(local, spec, requires_grad=False)
+
+
+def _as_rows(value: Any, like: DTensor) -> Any:
+    """Return what torch has made of a stand-in, with the placement of our rows again."""
+    if not isinstance(value, DTensor):
+        return value
+    axis = row_axis(like.placements)
+    assert axis is not None
+    if not value.placements[axis].is_shard():
+        return value
+    places = tuple(
+        like.placements[axis] if at == axis else place for at, place in enumerate(value.placements)
+    )
+    return wrap_rows(
+        type(like), local_tensor_of(value), value.device_mesh, places, tuple(value.shape)
+    )
+
+
+def _run_as_torch(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Let torch fill or draw the rows of each rank: it knows how random numbers differ there."""
+    cut: list[Any] = [t for t in flat_tensors([*args, *kwargs.values()]) if is_cut(t)]
+    made = {id(tensor): _stand_in(tensor) for tensor in cut}
+
+    def change(tensor: Tensor) -> Any:
+        return made.get(id(tensor), tensor)
+
+    new_kwargs = {name: _map_tensors(change, value) for name, value in kwargs.items()}
+    result = func(*_map_tensors(change, args), **new_kwargs)
+    back = {id(made[id(tensor)]): tensor for tensor in cut}
+    return _map_tensors(
+        lambda value: back[id(value)] if id(value) in back else _as_rows(value, cut[0]), result
+    )
+
+
+_Named = Mapping[str, Any]  # arguments but for the tensor, by name
+
+
+def _is_over_rows(rows: DTensor, named: _Named) -> bool:
+    return 0 in _dims(rows, named)
+
+
+def _dims(rows: DTensor, named: _Named) -> list[int]:
+    dim = named.get("dim")
+    if dim is None or dim in ([], ()):
+        return list(range(rows.dim()))
+    return [each % rows.dim() for each in ([dim] if isinstance(dim, int) else dim)]
+
+
+def _add_up(func: OpOverload, rows: Any, named: _Named, *, nothing: float | None = None) -> Any:
+    """Return a reduction over the rows of all ranks, as torch adds it up when it is asked for it.
+
+    ``nothing`` changes no result: a rank without rows has a row of it.
+    """
+    local = local_tensor_of(rows)
+    if nothing is not None and not local.shape[0] and _is_over_rows(rows, named):
+        local = local.new_full((1, *local.shape[1:]), nothing)
+    return _as_rows(func(_stand_in(rows, local), **named), rows)
+
+
+def _for_all(result: Any) -> Any:
+    """Add up what torch has not: it would add a number to the part of every rank."""
+    if is_cut(result) or not isinstance(result, DTensor):
+        return result
+    places = [Replicate() if place.is_partial() else place for place in result.placements]
+    return result.redistribute(result.device_mesh, places)
+
+
+def _sum(func: OpOverload, rows: DTensor, named: _Named) -> Any:
+    return _for_all(_add_up(func, rows, named))
+
+
+def _norm(func: OpOverload, rows: DTensor, named: _Named) -> Any:
+    if named.get("ord") == math.inf:
+        dtype = named.get("dtype") or rows.dtype
+        values = _call(_aten._to_copy.default, rows, dtype=dtype)
+        return _extreme(_aten.amax.default, _call(_aten.abs.default, values), named)
+    return _for_all(_unfinished_norm(func, rows, named))
+
+
+def _unfinished_norm(func: OpOverload, rows: DTensor, named: _Named) -> Any:
+    part = _is_over_rows(rows, named) and len(_dims(rows, named)) < rows.dim()
+    if not named.get("ord", 2) > 0 or part:
+        raise _refusal(func, f", for ord={named.get('ord', 2)} and dim={named.get('dim')}")
+    return _add_up(func, rows, named, nothing=0.0)
+
+
+def _norm_of(tensor: Any, order: float = 2, dtype: torch.dtype | None = None) -> Any:
+    """Return one of a list of norms, which clipping joins first: one exchange for all of them."""
+    func = _aten.linalg_vector_norm.default
+    if not is_cut(tensor) or not tensor.dim():
+        return _call(func, tensor, order, dtype=dtype)
+    norm = _norm if order == math.inf else _unfinished_norm
+    return norm(func, tensor, {"ord": order, "dtype": dtype})
+
+
+def _call(func: OpOverload, *args: Any, **kwargs: Any) -> Any:
+    return run(func, args, kwargs)
+
+
+def _are_equal(left: DTensor, right: DTensor) -> bool:
+    """Tell whether tensors are equal on all ranks, to all ranks."""
+    if left.shape != right.shape:
+        return False
+    apart = _call(_aten.ne.Tensor, left, right)
+    return not int(local_tensor_of(_call(_aten.sum.default, apart)))
+
+
+def _mean(func: OpOverload, rows: DTensor, named: _Named) -> Any:
+    dtype = named.get("dtype") or rows.dtype
+    if not (dtype.is_floating_point or dtype.is_complex):
+        raise _refusal(func, f", in {dtype}")
+    # As torch adds up 16-bit numbers.
+    wide = torch.float32 if dtype.itemsize < 4 else dtype
+    total = _total(rows, named, wide)
+    count = math.prod(rows.shape[dim] for dim in _dims(rows, named))
+    mean = _call(_aten.mul.Scalar, total, math.nan) if not count else total
+    mean = _call(_aten.div.Scalar, mean, count) if count else mean
+    return mean if wide is dtype else _call(_aten._to_copy.default, mean, dtype=dtype)
+
+
+def _total(rows: DTensor, named: _Named, dtype: torch.dtype | None = None) -> Any:
+    func = _aten.sum.dim_IntList
+    dims, keepdim = _dims(rows, named), named.get("keepdim", False)
+    return _sum(func, rows, {"dim": dims, "keepdim": keepdim, "dtype": dtype})
+
+
+def _variance(func: OpOverload, rows: DTensor, named: _Named) -> Any:
+    wide = torch.float32 if rows.dtype.itemsize < 4 else rows.dtype
+    correction = named.get("correction")
+    correction = 1 if correction is None else correction
+    values = rows if wide is rows.dtype else _call(_aten._to_copy.default, rows, dtype=wide)
+    mean = _mean(func, values, {"dim": _dims(rows, named), "keepdim": True})
+    apart = _call(_aten.sub.Tensor, values, mean)
+    total = _total(_call(_aten.mul.Tensor, apart, apart), named)
+    count = math.prod(rows.shape[dim] for dim in _dims(rows, named))
+    found = _call(_aten.div.Scalar, total, max(count - correction, 0))
+    if schema_of(func).name == "aten::std":
+        found = _call(_aten.sqrt.default, found)
+    return found if wide is rows.dtype else _call(_aten._to_copy.default, found, dtype=rows.dtype)
+
+
+def _extreme(func: OpOverload, rows: DTensor, named: _Named) -> Any:
+    """Return the largest or smallest values; NaN where there is one, which backends may lose."""
+    largest = schema_of(func).name in ("aten::max", "aten::amax")
+    if rows.dtype.is_complex or rows.dtype is torch.bool or not rows.numel():
+        raise _refusal(func, f", with {rows.numel()} values of {rows.dtype}")
+    floats = rows.dtype.is_floating_point
+    limits: Any = torch.finfo(rows.dtype) if floats else torch.iinfo(rows.dtype)
+    ends = (-math.inf, math.inf) if floats else (limits.min, limits.max)
+    chosen = _aten.amax.default if largest else _aten.amin.default
+    options = {"dim": _dims(rows, named), "keepdim": named.get("keepdim", False)}
+    found = _for_all(_add_up(chosen, rows, options, nothing=ends[0] if largest else ends[1]))
+    if not floats:
+        return found
+    unknown = _call(_aten.gt.Scalar, _total(_call(_aten.isnan.default, rows), options), 0)
+    return _call(_aten.masked_fill.Scalar, found, unknown, math.nan)
+
+
+_REDUCTIONS: Mapping[str, Callable[[OpOverload, DTensor, _Named], Any]] = MappingProxyType(
+    {
+        "aten::sum": _sum,
+        "aten::linalg_vector_norm": _norm,
+        "aten::mean": _mean,
+        "aten::var": _variance,
+        "aten::std": _variance,
+        **dict.fromkeys(("aten::max", "aten::amax", "aten::min", "aten::amin"), _extreme),
+    }
+)

@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.distributed.tensor.placement_types import Placement
 
 from graphfsdp.base.flat_buffer import contiguous_stride
-from graphfsdp.base.torch_internals import known_spec
+from graphfsdp.base.torch_internals import known_spec, local_tensor_of, spec_of
 from graphfsdp.sharding.placement import RowShard
 
 
@@ -55,12 +55,41 @@ def my_rows(whole: Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) ->
     return (whole if whole.dim() else whole.view(1)).narrow(0, first, num_rows)
 
 
-class CommonRows:
-    """How the operands of one call are cut, and what shape their result has."""
+def wrap_rows(
+    rows_as: type[DTensor],
+    local: Tensor,
+    mesh: DeviceMesh,
+    placements: tuple[Placement, ...],
+    shape: tuple[int, ...],
+) -> DTensor:
+    """Return a part as a DTensor, of the given class where rows are cut."""
+    kind: Any = DTensor if row_axis(placements) is None else rows_as
+    spec = spec_of(mesh, placements, shape, global_stride(local, shape), local.dtype)
+    # torch would take the storage offset of the part, and then look for a storage that it copies.
+    at_start = local.new_empty(0) if local.storage_offset() else local
+    made: DTensor = kind(at_start, spec, requires_grad=False)
+    made._local_tensor = local
+    return made
 
-    def __init__(self, spec: Any, shape: tuple[int, ...]) -> None:
+
+def whole_of(rows: DTensor) -> DTensor:
+    """Return a tensor that is cut over no axis of ours; one exchange of rows."""
+    mesh, axis = rows.device_mesh, row_axis(rows.placements)
+    assert axis is not None
+    place: Any = rows.placements[axis]
+    whole = place.gather(local_tensor_of(rows), mesh.get_group(axis))
+    if not rows.dim():
+        whole = whole.view(())
+    return wrap_rows(DTensor, whole, mesh, without_rows(rows.placements), tuple(rows.shape))
+
+
+class CommonRows:
+    """How the operands of one call are cut, what shape their result has, and which class."""
+
+    def __init__(self, spec: Any, shape: tuple[int, ...], rows_as: type[DTensor] = DTensor) -> None:
         self.spec = spec
         self.shape = shape
+        self.rows_as = rows_as
 
 
 def common_rows(operands: Sequence[Tensor], written: set[int]) -> CommonRows | None:
@@ -92,4 +121,4 @@ def common_rows(operands: Sequence[Tensor], written: set[int]) -> CommonRows | N
         and all(tensor.dim() == 0 for tensor in others)
     ):
         return None
-    return CommonRows(spec, shape)
+    return CommonRows(spec, shape, type(cut[0]))
