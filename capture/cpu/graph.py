@@ -223,8 +223,11 @@ class CpuGraphBackend:
         device: torch.device,
         *,
         compile: Compile = Compile.OFF,  # noqa: A002 (as torch has it)
+        lands_early: bool = False,
     ) -> None:
+        """``lands_early``: what outlives an iteration may be half written where a replay fails."""
         self.device = device
+        self._lands_early = lands_early
         self._compile = compile
         self.arena = Arena()
 
@@ -275,7 +278,7 @@ class CpuGraphBackend:
         recording = finished(recorder, values)
         # The modes that see the iteration would slow down each call here, and see none of it.
         with torch._C._DisableTorchDispatch():
-            builder = ProgramBuilder(recording, scratch, self.arena)
+            builder = ProgramBuilder(recording, scratch, self.arena, lands_early=self._lands_early)
             recorder.forget_tensors()  # before the program is compiled, which takes as much again
             point = find_commit_point(builder.nodes, scratch)
             kept = [materialise(value, value.storage.get()) for value in point.kept]

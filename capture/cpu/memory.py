@@ -92,6 +92,7 @@ class ProgramMemory:
 
     Attributes:
         pool: [B] uint8 memory of the planned storages.
+        landed: By id of the StorageInfo, those that are computed where they outlive the iteration.
     """
 
     def __init__(
@@ -101,12 +102,16 @@ class ProgramMemory:
         escapes: Sequence[Value],
         scratch: Sequence[Tensor],
         arena: Arena,
+        landing: Sequence[Tensor] = (),
     ) -> None:
         """Plan for ``nodes``, none of them dead.
 
         The storages of ``outputs`` belong to the caller and are not planned; ``escapes`` are copied
-        out at the end; ``scratch`` may be written earlier than the recording did.
+        out at the end, or computed where they outlive the iteration, if that is given as
+        ``landing``; ``scratch`` may be written earlier than the recording did.
         """
+        ends = zip((id(value.storage) for value in escapes), landing, strict=False)
+        landed = {key: (tensor.untyped_storage(), 0) for key, tensor in ends}
         self._kept = {id(value.storage) for value in outputs}
         self._ends = {id(value.storage) for value in escapes}
         self._places: dict[int, _Place] = {}  # by id of the StorageInfo
@@ -121,7 +126,10 @@ class ProgramMemory:
         self._over = self._fold(nodes)  # by id of the Node
         lives = self._lifetimes(nodes, self._planned(nodes))
         elided = elided_copies(nodes, lives, scratch, ALIGNMENT_BYTES)
-        self._lives = {key: life for key, life in lives.items() if key not in elided}
+        self.landed = landed.keys() & (lives.keys() - elided.keys())
+        self._lives = {
+            key: life for key, life in lives.items() if key not in elided and key not in self.landed
+        }
         self._into = set(lives)
         self._elided = {key: (copy.storage, copy.first_byte) for key, copy in elided.items()}
         self._over |= {id(nodes[copy.index]) for copy in elided.values()}
@@ -130,7 +138,7 @@ class ProgramMemory:
         self.pool = torch.empty(0, dtype=torch.uint8, device="cpu")
         self.pool.set_(storage, 0, (self.plan.num_bytes,), (1,))
         places = {key: (storage, offset) for key, offset in self.offsets().items()}
-        self._places |= places | self._elided
+        self._places |= places | self._elided | {key: landed[key] for key in self.landed}
         self._idle = {id(node) for node in nodes if self._is_idle(node)}
 
     def is_fixed(self, value: Value) -> bool:

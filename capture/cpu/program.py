@@ -123,11 +123,14 @@ class ProgramBuilder:
         program: Program,
         scratch: Sequence[Tensor],
         arena: Arena,
+        *,
+        lands_early: bool = False,
     ) -> None:
         """Plan the program's memory.
 
         ``scratch`` are tensors from before the recording whose old contents nobody needs, ``arena``
-        is memory that no other program needs between two replays.
+        is memory that no other program needs between two replays. ``lands_early``: nobody needs old
+        contents of what outlives the iteration either, not even after a replay that fails.
         """
         self._program = program
         self._outputs = program.outputs
@@ -136,7 +139,8 @@ class ProgramBuilder:
         self._constants: dict[int, str] = {}  # by id of the object
         self.nodes = program.nodes
         outputs, escapes = program.outputs, program.escapes
-        self.memory = ProgramMemory(self.nodes, outputs, escapes, scratch, arena)
+        landing = program.escaped if lands_early else ()
+        self.memory = ProgramMemory(self.nodes, outputs, escapes, scratch, arena, landing)
         self.num_calls = 0
 
     def build(
@@ -169,6 +173,8 @@ class ProgramBuilder:
         if call_clock and len(self.nodes) in marks:
             source.add(call_clock)
         for value, tensor in self._kept():
+            if id(value.storage) in self.memory.landed:
+                continue
             source.add(f"{self._constant(tensor, 'e')}.copy_({self._name(value)})")
         return source.finish(map(self._name, self._outputs))
 

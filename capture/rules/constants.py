@@ -7,7 +7,7 @@ a replay would freeze without an error.
 import itertools
 import logging
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -27,7 +27,7 @@ from graphfsdp._capture.trace.source import (
     has_compiled_regions,
 )
 from graphfsdp.base.hazards import HazardKind
-from graphfsdp.base.op_tensors import OpCall, OperatorMode
+from graphfsdp.base.op_tensors import OpCall, OperatorMode, storage_key
 from graphfsdp.base.torch_internals import backward_node, without_modes
 from graphfsdp.errors import CaptureError
 
@@ -74,10 +74,11 @@ class ConstantDifference:
 
 
 class ConstantLog:
-    def __init__(self) -> None:
+    def __init__(self, given: Iterable[Tensor] = ()) -> None:
+        """``given`` are inputs, which lie elsewhere in each run."""
         self.entries: list[ConstantEntry] = []
         self.num_steps: Steps = {}
-        self._made: set[int] = set()  # storages
+        self._made: set[int] = set(map(storage_key, given))  # storages
 
     def add(self, call: OpCall, places: Sequence[int], site: int) -> None:
         """``places`` are the keys of its tensors' storages before it ran."""
@@ -239,24 +240,25 @@ class ConstantWatch:
         self._most_steps = other._most_steps
 
     @contextmanager
-    def noting(self, *, is_first: bool) -> Iterator[None]:
+    def noting(self, *, is_first: bool, given: Iterable[Tensor] = ()) -> Iterator[None]:
         """Note what the iteration in the body does.
 
-        ``is_first``: nothing like it has run before, so it may make what is made once.
+        ``is_first``: nothing like it has run before, so it may make what is made once. ``given``:
+        inputs, which lie elsewhere in each run.
         """
         if self._may_run_compiled_code(is_first=is_first):
             yield
             return
         # What was made once is none of what a capture does.
         trace = None if self._landing is None or is_first else self._landing.noting()
-        mode = _ConstantMode(without_optimizer=bool(self._optimizers), trace=trace)
+        mode = _ConstantMode(without_optimizer=bool(self._optimizers), trace=trace, given=given)
         with _SameFunctions(), mode:
             yield
         self._expected, self._is_settled = mode.log, not is_first
         self._count_steps(mode.log)
 
     @contextmanager
-    def comparing(self) -> Iterator[None]:
+    def comparing(self, given: Iterable[Tensor] = ()) -> Iterator[None]:
         """Compare the capture in the body with the iteration that was noted; raise at its end.
 
         If the capture fails, a next one is compared as well: with this one where it has come to
@@ -269,7 +271,9 @@ class ConstantWatch:
             return
         watcher = watcher_here()  # none where compiled code runs
         trace = None if self._landing is None else self._landing.redirecting()
-        mode = _ConstantMode(without_optimizer=bool(self._optimizers), watcher=watcher, trace=trace)
+        mode = _ConstantMode(
+            without_optimizer=bool(self._optimizers), watcher=watcher, trace=trace, given=given
+        )
         self._is_settled = False  # if it fails, somebody may mend it, and that is another path
         try:
             with mode:
@@ -401,10 +405,11 @@ class _ConstantMode(OperatorMode):
         sites: SiteTable | None = None,
         watcher: Watcher | None = None,
         trace: Trace | None = None,
+        given: Iterable[Tensor] = (),
     ) -> None:
         """Operators have their sites of ``sites``, or those that ``watcher`` gives them."""
         super().__init__()
-        self.log = ConstantLog()
+        self.log = ConstantLog(given)
         self._watcher = watcher
         self._trace = trace
         self.joins = trace is None  # which may call another operator instead
@@ -420,7 +425,9 @@ class _ConstantMode(OperatorMode):
         site = site if self._watcher is None else self._watcher.site
         before, self._stepping = self._stepping, self._optimizer_left_out()
         if self._stepping is None:
-            self.log.add(call, places, site)
+            # How autograd keeps a result for its backward pass, where no hook does it instead.
+            if call.op is not torch.ops.aten.detach.default:
+                self.log.add(call, places, site)
         elif self._stepping is not before:
             self.log.add_step(self._stepping, site)
         self.log.add_results(call, result)

@@ -75,6 +75,12 @@ foreach_mul_ = torch._foreach_mul_
 without_modes = _python_dispatch._disable_current_modes
 dispatch_mode_stack = _python_dispatch._get_current_dispatch_mode_stack
 num_dispatch_modes = torch._C._len_torch_dispatch_stack
+clear_casts: Callable[[], None] = torch.clear_autocast_cache  # whoever else stands in its place
+tracing_state = torch._C._get_tracing_state  # None where nothing is traced
+num_function_modes = torch._C._len_torch_function_stack
+hooks_on_saved = torch._C._autograd._top_saved_tensors_default_hooks  # None where there are none
+# Whether the backward pass that is under way leaves its graph for another one.
+keeps_graph: Callable[[], bool] = torch._C._autograd._get_current_graph_task_keep_graph
 below_autograd = torch._C._AutoDispatchBelowAutograd
 without_autocast = torch._C._DisableAutocast
 backward_node = torch._C._current_autograd_node  # None outside of a backward pass

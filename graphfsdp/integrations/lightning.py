@@ -26,8 +26,9 @@ class CapturedTraining(Callback):  # type: ignore[misc]
     """Trains a ``LightningModule`` with one graph launch for each step of its optimizers.
 
     All of Lightning's Python goes on running, and so do ``training_step``, hooks and callbacks;
-    what they do with the modules in it is captured in place (``graphfsdp.capture_in_place``):
-    automatic and manual optimization, accumulation, clipping, schedules, bf16. Losses, logs,
+    what they do with the modules in it is captured in place, as a whole
+    (``graphfsdp.capture_in_place(..., whole=True)``): automatic and manual optimization,
+    accumulation, clipping, schedules, bf16. Losses, logs,
     weights and checkpoints are bit for bit those without it. Between the first call of a module and
     the step nobody can read a loss or a gradient on the host; ``self.log`` need not.
 
@@ -35,7 +36,7 @@ class CapturedTraining(Callback):  # type: ignore[misc]
     """
 
     def __init__(self, **options: Any) -> None:
-        """Take options of ``graphfsdp.capture_in_place``."""
+        """Take options of ``graphfsdp.capture_in_place(..., whole=True)``."""
         self._options = options
         self._loop: InPlace | None = None
 
@@ -44,7 +45,7 @@ class CapturedTraining(Callback):  # type: ignore[misc]
         _refuse(trainer, pl_module)
         # The module itself notes things about its training while an iteration is under way.
         parts = list(pl_module.children())
-        self._loop = capture_in_place(parts, trainer.optimizers, **self._options)
+        self._loop = capture_in_place(parts, trainer.optimizers, whole=True, **self._options)
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         """Give the graphs back."""

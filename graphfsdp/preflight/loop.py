@@ -64,10 +64,16 @@ class ScriptLoops:
             self.leave()
             return self._follow(*given)
 
+        def start_whole(models: Any, optimizers: Any, *, keeps_all: bool) -> _Loop:
+            loop = start_theirs(models, optimizers, {})
+            loop.install()
+            return loop
+
         try:
             with (
                 mock.patch.object(nn.Module, "__call__", start_and_call),
                 mock.patch.object(in_place, "InPlace", start_theirs),
+                mock.patch.object(in_place, "Parts", start_whole),
             ):
                 yield
         except GraphFSDPError as error:
@@ -193,7 +199,7 @@ class _Loop(InPlace):
         where = f" ({_place(self._begins)} to {_place(self._ends)})" if self._ends else ""
         return (
             f"before the loop:  graphfsdp.capture_in_place({_names('model', *self.models)}, "
-            f"{_names('optimizer', *self._in_order())})\n"
+            f"{_names('optimizer', *self._in_order())}, whole=True)\n"
             f"the loop stays:   from the model's call to the optimizer's step{where} it is one "
             f"graph{self._note}"
         )

@@ -44,7 +44,7 @@ def train(
     models = make()
     optimizers = optim(models)
     torch.manual_seed(7)
-    found = graphfsdp.capture_in_place(models, optimizers) if captured else None
+    found = graphfsdp.capture_in_place(models, optimizers, whole=True) if captured else None
     with found or nullcontext():
         losses = [float(loss) for loss in loop(models, optimizers)]
         if found is not None:
@@ -503,7 +503,7 @@ def test_what_cannot_be_put_off_is_refused_by_name(name: str) -> None:
 def test_what_was_never_computed_is_not_there() -> None:
     model = make_net()
     optimizer = make_adam(model)
-    with graphfsdp.capture_in_place(model, optimizer):
+    with graphfsdp.capture_in_place(model, optimizer, whole=True):
         for index, x, y in batches(8):
             x.requires_grad_(index == 7)
             loss = cross_entropy(model(torch.ones(8, 4)), y)
@@ -530,7 +530,7 @@ def test_a_model_that_torch_compiles_is_recorded_as_written() -> None:
         torch.manual_seed(7)
         loop: Any = nullcontext()
         if captured:
-            loop = graphfsdp.capture_in_place(wrapper, optimizer)
+            loop = graphfsdp.capture_in_place(wrapper, optimizer, whole=True)
         with loop:
             losses.append([float(loss) for loss in accumulates(wrapper, optimizer)])
     assert losses[0] == losses[1]
@@ -542,7 +542,11 @@ def test_a_compiled_loop_is_near_the_plain_one() -> None:
     for options in (None, {"compile": "auto"}):
         model = make_net()
         optimizer = make_adam(model)
-        loop = graphfsdp.capture_in_place(model, optimizer, **options) if options else nullcontext()
+        loop = (
+            graphfsdp.capture_in_place(model, optimizer, **options, whole=True)
+            if options
+            else nullcontext()
+        )
         torch.manual_seed(7)
         with loop:
             losses.append(torch.tensor(accumulates(model, optimizer)))
@@ -553,13 +557,13 @@ def test_wrong_arguments_are_refused() -> None:
     model = make_net()
     optimizer = make_adam(model)
     with pytest.raises(graphfsdp.ConfigError, match="not 'loss_fn'"):
-        graphfsdp.capture_in_place(model, optimizer, loss_fn=cross_entropy)
+        graphfsdp.capture_in_place(model, optimizer, loss_fn=cross_entropy, whole=True)
     schedule: Any = SimpleNamespace(step=None)
     with pytest.raises(graphfsdp.ConfigError, match="which captures pipelines"):
-        graphfsdp.capture_in_place(schedule, optimizer)
-    with graphfsdp.capture_in_place(model, optimizer) as loop:
+        graphfsdp.capture_in_place(schedule, optimizer, whole=True)
+    with graphfsdp.capture_in_place(model, optimizer, whole=True) as loop:
         with pytest.raises(graphfsdp.ConfigError, match="captured in place already"):
-            graphfsdp.capture_in_place(model, optimizer)
+            graphfsdp.capture_in_place(model, optimizer, whole=True)
         with pytest.raises(graphfsdp.PhaseError, match="nothing is captured yet"):
             loop.report()
     assert "_compiled_call_impl" not in vars(model)

@@ -201,7 +201,7 @@ def calls_other_methods(model: Any, optimizer: torch.optim.Optimizer) -> Iterato
 def trained(name: str, *, captured: bool, **options: Any) -> list[Any]:
     model = sharded(**options)
     optimizer = make_adam(model)
-    found = graphfsdp.capture_in_place(model, optimizer) if captured else None
+    found = graphfsdp.capture_in_place(model, optimizer, whole=True) if captured else None
     torch.manual_seed(1 + torch.distributed.get_rank())
     results = list(LOOPS[name](model, optimizer))
     if found is not None:
@@ -238,7 +238,7 @@ def test_an_optimizer_made_before_fully_shard_gets_the_new_parameters() -> None:
     optimizer = make_adam(model)
     graphfsdp.fully_shard(model)
     before = model[0].weight.full_tensor()
-    with graphfsdp.capture_in_place(model, optimizer):
+    with graphfsdp.capture_in_place(model, optimizer, whole=True):
         for x, y in batches(1):
             loss_of(model(x), y).backward()
             optimizer.step()

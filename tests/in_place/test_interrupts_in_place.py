@@ -59,7 +59,7 @@ def test_an_iteration_that_is_interrupted_anywhere_is_whole_or_none(num_before: 
     while indices:
         index, loop, error = indices.pop(), Loop(), None
         counting = InterruptAt(index)
-        with graphfsdp.capture_in_place(loop.model, loop.optimizer, warmup_steps=2):
+        with graphfsdp.capture_in_place(loop.model, loop.optimizer, warmup_steps=2, whole=True):
             for before in range(num_before):
                 loop.train(before)
             try:

@@ -54,7 +54,7 @@ def train(loop: Loop, captured: bool) -> list[Tensor]:
     model = Net()
     optimizer = make_adam(model)
     torch.manual_seed(7)
-    found = graphfsdp.capture_in_place(model, optimizer) if captured else None
+    found = graphfsdp.capture_in_place(model, optimizer, whole=True) if captured else None
     with found or nullcontext():
         results = loop(model, optimizer)
         if found is not None:
@@ -341,7 +341,7 @@ class Twice(torch.optim.SGD):
 def steps_with_a_closure(model: Net, optimizer: torch.optim.Optimizer) -> list[Any]:
     other = Net()
     mine = Twice(other.parameters(), lr=0.1)
-    with graphfsdp.capture_in_place(other, mine):
+    with graphfsdp.capture_in_place(other, mine, whole=True):
         mine.step(lambda: other(torch.ones(2, 4)).sum())
     return []
 
@@ -363,7 +363,7 @@ def keeps_a_loss(model: Net, optimizer: torch.optim.Optimizer) -> list[Any]:
 def has_sparse_gradients(model: Net, optimizer: torch.optim.Optimizer) -> list[Any]:
     other = nn.Embedding(4, 2, sparse=True)
     sgd = torch.optim.SGD(other.parameters(), lr=0.1)
-    with graphfsdp.capture_in_place(other, sgd):
+    with graphfsdp.capture_in_place(other, sgd, whole=True):
         for _ in range(3):
             sgd.zero_grad()
             other(torch.arange(3)).sum().backward()
@@ -429,7 +429,7 @@ def test_one_of_two_optimizers_is_not_the_step() -> None:
     model = Net()
     halves = [model.first, model.last]
     optimizers = [torch.optim.SGD(half.parameters(), lr=0.1) for half in halves]
-    with graphfsdp.capture_in_place(model, optimizers):
+    with graphfsdp.capture_in_place(model, optimizers, whole=True):
         loss = model(torch.ones(8, 4)).mean()
         loss.backward()
         optimizers[0].step()
@@ -444,7 +444,8 @@ def head_only(looks_since: int, *, captured: bool) -> list[Any]:
     optimizer = torch.optim.SGD(model.last.parameters(), lr=0.5)
     torch.manual_seed(7)
     found = []
-    with graphfsdp.capture_in_place(model, optimizer) if captured else nullcontext() as loop:
+    pair = model, optimizer
+    with graphfsdp.capture_in_place(*pair, whole=True) if captured else nullcontext() as loop:
         for index, x, y in batches(12):
             optimizer.zero_grad()
             cross_entropy(model(x), y).backward()
@@ -470,7 +471,7 @@ def steps_one_half_less_often(*, captured: bool) -> list[Tensor]:
     model = Net()
     halves = [model.first, model.last]
     optimizers = [torch.optim.SGD(half.parameters(), lr=0.1) for half in halves]
-    with graphfsdp.capture_in_place(model, optimizers) if captured else nullcontext():
+    with graphfsdp.capture_in_place(model, optimizers, whole=True) if captured else nullcontext():
         for index in range(2 * NUM_STEPS + 1):
             model.zero_grad()
             model(torch.ones(8, 4) * index).square().mean().backward()
@@ -500,7 +501,7 @@ def test_a_loop_that_an_error_has_left_is_over_when_the_next_one_begins(name: st
         torch.manual_seed(0)
         model = nn.Linear(4, 3)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        loop = graphfsdp.capture_in_place(model, optimizer)
+        loop = graphfsdp.capture_in_place(model, optimizer, whole=True)
         losses = []
         for index in range(10):
             loss = model(torch.randn(8, 4)).square().mean()
@@ -530,7 +531,7 @@ def test_iterations_register_no_hooks() -> None:
     model = nn.Linear(4, 3)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     numbers = set()
-    with graphfsdp.capture_in_place(model, optimizer) as loop:
+    with graphfsdp.capture_in_place(model, optimizer, whole=True) as loop:
         for _ in range(10):
             optimizer.zero_grad()
             model(torch.randn(8, 4)).square().mean().backward()
@@ -541,7 +542,7 @@ def test_iterations_register_no_hooks() -> None:
 
 def test_a_loop_within_another_one_is_refused() -> None:
     models = [Net(), nn.Linear(3, 1)]
-    loops = [graphfsdp.capture_in_place(model, make_adam(model)) for model in models]
+    loops = [graphfsdp.capture_in_place(model, make_adam(model), whole=True) for model in models]
     with loops[0], loops[1], pytest.raises(graphfsdp.ConfigError, match="with all of them"):
         models[1](models[0](torch.ones(8, 4)))
 
@@ -553,7 +554,7 @@ def fetches_between(device: torch.device, captured: bool) -> list[float]:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     x, y = torch.randn(8, 4), torch.randint(3, (8,))
     losses = []
-    with graphfsdp.capture_in_place(model, optimizer) if captured else nullcontext():
+    with graphfsdp.capture_in_place(model, optimizer, whole=True) if captured else nullcontext():
         for _ in range(NUM_STEPS):
             loss = cross_entropy(model(x.to(device)), y.to(device))
             x, y = torch.randn(8, 4), torch.randint(3, (8,))  # the next one
@@ -578,7 +579,7 @@ def test_a_scaler_that_decides_on_the_host_is_refused() -> None:
     model = nn.Linear(8, 3)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
-    with graphfsdp.capture_in_place(model, optimizer):
+    with graphfsdp.capture_in_place(model, optimizer, whole=True):
         optimizer.zero_grad()
         scaler.scale(model(torch.randn(4, 8)).square().mean()).backward()
         with pytest.raises(graphfsdp.CaptureError, match="bfloat16"):
@@ -589,7 +590,7 @@ def test_another_optimizer_than_it_was_given_is_refused() -> None:
     """With which no iteration would end, and each would keep what it has made."""
     model = Net()
     other = torch.optim.SGD(model.parameters(), lr=0.1)
-    with graphfsdp.capture_in_place(model, make_adam(model)):
+    with graphfsdp.capture_in_place(model, make_adam(model), whole=True):
         for _, x, y in batches(1):
             cross_entropy(model(x), y).backward()
             with pytest.raises(graphfsdp.CaptureError, match="SGD steps weights of a model"):

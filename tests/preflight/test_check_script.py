@@ -249,7 +249,7 @@ scaler = torch.amp.GradScaler("cpu", enabled="scales" in sys.argv)
 another = torch.Generator()
 loop = nullcontext()
 if "captured" in sys.argv:
-    loop = graphfsdp.capture_in_place(model, optimizer)
+    loop = graphfsdp.capture_in_place(model, optimizer, whole=True)
 with loop:
   for iteration in range(12):
       if "zeroes not" not in sys.argv:
@@ -373,7 +373,7 @@ def test_an_unchanged_script_is_told_the_lines_to_add_and_writes_nothing(
     assert main(["check", "plain.py"]) == 0
     out = capsys.readouterr().out
     assert out.startswith("can be captured: ")
-    assert "graphfsdp.capture_in_place(model, optimizer)" in out
+    assert "graphfsdp.capture_in_place(model, optimizer, whole=True)" in out
     assert "(plain.py:13 to plain.py:19) it is one graph" in out
     assert sorted(folder.rglob("*")) == before
     assert (folder / "checkpoint.pt").read_text() == "precious"
@@ -388,7 +388,7 @@ def test_counters_and_chance_in_the_model_of_an_unchanged_script_are_found(
 ) -> None:
     assert main(["check", "nanogpt.py"]) == 1
     out = " ".join(capsys.readouterr().out.split())
-    assert "graphfsdp.capture_in_place(self.model, self.optimizer)" in out
+    assert "graphfsdp.capture_in_place(self.model, self.optimizer, whole=True)" in out
     assert "cannot be captured: 2 hazards" in out
     for part in ("# counts", "random.Random", "# draws"):
         assert part in out
@@ -396,10 +396,12 @@ def test_counters_and_chance_in_the_model_of_an_unchanged_script_are_found(
 
 def test_two_optimizers_are_one_iteration(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["check", "gan.py"]) == 0
-    assert "graphfsdp.capture_in_place([D, G], [opt_d, opt_g])" in capsys.readouterr().out
+    assert (
+        "graphfsdp.capture_in_place([D, G], [opt_d, opt_g], whole=True)" in capsys.readouterr().out
+    )
     (folder / "gan.py").write_text(GAN.replace("G, D =", "nets = G, D ="))
     assert main(["check", "gan.py"]) == 0
-    assert "graphfsdp.capture_in_place(nets, [opt_d, opt_g])" in capsys.readouterr().out
+    assert "graphfsdp.capture_in_place(nets, [opt_d, opt_g], whole=True)" in capsys.readouterr().out
 
 
 def test_an_iteration_ends_with_the_last_optimizers_step(
@@ -407,7 +409,7 @@ def test_an_iteration_ends_with_the_last_optimizers_step(
 ) -> None:
     assert main(["check", "critic.py"]) == 0
     out = capsys.readouterr().out
-    assert "graphfsdp.capture_in_place([D, G], [opt_d, opt_g])" in out
+    assert "graphfsdp.capture_in_place([D, G], [opt_d, opt_g], whole=True)" in out
     assert out.count("trained") == 1
     assert main(["check", "critic.py", "read"]) == 1
     out = capsys.readouterr().out
@@ -469,7 +471,7 @@ def test_what_is_beside_the_graph_is_not_judged(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["check", "--device", "cpu", "beside.py"]) == 0
-    assert "graphfsdp.capture_in_place(agent, optimizer)" in capsys.readouterr().out
+    assert "graphfsdp.capture_in_place(agent, optimizer, whole=True)" in capsys.readouterr().out
     assert main(["check", "beside.py", "read"]) == 1
     out = capsys.readouterr().out
     assert "cannot be captured: 1 hazard" in out

@@ -96,7 +96,7 @@ def ends_the_group_of_the_shards(rank: int) -> None:
 def ends_in_place(rank: int) -> None:
     model = sharded()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    graphfsdp.capture_in_place(model, optimizer)
+    graphfsdp.capture_in_place(model, optimizer, whole=True)
     for _ in range(7):
         loss_of(model, batch()).backward()
         optimizer.step()

@@ -1,0 +1,229 @@
+"""The steps of torch's optimizers on a CPU, an operator for each group instead of each parameter.
+
+torch goes through the parameters one by one there, in a dozen operators called from Python for
+each. ``torch._foreach_*`` goes through a list of tensors in C++ and calls the very same kernels,
+tensor by tensor. So an operator's results are the same bits, and as no parameter has anything to do
+with another one, the order among them does not matter.
+"""
+
+import operator
+from collections.abc import Iterable, Mapping
+from itertools import chain
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim.optimizer import (
+    _global_optimizer_post_hooks,
+    _global_optimizer_pre_hooks,
+)
+
+from graphfsdp.base.torch_internals import profiler_is_on
+
+_PLAIN = (Tensor, nn.Parameter)
+# With 16 bits a list's operators round otherwise where a number comes in.
+_DTYPES = (torch.float32, torch.float64)
+# For a group that is told to, torch has other loops.
+_OTHER_PATHS = ("foreach", "fused", "capturable", "differentiable")
+_NONE: Mapping[str, Any] = MappingProxyType({})
+_Group = Mapping[str, Any]
+_Tensors = Any  # a list or a tuple of them, as torch has it
+_State = Mapping[Tensor, Mapping[str, Any]]
+
+
+class GroupedStep:
+    """Steps one optimizer as its own ``step()`` does, where that goes parameter by parameter.
+
+    It makes no state: what has never been stepped is left to torch.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self._optimizer = optimizer
+        self._kind = _KINDS.get(type(optimizer))
+        self._plans: dict[int, _Plan] = {}  # by place of the group
+
+    def __bool__(self) -> bool:
+        """Tell whether there is a loop for optimizers of this class."""
+        return self._kind is not None
+
+    def step(self) -> bool:
+        """Step; False, and nothing has changed, where torch's own loop is to do it."""
+        optimizer = self._optimizer
+        is_watched = (
+            _global_optimizer_pre_hooks
+            or _global_optimizer_post_hooks
+            or optimizer._optimizer_step_pre_hooks
+            or optimizer._optimizer_step_post_hooks
+            or profiler_is_on()
+            or getattr(optimizer, "grad_scale", None) is not None
+            or getattr(optimizer, "found_inf", None) is not None
+        )
+        if is_watched or self._kind is None or torch.compiler.is_compiling():
+            return False
+        works = []
+        for place, group in enumerate(optimizer.param_groups):
+            params = [param for param in group["params"] if param.grad is not None]
+            if not params:
+                continue
+            plan = self._plans.get(place)
+            if plan is None or not plan.holds(group, params, optimizer.state):
+                plan = self._kind.of(group, params, optimizer.state)
+                if plan is None:
+                    return False
+                self._plans[place] = plan
+            grads = [param.grad for param in params]
+            dtype = params[0].dtype
+            for grad in grads:
+                if grad.dtype is not dtype or grad.layout is not torch.strided:
+                    return False
+            works.append((plan, group, grads))
+        with torch.no_grad():
+            for plan, group, grads in works:
+                plan.step(group, grads)
+        return True
+
+
+class _Plan:
+    """The tensors of one group that are stepped together."""
+
+    names: tuple[str, ...] = ()  # of the state that a step takes
+
+    def __init__(self, params: list[Tensor], columns: list[list[Tensor]]) -> None:
+        self.params = params
+        self.columns = columns
+
+    @classmethod
+    def of(cls, group: _Group, params: list[Tensor], state: _State) -> "_Plan | None":
+        """Return one, or None for what torch's own loop is to do."""
+        dtype = params[0].dtype
+        if dtype not in _DTYPES or not cls._has_path(group):
+            return None
+        columns: list[list[Any]] = [
+            [state.get(param, _NONE).get(name) for param in params] for name in cls.names_in(group)
+        ]
+        for tensor in chain(params, *columns):
+            if type(tensor) not in _PLAIN or not tensor.is_cpu:
+                return None
+            if tensor.layout is not torch.strided or tensor.dtype not in (dtype, torch.float32):
+                return None
+        if any(tensor.dtype is not dtype for tensor in params):
+            return None
+        # In memory that two parameters share, the order of their steps does matter.
+        storages = {param.untyped_storage().data_ptr() for param in params}
+        return cls(params, columns) if len(storages) == len(params) else None
+
+    @classmethod
+    def names_in(cls, group: _Group) -> tuple[str, ...]:
+        return cls.names
+
+    @classmethod
+    def _has_path(cls, group: _Group) -> bool:
+        return not any(group.get(name) for name in _OTHER_PATHS)
+
+    def holds(self, group: _Group, params: list[Tensor], state: _State) -> bool:
+        if len(params) != len(self.params) or not self._has_path(group):
+            return False
+        if not all(map(operator.is_, params, self.params)):
+            return False
+        names = self.names_in(group)
+        if len(names) != len(self.columns):
+            return False
+        states = [state.get(param, _NONE) for param in params] if names else ()
+        return all(
+            all(map(operator.is_, column, [entries.get(name) for entries in states]))
+            for name, column in zip(names, self.columns, strict=True)
+        )
+
+    def step(self, group: _Group, grads: _Tensors) -> None:
+        raise NotImplementedError
+
+
+class _Adam(_Plan):
+    """torch's ``_single_tensor_adam``."""
+
+    @classmethod
+    def names_in(cls, group: _Group) -> tuple[str, ...]:
+        names = ("step", "exp_avg", "exp_avg_sq")
+        return (*names, "max_exp_avg_sq") if group["amsgrad"] else names
+
+    @classmethod
+    def _has_path(cls, group: _Group) -> bool:
+        numbers = (group["lr"], group["weight_decay"], group["eps"], *group["betas"])
+        return super()._has_path(group) and _are_numbers(numbers)
+
+    def step(self, group: _Group, grads: _Tensors) -> None:
+        params, (counts, means, squares, *rest) = self.params, self.columns
+        lr, decay, (beta1, beta2) = group["lr"], group["weight_decay"], group["betas"]
+        if group["maximize"]:
+            grads = torch._foreach_neg(grads)
+        torch._foreach_add_(counts, 1)
+        if decay != 0:
+            if group["decoupled_weight_decay"]:
+                torch._foreach_mul_(params, 1 - lr * decay)
+            else:
+                grads = torch._foreach_add(grads, params, alpha=decay)
+        torch._foreach_lerp_(means, grads, 1 - beta1)
+        torch._foreach_mul_(squares, beta2)
+        torch._foreach_addcmul_(squares, grads, grads, 1 - beta2)
+        for largest in rest:
+            for most, square in zip(largest, squares, strict=True):
+                torch.maximum(most, square, out=most)
+            squares = largest
+        steps = list(map(Tensor.item, counts))
+        roots = torch._foreach_sqrt(squares)
+        if steps.count(steps[0]) == len(steps):
+            root, size = _corrections(steps[0], lr, beta1, beta2)
+            torch._foreach_div_(roots, root)
+            torch._foreach_add_(roots, group["eps"])
+            torch._foreach_addcdiv_(params, means, roots, -size)
+        else:
+            corrections = [_corrections(step, lr, beta1, beta2) for step in steps]
+            torch._foreach_div_(roots, [root for root, _ in corrections])
+            torch._foreach_add_(roots, group["eps"])
+            torch._foreach_addcdiv_(params, means, roots, [-size for _, size in corrections])
+
+
+def _corrections(step: float, lr: float, beta1: float, beta2: float) -> tuple[float, float]:
+    """Return the root of the second bias correction, and the step's size."""
+    bias_correction1 = 1 - beta1**step
+    bias_correction2 = 1 - beta2**step
+    return bias_correction2**0.5, lr / bias_correction1
+
+
+class _SGD(_Plan):
+    """torch's ``_single_tensor_sgd``."""
+
+    @classmethod
+    def names_in(cls, group: _Group) -> tuple[str, ...]:
+        return ("momentum_buffer",) if group["momentum"] != 0 else ()
+
+    @classmethod
+    def _has_path(cls, group: _Group) -> bool:
+        numbers = [group[name] for name in ("lr", "weight_decay", "momentum", "dampening")]
+        return super()._has_path(group) and _are_numbers(numbers)
+
+    def step(self, group: _Group, grads: _Tensors) -> None:
+        decay, momentum = group["weight_decay"], group["momentum"]
+        if group["maximize"]:
+            grads = torch._foreach_neg(grads)
+        if decay != 0:
+            grads = torch._foreach_add(grads, self.params, alpha=decay)
+        if momentum != 0:
+            (buffers,) = self.columns
+            torch._foreach_mul_(buffers, momentum)
+            torch._foreach_add_(buffers, grads, alpha=1 - group["dampening"])
+            if group["nesterov"]:
+                grads = torch._foreach_add(grads, buffers, alpha=momentum)
+            else:
+                grads = buffers
+        torch._foreach_add_(self.params, grads, alpha=-group["lr"])
+
+
+def _are_numbers(values: Iterable[object]) -> bool:
+    return all(type(value) in (float, int) for value in values)
+
+
+_KINDS: Mapping[type, type[_Plan]] = MappingProxyType(
+    {torch.optim.Adam: _Adam, torch.optim.AdamW: _Adam, torch.optim.SGD: _SGD}
+)

@@ -1,0 +1,374 @@
+"""A module of a loop whose calls are replayed: what it takes until then, and when it is not so."""
+
+import enum
+import functools
+import logging
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import forward_ad
+
+from graphfsdp._capture.rules.constants import ConstantWatch
+from graphfsdp._capture.trace.backend import GraphBackend
+from graphfsdp._capture.undo.host_state import generators_of
+from graphfsdp.base.torch_internals import (
+    TreeSpec,
+    backward_id,
+    buffers_of,
+    functorch_level,
+    hooks_on_saved,
+    num_dispatch_modes,
+    num_function_modes,
+    tracing_state,
+    tree_flatten,
+)
+from graphfsdp.in_place.part_graphs import NotAPartError, PartGraphs, Results, is_dense, run_part
+
+_LOG = logging.getLogger("graphfsdp")
+_NUM_WARM_UPS = 2
+_MOST_KINDS = 16  # of calls, by shapes and numbers
+_MOST_SLOTS = 4  # calls that are under way at the same time
+_MOST_ANEW = 4  # recordings that changes of the model have ended
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_PLAIN = (bool, int, float, str, type(None), torch.dtype, torch.device, torch.Size)
+
+
+class _Autocasts:
+    """Counts outermost autocasts, whose ends let go of cached casts."""
+
+    def __init__(self) -> None:
+        self.num_ended = 0
+        self._end = torch.clear_autocast_cache
+        torch.clear_autocast_cache = self._on_end
+
+    def _on_end(self) -> None:
+        self.num_ended += 1
+        self._end()
+
+
+@functools.cache
+def _autocasts() -> _Autocasts:
+    return _Autocasts()
+
+
+def num_autocasts() -> int:
+    """Return how many outermost autocasts have ended since somebody has asked first."""
+    return _autocasts().num_ended
+
+
+class PartState(enum.Enum):
+    """What a module's next call does; the value is for people."""
+
+    WARMUP = "warming up"
+    TRIAL = "timed beside its eager self"
+    CAPTURED = "captured"
+    AS_WRITTEN = "as written"
+
+
+@dataclass
+class _Kind:
+    """Calls that are alike."""
+
+    num_seen: int = 0
+    constants: ConstantWatch | None = None
+    slots: list[PartGraphs] = field(default_factory=list)
+    is_refused: bool = False
+
+
+class ModulePart:
+    """One module, called by the loop or by a module that runs as it is written.
+
+    Attributes:
+        name: Its full name, for messages.
+        state: What its next call does.
+        is_on: Its graphs are replayed, where there are any; else it runs as written.
+        why: Why it runs as written; "" where it does not.
+        num_replays: Calls that were replayed.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        module: nn.Module,
+        backend: GraphBackend,
+        *,
+        on_ready: Callable[["ModulePart"], None],
+        on_end: Callable[["ModulePart"], None],
+        on_capture: Callable[[], None],
+    ) -> None:
+        self.name = name
+        self.module = module
+        self.state = PartState.WARMUP
+        self.is_on = False
+        self.why = ""
+        self.num_replays = 0
+        self.num_calls = 0
+        self._backend = backend
+        self._on_ready = on_ready
+        self._on_end = on_end
+        self._on_capture = on_capture
+        self._kinds: dict[Any, _Kind] = {}
+        self._num_anew = 0
+        self._thread = threading.get_ident()
+        self._is_recording = False
+        self._block = -1  # of autocast, in which it was called last
+
+    @property
+    def num_nodes(self) -> int:
+        """Nodes of all forward graphs."""
+        graphs = [slot for kind in self._kinds.values() for slot in kind.slots]
+        return sum(graph.num_nodes or 0 for graph in graphs)
+
+    def call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Do what the module's own call does."""
+        self.num_calls += 1
+        written: Callable[..., Any] = self.module._call_impl
+        if self._is_recording or self.state is PartState.AS_WRITTEN or not self._is_ordinary():
+            return written(*args, **kwargs)
+        if self._shares_casts():
+            self.leave(
+                "it is called several times in one torch.autocast, which casts its weights once "
+                "for all of them, and adds their gradients up before it casts these back"
+            )
+            return written(*args, **kwargs)
+        leaves, spec = _flat(args, kwargs)
+        key = self._key(leaves, spec)
+        kind = None if key is None else self._kinds.get(key)
+        if kind is None:
+            if key is None or len(self._kinds) >= _MOST_KINDS:
+                return written(*args, **kwargs)
+            kind = self._kinds[key] = _Kind()
+        if kind.is_refused:
+            return written(*args, **kwargs)
+        if kind.num_seen < _NUM_WARM_UPS:
+            return self._warm_up(kind, leaves, args, kwargs)
+        if kind.slots and not self.is_on:
+            return written(*args, **kwargs)
+        return self._replay(kind, leaves, spec, args, kwargs)
+
+    def _is_ordinary(self) -> bool:
+        """Tell whether the call is one of a loop, and no transform, hook or mode has part in it."""
+        return (
+            torch.is_grad_enabled()
+            and not torch.is_inference_mode_enabled()
+            and functorch_level() is None
+            and backward_id() == -1  # e.g. recomputation
+            and not num_dispatch_modes()
+            and not num_function_modes()
+            and hooks_on_saved(True) is None
+            and forward_ad._current_level < 0
+            and not torch.is_anomaly_enabled()
+            and not torch.compiler.is_compiling()
+            and tracing_state() is None
+            and threading.get_ident() == self._thread
+        )
+
+    def _shares_casts(self) -> bool:
+        """Tell whether an earlier call may have left casts of its weights for this one."""
+        kind = self._backend.device.type
+        if not torch.is_autocast_enabled(kind) or not torch.is_autocast_cache_enabled():
+            return False
+        block, self._block = self._block, num_autocasts()
+        return block == self._block
+
+    def _key(self, leaves: Sequence[Any], spec: TreeSpec | None) -> Any:
+        """Return what tells kinds of calls apart; None for a call that no graph can have."""
+        key: list[Any] = [spec, len(leaves), self.module.training]
+        seen: set[int] = set()
+        for leaf in leaves:
+            if type(leaf) is Tensor:
+                if leaf.layout is not torch.strided or id(leaf) in seen or leaf.is_complex():
+                    return None
+                seen.add(id(leaf))
+                stride = leaf.stride()
+                if not leaf.is_contiguous() and not is_dense(leaf):
+                    return None
+                key.append((leaf.shape, stride, leaf.dtype, leaf.device, leaf.requires_grad))
+            elif isinstance(leaf, _PLAIN):
+                key.append((type(leaf), repr(leaf) if type(leaf) is float else leaf))
+            else:
+                return None
+        kind = self._backend.device.type
+        if torch.is_autocast_enabled(kind):
+            key += [torch.get_autocast_dtype(kind), torch.is_autocast_cache_enabled()]
+        return tuple(key)
+
+    def _warm_up(
+        self, kind: _Kind, leaves: Sequence[Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        is_first = not kind.num_seen
+        kind.num_seen += 1
+        if is_first and not self._refuses(self._look):
+            kind.constants = ConstantWatch(self.module, self._backend.device, ())
+        if kind.constants is None:
+            return self.module._call_impl(*args, **kwargs)
+        self._on_capture()
+        given = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        with kind.constants.noting(is_first=is_first, given=given):
+            output = self.module._call_impl(*args, **kwargs)
+
+        def look(_: Tensor) -> None:
+            if torch.is_grad_enabled():
+                self._refuse_second_order(kind)
+
+        for tensor in Results.tensors_of(output):
+            if tensor.requires_grad:
+                tensor.register_hook(look)
+        return output
+
+    def _refuse_second_order(self, kind: _Kind) -> None:
+        """Let such calls run as written: autograd adds up within them what comes of both passes."""
+        if not kind.is_refused:
+            kind.is_refused = True
+            _LOG.info(
+                "some calls of %s run as written: the loop goes backward through their backward "
+                "pass (create_graph=True)",
+                self.name,
+            )
+
+    def _look(self) -> None:
+        """NotAPartError if something about the module alone tells that it is none."""
+        device = self._backend.device
+        for name, module in self.module.named_modules():
+            where = f"{name!r} in it" if name else "it"
+            if isinstance(module, torch.jit.ScriptModule):
+                raise NotAPartError(f"{where} is TorchScript")
+            for table in _HOOKS:
+                if getattr(module, table):
+                    raise NotAPartError(f"{where} has a hook ({table.strip('_')})")
+        for tensor in (*self.module.parameters(), *self.module.buffers()):
+            is_plain = type(tensor) in (Tensor, nn.Parameter, nn.Buffer)
+            if not is_plain or tensor.layout is not torch.strided:
+                raise NotAPartError(f"it has a {type(tensor).__name__} of layout {tensor.layout}")
+            if tensor.device.type != device.type:
+                raise NotAPartError(f"it has a tensor on {tensor.device}")
+        if not any(param.requires_grad for param in self.module.parameters()):
+            raise NotAPartError("nothing in it is trained")
+
+    def _replay(
+        self,
+        kind: _Kind,
+        leaves: Sequence[Any],
+        spec: TreeSpec | None,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        graphs = next((slot for slot in kind.slots if not slot.is_taken), None)
+        if graphs is not None and (changes := graphs.guards.changes()):
+            self._begin_anew(str(changes[0]))
+            return self.module._call_impl(*args, **kwargs)
+        if graphs is None and len(kind.slots) == _MOST_SLOTS:
+            return self.module._call_impl(*args, **kwargs)
+        random = [] if graphs is None else graphs.random_states()
+        if graphs is None:
+            assert kind.constants is not None
+            made = self._record(kind, leaves, spec)
+            if made is None:
+                return self.module._call_impl(*args, **kwargs)
+            graphs, random, results = made
+        else:
+            results = graphs.replay(leaves)
+            self.num_replays += 1
+        module = self.module
+
+        def again() -> tuple[list[Tensor], Sequence[Any]]:
+            self._refuse_second_order(kind)
+            with _as_before(module, random):
+                return Results.tensors_of(module._call_impl(*args, **kwargs)), leaves
+
+        return run_part(graphs, results, leaves, again)
+
+    def _record(
+        self, kind: _Kind, leaves: Sequence[Any], spec: TreeSpec | None
+    ) -> tuple[PartGraphs, Any, list[Tensor]] | None:
+        self._on_capture()
+        self._is_recording = True
+        module = self.module
+        states = [(g, g.get_state()) for g in generators_of(module, self._backend.device)]
+        made: list[PartGraphs] = []
+
+        def record() -> None:
+            assert kind.constants is not None
+            made.append(PartGraphs(module, self._backend, leaves, spec, kind.constants))
+
+        try:
+            kind.is_refused = self._refuses(record)
+        finally:
+            self._is_recording = False
+        if not made:
+            return None
+        kind.slots.append(made[0])
+        if self.state is PartState.WARMUP:
+            self.state = PartState.TRIAL
+            self._on_ready(self)
+        return made[0], states, made[0].first
+
+    def _refuses(self, attempt: Callable[[], None]) -> bool:
+        try:
+            attempt()
+        except NotAPartError as error:
+            if not any(kind.slots for kind in self._kinds.values()):
+                self.leave(str(error))
+            else:
+                _LOG.info("some calls of %s run as written: %s", self.name, error)
+            return True
+        return False
+
+    def _begin_anew(self, why: str) -> None:
+        self._num_anew += 1
+        if self._num_anew > _MOST_ANEW:
+            self.leave(f"what it reads goes on changing: {why}")
+            return
+        _LOG.info("%s is recorded anew: %s", self.name, why)
+        self._drop()
+
+    def leave(self, why: str) -> None:
+        """Run as written from now on."""
+        self.state, self.is_on, self.why = PartState.AS_WRITTEN, False, why
+        self._drop()
+        self._on_end(self)
+
+    def _drop(self) -> None:
+        for kind in self._kinds.values():
+            for slot in kind.slots:
+                slot.drop()
+        self._kinds.clear()
+
+    def close(self) -> None:
+        self.state, self.is_on = PartState.AS_WRITTEN, False
+        self._drop()
+
+
+def _flat(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Sequence[Any], TreeSpec | None]:
+    """Return all leaves and how they are nested; None where the leaves are the arguments."""
+    if not kwargs and all(type(arg) is Tensor for arg in args):
+        return args, None
+    return tree_flatten((args, kwargs))
+
+
+@contextmanager
+def _as_before(
+    module: nn.Module, states: Sequence[tuple[torch.Generator, Tensor]]
+) -> Iterator[None]:
+    """Run a call again that has been: generators begin where it began, and nothing has happened.
+
+    What it writes are other buffers: autograd would notice it if they were put back.
+    """
+    tables = [(table, dict(table)) for table in map(buffers_of, module.modules())]
+    now = [(generator, generator.get_state()) for generator, _ in states]
+    for table, before in tables:
+        table.update({name: each.clone() for name, each in before.items() if each is not None})
+    for generator, state in states:
+        generator.set_state(state)
+    try:
+        yield
+    finally:
+        for table, before in tables:
+            table.update(before)
+        for generator, state in now:
+            generator.set_state(state)

@@ -1,0 +1,300 @@
+"""A loop as it is written, whose models and optimizers are captured as far as it pays.
+
+Note [Never slower]: whether a graph of a part is faster than the part as it is written, nobody
+knows beforehand. So iterations with it and without it take turns for a while, in an order that a
+loop with a rhythm of its own (each fifth iteration trains the generator) does not share, and only
+what is faster stays. What does not pay, or no graph can hold, costs nothing after that: the
+module's own call is put back.
+"""
+
+import logging
+import statistics
+import time
+from collections import deque
+from collections.abc import Sequence
+from contextlib import ExitStack
+from functools import wraps
+from types import MethodType
+from typing import Any, Self
+
+import torch
+from torch import nn
+from torch.nn.parallel import DataParallel, DistributedDataParallel
+
+from graphfsdp._capture.choose_backend import make_backend
+from graphfsdp._capture.cpu.graph import CpuGraphBackend
+from graphfsdp._capture.phase import Phase
+from graphfsdp._capture.trace.backend import GraphBackend
+from graphfsdp.base.sharded import units_of
+from graphfsdp.base.torch_internals import COMPILED_CALL
+from graphfsdp.in_place.grouped_step import GroupedStep
+from graphfsdp.in_place.module_part import ModulePart, PartState
+from graphfsdp.in_place.part_report import PartLine, PartsReport
+
+_LOG = logging.getLogger("graphfsdp")
+# Whether the part is on: each half of it, and each half of that, has as many of both.
+_TURNS = tuple(bool(int(turn)) for turn in "0110100110010110" * 2)
+_PAYS = 0.97  # of the time without it
+_NUM_STEPS_UNCALLED = 3  # until the children of a module that is never called are looked at
+
+
+class _Trial:
+    """Iterations with a part and without it, in turns."""
+
+    def __init__(self, part: ModulePart) -> None:
+        self.part = part
+        self._turn = -1
+        self._times: dict[bool, list[float]] = {True: [], False: []}
+        self.is_disturbed = True  # by a capture, say
+        self._next()
+
+    def _next(self) -> None:
+        self._turn += 1
+        self.part.is_on = self._turn < len(_TURNS) and _TURNS[self._turn]
+
+    def add(self, seconds: float) -> None:
+        if self.is_disturbed:  # this iteration tells nothing
+            self.is_disturbed = False
+            return
+        self._times[self.part.is_on].append(seconds)
+        self._next()
+
+    @property
+    def is_over(self) -> bool:
+        return self._turn >= len(_TURNS)
+
+    @property
+    def ratio(self) -> float:
+        """The time of an iteration with it over one without it."""
+        return statistics.median(self._times[True]) / statistics.median(self._times[False])
+
+
+class Parts:
+    """A loop that is captured in parts; what ``graphfsdp.capture_in_place`` returns."""
+
+    def __init__(
+        self,
+        models: Sequence[nn.Module],
+        optimizers: Sequence[torch.optim.Optimizer],
+        *,
+        keeps_all: bool,
+    ) -> None:
+        """``optimizers`` without wrappers; ``keeps_all``: also what does not pay."""
+        self._keeps_all = keeps_all
+        self._optimizers = optimizers
+        self._parts: dict[int, ModulePart] = {}  # by id of the module
+        self._backends: dict[torch.device, GraphBackend] = {}
+        self._waiting: deque[ModulePart] = deque()
+        self._trial: _Trial | None = None
+        self._began: float | None = None  # the iteration
+        self._num_steps = 0
+        self._num_uncalled = 0  # steps in which roots were not called
+        self._undo = ExitStack()
+        self._is_closed = False
+        self._steps = [GroupedStep(optimizer) for optimizer in optimizers]
+        for place, model in enumerate(models):
+            self._add(f"model {place}" if len(models) > 1 else "model", model)
+        for place in range(len(optimizers)):
+            self._take_step(place)
+
+    def _add(self, name: str, module: nn.Module) -> None:
+        """Have a module's calls come here, if it can be a part at all."""
+        if id(module) in self._parts:
+            return
+        other = vars(module).get(COMPILED_CALL)
+        if isinstance(other, _Call):
+            other.parts.close()  # of a cell that was run again
+            other = vars(module).get(COMPILED_CALL)
+        why = "it is compiled" if other is not None else _why_not(module)
+        device = next((param.device for param in module.parameters()), None)
+        if device is None or device.type not in ("cpu", "cuda"):
+            return
+        if device not in self._backends:
+            # What a forward pass leaves for its backward pass is of no use where it fails.
+            self._backends[device] = (
+                CpuGraphBackend(device, lands_early=True)
+                if device.type == "cpu"
+                else make_backend("auto", device)
+            )
+        part = self._parts[id(module)] = ModulePart(
+            name,
+            module,
+            self._backends[device],
+            on_ready=self._on_ready,
+            on_end=self._on_end,
+            on_capture=self._disturb,
+        )
+        if why is not None:
+            part.leave(why)
+            return
+        vars(module)[COMPILED_CALL] = _Call(self, part)
+
+    def _on_ready(self, part: ModulePart) -> None:
+        if self._keeps_all:
+            part.is_on, part.state = True, PartState.CAPTURED
+        else:
+            self._waiting.append(part)
+
+    def _on_end(self, part: ModulePart) -> None:
+        """Give a module its own call back, and look at what it is made of."""
+        call = vars(part.module).get(COMPILED_CALL)
+        if isinstance(call, _Call) and call.parts is self:
+            del vars(part.module)[COMPILED_CALL]
+        if part in self._waiting:
+            self._waiting.remove(part)
+        if self._trial is not None and self._trial.part is part:
+            self._trial = None
+        _LOG.info("%s runs as written: %s", part.name, part.why)
+        if not part.why.startswith(_SLOW) and not units_of(part.module):
+            self._add_children(part.name, part.module)
+
+    def _add_children(self, name: str, module: nn.Module) -> None:
+        for child_name, child in module.named_children():
+            path = f"{name}.{child_name}"
+            if isinstance(child, (nn.ModuleList, nn.ModuleDict)):  # which are never called
+                self._add_children(path, child)
+            elif any(True for _ in child.children()):  # a layer alone never pays
+                self._add(path, child)
+
+    def _disturb(self) -> None:
+        if self._trial is not None:
+            self._trial.is_disturbed = True
+
+    def _take_step(self, place: int) -> None:
+        optimizer, grouped = self._optimizers[place], self._steps[place]
+        before = vars(optimizer).get("step")
+        step = optimizer.step
+        tells = hasattr(step, "_wrapped_by_lr_sched")
+
+        @wraps(step)  # with the mark that schedulers look for
+        def call(optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
+            if grouped and not args and not kwargs and grouped.step():
+                if tells:
+                    vars(optimizer)["_opt_called"] = True
+                result = None
+            else:
+                result = step(*args, **kwargs)
+            if not place:
+                self._on_iteration()
+            return result
+
+        vars(optimizer)["step"] = MethodType(call, optimizer)
+
+        def restore() -> None:
+            del vars(optimizer)["step"]
+            if before is not None:
+                vars(optimizer)["step"] = before
+
+        self._undo.callback(restore)
+
+    def _on_iteration(self) -> None:
+        """Take the time between two steps of the first optimizer."""
+        self._num_steps += 1
+        trial = self._trial
+        if trial is None and not self._waiting and self._num_steps > _NUM_STEPS_UNCALLED:
+            return
+        if self._num_steps == _NUM_STEPS_UNCALLED:
+            for part in [*self._parts.values()]:
+                if not part.num_calls and part.state is PartState.WARMUP:
+                    self._add_children(part.name, part.module)
+        now = self._now()
+        if trial is not None and self._began is not None:
+            trial.add(now - self._began)
+            if trial.is_over:
+                self._decide(trial)
+        if self._trial is None and self._waiting:
+            self._trial = _Trial(self._waiting.popleft())
+        self._began = self._now()
+
+    def _now(self) -> float:
+        """Return seconds: on a CPU of this process's work, where a GPU works on, of the clock."""
+        on_cpu = all(device.type == "cpu" for device in self._backends)
+        return time.process_time() if on_cpu else time.perf_counter()
+
+    def _decide(self, trial: _Trial) -> None:
+        self._trial = None
+        part = trial.part
+        if trial.ratio <= _PAYS:
+            part.is_on, part.state = True, PartState.CAPTURED
+            _LOG.info("%s is captured: an iteration takes %.2f of its time", part.name, trial.ratio)
+        else:
+            part.leave(f"{_SLOW} an iteration would take {trial.ratio:.2f} times as long")
+
+    @property
+    def phase(self) -> Phase:
+        """REPLAY once some part is captured or nothing is left to try, CLOSED in the end."""
+        if self._is_closed:
+            return Phase.CLOSED
+        parts = self._parts.values()
+        if any(part.is_on and part.num_replays for part in parts):
+            return Phase.REPLAY
+        is_decided = all(part.state is PartState.AS_WRITTEN for part in parts)
+        return Phase.EAGER if is_decided else Phase.WARMUP
+
+    def report(self) -> PartsReport:
+        """Return what is captured, and why the rest is not."""
+        lines = [
+            PartLine(
+                part.name,
+                type(part.module).__name__,
+                part.state.value,
+                part.why,
+                part.num_nodes,
+                part.num_replays,
+            )
+            for part in self._parts.values()
+        ]
+        steps = [
+            PartLine(
+                f"optimizer {place}",
+                type(optimizer).__name__,
+                "an operator for each group" if grouped else PartState.AS_WRITTEN.value,
+            )
+            for place, (optimizer, grouped) in enumerate(
+                zip(self._optimizers, self._steps, strict=True)
+            )
+        ]
+        return PartsReport(tuple(lines + steps))
+
+    def close(self) -> None:
+        """Let the loop run as written; idempotent."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        self._undo.close()
+        self._trial = None
+        self._waiting.clear()
+        for part in self._parts.values():
+            call = vars(part.module).get(COMPILED_CALL)
+            if isinstance(call, _Call) and call.parts is self:
+                del vars(part.module)[COMPILED_CALL]
+            part.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *details: object) -> None:
+        self.close()
+
+
+_SLOW = "it does not pay:"
+
+
+class _Call:
+    """Asked in place of a module's own call."""
+
+    def __init__(self, parts: Parts, part: ModulePart) -> None:
+        self.parts = parts
+        self._part = part
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._part.call(args, kwargs)
+
+
+def _why_not(module: nn.Module) -> str | None:
+    """Return why a module can be no part, whatever it does; None if it may."""
+    if units_of(module):
+        return "its weights are sharded, and gathered and reduced by its hooks"
+    if isinstance(module, (DistributedDataParallel, DataParallel)):
+        return f"{type(module).__name__} reduces gradients from C++"
+    return None

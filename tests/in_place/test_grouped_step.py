@@ -1,0 +1,158 @@
+"""Steps by an operator for each group beside torch's own, bit for bit."""
+
+import copy
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+import graphfsdp
+
+SHAPES: Sequence[tuple[int, ...]] = ((), (1,), (7,), (3, 5), (33,), (4, 1, 9))
+RATES = st.sampled_from([1e-1, 1e-3, 0.0, 1])
+
+
+@st.composite
+def groups(draw: st.DrawFn, *flags: str) -> list[dict[str, Any]]:
+    """Draw settings of one or two groups."""
+    found = []
+    for _ in range(draw(st.integers(1, 2))):
+        group: dict[str, Any] = {
+            "lr": draw(RATES),
+            "weight_decay": draw(st.sampled_from([0, 0.1, 1e-4])),
+            "shapes": draw(st.lists(st.sampled_from(SHAPES), min_size=1, max_size=5)),
+        }
+        found.append(group | {flag: draw(st.booleans()) for flag in flags})
+    return found
+
+
+def train(
+    kind: Any, made: list[dict[str, Any]], dtype: torch.dtype, captured: bool, seed: int
+) -> list[tuple[str, Tensor]]:
+    """Step some times, with gradients that are now and then absent, and another lr each time."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def draw(shape: tuple[int, ...]) -> Tensor:
+        return torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
+
+    param_groups = [
+        {**group, "params": [nn.Parameter(draw(shape)) for shape in group.pop("shapes")]}
+        for group in copy.deepcopy(made)
+    ]
+    params = [param for group in param_groups for param in group["params"]]
+    optimizer = kind(param_groups)
+    if captured:
+        graphfsdp.capture_in_place(nn.Linear(1, 1), optimizer)
+    for step in range(6):
+        for place, param in enumerate(params):
+            skips = (step + place) % 4 == 3
+            param.grad = None if skips else draw(tuple(param.shape))
+        for group in optimizer.param_groups:
+            group["lr"] = group["lr"] * (0.9 if step % 2 else 1)
+        optimizer.step()
+        if step == 3:
+            optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    found = [(f"param {place}", param.detach()) for place, param in enumerate(params)]
+    for place, param in enumerate(params):
+        entries = optimizer.state[param].items()
+        found += [(f"{name} {place}", each) for name, each in entries if isinstance(each, Tensor)]
+    return found
+
+
+def check(kind: Any, made: list[dict[str, Any]], dtype: torch.dtype, seed: int) -> None:
+    pairs = zip(
+        train(kind, made, dtype, False, seed), train(kind, made, dtype, True, seed), strict=True
+    )
+    for (name, one), (other_name, other) in pairs:
+        assert name == other_name
+        assert torch.equal(one.nan_to_num(7.0), other.nan_to_num(7.0)), name
+
+
+DTYPES = st.sampled_from([torch.float32, torch.float64, torch.bfloat16, torch.float16])
+
+
+@given(groups("amsgrad", "maximize"), DTYPES, st.integers(0, 99))
+def test_adam(made: list[dict[str, Any]], dtype: torch.dtype, seed: int) -> None:
+    check(torch.optim.Adam, made, dtype, seed)
+
+
+@given(groups("amsgrad", "maximize", "foreach"), DTYPES, st.integers(0, 99))
+def test_adamw(made: list[dict[str, Any]], dtype: torch.dtype, seed: int) -> None:
+    check(torch.optim.AdamW, made, dtype, seed)
+
+
+@given(groups("maximize"), DTYPES, st.sampled_from([0, 0.9]), st.integers(0, 99))
+def test_sgd(made: list[dict[str, Any]], dtype: torch.dtype, momentum: float, seed: int) -> None:
+    for group in made:
+        group["momentum"] = momentum
+        group["dampening"] = 0.1 if seed % 2 else 0
+        group["nesterov"] = bool(momentum) and not seed % 2
+    check(torch.optim.SGD, made, dtype, seed)
+
+
+def count_operators(optimizer: torch.optim.Optimizer) -> int:
+    class Counts(torch.utils._python_dispatch.TorchDispatchMode):
+        num_calls = 0
+
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            self.num_calls += 1
+            return func(*args, **kwargs or {})
+
+    counts = Counts()  # type: ignore[no-untyped-call]
+    with counts:
+        optimizer.step()
+    return int(counts.num_calls)
+
+
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.SGD])
+def test_a_group_takes_as_many_operators_for_many_parameters_as_for_few(kind: Any) -> None:
+    """But for the counts of steps of Adam, which are read one by one."""
+    found = []
+    for num_params in (2, 20):
+        params = [nn.Parameter(torch.randn(3)) for _ in range(num_params)]
+        optimizer = kind(params, lr=0.1)
+        graphfsdp.capture_in_place(nn.Linear(1, 1), optimizer)
+        for param in params:
+            param.grad = torch.randn(3)
+        optimizer.step()
+        reads = num_params if kind is torch.optim.AdamW else 0
+        found.append(count_operators(optimizer) - reads)
+    assert found[0] == found[1]
+
+
+def test_what_watches_steps_sees_torchs_own() -> None:
+    param = nn.Parameter(torch.randn(3))
+    optimizer = torch.optim.AdamW([param], lr=0.1)
+    graphfsdp.capture_in_place(nn.Linear(1, 1), optimizer)
+    param.grad = torch.randn(3)
+    optimizer.step()
+    seen = []
+    handle = optimizer.register_step_post_hook(lambda *_: seen.append("hook"))
+    optimizer.step()
+    handle.remove()
+    assert seen == ["hook"]
+    with torch.profiler.profile() as profile:
+        optimizer.step()
+    assert any("Optimizer.step#AdamW.step" in event.key for event in profile.key_averages())
+
+
+def test_schedulers_find_the_step_that_they_look_for() -> None:
+    for scheduler_first in (False, True):
+        param = nn.Parameter(torch.randn(3))
+        optimizer = torch.optim.AdamW([param], lr=0.1)
+        make = torch.optim.lr_scheduler.StepLR
+        scheduler = make(optimizer, 1) if scheduler_first else None
+        parts = graphfsdp.capture_in_place(nn.Linear(1, 1), optimizer)
+        scheduler = scheduler or make(optimizer, 1)
+        for _ in range(3):
+            param.grad = torch.randn(3)
+            optimizer.step()
+            scheduler.step()  # which warns, and fails the test, if it has not seen the step
+        assert optimizer.param_groups[0]["lr"] == pytest.approx(1e-4)
+        parts.close()

@@ -1,0 +1,198 @@
+"""Which modules of a loop become parts, and what runs as it is written."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+
+from parts_helpers import Net, batches, check, make_net, replays, states, trains
+
+
+class Around(nn.Module):
+    """Something that no graph can hold, around a net that one can."""
+
+    def __init__(self, what: Callable[[Any, Tensor], Any]) -> None:
+        super().__init__()
+        self.net = make_net()
+        self.what = what
+        self.kept: Any = None
+        self.count = 0
+        self.seen: list[Tensor] = []
+
+    def forward(self, x: Tensor) -> Any:
+        return self.what(self, x)
+
+
+def reads(module: Any, x: Tensor) -> Any:
+    logits = module.net(x)
+    return logits if logits.sum().item() > 0 else logits * 0.5
+
+
+def counts(module: Any, x: Tensor) -> Any:
+    module.count += 1
+    return module.net(x) * module.count
+
+
+def appends(module: Any, x: Tensor) -> Any:
+    logits = module.net(x)
+    module.seen.append(logits)
+    return logits
+
+
+def keeps(module: Any, x: Tensor) -> Any:
+    module.kept = module.net(x)
+    return module.kept
+
+
+def returns_its_input(module: Any, x: Tensor) -> Any:
+    return module.net(x), x
+
+
+def writes_its_input(module: Any, x: Tensor) -> Any:
+    x += 1
+    return module.net(x)
+
+
+def returns_two_looks(module: Any, x: Tensor) -> Any:
+    logits = module.net(x)
+    return logits[:, :4], logits[:, 2:]
+
+
+def returns_an_object(module: Any, x: Tensor) -> Any:
+    class Output:
+        def __init__(self, logits: Tensor) -> None:
+            self.logits = logits
+
+        def __getitem__(self, index: int) -> Tensor:
+            return self.logits
+
+    return Output(module.net(x))
+
+
+def differs_in_shape(module: Any, x: Tensor) -> Any:
+    logits = module.net(x)
+    return logits + logits[logits > 0].mean()
+
+
+def draws_in_python(module: Any, x: Tensor) -> Any:
+    import random
+
+    random.seed(module.count)
+    return module.net(x) if random.random() < 2 else x
+
+
+@pytest.mark.parametrize(
+    "what",
+    [
+        *(reads, counts, appends, keeps, returns_its_input, writes_its_input),
+        *(returns_two_looks, returns_an_object, differs_in_shape, draws_in_python),
+    ],
+    ids=lambda what: what.__name__,
+)
+def test_what_no_graph_can_hold_runs_as_written_and_the_net_in_it_is_captured(what: Any) -> None:
+    parts = check(trains, lambda: Around(what))
+    assert states(parts)["model"] == "as written"
+    assert states(parts)["model.net"] == "captured"
+    (why,) = (part.why for part in parts.report().parts if part.name == "model")
+    assert why
+    assert f"Around: as written. {why}" in str(parts.report())
+
+
+def test_a_dict_of_tensors_and_numbers_is_made_anew() -> None:
+    class Many(Net):
+        def forward(self, x: Tensor) -> Any:
+            logits = super().forward(x)
+            return {"logits": (logits, 3), "none": None, "index": logits.argmax(1), "unused": x * 2}
+
+    def loop(model: Any, optimizer: torch.optim.Optimizer) -> Iterator[Any]:
+        for _, x, y in batches():
+            optimizer.zero_grad()
+            output = model(x)
+            assert output["none"] is None
+            assert output["logits"][1] == 3
+            assert not output["index"].requires_grad
+            loss = cross_entropy(output["logits"][0], y)
+            loss.backward()
+            optimizer.step()
+            yield loss
+            yield output["index"].sum()
+
+    def make() -> Net:
+        torch.manual_seed(0)
+        return Many()
+
+    assert replays(check(loop, make)) >= 4
+
+
+def test_several_models_and_gradients_between_them() -> None:
+    def make() -> list[nn.Module]:
+        torch.manual_seed(0)
+        return [nn.Sequential(nn.Linear(6, 6), nn.Tanh()), make_net()]
+
+    def loop(models: Any, optimizer: torch.optim.Optimizer) -> Iterator[Any]:
+        for index, x, y in batches():
+            optimizer.zero_grad()
+            hidden = models[0](x)
+            loss = cross_entropy(models[1](hidden), y)
+            loss = loss + cross_entropy(models[1](hidden.detach()), y)
+            loss.backward()
+            if index % 2:
+                optimizer.step()
+            yield loss
+
+    parts = check(loop, make)
+    assert set(states(parts).values()) == {"captured", "an operator for each group"}
+
+
+def test_recurrent_layers_are_captured_with_their_list_of_weights() -> None:
+    class Recurrent(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.lstm = nn.LSTM(6, 8, batch_first=True)
+            self.head = nn.Linear(8, 4)
+
+        def forward(self, x: Tensor, state: Any = None) -> Any:
+            out, state = self.lstm(x[:, None].expand(-1, 3, -1).contiguous(), state)
+            return self.head(out[:, -1]), state
+
+    def make() -> nn.Module:
+        torch.manual_seed(0)
+        return Recurrent()
+
+    def loop(model: Any, optimizer: torch.optim.Optimizer) -> Iterator[Any]:
+        state = None
+        for _, x, y in batches(16):
+            optimizer.zero_grad()
+            logits, state = model(x, state)
+            state = tuple(each.detach() for each in state)
+            loss = cross_entropy(logits, y)
+            loss.backward()
+            optimizer.step()
+            yield loss
+
+    assert replays(check(loop, make)) >= 4
+
+
+def test_a_method_of_the_loop_has_the_modules_in_it_captured() -> None:
+    class Agent(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = make_net()
+
+        def act(self, x: Tensor) -> Tensor:
+            logits: Tensor = self.net(x)
+            return logits
+
+    def loop(model: Any, optimizer: torch.optim.Optimizer) -> Iterator[Any]:
+        for _, x, y in batches():
+            optimizer.zero_grad()
+            loss = cross_entropy(model.act(x), y)
+            loss.backward()
+            optimizer.step()
+            yield loss
+
+    parts = check(loop, Agent)
+    assert states(parts)["model.net"] == "captured"
