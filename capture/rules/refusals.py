@@ -76,6 +76,14 @@ _PLACES = (
         "which spares the look",
     ),
     _Place(
+        "torch.amp.grad_scaler",
+        HazardKind.HOST_READ,
+        "torch's GradScaler decides on the host whether an optimizer steps; a replay would go on "
+        "with the answer for this iteration",
+        "bfloat16, which needs no scale, and capture(..., skip_nonfinite=True) where a step may be "
+        "left out; graphfsdp.capture_in_place leaves the scaler as it is",
+    ),
+    _Place(
         "ema_pytorch",
         HazardKind.HOST_READ,
         "ema-pytorch looks on the host at which step it is; a replay would go on with the answer "

@@ -146,7 +146,7 @@ def check_call(
             "capture the schedule, which names the same and leaves everything as it was"
         )
     together = one_module(model)
-    unwrapped = [_unwrap(item) for item in as_list(optimizer, "optimizer")]
+    unwrapped = [unwrap(item) for item in as_list(optimizer, "optimizer")]
     inner = [item for item, _ in unwrapped]
     refuse_other_types(loss_fn, mp_policy)
     if target not in _TARGETS:
@@ -176,7 +176,7 @@ def check_call(
             together, adapted, gradients, loss_fn=loss, max_grad_norm=options.max_grad_norm
         )
 
-    flight = _Preflight(together, inner, make_iteration, options, mp_policy, target)
+    flight = Preflight(together, inner, make_iteration, options, mp_policy, target)
     for _, wrapper_error in unwrapped:
         if wrapper_error is not None:
             flight.note(wrapper_error, HazardKind.OPTIMIZER)
@@ -189,7 +189,8 @@ def check_call(
     return CheckReport(kept, flight.device, target, flight.num_ops, len(found) - len(kept))
 
 
-def _unwrap(optimizer: object) -> tuple[torch.optim.Optimizer, ConfigError | None]:
+def unwrap(optimizer: object) -> tuple[torch.optim.Optimizer, ConfigError | None]:
+    """Return the optimizer without its wrapper, and what is wrong with that."""
     try:
         return inner_optimizer(optimizer), None
     except ConfigError as error:
@@ -207,8 +208,19 @@ def _kind(name: HazardKind | str) -> HazardKind:
         raise ConfigError(f"unknown kind of hazard {name!r}; expected one of {known}") from None
 
 
+@dataclass(frozen=True)
+class Settings:
+    """What an iteration is recorded with; ``steps``: the optimizers' step, too."""
+
+    named_params: dict[str, nn.Parameter]
+    device: torch.device
+    adapted: CapturableOptimizer
+    policy: MixedPrecisionPolicy
+    steps: bool
+
+
 @dataclass
-class _Preflight:
+class Preflight:
     """``device`` is "?" for a model on several; ``num_ops`` counts those of the judged run."""
 
     model: nn.Module
@@ -222,20 +234,26 @@ class _Preflight:
     num_ops: int = 0
 
     def run(self, batch: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Run the iteration on a batch, and note all that a graph of it could not hold."""
         with self._noting(HazardKind.CONFIG):  # what leaves nothing to go on with
             self._run(batch, kwargs)
 
-    def _run(self, batch: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def settings(self, before: "Settings | None" = None) -> "Settings":
+        """Note what is wrong with model and optimizers by themselves.
+
+        ``before``: of the same ones, whose adapters have seen them step. ConfigError: it leaves
+        nothing to go on with.
+        """
         refuse_parallel_wrapper(self.model)
         refuse_offloaded_shards(self.model)
         for optimizer in self.optimizers:
             adopt_sharded_parameters(self.model, optimizer)
         named_params = trainable_of_all(self.model, self.optimizers)
         device = only_device(self.model, named_params)
-        backend = make_backend("auto", device)
+        make_backend("auto", device)  # which refuses other devices
         with self._noting(HazardKind.CONFIG):
             refuse_unreduced_parameters(self.model, named_params)
-        adapted, steps = self._adapt()
+        adapted, steps = self._adapt() if before is None else (before.adapted, before.steps)
         policy = self._policy(adapted)
         scope = Scope.FULL_ITERATION if self.options.scope is Scope.NONE else self.options.scope
         try:
@@ -245,8 +263,15 @@ class _Preflight:
         except ConfigError as error:
             self.note(error, HazardKind.OPTIMIZER)
             steps = False  # what it does wrong has been said
-        steps = steps and scope is Scope.FULL_ITERATION
         self.device = str(device)
+        steps = steps and scope is Scope.FULL_ITERATION
+        return Settings(named_params, device, adapted, policy, steps)
+
+    def _run(self, batch: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        settings = self.settings()
+        adapted, steps, policy = settings.adapted, settings.steps, settings.policy
+        named_params, device = settings.named_params, settings.device
+        backend = make_backend("auto", device)
         with self._noting(HazardKind.PRECISION), ExitStack() as stack:
             gradients = PersistentGradients(
                 named_params,
@@ -354,6 +379,7 @@ class _Preflight:
                 )
 
     def note(self, error: ConfigError, kind: HazardKind) -> None:
+        """Note an error as a hazard."""
         why, fix = split_remedy(str(error))
         self.hazards.add(Hazard(kind, why, fix))
 

@@ -27,6 +27,10 @@ _DRAWN_ON_HOST = Refusal(
     "draw on the device: pass device=x.device",
     HazardKind.BAKED_NUMBER,
 )
+# What takes tensors in host memory beside those of a GPU.
+_MIXED = frozenset(
+    {"aten::index", "aten::index_put", "aten::index_put_", "aten::_index_put_impl_", "aten::copy_"}
+)
 _LITERALS = (torch.tensor, torch.as_tensor, torch.asarray, Tensor.new_tensor)
 _MOVES = (Tensor.to, Tensor.cuda, Tensor.type_as)
 
@@ -56,6 +60,8 @@ class HostTensors:
             name = f"torch.{function.__name__}"
             if isinstance(data, Tensor) or not _names_device(function, kwargs):
                 return None
+            if isinstance(data, list | tuple) and not data:
+                return None  # there is nothing to copy
             return name, _PAGEABLE.of(f"{name} builds a tensor from Python data")
         if function in _MOVES and args and isinstance(args[0], Tensor) and self.holds(args[0]):
             if function is Tensor.to and not _moves(args[1:], kwargs):
@@ -85,9 +91,11 @@ class HostTensors:
         on_host = [tensor for tensor in call.tensors if self.holds(tensor)]
         if not on_host or len(on_host) == len(call.tensors):
             return None
-        odd = next((tensor for tensor in on_host if tensor.dim() > 0), None)
-        if odd is not None or call.schema_name == "aten::copy_":
+        has_dims = any(tensor.dim() > 0 for tensor in on_host)
+        if has_dims or call.schema_name == "aten::copy_":
             self.forget(on_host)  # told once
+            if call.schema_name not in _MIXED:
+                return None  # no GPU runs that eagerly either: this program has one device
             return _PAGEABLE.of(f"{call.op} takes a tensor that the iteration made in host memory")
         if any(varies(tensor) for tensor in on_host):
             self.forget(on_host)

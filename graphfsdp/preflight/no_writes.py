@@ -25,11 +25,16 @@ _WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
 def nothing_written() -> Iterator[None]:
     """Lead what the body writes to a folder that goes when it ends; it reads it back from there.
 
-    Devices and temporary files are left alone, where the program does not run among these.
+    Temporary files lie there as well, where also what no Python opens is found: the sockets of
+    worker processes, say. Devices are left alone.
     """
     with tempfile.TemporaryDirectory(prefix="graphfsdp_check_") as scratch:
         replaced = _Aside(Path(scratch)).replaced()
+        temporary = os.path.join(scratch, "tmp")
+        os.mkdir(temporary)
         with contextlib.ExitStack() as stack:
+            stack.enter_context(mock.patch.object(tempfile, "tempdir", temporary))
+            stack.enter_context(mock.patch.dict(os.environ, TMPDIR=temporary))
             for owner, name, answer in replaced:
                 replacement = functools.partial(answer, getattr(owner, name))
                 stack.enter_context(mock.patch.object(owner, name, replacement))
@@ -41,10 +46,7 @@ class _Aside:
 
     def __init__(self, scratch: Path) -> None:
         self._scratch = scratch
-        temporary, here = Path(tempfile.gettempdir()).resolve(), Path.cwd().resolve()
         self._free = [Path("/dev"), Path("/proc"), scratch]
-        if not here.is_relative_to(temporary):
-            self._free.append(temporary)
 
     def replaced(self) -> list[tuple[Any, str, Callable[..., Any]]]:
         """Return functions whose first arguments may be paths, and what answers in their place."""

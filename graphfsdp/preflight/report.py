@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from graphfsdp.base.hazards import Hazard
 from graphfsdp.errors import CaptureError
+from graphfsdp.in_place.part_report import PartsReport
 
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderResult
@@ -28,7 +29,9 @@ class CheckReport:
         target: The kind of device whose rules it was judged by.
         num_ops: Operators that the iteration ran; 0 if it could not run.
         num_ignored: Hazards that were left out because their kind was to be ignored.
-        advice: The lines that a script needs to be captured, where it has none yet.
+        advice: The lines that a script needs to be captured, and what each of them captures.
+        parts: What ``capture_in_place`` captures of a script's loop; None where that was not tried.
+        launches: Where a script's iteration calls operators, and how many.
     """
 
     hazards: tuple[Hazard, ...]
@@ -37,6 +40,8 @@ class CheckReport:
     num_ops: int = 0
     num_ignored: int = 0
     advice: str = ""
+    parts: PartsReport | None = None
+    launches: tuple[tuple[str, int], ...] = ()
 
     @property
     def ok(self) -> bool:
@@ -71,6 +76,8 @@ class CheckReport:
             "num_ops": self.num_ops,
             "num_ignored": self.num_ignored,
             "advice": self.advice,
+            "parts": None if self.parts is None else self.parts.to_json()["parts"],
+            "launches": [{"place": place, "count": count} for place, count in self.launches],
             "hazards": [dict(hazard.to_json()) for hazard in self.hazards],
         }
 

@@ -78,7 +78,8 @@ class ScriptCheck:
         except _CheckedExit:
             pass
         except _OverTimeError:
-            _refuse_end(f"was stopped after {self.limit_s:g} seconds", flight)
+            if not flight.reports:
+                _refuse_end(f"was stopped after {self.limit_s:g} seconds", flight)
         except SystemExit as done:
             if not flight.reports:
                 _refuse_end(f"ended with exit code {done.code}", flight)

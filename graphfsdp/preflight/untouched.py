@@ -1,5 +1,6 @@
 """Leaves a model, its optimizer and every random generator as they were."""
 
+import operator
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -52,6 +53,8 @@ def _container(value: Any) -> _Undo:
     kept = value.copy()
 
     def restore() -> None:
+        if _holds_the_same(value, kept):  # it may be of a class that refuses to change
+            return
         value.clear()
         if isinstance(value, list):
             value.extend(kept)
@@ -59,6 +62,18 @@ def _container(value: Any) -> _Undo:
             value.update(kept)
 
     return restore
+
+
+def _holds_the_same(value: Any, kept: Any) -> bool:
+    if len(value) != len(kept):
+        return False
+    if isinstance(value, dict):
+        return all(map(operator.is_, value, kept)) and all(
+            map(operator.is_, value.values(), kept.values())
+        )
+    if isinstance(value, list):
+        return all(map(operator.is_, value, kept))
+    return set(map(id, value)) == set(map(id, kept))
 
 
 def _optimizer_tables(optimizer: torch.optim.Optimizer) -> Iterator[_Undo]:

@@ -1,4 +1,4 @@
-"""A watcher that notes every hazard, goes on, and can undo what the iteration did."""
+"""Watchers that note every hazard and go on, by the rules of the device that is aimed at."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -16,26 +16,17 @@ from graphfsdp.base.op_tensors import OpCall, flat_tensors, storage_key
 from graphfsdp.preflight.host_tensors import HostTensors
 
 
-class PreflightWatcher(Watcher):
-    """Watches one run of an iteration that is to leave no trace.
+class NotingWatcher(Watcher):
+    """Notes what it would refuse.
 
-    ``constants`` are Python values that went into operators; ``undo`` is what was overwritten.
+    ``for_cuda``: also what only a GPU would refuse.
     """
 
     def __init__(
-        self,
-        model: nn.Module,
-        device: torch.device,
-        hazards: HazardLog,
-        *,
-        for_cuda: bool,
-        sums: "MemorySums | None" = None,  # of what must not change without an operator
+        self, model: nn.Module, device: torch.device, hazards: HazardLog, *, for_cuda: bool
     ) -> None:
         super().__init__(model, device, hazards=hazards)
-        self.constants = ConstantLog()
-        self.undo = CopyOnWrite()
         self._for_cuda = for_cuda
-        self._sums = sums
         self._on_host: HostTensors | None = None
         if for_cuda and device.type == "cpu":
             self._on_host = HostTensors(self.storages)
@@ -70,6 +61,32 @@ class PreflightWatcher(Watcher):
             found = self._on_host.judge_op(call, super().varies)
         return found
 
+    def note_results(self, call: OpCall, infos: Sequence[StorageInfo], result: Any) -> None:
+        super().note_results(call, infos, result)
+        if self._on_host is not None:
+            self._on_host.note_op(call, flat_tensors([result]))
+
+
+class PreflightWatcher(NotingWatcher):
+    """Watches one run of an iteration that is to leave no trace.
+
+    ``constants`` are Python values that went into operators; ``undo`` is what was overwritten.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        device: torch.device,
+        hazards: HazardLog,
+        *,
+        for_cuda: bool,
+        sums: "MemorySums | None" = None,  # of what must not change without an operator
+    ) -> None:
+        super().__init__(model, device, hazards, for_cuda=for_cuda)
+        self.constants = ConstantLog()
+        self.undo = CopyOnWrite()
+        self._sums = sums
+
     def on_op(self, call: OpCall) -> Any:
         self.constants.add(call, call.keys, self.site)
         for tensor in call.tensors:
@@ -91,8 +108,6 @@ class PreflightWatcher(Watcher):
     def note_results(self, call: OpCall, infos: Sequence[StorageInfo], result: Any) -> None:
         super().note_results(call, infos, result)
         self.constants.add_results(call, result)
-        if self._on_host is not None:
-            self._on_host.note_op(call, flat_tensors([result]))
 
 
 class MemorySums:

@@ -230,7 +230,7 @@ for iteration in range(100):
     optimizer.zero_grad()
 """
 
-# What a capture in place refuses a check must tell, and it must not tell more.
+# What a capture of the iteration refuses a check must tell, and it must not tell more.
 LOOP = """
 import sys, torch, graphfsdp
 from contextlib import nullcontext
@@ -247,42 +247,47 @@ model = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.1), nn.Linear(8, 1))
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 scaler = torch.amp.GradScaler("cpu", enabled="scales" in sys.argv)
 another = torch.Generator()
-loop = nullcontext()
-if "captured" in sys.argv:
-    loop = graphfsdp.capture_in_place(model, optimizer, whole=True)
+def iterate(model, optimizer, x):
+    if "zeroes not" not in sys.argv:
+        optimizer.zero_grad()
+    loss = model(x)
+    if "draws" in sys.argv: torch.randn(3)
+    if "draws by itself" in sys.argv: torch.randn(3, generator=another)
+    if "reads" in sys.argv: print(loss.sum().item())
+    if "masks" in sys.argv: loss = loss[loss > 0]
+    if "counts" in sys.argv: loss = loss * (1 + iteration)
+    if "applies" in sys.argv: loss = Square.apply(loss)
+    if "sets" in sys.argv: model[0].note = iteration
+    if "seeds" in sys.argv: torch.manual_seed(iteration)
+    scaler.scale(loss.mean()).backward()
+    if "writes" in sys.argv: x[0].mul_(2)
+    scaler.step(optimizer)
+    scaler.update()
+    return loss.sum()
+run, loop = iterate, nullcontext()
+if "in place" in sys.argv:
+    loop = graphfsdp.capture_in_place(model, optimizer)
+if "whole" in sys.argv:
+    loop = graphfsdp.capture(model, optimizer, iteration=iterate, on_change="recapture")
+    run = lambda model, optimizer, x: loop(x)
 with loop:
-  for iteration in range(12):
-      if "zeroes not" not in sys.argv:
-          optimizer.zero_grad()
-      x = torch.randn(2 if iteration % 2 and "has other shapes" in sys.argv else 8, 4)
-      loss = model(x)
-      if "draws" in sys.argv: torch.randn(3)
-      if "draws by itself" in sys.argv: torch.randn(3, generator=another)
-      if "reads" in sys.argv: print(loss.sum().item())
-      if "reads a copy" in sys.argv: print(x.sum().item())
-      if "masks" in sys.argv: loss = loss[loss > 0]
-      if "counts" in sys.argv: loss = loss * (1 + iteration)
-      if "applies" in sys.argv: loss = Square.apply(loss)
-      if "sets" in sys.argv: model[0].note = iteration
-      scaler.scale(loss.mean()).backward()
-      if "writes" in sys.argv: x[0].mul_(2)
-      scaler.step(optimizer)
-      scaler.update()
-      print("iteration", iteration, loss.sum().item())
+    for iteration in range(12):
+        x = torch.randn(2 if iteration % 2 and "has other shapes" in sys.argv else 8, 4)
+        loss = run(model, optimizer, x)
+        print("iteration", iteration, loss.item())
 """
 DOES = {
     "nothing": "",
-    "draws": "random numbers between",
+    "draws": "",
     "draws by itself": "",
-    "reads": "item is called between",
-    "reads a copy": "",
+    "reads": "a value of the iteration on the host",
     "masks": "a tensor whose shape depends on values",
-    "counts": "new ones in a row are refused",
-    "applies": "an autograd.Function",
-    "writes": "was written by",
-    "sets": "an attribute of a module was written",
-    "scales": "without torch's count of writes (as GradScaler",
-    "zeroes not": "gradients were not zeroed",
+    "counts": "was given 2 in one run of the iteration and 3 in the next one",
+    "applies": "",
+    "writes": "",
+    "sets": "",
+    "seeds": "the state of a random generator",
+    "scales": "torch's GradScaler decides on the host",
     "has other shapes": "",
 }
 
@@ -373,8 +378,12 @@ def test_an_unchanged_script_is_told_the_lines_to_add_and_writes_nothing(
     assert main(["check", "plain.py"]) == 0
     out = capsys.readouterr().out
     assert out.startswith("can be captured: ")
-    assert "graphfsdp.capture_in_place(model, optimizer, whole=True)" in out
-    assert "(plain.py:13 to plain.py:19) it is one graph" in out
+    assert "graphfsdp.capture_in_place(model, optimizer)" in out
+    assert "model (Sequential): captured, " in out
+    assert "optimizer (AdamW): an operator for each group" in out
+    assert "plain.py:18 nn.utils.clip_grad_norm_(model.parameters(), 1.0): " in out
+    assert "in place of plain.py:13 to plain.py:19, which become" in out
+    assert "def iterate(model, optimizer, x" in out
     assert sorted(folder.rglob("*")) == before
     assert (folder / "checkpoint.pt").read_text() == "precious"
     assert main(["check", "plain.py", "read"]) == 1
@@ -388,7 +397,7 @@ def test_counters_and_chance_in_the_model_of_an_unchanged_script_are_found(
 ) -> None:
     assert main(["check", "nanogpt.py"]) == 1
     out = " ".join(capsys.readouterr().out.split())
-    assert "graphfsdp.capture_in_place(self.model, self.optimizer, whole=True)" in out
+    assert "graphfsdp.capture_in_place(self.model, self.optimizer)" in out
     assert "cannot be captured: 2 hazards" in out
     for part in ("# counts", "random.Random", "# draws"):
         assert part in out
@@ -396,12 +405,10 @@ def test_counters_and_chance_in_the_model_of_an_unchanged_script_are_found(
 
 def test_two_optimizers_are_one_iteration(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["check", "gan.py"]) == 0
-    assert (
-        "graphfsdp.capture_in_place([D, G], [opt_d, opt_g], whole=True)" in capsys.readouterr().out
-    )
+    assert "graphfsdp.capture_in_place([D, G], [opt_d, opt_g])" in capsys.readouterr().out
     (folder / "gan.py").write_text(GAN.replace("G, D =", "nets = G, D ="))
     assert main(["check", "gan.py"]) == 0
-    assert "graphfsdp.capture_in_place(nets, [opt_d, opt_g], whole=True)" in capsys.readouterr().out
+    assert "graphfsdp.capture_in_place(nets, [opt_d, opt_g])" in capsys.readouterr().out
 
 
 def test_an_iteration_ends_with_the_last_optimizers_step(
@@ -409,8 +416,9 @@ def test_an_iteration_ends_with_the_last_optimizers_step(
 ) -> None:
     assert main(["check", "critic.py"]) == 0
     out = capsys.readouterr().out
-    assert "graphfsdp.capture_in_place([D, G], [opt_d, opt_g], whole=True)" in out
-    assert out.count("trained") == 1
+    assert "graphfsdp.capture_in_place([D, G], [opt_d, opt_g])" in out
+    for part in ("D (Linear): captured, ", "G (Linear): captured, ", "opt_g (Adam): "):
+        assert part in out
     assert main(["check", "critic.py", "read"]) == 1
     out = capsys.readouterr().out
     assert "Fix: put it behind opt_g.step()" in out
@@ -435,43 +443,55 @@ def test_a_number_of_an_optimizer_is_told_if_it_moves(
     (folder / "checkpoint.pt").touch()
     assert main(["check", "plain.py"]) == 1
     out = " ".join(capsys.readouterr().out.split())
-    assert "'betas' of group 0 of torch AdamW was (0.95, 0.999)" in out
+    assert "'betas' of group 0 of torch AdamW was (0." in out
+    assert "cannot be captured: 1 hazard" in out
     assert main(["check", "mine.py", "decays"]) == 1
-    assert "'lr' of group 0 of __main__ Mine" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "'lr' of group 0 of __main__ Mine" in out
+    assert "cannot be captured: 1 hazard" in out
 
 
 @pytest.mark.parametrize("does", DOES)
-def test_a_check_finds_what_a_capture_in_place_refuses(
+def test_a_check_finds_what_a_capture_of_the_iteration_refuses(
     folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, does: str
 ) -> None:
     assert main(["check", "loop.py", does]) == bool(DOES[does])
     out = capsys.readouterr().out
-    assert "iteration 2" not in out  # as `capture_in_place` never is
     assert out.count("cannot be captured: 1 hazard") == bool(DOES[does])
     table = "".join(line.split("|")[-2].strip() + " " for line in out.splitlines() if "|" in line)
     assert DOES[does].casefold() in table.casefold()
-    assert f'if "{does}" in' in out or does not in ("reads", "masks", "counts")
+    assert f'if "{does}" in' in out or does not in ("reads", "masks", "counts", "seeds")
     assert ("other shapes:" in out) == (does == "has other shapes")
-    monkeypatch.setattr(sys, "argv", ["loop.py", "captured", does])
+    assert "model (Sequential): captured, " in out
+    assert "def iterate(model, optimizer, x" in out
+    monkeypatch.setattr(sys, "argv", ["loop.py", "whole", does])
     with pytest.raises(graphfsdp.CaptureError) if DOES[does] else nullcontext():
         runpy.run_path("loop.py")
+
+
+def test_gradients_that_run_on_are_told(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["check", "loop.py", "zeroes not"]) == 1
+    out = capsys.readouterr().out
+    assert "cannot be captured: 1 hazard" in out
+    assert "Gradients were not zeroed" in out
 
 
 def test_what_is_captured_already_is_told_no_line_to_add(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["check", "loop.py", "captured"]) == 0
-    assert main(["check", "loop.py", "captured", "reads"]) == 1
+    assert main(["check", "loop.py", "in place"]) == 0
+    assert main(["check", "loop.py", "in place", "reads"]) == 1
     out = capsys.readouterr().out
     assert "Fix: put it behind optimizer.step()" in out
     assert "before the loop" not in out
+    assert "model (Sequential): captured, " in out
 
 
 def test_what_is_beside_the_graph_is_not_judged(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["check", "--device", "cpu", "beside.py"]) == 0
-    assert "graphfsdp.capture_in_place(agent, optimizer, whole=True)" in capsys.readouterr().out
+    assert "graphfsdp.capture_in_place(agent, optimizer)" in capsys.readouterr().out
     assert main(["check", "beside.py", "read"]) == 1
     out = capsys.readouterr().out
     assert "cannot be captured: 1 hazard" in out
