@@ -155,7 +155,8 @@ PARTS: Mapping[str, Sequence[str]] = MappingProxyType(
         "ends": tuple(
             f"{_ENDS}a_job_ends_whoever_still_holds_a_step[{name}-later]"
             for name in (
-                *("ends_all", "ends_the_group_of_the_shards", "ends_in_place"),
+                *("ends_all", "ends_the_group_of_the_shards"),
+                "ends_with_an_iteration",
                 *("ends_with_python", "drops_the_step_first"),
             )
         ),

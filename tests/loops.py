@@ -1,6 +1,6 @@
 """Training loops as people write them, to be run with capture and without.
 
-``LOOPS`` do nothing that no graph could hold, ``JUDGED`` one thing each beside the model's call.
+``LOOPS`` do nothing that no graph could hold; ``JUDGED`` one thing each beside the model's call.
 """
 
 import copy

@@ -95,17 +95,6 @@ def _getters(device_type: str) -> tuple[tuple[str, ...], tuple[Callable[[], Any]
     return tuple(named), tuple(named.values())
 
 
-def switches_now(device_type: str) -> list[Any]:
-    """Return what torch's switches are, but for autocast, which contexts turn on anywhere."""
-    return list(map(operator.call, _getters(device_type)[1]))
-
-
-def switched(device_type: str, before: Sequence[Any], now: Sequence[Any]) -> str:
-    """Name the first switch of two answers of ``switches_now`` that differs."""
-    rows = zip(_getters(device_type)[0], before, now, strict=True)
-    return next(name for name, old, new in rows if old != new)
-
-
 def _global_state(device_type: str) -> dict[str, Callable[[], Any]]:
     """Return functions that read the switches, by name, that GlobalStateGuard compares."""
     return {

@@ -2,7 +2,7 @@
 
 import signal
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextvars import ContextVar, Token
 from time import monotonic  # under this name: clocks that an iteration reads are set ahead
 from types import FrameType
@@ -20,7 +20,7 @@ _NAMES = (
     *("HUP", "INT", "QUIT", "TERM", "ABRT", "BREAK", "USR1", "USR2", "ALRM", "VTALRM", "PROF"),
     *("XCPU", "XFSZ", "CONT", "CHLD", "TSTP", "TTIN", "TTOU", "URG", "IO", "WINCH", "PWR", "PIPE"),
 )
-SIGNALS = tuple(int(getattr(signal, f"SIG{n}")) for n in _NAMES if hasattr(signal, f"SIG{n}"))
+_SIGNALS = tuple(int(getattr(signal, f"SIG{n}")) for n in _NAMES if hasattr(signal, f"SIG{n}"))
 # Behind the first signal, for another one to mean that somebody waits in vain.
 _PATIENCE_S = 1.0
 
@@ -38,11 +38,9 @@ class DeferredInterrupts:
     others this does nothing.
     """
 
-    __slots__ = ("_caught", "_numbers", "_previous")
+    __slots__ = ("_caught", "_previous")
 
-    def __init__(self, numbers: Sequence[int] = SIGNALS) -> None:
-        """``numbers``: of the signals that wait, to ask for fewer; see ``handled_signals``."""
-        self._numbers = numbers
+    def __init__(self) -> None:
         self._previous: dict[int, _Handler] = {}
         self._caught: dict[int, FrameType | None] = {}
 
@@ -51,7 +49,7 @@ class DeferredInterrupts:
             return
         get_handler = _FAST.getsignal
         try:
-            for number in self._numbers:
+            for number in _SIGNALS:
                 handler = get_handler(number)
                 if callable(handler):
                     self._previous[number] = handler
@@ -157,11 +155,6 @@ class InterruptibleIteration(DeferredInterrupts):
 
 
 _iterating: ContextVar[InterruptibleIteration | None] = ContextVar("iterating", default=None)
-
-
-def handled_signals() -> tuple[int, ...]:
-    """Return the numbers of the signals that Python handles now."""
-    return tuple(number for number in SIGNALS if callable(_FAST.getsignal(number)))
 
 
 def deliver_waiting() -> None:

@@ -15,8 +15,6 @@ from graphfsdp.base.dtensors import RankGroups
 
 # On a parameter that ``fully_shard`` was told to leave alone.
 IGNORED = "_graphfsdp_is_ignored"
-# On a method that counts as a forward pass.
-FORWARD_METHOD = "_graphfsdp_is_forward"
 
 
 @dataclass(frozen=True)
@@ -36,14 +34,12 @@ class ShardedUnit(Protocol):
 
     Attributes:
         name: Of the module, within the model.
-        settings: What the user has said about the passes to come; a named tuple.
         pinned: Unsharded by hand.
     """
 
     @property
     def name(self) -> str: ...
 
-    settings: Any
     pinned: bool
 
     def reshard(self) -> None: ...

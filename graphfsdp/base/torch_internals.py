@@ -24,7 +24,6 @@ from torch.utils._python_dispatch import (
 )
 from torch.utils._pytree import TreeSpec as TreeSpec
 from torch.utils._pytree import keystr as keystr
-from torch.utils._pytree import register_pytree_node as register_pytree_node
 from torch.utils._pytree import tree_flatten as tree_flatten
 from torch.utils._pytree import tree_leaves as tree_leaves
 from torch.utils._pytree import tree_leaves_with_path as tree_leaves_with_path

@@ -1,41 +1,25 @@
 """`graphfsdp.capture_in_place`: the loop stays as it is, and what can be captured of it is.
 
-By default in parts (Note [A part] in ``part_graphs.py``), with ``whole=True`` each iteration as one
-graph (Note [Put off] in ``region.py``). A program on top: it may import every package.
+In parts: Note [A part] in ``part_graphs.py``. A program on top: it may import every package.
 """
 
 from collections.abc import Sequence
-from typing import Any, Literal, overload
+from typing import Any
 
 import torch
 from torch import nn
 
 from graphfsdp.errors import ConfigError
-from graphfsdp.in_place.loop import InPlace
 from graphfsdp.in_place.parts import Parts
-from graphfsdp.preconditions import as_list, one_module
+from graphfsdp.preconditions import adopt_sharded_parameters, as_list, one_module
 
 _Models = nn.Module | Sequence[nn.Module]
 _Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
-_OF_WHOLE = ("warmup_steps", "max_graphs", "verify", "backend", "compile")
 
 
-@overload
 def capture_in_place(
-    model: _Models, optimizer: _Optimizers, *, keep: str = "pays", whole: Literal[False] = False
-) -> Parts: ...
-@overload
-def capture_in_place(
-    model: _Models, optimizer: _Optimizers, *, whole: Literal[True], **options: Any
-) -> InPlace: ...
-def capture_in_place(
-    model: _Models,
-    optimizer: _Optimizers,
-    *,
-    keep: str = "pays",
-    whole: bool = False,
-    **options: Any,
-) -> Parts | InPlace:
+    model: _Models, optimizer: _Optimizers, *, keep: str = "pays", **others: Any
+) -> Parts:
     """Capture a loop that stays as it is, as far as it can be captured and it pays.
 
     Call it before the train loop, which goes on calling model, loss, ``backward`` and
@@ -54,18 +38,14 @@ def capture_in_place(
         optimizer: The optimizer, or several; of any class.
         keep: "pays", or "all": keep parts that are not faster than the loop, too, as a test of
             them does.
-        whole: Capture all between the first call of a model in train mode and the last optimizer's
-            step as one graph, which ``optimizer.step()`` launches. Python between these calls goes
-            on running, but may not look at what the model returns, the loss or a gradient before
-            the step: else a CaptureError says so, with a remedy.
-        **options: With ``whole=True``: ``warmup_steps``, ``max_graphs``, ``verify``, ``backend``,
-            ``compile`` of ``graphfsdp.capture``.
+        **others: None; those of ``graphfsdp.capture`` are refused by name.
 
     Returns:
         What has ``report()`` and ``close()``; nobody need hold it.
 
     Raises:
-        ConfigError: for arguments of other kinds; with ``whole=True`` as ``graphfsdp.capture``.
+        ConfigError: for arguments of other kinds, and for an optimizer that has stepped before
+            ``fully_shard`` was called, whose step is an error.
     """
     if hasattr(model, "step") and not isinstance(model, nn.Module):
         raise ConfigError(
@@ -74,26 +54,17 @@ def capture_in_place(
         )
     if keep not in ("pays", "all"):
         raise ConfigError(f"keep must be 'pays' or 'all', got {keep!r}")
-    other = next((name for name in options if not whole or name not in _OF_WHOLE), None)
-    if other is not None:
+    for name in others:
         raise ConfigError(
-            f"capture_in_place takes keep and whole, and with whole=True {', '.join(_OF_WHOLE)}, "
-            f"not {other!r}: the loop itself says what an iteration does. Remedy: leave it out, "
-            f"{'whole=True, ' if other in _OF_WHOLE else ''}or graphfsdp.capture"
+            f"capture_in_place takes keep, not {name!r}: the loop itself says what an iteration "
+            "does. Remedy: leave it out, or graphfsdp.capture"
         )
-    one_module(model)
-    models, optimizers = as_list(model, "model"), as_list(optimizer, "optimizer")
-    if not whole:
-        return Parts(models, list(map(_inner, optimizers)), keeps_all=keep == "all")
-    on_gpu = next(one_module(model).parameters()).is_cuda
-    if options.get("compile") and on_gpu:
-        raise ConfigError(
-            "on a GPU compile= replaces the models' calls, and so does capture_in_place. Remedy: "
-            "graphfsdp.capture(..., compile=True)"
-        )
-    loop = InPlace(models, optimizers, options)
-    loop.install()
-    return loop
+    together = one_module(model)
+    models = as_list(model, "model")
+    optimizers = [_inner(each) for each in as_list(optimizer, "optimizer")]
+    for each in optimizers:
+        adopt_sharded_parameters(together, each)
+    return Parts(models, optimizers, keeps_all=keep == "all")
 
 
 def _inner(optimizer: Any) -> torch.optim.Optimizer:

@@ -1,4 +1,4 @@
-"""Lightning's training loop, with every training step as one graph.
+"""Lightning's training loop, captured as far as it can be and it pays.
 
 Trainer(callbacks=[graphfsdp.integrations.lightning.CapturedTraining()])
 """
@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from graphfsdp.errors import ConfigError
 from graphfsdp.in_place import capture_in_place
-from graphfsdp.in_place.loop import InPlace
+from graphfsdp.in_place.part_report import PartsReport
+from graphfsdp.in_place.parts import Parts
 from graphfsdp.integrations import import_library
 
 if TYPE_CHECKING:
@@ -23,29 +24,30 @@ else:
 
 
 class CapturedTraining(Callback):  # type: ignore[misc]
-    """Trains a ``LightningModule`` with one graph launch for each step of its optimizers.
+    """Captures the modules in a ``LightningModule``, and the steps of its optimizers.
 
-    All of Lightning's Python goes on running, and so do ``training_step``, hooks and callbacks;
-    what they do with the modules in it is captured in place, as a whole
-    (``graphfsdp.capture_in_place(..., whole=True)``): automatic and manual optimization,
-    accumulation, clipping, schedules, bf16. Losses, logs,
-    weights and checkpoints are bit for bit those without it. Between the first call of a module and
-    the step nobody can read a loss or a gradient on the host; ``self.log`` need not.
+    All of Lightning's Python goes on running, and so do ``training_step``, hooks and callbacks: the
+    calls of the modules in it are captured in parts (``graphfsdp.capture_in_place``), as far as it
+    pays. Automatic and manual optimization, accumulation, clipping, schedules and every precision
+    are as ever, and losses, logs, weights and checkpoints bit for bit those without it. The one
+    graph of a whole iteration is ``graphfsdp.capture`` in a loop of your own.
 
-    Refused by name: several devices, and 16-bit precision with a gradient scaler.
+    Attributes:
+        report: Of the parts, once the training is over; None before.
     """
 
     def __init__(self, **options: Any) -> None:
-        """Take options of ``graphfsdp.capture_in_place(..., whole=True)``."""
+        """Take options of ``graphfsdp.capture_in_place``."""
         self._options = options
-        self._loop: InPlace | None = None
+        self._loop: Parts | None = None
+        self.report: PartsReport | None = None
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Take the place of the calls of modules and of the optimizers' steps."""
-        _refuse(trainer, pl_module)
-        # The module itself notes things about its training while an iteration is under way.
+        _refuse_other(pl_module)
+        # The module itself notes things about its training in each call.
         parts = list(pl_module.children())
-        self._loop = capture_in_place(parts, trainer.optimizers, whole=True, **self._options)
+        self._loop = capture_in_place(parts, trainer.optimizers, **self._options)
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         """Give the graphs back."""
@@ -57,21 +59,15 @@ class CapturedTraining(Callback):  # type: ignore[misc]
 
     def _close(self) -> None:
         if self._loop is not None:
+            self.report = self._loop.report()
             self._loop.close()
             self._loop = None
 
 
-def _refuse(trainer: Any, module: Any) -> None:
-    problem, remedy = None, ""
+def _refuse_other(module: Any) -> None:
     if not isinstance(module, LightningModule):
         package = LightningModule.__module__.partition(".")[0]
-        problem = f"is a callback of {package}, and {type(module).__name__} is of another package"
-        remedy = "import lightning.pytorch or pytorch_lightning, not both"
-    elif trainer.world_size > 1 or trainer.num_devices > 1:
-        problem = f"trains on one device, and this trainer has {trainer.world_size}"
-        remedy = "devices=1, or graphfsdp.fully_shard and graphfsdp.capture in a loop of your own"
-    elif getattr(trainer.precision_plugin, "scaler", None) is not None:
-        problem = "cannot capture a gradient scaler, which reads gradients on the host"
-        remedy = "precision='bf16-mixed'"
-    if problem is not None:
-        raise ConfigError(f"CapturedTraining {problem}. Remedy: {remedy}")
+        raise ConfigError(
+            f"CapturedTraining is a callback of {package}, and {type(module).__name__} is of "
+            "another package. Remedy: import lightning.pytorch or pytorch_lightning, not both"
+        )

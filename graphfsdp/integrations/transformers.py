@@ -13,6 +13,9 @@ from torch import Tensor, nn
 from graphfsdp._capture.step import CapturedStep
 from graphfsdp.api import capture
 from graphfsdp.errors import ConfigError
+from graphfsdp.in_place import capture_in_place
+from graphfsdp.in_place.part_report import PartsReport
+from graphfsdp.in_place.parts import Parts
 from graphfsdp.integrations import import_library
 from graphfsdp.preconditions import inner_optimizer
 
@@ -108,8 +111,8 @@ class CapturedTrainer(Trainer):  # type: ignore[misc]
             if "training_step" in vars(cls):
                 raise ConfigError(
                     f"{cls.__name__} has a training_step of its own, which a captured update would "
-                    "not call. Ways out: compute_loss instead, or graphfsdp.capture in a loop of "
-                    "your own"
+                    "not call. Remedy: the trainer as it is, with callbacks=[graphfsdp."
+                    "integrations.transformers.CapturedTraining()], which captures its parts"
                 )
         late = _TOO_LATE if self.args.gradient_accumulation_steps > 1 else _TOO_LATE[:1]
         for callback in self.callback_handler.callbacks:
@@ -118,8 +121,40 @@ class CapturedTrainer(Trainer):  # type: ignore[misc]
                     raise ConfigError(
                         f"the callback {type(callback).__name__} has {name}, but in a captured "
                         "update nothing happens between backward passes and step. Ways out: "
-                        "on_step_end instead, or transformers.Trainer"
+                        "on_step_end instead, or transformers.Trainer with the callback "
+                        "CapturedTraining of this module"
                     )
+
+
+class CapturedTraining(TrainerCallback):  # type: ignore[misc]
+    """Captures a ``Trainer`` of any class in parts, as ``graphfsdp.capture_in_place`` does.
+
+    For trainers that have a ``training_step`` of their own (TRL's), and for callbacks that look
+    between backward passes and step: ``Trainer(..., callbacks=[CapturedTraining()])``. Nothing is
+    refused, and losses, weights and checkpoints are bit for bit those without it.
+
+    Attributes:
+        report: Of the parts, once the training is over; None before.
+    """
+
+    def __init__(self, **options: Any) -> None:
+        """Take options of ``graphfsdp.capture_in_place``."""
+        self._options = options
+        self._loop: Parts | None = None
+        self.report: PartsReport | None = None
+
+    def on_train_begin(
+        self, args: Any, state: Any, control: Any, model: Any, optimizer: Any, **kwargs: Any
+    ) -> None:
+        """Take the place of the calls of modules and of the optimizer's step."""
+        self._loop = capture_in_place(model, optimizer, **self._options)
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Give the graphs back."""
+        if self._loop is not None:
+            self.report = self._loop.report()
+            self._loop.close()
+            self._loop = None
 
 
 class _CapturedUpdate:

@@ -13,7 +13,7 @@ from torch.distributed.fsdp import FSDPModule as TorchModule
 from torch.distributed.fsdp import UnshardHandle as TorchHandle
 from torch.distributed.tensor import DTensor
 
-from graphfsdp.base.sharded import FORWARD_METHOD, MainGrad
+from graphfsdp.base.sharded import MainGrad
 from graphfsdp.base.torch_internals import not_traced, parameters_of, tree_map
 from graphfsdp.errors import ConfigError, NotCopyableError
 from graphfsdp.sharding.arguments import check_precision
@@ -508,7 +508,6 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
             raise
         return end_forward(module, args, output)
 
-    setattr(around, FORWARD_METHOD, True)
     setattr(module, method_name, around)
 
 

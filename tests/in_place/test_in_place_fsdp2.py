@@ -1,7 +1,7 @@
 """What loops over sharded weights do between the model's call and the optimizer's step.
 
-FSDP2's words, and what torch's users do to DTensors: with and without `capture_in_place`, bit for
-bit.
+FSDP2's words, and what torch's users do to DTensors: with and without `capture_in_place`, which
+leaves sharded modules as they are, bit for bit.
 """
 
 from collections.abc import Callable, Iterator
@@ -201,12 +201,11 @@ def calls_other_methods(model: Any, optimizer: torch.optim.Optimizer) -> Iterato
 def trained(name: str, *, captured: bool, **options: Any) -> list[Any]:
     model = sharded(**options)
     optimizer = make_adam(model)
-    found = graphfsdp.capture_in_place(model, optimizer, whole=True) if captured else None
+    found = graphfsdp.capture_in_place(model, optimizer, keep="all") if captured else None
     torch.manual_seed(1 + torch.distributed.get_rank())
     results = list(LOOPS[name](model, optimizer))
     if found is not None:
-        assert found.phase is graphfsdp.Phase.REPLAY
-        assert found.report().num_calls["replay"] >= 3
+        assert "its weights are sharded" in str(found.report())
         found.close()
     params: list[Any] = list(model.parameters())
     results += [param.full_tensor() for param in params]
@@ -238,7 +237,7 @@ def test_an_optimizer_made_before_fully_shard_gets_the_new_parameters() -> None:
     optimizer = make_adam(model)
     graphfsdp.fully_shard(model)
     before = model[0].weight.full_tensor()
-    with graphfsdp.capture_in_place(model, optimizer, whole=True):
+    with graphfsdp.capture_in_place(model, optimizer):
         for x, y in batches(1):
             loss_of(model(x), y).backward()
             optimizer.step()

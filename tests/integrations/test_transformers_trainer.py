@@ -15,7 +15,7 @@ pytest.importorskip("accelerate", reason="accelerate is not installed")
 
 from transformers import TrainerCallback  # noqa: E402
 
-from graphfsdp.integrations.transformers import CapturedTrainer  # noqa: E402
+from graphfsdp.integrations.transformers import CapturedTrainer, CapturedTraining  # noqa: E402
 
 # Warnings of the libraries' own.
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.time_limit(300)]
@@ -166,3 +166,28 @@ def test_a_number_that_a_loss_of_one_s_own_reads_is_guarded(tmp_path: Path) -> N
     trainer.add_callback(Change())
     with pytest.raises(graphfsdp.GuardError, match=r"'weight' of .* is now 2\.0"):
         trainer.train()
+
+
+class Own(transformers.Trainer):  # type: ignore[misc, name-defined]
+    """With a training step of its own, which looks at its loss, as trainers of TRL do."""
+
+    def training_step(self, model: nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> Tensor:
+        loss: Tensor = super().training_step(model, inputs, *args, **kwargs)
+        return loss if loss.item() < 1e9 else loss * 0
+
+
+@pytest.mark.parametrize("kind", ["bert", "llama"])
+def test_a_trainer_of_any_class_is_captured_in_parts(kind: str, tmp_path: Path) -> None:
+    with pytest.raises(graphfsdp.ConfigError, match=r"callbacks=\[graphfsdp.integrations"):
+        trainer_of(type("Captured", (CapturedTrainer, Own), {}), tmp_path).train()
+    settings = {"gradient_accumulation_steps": 2, "eval_strategy": "epoch", "max_grad_norm": 0.5}
+    plain = trainer_of(Own, tmp_path, kind, **settings)
+    plain.train()
+    captured = trainer_of(Own, tmp_path, kind, **settings)
+    callback = CapturedTraining(keep="all")
+    captured.add_callback(callback)
+    captured.train()
+    assert logs_of(captured) == logs_of(plain)
+    assert_same_weights(captured.model, plain.model)
+    assert callback.report is not None
+    assert any(part.num_replays for part in callback.report.parts), str(callback.report)

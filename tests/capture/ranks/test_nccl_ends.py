@@ -93,14 +93,17 @@ def ends_the_group_of_the_shards(rank: int) -> None:
     dist.destroy_process_group()
 
 
-def ends_in_place(rank: int) -> None:
-    model = sharded()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    graphfsdp.capture_in_place(model, optimizer, whole=True)
-    for _ in range(7):
-        loss_of(model, batch()).backward()
+def ends_with_an_iteration(rank: int) -> None:
+    def iterate(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor) -> None:
+        loss_of(model, x).backward()
         optimizer.step()
         optimizer.zero_grad()
+
+    model = sharded()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    step = graphfsdp.capture(model, optimizer, iteration=iterate)
+    for _ in range(7):
+        step(batch())
     dist.destroy_process_group()
 
 
@@ -267,7 +270,7 @@ def _nccl_never_gives_up(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         ends_all,
         ends_the_group_of_the_shards,
-        ends_in_place,
+        ends_with_an_iteration,
         ends_with_python,
         drops_the_step_first,
     ],
