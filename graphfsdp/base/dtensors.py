@@ -8,7 +8,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from graphfsdp.base.flat_buffer import contiguous_stride
 from graphfsdp.base.torch_internals import (
     OpOverload,
     TorchDispatchMode,
@@ -101,20 +100,10 @@ def num_meshes(tensors: Iterable[Tensor]) -> int:
 
 def wrap_like(local: Tensor, like: Tensor) -> Tensor:
     """This rank's part as a DTensor, a view, laid out as ``like``; ``local`` itself if plain."""
-    return _wrap(local, like, like.shape, like.stride())
-
-
-def wrap_rows_like(local: Tensor, like: Tensor) -> Tensor:
-    """Do as ``wrap_like`` for [rows, ...] of other shape than those of ``like``, cut by rows."""
-    shape = torch.Size((*like.shape[:1], *local.shape[1:]))
-    return _wrap(local, like, shape, contiguous_stride(shape))
-
-
-def _wrap(local: Tensor, like: Tensor, shape: torch.Size, stride: tuple[int, ...]) -> Tensor:
     if not is_dtensor(like):
         return local
     dtensor: Any = like
-    spec = spec_of(dtensor.device_mesh, dtensor.placements, shape, stride, local.dtype)
+    spec = spec_of(dtensor.device_mesh, dtensor.placements, like.shape, like.stride(), local.dtype)
     return can_be_copied(type(dtensor)(local.detach(), spec, requires_grad=False))
 
 

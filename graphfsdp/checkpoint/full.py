@@ -6,7 +6,7 @@ not serve here: it steps an optimizer that has no state yet, and takes uneven ro
 """
 
 import functools
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -56,24 +56,22 @@ def full_state_dict(
     _, sink, facts = members.together(lambda: describe_state(module, optimizer, members))
     facts = joined_facts(module, facts, members)
     tensors = _gather(sink.tensors, members)
-    return {} if members.rank else full_state(facts, tensors, tensors.__getitem__)
-
-
-def full_state(
-    facts: Mapping[str, Json], keys: Iterable[str], find: Callable[[str], Tensor]
-) -> FullState:
-    """Return a full state of what was described as for a checkpoint."""
-    model = {key.removeprefix(MODEL): find(key) for key in keys if key.startswith(MODEL)}
-    state: FullState = {"model": model}
-    model |= {alias: model[first] for alias, first in facts.get("aliases", {}).items()}
+    if members.rank:
+        return {}
+    weights = {key.removeprefix(MODEL): t for key, t in tensors.items() if key.startswith(MODEL)}
+    weights |= {alias: weights[first] for alias, first in facts["aliases"].items()}
+    state: FullState = {"model": weights}
     saved = facts.get("optimizer")
     if saved is not None:
         state["optimizer"] = {
-            **decode(saved["rest"], find),
+            **decode(saved["rest"], tensors.__getitem__),
             "kind": saved["kind"],
-            "state": {name: decode(entries, find) for name, entries in saved["state"].items()},
+            "state": {
+                name: decode(entries, tensors.__getitem__)
+                for name, entries in saved["state"].items()
+            },
             "param_groups": [
-                {**decode(group["hyper"], find), "params": group["params"]}
+                {**decode(group["hyper"], tensors.__getitem__), "params": group["params"]}
                 for group in saved["groups"]
             ],
         }

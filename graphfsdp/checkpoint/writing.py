@@ -186,7 +186,17 @@ def _write_tensors(path: Path, items: Sequence[WriteItem], planner: SavePlanner)
         offsets[item.index.fqn] = {"saved_offsets": list(item.tensor_data.chunk.offsets)}
     # What HuggingFaceStorageReader looks for.
     about = {"format": "pt", "DCP_VERSION": "1.0", "DCP_SHARDING_INFO": json.dumps(offsets)}
-    save_file(tensors, path, about)
+    try:
+        save_file(tensors, path, about)
+    except KeyError as error:  # its word for a dtype that it has no name for
+        dtype = error.args[0]
+        name = next((name for name, tensor in tensors.items() if tensor.dtype == dtype), None)
+        if name is None:
+            raise
+        raise CheckpointError(
+            f"{name!r} has the dtype {dtype}, which a safetensors file cannot hold. Remedy: cast "
+            "or view it as another one"
+        ) from error
 
 
 def _sync(path: Path) -> SavedFile:

@@ -128,6 +128,25 @@ def test_statistics_of_each_rank_come_back_to_it(
     assert ranks1.run(buffers_of_ranks, tmp_path, False) == [[1.0, 1.0]]
 
 
+def save_in_halves(path: Path) -> None:
+    """Two groups of ranks save and load models of their own at the same time."""
+    groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    mine, rank = dist.get_rank() // 2, dist.get_rank()
+    model, other = (nn.Linear(3, 5) for _ in range(2))
+    dist.broadcast(model.weight.data, 2 * mine, group=groups[mine])
+    dist.broadcast(model.bias.data, 2 * mine, group=groups[mine])
+    saved, own = OwnOnEachRank(rank), OwnOnEachRank(-1)
+    folder, group = path / str(mine), groups[mine]
+    graphfsdp.save(folder, model, objects={"own": saved}, process_group=group)
+    graphfsdp.load(folder, other, objects={"own": own}, process_group=group)
+    assert torch.equal(other.weight, model.weight)
+    assert bool((own.tensor == rank).all())
+
+
+def test_groups_of_ranks_save_apart(tmp_path: Path, ranks4: RankPool) -> None:
+    ranks4.run(save_in_halves, tmp_path)
+
+
 def unsharded_by_hand(path: Path) -> None:
     model = nn.Sequential(nn.Linear(3, 3))
     graphfsdp.fully_shard(model)
@@ -143,6 +162,19 @@ def unsharded_by_hand(path: Path) -> None:
 
 def test_a_unit_that_is_unsharded_is_refused(tmp_path: Path, ranks2: RankPool) -> None:
     ranks2.run(unsharded_by_hand, tmp_path)
+
+
+def save_sharded_rows(path: Path) -> None:
+    model = graphfsdp.fully_shard(nn.Linear(4, 6))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer.state[model.weight]["rows"] = model.bias.detach()
+    said = r"'rows' of 'weight' .* sharded and has the shape \(6,\), expected .* \(6, 4\)"
+    with pytest.raises(graphfsdp.CheckpointError, match=said):
+        graphfsdp.save(path, model, optimizer)
+
+
+def test_a_sharded_state_of_another_shape_is_refused(tmp_path: Path, ranks2: RankPool) -> None:
+    ranks2.run(save_sharded_rows, tmp_path)
 
 
 def muon(params: Iterable[nn.Parameter], lr: float) -> Muon:
