@@ -1,7 +1,7 @@
 """Everything that an iteration needs, and one iteration of it over given inputs."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 import torch.distributed as dist
@@ -23,6 +23,7 @@ from graphfsdp._capture.trace.landing import Landing
 from graphfsdp._capture.undo.host_state import Attempt
 from graphfsdp.base.capturable import CapturableOptimizer
 from graphfsdp.base.changes import Change, ChangeKind
+from graphfsdp.base.recomputation import torchs_checkpoints_as_ours
 from graphfsdp.base.sharded import main_grads_of, put_back, sharded_roots, units_of
 from graphfsdp.config import CaptureOptions, MixedPrecisionPolicy, OnChange, Scope, Undo
 from graphfsdp.errors import CaptureError, GuardError
@@ -138,7 +139,7 @@ class Engine:
         self._replayed = None
         output = None
         try:
-            with messages_as_operators(), self._prepared(recording, watch, trains=True):
+            with self._around(), self._prepared(recording, watch, trains=True):
                 output = self._iteration.forward_backward(
                     recording.inputs, recording.num_microbatches
                 )
@@ -154,6 +155,13 @@ class Engine:
             grad_norm = self._iteration.optimizer_step()
             results += [] if grad_norm is None else [grad_norm]
         return results
+
+    @staticmethod
+    @contextmanager
+    def _around() -> Iterator[None]:
+        """Put in place what an iteration calls instead of what no graph can hold."""
+        with messages_as_operators(), torchs_checkpoints_as_ours():
+            yield
 
     def _prepared(
         self, recording: Recording, watch: AbstractContextManager[None] | None, *, trains: bool
@@ -189,7 +197,7 @@ class Engine:
     ) -> list[Tensor]:
         """Run the forward pass alone, all of it captured; return its results as a flat list."""
         self._replayed = None
-        with messages_as_operators(), self._prepared(recording, watch, trains=False):
+        with self._around(), self._prepared(recording, watch, trains=False):
             output = self._iteration.forward(recording.inputs, recording.num_microbatches)
         return recording.results.flatten(output)
 

@@ -1,5 +1,7 @@
 """Activation recomputation that draws nothing twice, so that a graph can hold it."""
 
+import functools
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import TracebackType
@@ -113,6 +115,69 @@ def recompute_contexts() -> tuple[TorchDispatchMode, TorchDispatchMode]:
     """
     drawn: list[_Drawn] = []
     return _Keep(drawn), _Repeat(drawn)
+
+
+# What torch's checkpoint without reentrance runs around the function, by version.
+_AROUND = (
+    "_checkpoint_without_reentrant_generator",
+    "_checkpoint_without_reentrant_generator_impl",
+)
+
+
+@contextmanager
+def torchs_checkpoints_as_ours() -> Iterator[None]:
+    """Have ``torch.utils.checkpoint`` keep what was drawn while the body runs.
+
+    As it is written by default, it stores the state of the generators in the forward pass and sets
+    it in the backward pass, which no graph can. ``recompute`` draws nothing twice, and comes to the
+    same bits. Left alone is who has said otherwise (``preserve_rng_state=False``, ``context_fn``).
+    """
+    module = sys.modules.get("torch.utils.checkpoint")
+    if module is None:
+        yield
+        return
+    names = [name for name in (*_AROUND, "CheckpointFunction") if hasattr(module, name)]
+    before = {name: vars(module)[name] for name in names}
+    plain = vars(module)["noop_context_fn"]
+    for name in names:
+        is_reentrant = name == "CheckpointFunction"
+        vars(module)[name] = (
+            _Reentrant(before[name]) if is_reentrant else _keeping(before[name], plain)
+        )
+    try:
+        yield
+    finally:
+        vars(module).update(before)
+
+
+def _keeping(around: Callable[..., Any], plain: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(around)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if "preserve_rng_state" in kwargs:  # torch 2.15
+            if kwargs["preserve_rng_state"] and kwargs["context_fn"] is plain:
+                kwargs |= {"preserve_rng_state": False, "context_fn": recompute_contexts}
+        elif len(args) > 2 and args[1] and args[2] is plain:
+            args = (args[0], False, recompute_contexts, *args[3:])
+        return around(*args, **kwargs)
+
+    return call
+
+
+class _Reentrant:
+    """Takes the place of torch's autograd function of reentrant checkpoints."""
+
+    def __init__(self, function: Any) -> None:
+        self._function = function
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._function, name)
+
+    def apply(self, function: Callable[..., Any], preserves: bool, *args: Any) -> Any:
+        # One that no gradient goes through has none for the function's own weights either.
+        trains = any(isinstance(arg, Tensor) and arg.requires_grad for arg in args)
+        if preserves and trains:
+            return recompute(function, *args)
+        return self._function.apply(function, preserves and trains, *args)
 
 
 class _Kept:

@@ -23,6 +23,7 @@ from graphfsdp._capture.undo.host_state import Attempt
 from graphfsdp.base.capturable import CapturableOptimizer
 from graphfsdp.base.hazards import Hazard, HazardKind, HazardLog
 from graphfsdp.base.rank_agreement import RankAgreement
+from graphfsdp.base.recomputation import torchs_checkpoints_as_ours
 from graphfsdp.base.sharded import main_grads_of, pipeline_stages, sharded_roots
 from graphfsdp.config import CaptureOptions, MixedPrecisionPolicy, Scope
 from graphfsdp.errors import CaptureError, ConfigError, PrecisionError, split_remedy
@@ -287,7 +288,8 @@ class Preflight:
                 iteration = self.make_iteration(adapted, gradients)
 
                 def iterate() -> None:
-                    iteration.forward_backward(inputs, self.options.microbatches)
+                    with torchs_checkpoints_as_ours():
+                        iteration.forward_backward(inputs, self.options.microbatches)
                     if steps:
                         iteration.optimizer_step()
 

@@ -45,6 +45,7 @@ class HostTensors:
     def __init__(self, storages: StorageTable) -> None:
         self._storages = storages
         self._found: dict[int, StorageInfo] = {}  # by id
+        self._has_device: set[int] = set()  # of those, whose maker takes device=
         self._factories = {*torch_device._device_constructors(), *_LITERALS}
 
     def holds(self, tensor: Tensor) -> bool:
@@ -85,7 +86,9 @@ class HostTensors:
             if _names_device(function, kwargs):
                 self.forget(flat_tensors([result]))
             else:
-                self._add(flat_tensors([result]))
+                made = flat_tensors([result])
+                self._add(made)
+                self._has_device |= {id(self._info(tensor)) for tensor in made}
 
     def judge_op(self, call: OpCall, varies: Callable[[Tensor], bool]) -> Refusal | None:
         on_host = [tensor for tensor in call.tensors if self.holds(tensor)]
@@ -93,9 +96,11 @@ class HostTensors:
             return None
         has_dims = any(tensor.dim() > 0 for tensor in on_host)
         if has_dims or call.schema_name == "aten::copy_":
+            takes_device = all(id(self._info(tensor)) in self._has_device for tensor in on_host)
             self.forget(on_host)  # told once
-            if call.schema_name not in _MIXED:
-                return None  # no GPU runs that eagerly either: this program has one device
+            if call.schema_name not in _MIXED and takes_device:
+                # No GPU runs that eagerly either: the program was written for one device.
+                return None
             return _PAGEABLE.of(f"{call.op} takes a tensor that the iteration made in host memory")
         if any(varies(tensor) for tensor in on_host):
             self.forget(on_host)
@@ -103,8 +108,12 @@ class HostTensors:
         return None
 
     def note_op(self, call: OpCall, results: Sequence[Tensor]) -> None:
-        if call.is_literal or (call.tensors and all(map(self.holds, call.tensors))):
+        if call.is_literal:
             self._add(results)
+        elif call.tensors and all(map(self.holds, call.tensors)):
+            self._add(results)
+            if all(id(self._info(tensor)) in self._has_device for tensor in call.tensors):
+                self._has_device |= {id(self._info(tensor)) for tensor in results}
 
     def forget(self, tensors: Sequence[Tensor]) -> None:
         """Take tensors to lie where the model does from now on."""
