@@ -280,6 +280,8 @@ class WatchedLoop:
             for error in self._host_state.changes(watcher.has_touched):
                 hazard = error.hazard
                 source = next((lines[name] for name in lines if name in hazard.why), None)
+                if source is not None and any(source == known.source for known in self._hazards):
+                    continue  # of another parameter, by the same line
                 self._add(
                     replace(
                         hazard,

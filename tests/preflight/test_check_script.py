@@ -12,311 +12,15 @@ import torch
 
 import graphfsdp
 from graphfsdp.cli import main
+from scripts_to_check import BAD_NEIGHBOUR, DOES, GAN, PLAIN, PROGRAMS
 
 ROOT = Path(__file__).parents[2]
-HEAD = """
-import sys, torch, graphfsdp
-from torch import nn
-from graphfsdp.optim import FusedAdam
-model = nn.Linear(4, 1)
-optimizer = FusedAdam(model.parameters(), lr=0.1)
-"""
-GOOD = (
-    HEAD
-    + """
-from neighbour import loss_fn
-try:
-    with graphfsdp.capture(model, optimizer, loss_fn=loss_fn, max_grad_norm=1.0) as step:
-        for index in range(int(sys.argv[1])):
-            print("iteration", index, __name__)
-            step(torch.randn(8, 4))
-            print("trained")
-finally:
-    print("cleaned up", sys.argv[1:])
-"""
-)
-NEIGHBOUR = "def loss_fn(model, x):\n    return model(x).square().mean()\n"
-BAD_NEIGHBOUR = """
-def loss_fn(model, x):
-    loss = model(x).square().mean()
-    print("loss", float(loss))  # read
-    return loss
-"""
-HARDCODED = HEAD + (
-    """
-device = torch.device("cuda")
-model.to("cuda")
-mask = torch.ones(4, device="cuda")
-def loss_fn(model, x):
-    return (model(x * mask.cuda()) * torch.tensor(2.0, device=device)).mean()
-step = graphfsdp.capture(model, optimizer, loss_fn=loss_fn)
-step(torch.randn(8, 4).pin_memory().to(device))
-"""
-)
-FACTORY = HEAD + (
-    """
-def pair():
-    return model, optimizer, torch.randn(8, 4), lambda model, x: model(x).mean()
-
-def mapping():
-    batch = {"x": torch.randn(8, 4)}
-    loss_fn = lambda model, x: model(x).mean().item() * model(x).mean()
-    return {"model": model, "optimizer": optimizer, "batch": batch, "loss_fn": loss_fn}
-
-def wrong():
-    return model
-
-def failing():
-    raise KeyError("no data")
-
-number = 3
-"""
-)
-
-
-PLAIN = """
-import os, sys, torch
-from torch import nn
-os.makedirs("out", exist_ok=True)
-from pathlib import Path
-Path("out/log.txt").write_text("started")
-assert Path("checkpoint.pt").read_text() == "precious"
-model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 1))
-optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 10)
-for iteration in range(1000):
-    x = torch.randn(8, 4)
-    loss = nn.functional.mse_loss(model(x), x.sum(1, keepdim=True))
-    if "read" in sys.argv:
-        print(float(loss))  # read
-    optimizer.zero_grad()
-    loss.backward()
-    nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-    optimizer.step()
-    schedule.step()
-    torch.save(model.state_dict(), "checkpoint.pt")
-    os.replace("out/log.txt", "out/other.txt")
-    with open("out/log.txt", "a") as log:
-        print("iteration", iteration, loss.item(), file=log)
-"""
-LIKE_NANOGPT = """
-import random, torch
-from torch import nn
-class GPT(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.inner = nn.Linear(4, 4)
-        self.calls = 0
-    def forward(self, idx, targets):
-        self.calls += 1
-        logits = self.inner(idx) * (1 + 1 / self.calls)  # counts
-        logits = logits * random.random()  # draws
-        return logits, nn.functional.mse_loss(logits, targets)
-class Trainer:
-    def __init__(self):
-        self.model = torch.compile(GPT(), backend="eager")
-        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
-    def run(self):
-        for iteration in range(100):
-            for micro_step in range(2):
-                logits, loss = self.model(torch.randn(2, 4), torch.randn(2, 4))
-                (loss / 2).backward()
-            self.optimizer.step()
-            self.optimizer.zero_grad(set_to_none=True)
-Trainer().run()
-"""
-GAN = """
-import torch
-from torch import nn
-G, D = nn.Linear(2, 4), nn.Linear(4, 1)
-opt_g, opt_d = (torch.optim.Adam(net.parameters()) for net in (G, D))
-for _ in range(100):
-    real, noise = torch.randn(3, 4), torch.randn(3, 2)
-    opt_d.zero_grad()
-    (D(real).mean() - D(G(noise).detach()).mean()).backward()
-    opt_d.step()
-    opt_g.zero_grad()
-    D(G(noise)).mean().backward()
-    opt_g.step()
-"""
-# A critic that steps twice, a look at the model, and optimizers that have nothing to do with it.
-CRITIC = """
-import sys, torch
-from torch import nn
-G, D = nn.Linear(2, 4), nn.Linear(4, 1)
-opt_g, opt_d = (torch.optim.Adam(net.parameters()) for net in (G, D))
-print(D(torch.ones(1, 4)))
-beside = torch.optim.Adam(nn.Linear(3, 3).parameters())
-instead = torch.optim.SGD(D.parameters(), lr=0.1)
-for _ in range(100):
-    for part in range(2):
-        opt_d.zero_grad()
-        (D(torch.randn(3, 4)).mean() - D(G(torch.randn(3, 2)).detach()).mean()).backward()
-        opt_d.step()
-    opt_g.zero_grad()
-    loss = D(G(torch.randn(3, 2))).mean()
-    if "read" in sys.argv:
-        print(loss.item())  # read
-    loss.backward()
-    opt_g.step()
-    print("trained")
-"""
-# Of an optimizer that nobody knows a graph bakes in the lr; a parameter has no gradient.
-MINE = """
-import sys, torch
-class Mine(torch.optim.Optimizer):
-    @torch.no_grad()
-    def step(self):
-        for group in self.param_groups:
-            for param in group["params"]:
-                if param.grad is not None:
-                    param.add_(param.grad, alpha=-group["lr"])
-model = torch.nn.Linear(4, 1)
-model.unused = torch.nn.Parameter(torch.ones(2))
-optimizer = Mine(model.parameters(), {"lr": 0.1})
-for _ in range(3):
-    optimizer.zero_grad()
-    model(torch.ones(2, 4)).mean().backward()
-    optimizer.step()
-    if "decays" in sys.argv:
-        optimizer.param_groups[0]["lr"] *= 0.9
-"""
-LBFGS = """
-import torch
-model = torch.nn.Linear(4, 1)
-optimizer = torch.optim.LBFGS(model.parameters())
-loss = lambda: model(torch.ones(8, 4)).square().mean()
-optimizer.step(loss)
-"""
-SCALER = """
-import torch
-model = torch.nn.Linear(4, 1, device="cuda")
-optimizer = torch.optim.SGD(model.parameters())
-scaler = torch.amp.GradScaler("cuda")
-for _ in range(3):
-    optimizer.zero_grad()
-    scaler.scale(model(torch.ones(2, 4, device="cuda")).mean()).backward()
-    scaler.step(optimizer)
-    scaler.update()
-"""
-
-# What touches neither model nor weights runs as ever beside a graph.
-BESIDE = """
-import random, sys, torch
-from torch import nn
-class Agent(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.mean = nn.Linear(4, 2)
-        self.scale = nn.Parameter(torch.ones(2))
-    def act(self, x):
-        return self.mean(x) * self.scale
-agent, target = Agent(), nn.Linear(4, 2)
-optimizer = torch.optim.Adam(agent.parameters())
-for iteration in range(100):
-    with torch.no_grad():
-        action = agent.act(torch.ones(1, 4)).sum().item()
-    for part in range(2):
-        out = agent.act(torch.ones(8, 4) * random.random())
-        rows = torch.stack([torch.ones(4) * i.item() for i in torch.randint(8, (8,))])
-        with torch.no_grad():
-            wanted = target(rows)
-            wanted[rows[:, 0] > 4] = random.random()
-        loss = (out - wanted).square().mean()
-        if "read" in sys.argv:
-            action += loss.item()  # read
-        loss.backward()
-    optimizer.step()
-    optimizer.zero_grad()
-"""
-
-# What a capture of the iteration refuses a check must tell, and it must not tell more.
-LOOP = """
-import sys, torch, graphfsdp
-from contextlib import nullcontext
-from torch import nn
-class Square(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        return x * x
-    @staticmethod
-    def backward(ctx, gradient):
-        return gradient
-torch.manual_seed(0)
-model = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.1), nn.Linear(8, 1))
-optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-scaler = torch.amp.GradScaler("cpu", enabled="scales" in sys.argv)
-another = torch.Generator()
-def iterate(model, optimizer, x):
-    if "zeroes not" not in sys.argv:
-        optimizer.zero_grad()
-    loss = model(x)
-    if "draws" in sys.argv: torch.randn(3)
-    if "draws by itself" in sys.argv: torch.randn(3, generator=another)
-    if "reads" in sys.argv: print(loss.sum().item())
-    if "masks" in sys.argv: loss = loss[loss > 0]
-    if "counts" in sys.argv: loss = loss * (1 + iteration)
-    if "applies" in sys.argv: loss = Square.apply(loss)
-    if "sets" in sys.argv: model[0].note = iteration
-    if "seeds" in sys.argv: torch.manual_seed(iteration)
-    scaler.scale(loss.mean()).backward()
-    if "writes" in sys.argv: x[0].mul_(2)
-    scaler.step(optimizer)
-    scaler.update()
-    return loss.sum()
-run, loop = iterate, nullcontext()
-if "in place" in sys.argv:
-    loop = graphfsdp.capture_in_place(model, optimizer)
-if "whole" in sys.argv:
-    loop = graphfsdp.capture(model, optimizer, iteration=iterate, on_change="recapture")
-    run = lambda model, optimizer, x: loop(x)
-with loop:
-    for iteration in range(12):
-        x = torch.randn(2 if iteration % 2 and "has other shapes" in sys.argv else 8, 4)
-        loss = run(model, optimizer, x)
-        print("iteration", iteration, loss.item())
-"""
-DOES = {
-    "nothing": "",
-    "draws": "",
-    "draws by itself": "",
-    "reads": "a value of the iteration on the host",
-    "masks": "a tensor whose shape depends on values",
-    "counts": "was given 2 in one run of the iteration and 3 in the next one",
-    "applies": "",
-    "writes": "",
-    "sets": "",
-    "seeds": "the state of a random generator",
-    "scales": "torch's GradScaler decides on the host",
-    "has other shapes": "",
-}
 
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """Run in a folder with a few programs."""
-    programs = {
-        "good.py": GOOD,
-        "neighbour.py": NEIGHBOUR,
-        "hardcoded.py": HARDCODED,
-        "factory.py": FACTORY,
-        "without.py": HEAD + "print('no capture')",
-        "uncalled.py": HEAD + "graphfsdp.capture(model, optimizer)",
-        "broken.py": HEAD + "def f():\n    raise ValueError('broken here')\nf()",
-        "once.py": HEAD + "model(torch.ones(2, 4)).mean().backward(); optimizer.step()",
-        "endless.py": HEAD + "while True: pass",
-        "plain.py": PLAIN,
-        "nanogpt.py": LIKE_NANOGPT,
-        "gan.py": GAN,
-        "critic.py": CRITIC,
-        "lbfgs.py": LBFGS,
-        "mine.py": MINE,
-        "scaler.py": SCALER,
-        "beside.py": BESIDE,
-        "loop.py": LOOP,
-        "leaving.py": HEAD + "sys.exit(3)",
-    }
-    for name, text in programs.items():
+    for name, text in PROGRAMS.items():
         (tmp_path / name).write_text(text)
     monkeypatch.chdir(tmp_path)
     for name in ("neighbour", "factory"):
@@ -485,6 +189,24 @@ def test_what_is_captured_already_is_told_no_line_to_add(
     assert "Fix: put it behind optimizer.step()" in out
     assert "before the loop" not in out
     assert "model (Sequential): captured, " in out
+
+
+def test_workers_of_a_loader_find_their_sockets_and_a_frozen_dict_stays(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["check", "--limit-s", "60", "workers.py"]) == 0
+    assert "model (Model): captured, " in capsys.readouterr().out
+    assert main(["check", "workers.py:pair"]) == 0
+
+
+def test_memory_that_is_given_away_between_two_iterations_is_told_by_its_line(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["check", "target.py"]) == 1
+    out = capsys.readouterr().out
+    assert "cannot be captured: 1 hazard" in out
+    assert "# moves" in out
+    assert "'target.weight' new memory" in " ".join(out.split())
 
 
 def test_what_is_beside_the_graph_is_not_judged(
