@@ -14,8 +14,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from safetensors import SafetensorError
-
+from graphfsdp.checkpoint.file_format import file_errors
 from graphfsdp.checkpoint.manifest import MANIFEST
 from graphfsdp.errors import CheckpointError
 
@@ -163,7 +162,7 @@ def explained(root: Path) -> Iterator[None]:
     """Say of a failure of the file system what was to be done, and that nothing is lost."""
     try:
         yield
-    except (OSError, SafetensorError) as error:
+    except file_errors() as error:
         where = getattr(error, "filename", None) or root
         why = getattr(error, "strerror", None) or error
         raise CheckpointError(

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from graphfsdp.base.dtensors import is_dtensor
+from graphfsdp.checkpoint.file_format import file_errors, safetensors
 from graphfsdp.checkpoint.manifest import Manifest, SavedTensor
 from graphfsdp.checkpoint.members import Members
 from graphfsdp.checkpoint.named import MODEL, OPTIMIZER, once_each
@@ -161,10 +161,10 @@ def read_full_file(path: Path) -> FullState:
 def _read_safetensors(path: Path) -> dict[str, Tensor]:
     """Return the tensors of a file, mapped; tied ones under each of their names."""
     try:
-        with safe_open(path, framework="pt") as file:
+        with safetensors().safe_open(path, framework="pt") as file:
             found = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
             aliases = file.metadata() or {}
-    except (SafetensorError, OSError) as error:
+    except file_errors() as error:
         raise CheckpointDamagedError(
             f"{path} is no safetensors file, or was cut off or damaged: {error}"
         ) from error

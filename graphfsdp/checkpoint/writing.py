@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
@@ -22,6 +21,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from graphfsdp.checkpoint.dcp_errors import dcp_errors
+from graphfsdp.checkpoint.file_format import safetensors
 from graphfsdp.checkpoint.folder import commit, explained, give_up, unfinished
 from graphfsdp.checkpoint.manifest import Manifest, SavedFile, SavedTensor
 from graphfsdp.checkpoint.members import Members
@@ -187,7 +187,7 @@ def _write_tensors(path: Path, items: Sequence[WriteItem], planner: SavePlanner)
     # What HuggingFaceStorageReader looks for.
     about = {"format": "pt", "DCP_VERSION": "1.0", "DCP_SHARDING_INFO": json.dumps(offsets)}
     try:
-        save_file(tensors, path, about)
+        safetensors("safetensors.torch").save_file(tensors, path, about)
     except KeyError as error:  # its word for a dtype that it has no name for
         dtype = error.args[0]
         name = next((name for name, tensor in tensors.items() if tensor.dtype == dtype), None)

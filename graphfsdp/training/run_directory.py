@@ -7,10 +7,11 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from safetensors.torch import save_file
+import torch
 from torch import Tensor
 
-from graphfsdp.errors import ConfigError
+from graphfsdp.checkpoint.file_format import safetensors
+from graphfsdp.errors import CheckpointError, ConfigError
 from graphfsdp.training.metrics import Metrics
 
 
@@ -86,13 +87,21 @@ class RunDirectory:
         self._metrics_file.flush()
 
     def write_model(self, state: Mapping[str, Tensor]) -> None:
-        """Write a file that appears when it is complete; tied tensors under their first names."""
+        """Write a file that appears when it is complete; tied tensors under their first names.
+
+        ``model.safetensors``, or ``model.pt`` where that package is not installed.
+        """
         each = {id(tensor): name for name, tensor in reversed(list(state.items()))}
-        path = self.path / "model.safetensors"
-        unfinished = path.with_name(f"{path.name}.unfinished")
         tensors = {name: state[name].contiguous() for name in each.values()}
-        save_file(tensors, unfinished, {"format": "pt"})
-        os.replace(unfinished, path)
+        unfinished = self.path / "model.unfinished"
+        try:
+            package = safetensors("safetensors.torch")
+        except CheckpointError:
+            torch.save(tensors, unfinished)
+            os.replace(unfinished, self.path / "model.pt")
+            return
+        package.save_file(tensors, unfinished, {"format": "pt"})
+        os.replace(unfinished, self.path / "model.safetensors")
 
     def close(self) -> None:
         """Write the picture and close the files; also done when the run was interrupted."""

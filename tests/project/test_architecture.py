@@ -358,7 +358,8 @@ BLOCK = f"""
 import sys
 class Block:
     def find_spec(self, name, path=None, target=None):
-        if name.partition(".")[0] in {OPTIONAL_PACKAGES}:
+        # Of the packages that are asked for, safetensors may be missing where nothing is installed.
+        if name.partition(".")[0] in ("safetensors", *{OPTIONAL_PACKAGES}):
             raise ModuleNotFoundError(f"No module named {{name!r}} (blocked)", name=name)
 sys.meta_path.insert(0, Block())
 """
