@@ -88,7 +88,6 @@ class Parts:
         self._trial: _Trial | None = None
         self._began: float | None = None  # the iteration
         self._num_steps = 0
-        self._num_uncalled = 0  # steps in which roots were not called
         self._undo = ExitStack()
         self._is_closed = False
         self._steps = [GroupedStep(optimizer) for optimizer in optimizers]
