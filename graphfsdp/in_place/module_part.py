@@ -3,6 +3,7 @@
 import enum
 import functools
 import logging
+import math
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -16,6 +17,7 @@ from torch.autograd import forward_ad
 from graphfsdp._capture.rules.constants import ConstantWatch
 from graphfsdp._capture.trace.backend import GraphBackend
 from graphfsdp._capture.undo.host_state import generators_of
+from graphfsdp.base.host_memory import available_bytes
 from graphfsdp.base.torch_internals import (
     TreeSpec,
     backward_id,
@@ -27,12 +29,19 @@ from graphfsdp.base.torch_internals import (
     tracing_state,
     tree_flatten,
 )
-from graphfsdp.in_place.part_graphs import NotAPartError, PartGraphs, Results, is_dense, run_part
+from graphfsdp.in_place.part_graphs import (
+    NotAPartError,
+    PartGraphs,
+    Results,
+    has_own_memory,
+    run_part,
+)
 
 _LOG = logging.getLogger("graphfsdp")
 _NUM_WARM_UPS = 2
 _MOST_KINDS = 16  # of calls, by shapes and numbers
 _MOST_SLOTS = 4  # calls that are under way at the same time
+_ROOM = 4  # times what a recording has taken must be free for another one
 _MOST_ANEW = 4  # recordings that changes of the model have ended
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _PLAIN = (bool, int, float, str, type(None), torch.dtype, torch.device, torch.Size)
@@ -179,14 +188,14 @@ class ModulePart:
     def _key(self, leaves: Sequence[Any], spec: TreeSpec | None) -> Any:
         """Return what tells kinds of calls apart; None for a call that no graph can have."""
         key: list[Any] = [spec, len(leaves), self.module.training]
-        seen: set[int] = set()
-        for leaf in leaves:
+        seen: dict[int, int] = {}
+        for place, leaf in enumerate(leaves):
             if type(leaf) is Tensor:
-                if leaf.layout is not torch.strided or id(leaf) in seen or leaf.is_complex():
+                if leaf.layout is not torch.strided or leaf.is_complex():
                     return None
-                seen.add(id(leaf))
+                key.append(seen.setdefault(id(leaf), place))
                 stride = leaf.stride()
-                if not leaf.is_contiguous() and not is_dense(leaf):
+                if not leaf.is_contiguous() and not has_own_memory(leaf):
                     return None
                 key.append((leaf.shape, stride, leaf.dtype, leaf.device, leaf.requires_grad))
             elif isinstance(leaf, _PLAIN):
@@ -286,6 +295,12 @@ class ModulePart:
     def _record(
         self, kind: _Kind, leaves: Sequence[Any], spec: TreeSpec | None
     ) -> tuple[PartGraphs, Any, list[Tensor]] | None:
+        slots = [slot for each in self._kinds.values() for slot in each.slots]
+        needed = _ROOM * max((slot.kept_bytes for slot in slots), default=0)
+        if needed > (room_on(self._backend.device) or math.inf):
+            kind.is_refused = True
+            _LOG.info("some calls of %s run as written: memory for them is short", self.name)
+            return None
         self._on_capture()
         self._is_recording = True
         module = self.module
@@ -306,7 +321,8 @@ class ModulePart:
         if self.state is PartState.WARMUP:
             self.state = PartState.TRIAL
             self._on_ready(self)
-        return made[0], states, made[0].first
+        results, made[0].first = made[0].first, []
+        return made[0], states, results
 
     def _refuses(self, attempt: Callable[[], None]) -> bool:
         try:
@@ -342,6 +358,14 @@ class ModulePart:
     def close(self) -> None:
         self.state, self.is_on = PartState.AS_WRITTEN, False
         self._drop()
+
+
+def room_on(device: torch.device) -> int | None:
+    """Return the bytes that are free on a device; None where nobody tells."""
+    if device.type != "cuda":
+        return available_bytes()
+    free, _ = torch.cuda.mem_get_info(device)
+    return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
 
 
 def _flat(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Sequence[Any], TreeSpec | None]:

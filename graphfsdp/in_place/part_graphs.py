@@ -89,6 +89,7 @@ class PartGraphs:
     Attributes:
         is_taken: A call is between its forward and the end of its backward pass.
         num_nodes: Of the forward graph; None where the driver does not tell.
+        kept_bytes: Memory of results and of what the backward pass needs, taken for good.
     """
 
     def __init__(
@@ -107,11 +108,13 @@ class PartGraphs:
         self._is_dropped = False
         self._module = module
         self._backend = backend
-        self._static = [_static_input(leaf) for leaf in leaves]
+        by_leaf = {id(leaf): _static_input(leaf) for leaf in leaves}
+        self._static = [by_leaf[id(leaf)] for leaf in leaves]  # one that is given twice is one
+        targets = {id(each): place for place, each in enumerate(self._static)}
         self._targets = [
-            (place, each.detach())
-            for place, each in enumerate(self._static)
-            if isinstance(each, Tensor)
+            (place, self._static[place].detach())
+            for place in targets.values()
+            if isinstance(self._static[place], Tensor)
         ]
         self._spec = spec
         self._kept: list[Tensor] = []
@@ -192,13 +195,22 @@ class PartGraphs:
         args, kwargs = tuple(self._static), {}
         if self._spec is not None:
             args, kwargs = tree_unflatten(self._static, self._spec)
-        kept = saved_tensors_hooks(_another, _as_it_is)
+        saved: dict[int, int] = {}
+
+        def keep(tensor: Tensor) -> Tensor:
+            saved[storage_key(tensor)] = tensor.untyped_storage().nbytes()
+            return _another(tensor)
+
+        kept = saved_tensors_hooks(keep, _as_it_is)
         with self._stand_ins(), constants.comparing(self._inputs()), kept:
             output = self._module._call_impl(*args, **kwargs)
         self.results = Results(output)
         self._kept = self.results.tensors_of(output)
         self._check_results()
         self._find_uses()
+        for tensor in (*self._module.parameters(), *self._module.buffers()):
+            saved.pop(storage_key(tensor), None)
+        self.kept_bytes = sum(saved.values()) + sum(tensor.nbytes for tensor in self._kept)
         return [tensor.detach() for tensor in self._kept]
 
     @contextmanager
@@ -261,7 +273,7 @@ class PartGraphs:
                     raise NotAPartError(f"it writes {f'{path}.{name}'.lstrip('.')!r}")
 
     def _inputs(self) -> Iterator[Tensor]:
-        return (leaf for leaf in self._static if isinstance(leaf, Tensor))
+        return (self._static[place] for place, _ in self._targets)
 
     def _find_uses(self) -> None:
         """Find where gradients leave the autograd graph: the nodes of its uses of leaves."""
@@ -578,6 +590,17 @@ def _another(tensor: Tensor) -> Tensor:
 
 def _as_it_is(tensor: Tensor) -> Tensor:
     return tensor
+
+
+def has_own_memory(tensor: Tensor) -> bool:
+    """Tell whether no two elements of a tensor lie in one place, as those of ``expand`` do."""
+    end = 0
+    for step, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size > 1:
+            if step <= end:
+                return False
+            end += (size - 1) * step
+    return True
 
 
 def is_dense(tensor: Tensor) -> bool:

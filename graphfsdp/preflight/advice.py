@@ -135,8 +135,8 @@ class Advice:
         name = f"{self.names.get(root, root)}{dot}{path} ({part.kind})"
         if part.state == PartState.WARMUP.value:
             return (
-                f"{name}: as written: it is called too seldom, or with what no part takes (a "
-                "slice, one tensor twice)"
+                f"{name}: as written: it is called too seldom, or with what no part takes "
+                "(an expanded or a complex tensor, an object)"
             )
         nodes = f", {part.num_nodes} nodes" if part.num_nodes else ""
         return f"{name}: {part.state}{nodes}{part.why and f': {part.why}'}"

@@ -415,6 +415,49 @@ def test_gradients_of_a_second_backward_pass_are_refused_as_ever() -> None:
             loss.backward()
 
 
+@pytest.mark.parametrize("call", range(6))
+def test_ctrl_c_in_a_call_leaves_everything_as_it_was(call: int) -> None:
+    class Interrupted(Net):
+        is_pressed = False
+
+        def forward(self, x: Tensor) -> Tensor:
+            logits = super().forward(x)
+            if type(self).is_pressed:
+                raise KeyboardInterrupt
+            return logits
+
+    torch.manual_seed(0)
+    model = Interrupted()
+    optimizer = make_adam(model)
+    parts = graphfsdp.capture_in_place(model, optimizer, keep="all")
+    for index, x, y in batches(12):
+        if index == call:
+            weights = [param.detach().clone() for param in model.parameters()]
+            Interrupted.is_pressed = True
+            with pytest.raises(KeyboardInterrupt):
+                model(x)
+            Interrupted.is_pressed = False
+            after = list(model.parameters())
+            assert all(torch.equal(one, two) for one, two in zip(weights, after, strict=True))
+            assert vars(model)["scale"] == 1.0
+        optimizer.zero_grad()
+        loss = cross_entropy(model(x), y)
+        loss.backward()
+        optimizer.step()
+        assert loss.isfinite()
+    parts.close()
+
+
+def test_other_kinds_of_calls_run_as_written_where_memory_is_short(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("graphfsdp.in_place.module_part.room_on", lambda device: 4096)
+    parts = check(has_other_shapes)
+    found = replays(parts)
+    monkeypatch.undo()
+    assert 0 < found < replays(check(has_other_shapes))
+
+
 def test_arguments_are_refused_with_a_way_out() -> None:
     model = make_net()
     optimizer = make_adam(model)

@@ -127,6 +127,43 @@ def test_a_dict_of_tensors_and_numbers_is_made_anew() -> None:
     assert replays(check(loop, make)) >= 4
 
 
+@pytest.mark.parametrize("way", ["a slice", "twice", "expanded"])
+def test_what_lies_anywhere_or_is_given_twice_may_be_an_input(way: str) -> None:
+    class Language(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed = nn.Embedding(7, 8)
+            self.mix = nn.Linear(8, 8)
+            self.drop = nn.Dropout(0.1)
+
+        def forward(self, ids: Tensor, labels: Tensor, scale: Tensor) -> Tensor:
+            hidden = self.drop(torch.tanh(self.mix(self.embed(ids)))) * scale
+            return cross_entropy((hidden @ self.embed.weight.t()).flatten(0, 1), labels.flatten())
+
+    def loop(model: Any, optimizer: torch.optim.Optimizer) -> Iterator[Any]:
+        for index in range(12):
+            ids = torch.randint(7, (3, 6))
+            scale = torch.full(
+                (3, 5 if way == "a slice" else 6, 1), 1.0 + index, requires_grad=True
+            )
+            if way == "expanded":
+                scale = scale.detach()[:, :1].expand(3, 6, 8)
+            optimizer.zero_grad()
+            pair = (ids[:, :-1], ids[:, 1:]) if way == "a slice" else (ids, ids)
+            loss = model(*pair, scale)
+            loss.backward()
+            optimizer.step()
+            yield loss
+            yield 0.0 if scale.grad is None else scale.grad.sum()
+
+    def make() -> nn.Module:
+        torch.manual_seed(0)
+        return Language()
+
+    found = replays(check(loop, make))
+    assert found == 0 if way == "expanded" else found >= 8
+
+
 def test_several_models_and_gradients_between_them() -> None:
     def make() -> list[nn.Module]:
         torch.manual_seed(0)
