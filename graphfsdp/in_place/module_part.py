@@ -29,13 +29,8 @@ from graphfsdp.base.torch_internals import (
     tracing_state,
     tree_flatten,
 )
-from graphfsdp.in_place.part_graphs import (
-    NotAPartError,
-    PartGraphs,
-    Results,
-    has_own_memory,
-    run_part,
-)
+from graphfsdp.in_place.part_backward import NotAPartError
+from graphfsdp.in_place.part_graphs import PartGraphs, Results, has_own_memory, run_part
 
 _LOG = logging.getLogger("graphfsdp")
 _NUM_WARM_UPS = 2

@@ -21,7 +21,6 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -33,7 +32,7 @@ from graphfsdp._capture.guards.guards import Guards
 from graphfsdp._capture.python.walk import take_snapshot
 from graphfsdp._capture.recording import kept_by
 from graphfsdp._capture.rules.constants import ConstantWatch
-from graphfsdp._capture.trace.backend import Graph, GraphBackend
+from graphfsdp._capture.trace.backend import GraphBackend
 from graphfsdp._capture.undo.host_state import Attempt, generators_of
 from graphfsdp.base.op_tensors import as_written, storage_key
 from graphfsdp.base.torch_internals import (
@@ -46,16 +45,18 @@ from graphfsdp.base.torch_internals import (
     without_modes,
 )
 from graphfsdp.errors import CaptureError
+from graphfsdp.in_place.part_backward import (
+    Arrivals,
+    BackwardGraph,
+    NotAPartError,
+    StaticGradient,
+)
 
 _PLAIN_RESULTS = (bool, int, float, complex, str, type(None), torch.dtype, torch.device, torch.Size)
 _NOTHING = torch.empty(0)
 _LOG = logging.getLogger("graphfsdp")
 _NUM_WARM_BACKWARD = 2
 _MOST_BACKWARD = 4  # forms of gradients
-
-
-class NotAPartError(Exception):
-    """Why a module runs as it is written."""
 
 
 class Results:
@@ -119,7 +120,7 @@ class PartGraphs:
         self._spec = spec
         self._kept: list[Tensor] = []
         self._uses: list[Any] = []
-        self._backwards: dict[Any, _BackwardGraph | None] = {}  # by form of the gradients
+        self._backwards: dict[Any, BackwardGraph | None] = {}  # by form of the gradients
         self._num_backward: Counter[Any] = Counter()
         self._record(leaves, constants)
 
@@ -305,9 +306,9 @@ class PartGraphs:
             self._listen(place, nodes) for place, nodes in enumerate(self._uses) if len(nodes) > 1
         ]
 
-    def _listen(self, place: int, nodes: Sequence[tuple[Node, int]]) -> "_Arrivals":
+    def _listen(self, place: int, nodes: Sequence[tuple[Node, int]]) -> "Arrivals":
         """Note what comes of each use; see Note [Order of sums]."""
-        arrivals = _Arrivals(place)
+        arrivals = Arrivals(place)
         for node, index in nodes:
             node.register_hook(partial(arrivals.add, index))
         return arrivals
@@ -379,7 +380,7 @@ class PartGraphs:
         self, key: Any, results: Sequence[Tensor], grads: Sequence[Tensor]
     ) -> list[Tensor | None]:
         before = take_snapshot(self._module, (), weakly=True)
-        held = list(map(_StaticGradient, grads))
+        held = list(map(StaticGradient, grads))
         found: list[Tensor | None] = []
 
         def iterate() -> list[Tensor]:
@@ -402,7 +403,7 @@ class PartGraphs:
             _LOG.info("the backward pass of a part stays eager: %s", _reason(error))
             return self._go_backward(results, grads)
         is_there = [grad is not None for grad in found]
-        self._backwards[key] = backward = _BackwardGraph(graph, held, is_there)
+        self._backwards[key] = backward = BackwardGraph(graph, held, is_there)
         return backward.spread(made)
 
     def backward_as_written(
@@ -451,67 +452,6 @@ class PartGraphs:
         graph = getattr(self, "_graph", None)
         if graph is not None:
             graph.close()
-
-
-class _Arrivals:
-    """What comes of each use of one leaf, in the order of arrival."""
-
-    def __init__(self, place: int) -> None:
-        self.place = place
-        self._found: list[Tensor] = []
-
-    def begin(self) -> None:
-        self._found = []
-
-    def add(self, index: int, grad_inputs: Sequence[Tensor | None], _: object) -> None:
-        grad = grad_inputs[index]
-        if grad is not None:
-            self._found.append(grad)
-
-    def taken(self) -> list[Tensor]:
-        found, self._found = self._found, []
-        return found
-
-
-class _StaticGradient:
-    """A gradient at a fixed address, in the form in which the loop's comes.
-
-    One that is the same along a dim, as that of a sum, has one element there.
-    """
-
-    def __init__(self, grad: Tensor) -> None:
-        self._same = [dim for dim, step in enumerate(grad.stride()) if not step]
-        self._base = torch.empty_like(self._narrow(grad))
-        self.tensor = self._base.expand(grad.shape)
-        if self.tensor.stride() != grad.stride():
-            raise NotAPartError("a gradient comes in a form that is not dense")
-
-    def _narrow(self, grad: Tensor) -> Tensor:
-        for dim in self._same:
-            grad = grad.narrow(dim, 0, min(1, grad.size(dim)))
-        return grad
-
-    def load(self, grad: Tensor) -> None:
-        self._base.copy_(self._narrow(grad))
-
-
-@dataclass(frozen=True)
-class _BackwardGraph:
-    """A graph of the backward pass, and for which edges it has gradients."""
-
-    graph: Graph
-    grads: Sequence[_StaticGradient]
-    is_there: Sequence[bool]
-
-    def run(self, grads: Sequence[Tensor]) -> list[Tensor | None]:
-        with torch.no_grad():
-            for each, grad in zip(self.grads, grads, strict=True):
-                each.load(grad)
-        return self.spread(self.graph.replay())
-
-    def spread(self, made: Sequence[Tensor]) -> list[Tensor | None]:
-        found = iter(made)
-        return [next(found) if is_there else None for is_there in self.is_there]
 
 
 class Flight:
