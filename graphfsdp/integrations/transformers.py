@@ -43,7 +43,9 @@ class CapturedTrainer(Trainer):  # type: ignore[misc]
     recorded; what the Trainer does around them (data, schedules, logs, evaluation, checkpoints,
     callbacks) runs as ever, and losses, weights and checkpoints are bit for bit those of the
     ``Trainer``. ``compute_loss`` of a subclass is in the graph. To capture another library's
-    trainer, inherit from both: ``class Captured(CapturedTrainer, DPOTrainer)``.
+    trainer, inherit from both: ``class Captured(CapturedTrainer, DPOTrainer)``. Where that has a
+    ``training_step`` of its own, as TRL's have, it is called as ever, and the training is captured
+    in parts (``CapturedTraining``).
 
     The passes of an update run together when its first batch is due, so callbacks that look
     between them (``on_pre_optimizer_step``, ``on_substep_end``) are refused by name, as are fp16
@@ -70,6 +72,13 @@ class CapturedTrainer(Trainer):  # type: ignore[misc]
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
         """Train as ``Trainer`` does; the graphs are given back at the end."""
+        if self._steps_by_itself:
+            callback = CapturedTraining()
+            self.add_callback(callback)
+            try:
+                return super().train(*args, **kwargs)
+            finally:
+                self.remove_callback(callback)
         self._refuse()
         try:
             return super().train(*args, **kwargs)
@@ -88,6 +97,9 @@ class CapturedTrainer(Trainer):  # type: ignore[misc]
         self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None, **kwargs: Any
     ) -> Tensor:
         """Return the loss of one batch; the first of an update runs the update as a whole."""
+        if self._steps_by_itself:
+            loss: Tensor = super().training_step(model, inputs, num_items_in_batch, **kwargs)
+            return loss
         if self._captured is None:
             self._captured = _CapturedUpdate(self, model, self._capture_options)
         model.train()  # an evaluation may have been between
@@ -95,6 +107,13 @@ class CapturedTrainer(Trainer):  # type: ignore[misc]
             batches = [self._prepare_inputs(batch) for batch in self._microbatches or [inputs]]
             self._captured.run(batches, num_items_in_batch)
         return self._captured.losses.pop(0)
+
+    @property
+    def _steps_by_itself(self) -> bool:
+        """Whether a class between this one and ``Trainer`` has a ``training_step`` of its own."""
+        order = type(self).__mro__
+        between = order[order.index(CapturedTrainer) + 1 : order.index(Trainer)]
+        return any("training_step" in vars(cls) for cls in between)
 
     def _refuse(self) -> None:
         for name, remedy in _REFUSED:
@@ -106,14 +125,6 @@ class CapturedTrainer(Trainer):  # type: ignore[misc]
                 f"processes with {self.args.n_gpu} GPUs each. Ways out: CUDA_VISIBLE_DEVICES=0, "
                 "or graphfsdp.fully_shard and graphfsdp.capture in a loop of your own"
             )
-        order = type(self).__mro__
-        for cls in order[order.index(CapturedTrainer) + 1 : order.index(Trainer)]:
-            if "training_step" in vars(cls):
-                raise ConfigError(
-                    f"{cls.__name__} has a training_step of its own, which a captured update would "
-                    "not call. Remedy: the trainer as it is, with callbacks=[graphfsdp."
-                    "integrations.transformers.CapturedTraining()], which captures its parts"
-                )
         late = _TOO_LATE if self.args.gradient_accumulation_steps > 1 else _TOO_LATE[:1]
         for callback in self.callback_handler.callbacks:
             for name in late:
