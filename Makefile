@@ -21,6 +21,10 @@ CORE = $(addprefix tests/,capture/test_capture.py capture/test_on_change.py \
   sharding/test_fully_shard.py sharding/test_sharded_capture.py sharding/test_fsdp2_scripts.py \
   sharding/test_row_arithmetic.py checkpoint/test_checkpoint.py in_place/test_in_place.py in_place/test_parts.py \
   in_place/test_grouped_step.py)
+# The environment of `make libraries-test`, and the tests that need other libraries.
+VENV_LIBRARIES ?= .venv-libraries
+LIBRARIES = $(addprefix tests/,integrations project/test_other_libraries.py \
+  project/test_porting.py project/test_examples.py)
 # Where `make train` puts its run; a new directory each time, since a run is never overwritten.
 RUN    ?= runs/$(shell date +%Y%m%d-%H%M%S)
 # Where `make bench` puts its results, likewise.
@@ -33,7 +37,7 @@ DIST   ?= dist
 bin := $(VENV)/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help train test core-test newest-torch cuda-env cuda-test cuda-tables lint format bench gpu-check wheel clean
+.PHONY: help train test core-test newest-torch cuda-env cuda-test cuda-tables libraries-env libraries-test lint format bench gpu-check wheel clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s  %s\n", $$1, $$2 }' Makefile
@@ -58,6 +62,11 @@ newest-torch:
 # From the checkout, as on a machine where nothing can be installed.
 core-test: $(VENV_CUDA)/.stamp  ## the core of the suite on a CPU, on the torch of that environment
 	CUDA_VISIBLE_DEVICES= PYTHONPATH=. $(VENV_CUDA)/bin/python -m pytest -n auto --maxprocesses 4 --dist loadfile $(CORE) $(ARGS)
+
+libraries-env: $(VENV_LIBRARIES)/.stamp
+
+libraries-test: $(VENV_LIBRARIES)/.stamp  ## the tests of other libraries' loops and models, with these libraries
+	$(VENV_LIBRARIES)/bin/python -m pytest -n auto --maxprocesses 4 --dist loadfile $(LIBRARIES) $(ARGS)
 
 cuda-tables: $(VENV_CUDA)/.stamp  ## launches and memory of one iteration above that stand-in, into docs/emulated.md
 	$(VENV_CUDA)/bin/python tests/cuda_stand_in/tables.py
@@ -87,7 +96,7 @@ wheel: $(VENV)/.release  ## build source archive and wheel into DIST, and have w
 	$(bin)/python -m twine check --strict "$(DIST)"/*
 
 clean:  ## remove the environment and every build product; runs/ stays
-	rm -rf $(VENV) $(VENV_CUDA) tests/cuda_stand_in/build build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VENV_CUDA) $(VENV_LIBRARIES) tests/cuda_stand_in/build build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
 
 $(bin)/python:
 	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit( \
@@ -106,6 +115,12 @@ $(VENV)/.dev: pyproject.toml constraints.txt | $(bin)/python
 
 $(VENV)/.release: pyproject.toml constraints.txt | $(VENV)/.train
 	$(bin)/python -m pip install --quiet --constraint constraints.txt "build" "twine"
+	@touch $@
+
+$(VENV_LIBRARIES)/.stamp: pyproject.toml constraints.txt tests/integrations/requirements.txt
+	@$(PYTHON) -m venv $(VENV_LIBRARIES) || { rm -rf $(VENV_LIBRARIES); exit 1; }
+	$(VENV_LIBRARIES)/bin/python -m pip install --quiet --progress-bar off --constraint constraints.txt \
+	  --requirement tests/integrations/requirements.txt --editable ".[dev]"
 	@touch $@
 
 # torch names the versions of NVIDIA's packages itself. Not from an index of CPU builds, which count

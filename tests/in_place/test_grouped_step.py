@@ -137,7 +137,7 @@ def test_what_watches_steps_sees_torchs_own() -> None:
     optimizer.step()
     handle.remove()
     assert seen == ["hook"]
-    with torch.profiler.profile() as profile:
+    with torch.autograd.profiler.profile() as profile:
         optimizer.step()
     assert any("Optimizer.step#AdamW.step" in event.key for event in profile.key_averages())
 
