@@ -35,16 +35,15 @@ def test_a_kernel_that_nobody_computes_is_refused(capfd: pytest.CaptureFixture[s
     triton = pytest.importorskip("triton")
     from graphfsdp.optim.fused import triton_kernels
 
-    tables = torch.zeros(1, 2, dtype=torch.int64, device=CUDA)
+    tables = torch.zeros(1, 10, dtype=torch.int64, device=CUDA)
     numbers = torch.zeros(1, 5, dtype=torch.float64, device=CUDA)
     with pytest.raises(RuntimeError, match="not supported"):
         triton_kernels.coefficients_kernel[(1,)](
             tables,
             numbers,
-            torch.empty(1, 10, device=CUDA),
+            torch.empty(1, 8, device=CUDA),
             ADAM_W_MODE=True,
             BIAS_CORRECTION=True,
-            RULE="adam",
             num_warps=1,
         )
     assert "nobody computes the kernel coefficients_kernel" in capfd.readouterr().err
