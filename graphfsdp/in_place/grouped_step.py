@@ -7,6 +7,7 @@ with another one, the order among them does not matter.
 """
 
 import operator
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
 from itertools import chain
 from types import MappingProxyType
@@ -84,7 +85,7 @@ class GroupedStep:
         return True
 
 
-class _Plan:
+class _Plan(ABC):
     """The tensors of one group that are stepped together."""
 
     names: tuple[str, ...] = ()  # of the state that a step takes
@@ -135,8 +136,9 @@ class _Plan:
             for name, column in zip(names, self.columns, strict=True)
         )
 
+    @abstractmethod
     def step(self, group: _Group, grads: _Tensors) -> None:
-        raise NotImplementedError
+        """Step all parameters, as torch's loop does one by one."""
 
 
 class _Adam(_Plan):
