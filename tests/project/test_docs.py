@@ -1,0 +1,96 @@
+"""The pages of the project: their links and anchors, the README's length and its claims."""
+
+import pathlib
+import re
+import tomllib
+from collections.abc import Iterator
+
+import pytest
+
+from benchmarks import iteration_picture
+from graphfsdp.newer_torch import NEWEST_TESTED
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+FOLDERS = ("docs", "examples", "tests", ".github")
+PAGES = sorted(
+    {
+        *ROOT.glob("*.md"),
+        *(path for folder in FOLDERS for path in (ROOT / folder).rglob("*.md")),
+    }
+)
+
+
+def without_code(text: str) -> str:
+    return re.sub(r"^( *)```.*?^\1```$|`[^`\n]*`", "", text, flags=re.S | re.M)
+
+
+def links_of(text: str) -> Iterator[str]:
+    yield from re.findall(r"\]\(([^)\s]+)\)", without_code(text))
+
+
+def anchors_of(text: str) -> set[str]:
+    """Anchors as GitHub and Python-Markdown make them of headings."""
+    titles = re.findall(r"^#+ (.*)$", re.sub(r"^```.*?^```$", "", text, flags=re.S | re.M), re.M)
+    return {re.sub(r"[^\w\- ]", "", title.lower()).strip().replace(" ", "-") for title in titles}
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_links_lead_somewhere(path: pathlib.Path) -> None:
+    dead = []
+    for link in links_of(path.read_text(encoding="utf-8")):
+        place, _, anchor = link.partition("#")
+        if "://" in place or place.startswith("mailto:"):
+            continue
+        target = (path.parent / place).resolve() if place else path
+        is_there = target.exists() and target.is_relative_to(ROOT)
+        if is_there and anchor:
+            is_there = anchor in anchors_of(target.read_text(encoding="utf-8"))
+        if not is_there:
+            dead.append(link)
+    assert dead == []
+
+
+def test_a_dead_link_would_be_seen() -> None:
+    text = "[a](b.md#c) `[no](x)`\n```\n[no](y)\n```\n# It's `so`, here\n"
+    assert list(links_of(text)) == ["b.md#c"]
+    assert anchors_of(text) == {"its-so-here"}
+
+
+def test_the_readme_is_short() -> None:
+    assert len(README.splitlines()) <= 180
+
+
+def test_badges_are_true() -> None:
+    document = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    versions = [
+        line.rpartition(" ")[2]
+        for line in document["classifiers"]
+        if re.search(r":: 3\.\d+$", line)
+    ]
+    (torch,) = (line for line in document["dependencies"] if line.startswith("torch>="))
+    badges = dict(re.findall(r"\[!\[([^:\]]+): ([^\]]+)\]\(https://img\.shields\.io", README))
+    assert badges == {
+        "licence": document["license"],
+        "Python": f"{versions[0]} to {versions[-1]}",
+        "torch": f"{torch.removeprefix('torch>=')} to {NEWEST_TESTED}",
+        "runs on a GPU": "not tried yet",
+    }
+    assert "Nothing here has run on a real GPU yet." in (ROOT / "docs" / "status.md").read_text()
+
+
+def test_the_picture_is_drawn_from_what_was_measured() -> None:
+    """The operators of a replay take their phases from the nodes, whatever else has run between."""
+    operators = [
+        iteration_picture.Operator(0.0, 0.1, "aten::copy_"),  # of the batch: no node
+        iteration_picture.Operator(0.1, 0.5, "aten::mm"),
+        iteration_picture.Operator(0.5, 0.9, "aten::mm"),
+    ]
+    found = iteration_picture.with_phases(operators, [("mm", "forward"), ("mm", "backward")])
+    assert [operator.phase for operator in found] == ["forward", "forward", "backward"]
+    drawn = iteration_picture.svg([iteration_picture.Row("a loop", 4.0, found)], "where & how")
+    assert "a loop: 4.00 ms, in operators 90% of it" in drawn
+    assert 'fill="#3b7dd8" d="M20.0 70h82.0v44H20.0zM102.0 70h328.0v44H102.0z"' in drawn
+    assert "where &amp; how" in drawn
+    kept = (ROOT / "docs" / "pictures" / "iteration.svg").read_text(encoding="utf-8")
+    assert "a plain PyTorch loop: " in kept
