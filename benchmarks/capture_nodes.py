@@ -4,32 +4,27 @@ A chain of small operators is trained on, forward and backward, three nodes for 
 of the step captures it; its processor time (of all threads, the launch included) is measured, the
 least of some captures, beside that of an iteration that runs eagerly under the same step. Where
 captures are linear, the time for a node is that of a capture of any size: the ratio in the last
-line, of the largest size to the smallest, is near 1. On a GPU the nodes are those of the CUDA
+row, of the largest size to the smallest, is near 1. On a GPU the nodes are those of the CUDA
 graph; on a CPU they are operators of the recording. Above the stand-in for a driver
 CUDA_STAND_IN_KERNELS=none keeps the computing out of the times.
 """
 
-import argparse
-import dataclasses
 import gc
-import json
-import pathlib
 import sys
 import time
 from collections.abc import Callable, Sequence
 
 import torch
-from rich.console import Console
 from torch import Tensor, nn
 
 import graphfsdp
-from graphfsdp.bench.machine import find_environment
-from graphfsdp.bench.results import Table
+from benchmarks.rows import Row, parser_for, tell
 from graphfsdp.optim import FusedAdam
 
 SIZES = (1_000, 5_000, 20_000, 60_000)
 NODES_OF_A_LINK = 3  # sin; and cos, mul for its gradient
 REPEATED_NODES = 10_000  # as many nodes as this are captured again, since small ones are noisy
+MOST_GROWTH = 2.0  # of the time for a node; it was 10 and more when it was quadratic
 
 
 class Chain(nn.Module):
@@ -45,25 +40,14 @@ class Chain(nn.Module):
         return x.sum()
 
 
-@dataclasses.dataclass(frozen=True)
-class Timed:
-    num_nodes: int
-    eager_s: float  # seconds of processor time, as below
-    capture_s: float
-
-    @property
-    def us_per_node(self) -> float:
-        return self.capture_s / self.num_nodes * 1e6
-
-
 def _processor_s(call: Callable[[], object]) -> float:
     start = time.process_time()
     call()
     return time.process_time() - start
 
 
-def captured_once(num_nodes: int, device: torch.device) -> Timed:
-    """Capture an iteration of about so many nodes."""
+def captured_once(num_nodes: int, device: torch.device) -> tuple[float, float, int]:
+    """Capture about so many nodes; return seconds of the capture and of eager, and the count."""
     model = Chain(max(num_nodes // NODES_OF_A_LINK, 1)).to(device)
     x = torch.ones(8, device=device)
     with graphfsdp.capture(model, FusedAdam(model.parameters()), warmup_steps=2) as step:
@@ -74,69 +58,33 @@ def captured_once(num_nodes: int, device: torch.device) -> Timed:
         facts = step.report()
         count = facts.num_ops if facts.num_nodes is None else facts.num_nodes
         assert count is not None, step.phase
-    return Timed(count, eager_s, capture_s)
+    return capture_s, eager_s, count
 
 
-def timed(num_nodes: int, device: torch.device) -> Timed:
-    runs = [
-        captured_once(num_nodes, device) for _ in range(max(1, min(REPEATED_NODES // num_nodes, 5)))
-    ]
-    return min(runs, key=lambda run: run.capture_s)
-
-
-def ratio_of(runs: Sequence[Timed]) -> float:
-    """Return how much longer a node of the largest capture takes than one of the smallest."""
-    ordered = sorted(runs, key=lambda run: run.num_nodes)
-    return ordered[-1].us_per_node / ordered[0].us_per_node
-
-
-def table_of(runs: Sequence[Timed], where: str) -> Table:
-    rows = [
-        (
-            f"{run.num_nodes:,}",
-            f"{run.eager_s:.3f}",
-            f"{run.capture_s:.3f}",
-            f"{run.us_per_node:.1f}",
-        )
-        for run in runs
-    ]
-    heading = ("nodes", "eager iteration, s", "capture, s", "us for a node")
-    return Table(f"processor time of a capture on {where}", heading, rows, num_left=0)
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.capture_nodes",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    default = "cuda" if torch.cuda.is_available() else "cpu"
-    parser.add_argument("--device", choices=("cuda", "cpu"), default=default)
-    parser.add_argument("--nodes", type=int, nargs="+", default=SIZES, help="sizes of captures")
-    parser.add_argument("--out", type=pathlib.Path, help="a JSON file for the numbers")
-    options = parser.parse_args(arguments)
-    device = torch.device(options.device)
-    facts = find_environment(device)
+def measure(sizes: Sequence[int], device: torch.device) -> list[Row]:
     captured_once(10, device)  # imports, kernels
     gc.collect()
     gc.freeze()  # a capture collects garbage, and what imports left costs the same each time
-    runs = []
-    for num_nodes in options.nodes:
-        runs.append(timed(num_nodes, device))
-        print(f"{runs[-1].num_nodes:,} nodes: {runs[-1].capture_s:.3f} s", file=sys.stderr)
-    Console(width=100).print(table_of(runs, facts["gpu"] or facts["cpu"]).rich())
-    print(
-        f"a node of the largest capture takes {ratio_of(runs):.2f} times as long as the smallest's"
-    )
-    if options.out is not None:
-        document = {
-            "kind": "capture_nodes",
-            "environment": facts,
-            "runs": [{**dataclasses.asdict(run), "us_per_node": run.us_per_node} for run in runs],
-            "ratio": ratio_of(runs),
-        }
-        options.out.write_text(json.dumps(document, indent=1) + "\n")
-    return 0
+    rows: list[Row] = []
+    node_us = {}
+    for size in sizes:
+        num_runs = max(1, min(REPEATED_NODES // size, 5))
+        capture_s, eager_s, count = min(captured_once(size, device) for _ in range(num_runs))
+        node_us[count] = capture_s / count * 1e6
+        text = f"{capture_s:.3f} s of processor, {node_us[count]:.1f} us for a node; an eager "
+        text += f"iteration {eager_s:.3f} s"
+        rows.append({"what": f"a capture of {count:,} nodes", "result": text, "ok": True})
+    ratio = node_us[max(node_us)] / node_us[min(node_us)]
+    text = f"{ratio:.2f} times as long as of the smallest"
+    rows.append({"what": "a node of the largest", "result": text, "ok": ratio < MOST_GROWTH})
+    return rows
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = parser_for("capture_nodes", __doc__)
+    parser.add_argument("--nodes", type=int, nargs="+", default=SIZES, help="sizes of captures")
+    options = parser.parse_args(arguments)
+    return tell(measure(options.nodes, torch.device(options.device)), options.out)
 
 
 if __name__ == "__main__":

@@ -181,7 +181,6 @@ GRACE_S = 20  # to report so far
 # So many GPUs at least; what all other parts need a rehearsal on a CPU has.
 NUM_GPUS: Mapping[str, int] = MappingProxyType({NODES: 1, **dict.fromkeys(RANK_BUDGETS_S, 2)})
 SIZES = (1_000, 20_000)  # of captures, in nodes
-MOST_GROWTH = 2.0  # of the time for a node between them; it was 10 and more when it was quadratic
 OURS = ("forward_backward", "full_iteration", "compiled_recording")
 # All but torch's reduce-overhead mode.
 CONTENDERS = (*OURS, "pytorch", "compile", "fsdp2", "fsdp2_compile", "megatron_fsdp")
@@ -306,39 +305,12 @@ def run_program(module: Sequence[str], limit_s: float) -> str | None:
     return f"the process ended with {code}\n{output[-MAX_CHARACTERS:]}" if code else None
 
 
-def nodes_part(device: torch.device, limit_s: float) -> dict[str, Any]:
-    """Time captures, which have to take as long for each node whatever their size."""
-    with tempfile.TemporaryDirectory() as folder:
-        path = pathlib.Path(folder) / "nodes.json"
-        command = ["benchmarks.capture_nodes", "--device", device.type, "--out", str(path)]
-        error = run_program([*command, "--nodes", *map(str, SIZES)], limit_s)
-        if error is not None:
-            return {"rows": [], "error": error}
-        found = json.loads(path.read_text())
-    rows = [
-        {
-            "what": f"a capture of {run['num_nodes']:,} nodes",
-            "result": f"{run['capture_s']:.2f} s of processor, {run['us_per_node']:.0f} us for a "
-            f"node; an eager iteration {run['eager_s']:.2f} s",
-            "ok": True,
-        }
-        for run in found["runs"]
-    ]
-    text = f"{found['ratio']:.2f} times as long as of the smallest"
-    rows.append(
-        {"what": "a node of the largest", "result": text, "ok": found["ratio"] < MOST_GROWTH}
-    )
-    return {"rows": rows, "error": None}
-
-
-def optimizer_part(device: torch.device, limit_s: float, *, rehearses: bool) -> dict[str, Any]:
-    """Time the optimizer's step beside torch's; one that is too slow is a row that is not good."""
+def rows_part(module: str, arguments: Sequence[str], limit_s: float) -> dict[str, Any]:
+    """Run a program that measures; what is too slow is a row that is not good."""
     with tempfile.TemporaryDirectory() as folder:
         path = pathlib.Path(folder) / "rows.json"
-        command = ["benchmarks.optimizer_step", "--device", device.type, "--out", str(path)]
-        models = ["gpt-tiny"] if rehearses else ["gpt2-124m", "1b"]
-        error = run_program([*command, "--model", *models], limit_s)
-        if path.exists():  # the program ends with 1 where a row is not good
+        error = run_program([f"benchmarks.{module}", *arguments, "--out", str(path)], limit_s)
+        if path.exists():  # such a program ends with 1 where a row is not good
             return {"rows": json.loads(path.read_text())["rows"], "error": None}
         return {"rows": [], "error": error}
 
@@ -380,13 +352,13 @@ def bench_rows(folder: pathlib.Path, results: pathlib.Path) -> list[dict[str, An
     """A row is good if the contender ran, or is not ours; and if ours trained eager's losses."""
     # Here, since a package that cannot be imported is something to report.
     from benchmarks.readme_table import keep
-    from graphfsdp.bench.results import SHORT, Result, case_table, workload_text
+    from graphfsdp.bench.results import Result, case_table, workload_text
 
     keep(folder, results)
     result = Result.read(folder)
     rows: list[dict[str, Any]] = []
     for case in result.cases:
-        table = case_table(result, case, SHORT)
+        table = case_table(result, case)
         name = workload_text(result.of(case)[0])
         for own, cells in zip(result.of(case), table.rows, strict=True):
             pairs = zip(table.heading, cells, strict=True)
@@ -476,9 +448,13 @@ def check(
         elif limit_s < 10:
             part = {"rows": [], "error": f"left out: {total_s:.0f} s are over"}
         elif name == NODES:
-            part = nodes_part(device, limit_s)
+            sizes = ["--device", device.type, "--nodes", *map(str, SIZES)]
+            part = rows_part("capture_nodes", sizes, limit_s)
         elif name == OPTIMIZER:
-            part = optimizer_part(device, limit_s, rehearses=rehearses)
+            models = ["gpt-tiny"] if rehearses else ["gpt2-124m", "1b"]
+            part = rows_part(
+                "optimizer_step", ["--device", device.type, "--model", *models], limit_s
+            )
         elif name in (BENCH, REDUCE_OVERHEAD):
             alone = name == REDUCE_OVERHEAD
             part = bench_part(

@@ -6,11 +6,8 @@ graph. Exit code 1 says that ours is slower than torch's, or moves less than nin
 copy does, on a GPU; elsewhere nothing is judged.
 """
 
-import argparse
 import dataclasses
-import json
 import os
-import pathlib
 import statistics
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -19,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from benchmarks.rows import Row, parser_for, tell
 from graphfsdp.base.collector import without_collector
 from graphfsdp.bench.clock import Window, time_window
 from graphfsdp.bench.workloads import find_workload, make_model
@@ -109,7 +107,7 @@ def copy_bytes_per_s(device: torch.device, num_bytes: int) -> float:
     return 2e3 * num_bytes / statistics.median(times[1:])
 
 
-def measure(model: str, device: torch.device) -> list[dict[str, Any]]:
+def measure(model: str, device: torch.device) -> list[Row]:
     """Return a row for each optimizer and way to call it."""
     # torch's own is capturable on accelerators only.
     options = {"fused": True, "capturable": device.type == "cuda", **SETTINGS}
@@ -157,24 +155,13 @@ def measure(model: str, device: torch.device) -> list[dict[str, Any]]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.optimizer_step",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    default = "cuda" if torch.cuda.is_available() else "cpu"
-    parser.add_argument("--device", choices=("cuda", "cpu"), default=default)
+    parser = parser_for("optimizer_step", __doc__)
     parser.add_argument(
         "--model", nargs="+", default=["gpt2-124m"], help="workloads of graphfsdp bench, or 1b"
     )
-    parser.add_argument("--out", type=pathlib.Path, help="a JSON file for the rows")
     options = parser.parse_args(arguments)
-    rows = [row for name in options.model for row in measure(name, torch.device(options.device))]
-    for row in rows:
-        print(f"{row['what']}: {row['result']}{'' if row['ok'] else ' (too slow)'}")
-    if options.out is not None:
-        options.out.write_text(json.dumps({"rows": rows}, indent=1) + "\n")
-    return 0 if all(row["ok"] for row in rows) else 1
+    device = torch.device(options.device)
+    return tell([row for name in options.model for row in measure(name, device)], options.out)
 
 
 if __name__ == "__main__":

@@ -6,8 +6,7 @@ those of the newest result of a GPU, ``gpu_check`` around that of the newest `ma
 and ``speed_summary`` around the geometric means of the first two, which is what the README shows.
 
 ``python -m benchmarks.readme_table --keep DIR`` first copies a result directory of ``graphfsdp
-bench`` into benchmarks/results, and draws its plot with matplotlib where that is installed;
-``--show DIR`` prints all tables of a result in Markdown and does nothing else.
+bench`` into benchmarks/results, and draws its plot with matplotlib where that is installed.
 """
 
 import argparse
@@ -18,7 +17,7 @@ import pathlib
 import re
 import statistics
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import MappingProxyType
 
 from benchmarks.gpu_check import described, table_of
@@ -26,9 +25,7 @@ from graphfsdp.bench.results import (
     REFERENCE,
     Result,
     Table,
-    case_table,
     environment_text,
-    notes,
     overviews,
 )
 
@@ -83,18 +80,6 @@ def bench_section(path: pathlib.Path) -> str:
         cases = (f"{name}: {reason}" for name, reason in result.left_out.items())
         parts.append("Left out: " + "; ".join(cases) + ".")
     return "\n\n".join((*parts, environment_text(result.head["environment"])))
-
-
-def shown(result: Result) -> Iterator[str]:
-    """Yield all that a result says."""
-    yield environment_text(result.head["environment"])
-    for table in overviews(result):
-        yield f"**{table.title}**\n\n{table.markdown()}"
-    for case in result.cases:
-        table = case_table(result, case)
-        yield f"## {table.title}\n\n{table.markdown()}"
-        yield "\n".join(f"- {note}" for note in notes(result, case))
-    yield from (f"Left out: {case}: {reason}" for case, reason in result.left_out.items())
 
 
 def speedups(result: Result, cases: Sequence[str]) -> dict[str, float]:
@@ -258,11 +243,7 @@ def draw(result: Result, path: pathlib.Path) -> None:
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.readme_table")
     parser.add_argument("--keep", metavar="DIR", help="a result directory of graphfsdp bench")
-    parser.add_argument("--show", metavar="DIR", help="a result whose tables are printed")
     options = parser.parse_args(arguments)
-    if options.show is not None:
-        print("\n\n".join(shown(Result.read(options.show))))
-        return 0
     if options.keep is not None:
         print(f"kept as {keep(pathlib.Path(options.keep))}")
     for document in DOCUMENTS:

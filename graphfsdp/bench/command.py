@@ -21,7 +21,6 @@ from graphfsdp.bench.process import CaseFailedError, run_case
 from graphfsdp.bench.results import (
     NOT_MLPERF,
     RESULT,
-    SHORT,
     Result,
     Row,
     case_table,
@@ -155,7 +154,10 @@ class _Bench:
             )  # fmt: skip
 
     def _show(self, case: str) -> None:
-        self._console.print(case_table(self._result, case, SHORT).rich())
+        self._console.print(case_table(self._result, case).rich())
+        for row in self._result.of(case):
+            for note in row["notes"]:
+                self._line(f"{row['contender']}: {note}")
         for row in self._result.not_run(case):
             self._line(f"did not run: {row['contender']}: {row['reason']}", "yellow")
 

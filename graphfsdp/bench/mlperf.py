@@ -9,7 +9,6 @@ import statistics
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from rich.console import Console
@@ -44,41 +43,7 @@ All other flags are those of 'graphfsdp train', such as
 
   graphfsdp bench --mlperf --preset tiny --target-loss 2.6 --out runs/tiny
 """
-
-
-@dataclass(frozen=True)
-class RunRecord:
-    """What the log of one run says.
-
-    ``init_s`` is set-up and capture, before the clock; ``run_s`` is None for a run that did not end
-    by itself; ``accepted`` is the verdict of the official compliance checker.
-    """
-
-    log: str
-    seed: int
-    converged: bool
-    init_s: float | None
-    run_s: float | None
-    num_samples: int
-    loss: float | None
-    accepted: bool
-    reason: str = ""
-
-
-@dataclass(frozen=True)
-class TimeToTarget:
-    """Several runs to the same target; without a score ``no_score`` says why."""
-
-    benchmark: str
-    target_loss: float
-    runs: tuple[RunRecord, ...]
-    score_s: float | None
-    no_score: str
-    mean_samples: float | None
-    verified: str
-    command: str
-    environment: Row
-    kind: str = KIND
+_COLUMNS = ("log", "seed", "run_s", "init_s", "num_samples", "loss", "converged", "accepted")
 
 
 def olympic_mean(run_s: Sequence[float | None]) -> float:
@@ -119,10 +84,11 @@ def read_log(path: Path) -> dict[str, tuple[int, object, Mapping[str, object]]]:
     return found
 
 
-def run_record(path: Path, *, seed: int, complaint: str, failure: str = "") -> RunRecord:
-    """The log may be missing where the run failed early.
+def run_record(path: Path, *, seed: int, complaint: str, failure: str = "") -> Row:
+    """Return what the log of one run says; it may be missing where the run failed early.
 
-    ``complaint`` is what the compliance checker says against it, empty if it accepts it.
+    ``init_s`` is set-up and capture, before the clock; ``run_s`` is None for a run that did not end
+    by itself. ``complaint`` is what the compliance checker says against it, empty if it accepts it.
     """
     lines = read_log(path) if path.exists() else {}
 
@@ -131,34 +97,33 @@ def run_record(path: Path, *, seed: int, complaint: str, failure: str = "") -> R
             return None
         return (lines[stop][0] - lines[start][0]) / 1e3
 
+    run_s = None if failure else seconds("run_start", "run_stop")
     status = lines["run_stop"][2].get("status") if "run_stop" in lines else None
-    loss = lines["eval_accuracy"][1] if "eval_accuracy" in lines else None
-    samples = lines["train_samples"][1] if "train_samples" in lines else 0
     reason = failure
     if not reason and status != "success":
         reason = "the target was not reached"
     if not reason and complaint:
         reason = f"the compliance checker: {complaint}"
-    return RunRecord(
-        log=path.name,
-        seed=seed,
-        converged=status == "success" and not failure,
-        init_s=seconds("init_start", "init_stop"),
-        run_s=seconds("run_start", "run_stop") if not failure else None,
-        num_samples=samples if isinstance(samples, int) else 0,
-        loss=loss if isinstance(loss, float) else None,
-        accepted=not complaint,
-        reason=reason,
-    )
+    return {
+        "log": path.name,
+        "seed": seed,
+        "converged": status == "success" and run_s is not None,
+        "init_s": seconds("init_start", "init_stop"),
+        "run_s": run_s,
+        "num_samples": lines["train_samples"][1] if "train_samples" in lines else 0,
+        "loss": lines["eval_accuracy"][1] if "eval_accuracy" in lines else None,
+        "accepted": not complaint,
+        "reason": reason,
+    }
 
 
-def score(runs: Sequence[RunRecord]) -> tuple[float | None, str]:
+def score(runs: Sequence[Row]) -> tuple[float | None, str]:
     """Return the seconds, or why there are none."""
-    refused = [run.log for run in runs if run.converged and not run.accepted]
+    refused = [run["log"] for run in runs if run["converged"] and not run["accepted"]]
     if refused:
         return None, f"the compliance checker does not accept {', '.join(refused)}"
     try:
-        return olympic_mean([run.run_s if run.converged else None for run in runs]), ""
+        return olympic_mean([run["run_s"] if run["converged"] else None for run in runs]), ""
     except ConfigError as error:
         return None, str(error)
 
@@ -167,43 +132,58 @@ def run_mlperf(arguments: Sequence[str], console: Console) -> int:
     """Return 1 where the runs have no score."""
     options, train_flags = _make_parser().parse_known_args(arguments)
     config = _checked(options, train_flags)
-    assert config.target_loss is not None
     folder = Path(options.out)
     console = wide_console(console)
-    print_line(
-        console, f"{config.mllog_benchmark} to a loss of {config.target_loss:g}; {UNVERIFIED}"
-    )
+    benchmark, target = config.mllog_benchmark, config.target_loss
+    assert target is not None
+    print_line(console, f"{benchmark} to a loss of {target:g}; {UNVERIFIED}")
     if options.runs < MLPERF_NUM_RUNS:
         print_line(console, f"{options.runs} runs; MLPerf asks for {MLPERF_NUM_RUNS}")
-    device = choose_device(config.device, Ranks())
-    environment = find_environment(device, num_ranks=options.ranks)
-    runs: list[RunRecord] = []
+    environment = find_environment(choose_device(config.device, Ranks()), num_ranks=options.ranks)
+    runs = []
     for number in range(options.runs):
-        seed = config.seed + number
-        log = folder / f"result_{number}.txt"
+        seed, log = config.seed + number, folder / f"result_{number}.txt"
         run = _run(_run_command(options.ranks, train_flags, seed, log), log, seed, config)
         runs.append(run)
-        what = f"{run.run_s:.3f} s" if run.converged and run.run_s is not None else run.reason
+        what = f"{run['run_s']:.3f} s" if run["converged"] else run["reason"]
         print_line(console, f"run {number}, seed {seed}: {what}")
     score_s, no_score = score(runs)
-    samples = [run.num_samples for run in runs if run.converged]
-    found = TimeToTarget(
-        benchmark=config.mllog_benchmark,
-        target_loss=config.target_loss,
-        runs=tuple(runs),
-        score_s=score_s,
-        no_score=no_score,
-        mean_samples=statistics.fmean(samples) if samples else None,
-        verified=UNVERIFIED,
-        command=shlex.join(["graphfsdp", "bench", *arguments]),
-        environment=environment,
-    )
-    text = json.dumps(finite(asdict(found)), indent=1) + "\n"
+    found = {
+        "kind": KIND,
+        "benchmark": benchmark,
+        "target_loss": target,
+        "runs": runs,
+        "score_s": score_s,
+        "no_score": no_score,
+        "verified": UNVERIFIED,
+        "command": shlex.join(["graphfsdp", "bench", *arguments]),
+        "environment": environment,
+    }
+    text = json.dumps(finite(found), indent=1) + "\n"
     (folder / "mlperf.json").write_text(text, encoding="utf-8")
-    console.print(_table(found).rich())
-    print_line(console, _score_line(found))
+    rows = [tuple(_cell(run[name]) for name in _COLUMNS) for run in runs]
+    title = f"{benchmark}, target loss {target:g}"
+    console.print(Table(title, _COLUMNS, rows).rich())
+    line = f"no score: {no_score} ({UNVERIFIED})"
+    if score_s is not None:
+        line = (
+            f"{score_s:.3f} s to the target: mean of {len(runs)} runs without the fastest and the "
+            f"slowest ({UNVERIFIED})"
+        )
+    print_line(console, line)
     print_line(console, f"wrote {folder}: mlperf.json, result_*.txt")
     return EXIT_NO_SCORE if score_s is None else 0
+
+
+def _cell(value: object) -> str:
+    match value:
+        case None:
+            return "-"
+        case bool():
+            return "yes" if value else "no"
+        case float():
+            return f"{value:.3f}"
+    return str(value)
 
 
 def _make_parser() -> argparse.ArgumentParser:
@@ -267,7 +247,7 @@ def _run_command(num_ranks: int, train_flags: Sequence[str], seed: int, log: Pat
     return [sys.executable, *launcher, *train]
 
 
-def _run(command: Sequence[str], log: Path, seed: int, config: TrainConfig) -> RunRecord:
+def _run(command: Sequence[str], log: Path, seed: int, config: TrainConfig) -> Row:
     """Raises ConfigError where the trainer refuses its flags or data, as it would each time."""
     shown = log.with_suffix(".out")
     code = _execute(command, shown)
@@ -297,32 +277,3 @@ def _execute(command: Sequence[str], shown: Path) -> int:
 def _tail(path: Path) -> str:
     lines = path.read_text(encoding="utf-8", errors="replace").strip().splitlines()
     return lines[-1][-_TAIL_CHARACTERS:] if lines else "it said nothing"
-
-
-def _table(found: TimeToTarget) -> Table:
-    rows = [
-        (
-            run.log,
-            str(run.seed),
-            "-" if run.run_s is None else f"{run.run_s:.3f}",
-            "-" if run.init_s is None else f"{run.init_s:.3f}",
-            f"{run.num_samples:,}",
-            "-" if run.loss is None else f"{run.loss:.4f}",
-            "yes" if run.converged else "no",
-            "accepted" if run.accepted else "refused",
-        )
-        for run in found.runs
-    ]
-    title = f"{found.benchmark}, target loss {found.target_loss:g}"
-    heading = ("log", "seed", "s to target", "s of init", "samples", "loss", "reached", "checker")
-    return Table(title, heading, tuple(rows))
-
-
-def _score_line(found: TimeToTarget) -> str:
-    if found.score_s is None:
-        return f"no score: {found.no_score} ({found.verified})"
-    num_runs = len(found.runs)
-    return (
-        f"{found.score_s:.3f} s to the target: mean of {num_runs} runs without the fastest and "
-        f"the slowest ({found.verified})"
-    )

@@ -9,7 +9,7 @@ import json
 import math
 import os
 import statistics
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
@@ -92,7 +92,8 @@ class Result:
     @property
     def names(self) -> list[str]:
         """Return the contenders that ran anywhere, the reference first."""
-        return list(dict.fromkeys([REFERENCE, *(row["contender"] for row in self._ran())]))
+        ran = (row["contender"] for row in self.rows if "step_ms" in row)
+        return list(dict.fromkeys([REFERENCE, *ran]))
 
     def reasons(self) -> dict[str, str]:
         """Return the contenders that ran in no case, each with the first reason."""
@@ -101,9 +102,6 @@ class Result:
             if "contender" in row and row["contender"] not in self.names:
                 found.setdefault(row["contender"], row["reason"])
         return found
-
-    def _ran(self) -> Iterable[Row]:
-        return (row for row in self.rows if "step_ms" in row)
 
     def ratios(
         self, case: str, name: str, base: str = REFERENCE, key: str = "step_ms"
@@ -135,12 +133,6 @@ def window_ms(row: Row, key: str = "step_ms") -> list[float]:
 
 def step_ms(row: Row) -> list[float]:
     return [step for window in row["step_ms"] for step in window]
-
-
-def percentile(values: Sequence[float], percent: int) -> float:
-    # Python 3.11 knows no quantiles of a single value.
-    points = values if len(values) > 1 else [*values, *values]
-    return statistics.quantiles(points, n=100, method="inclusive")[percent - 1]
 
 
 def median_ms(row: Row) -> float:
@@ -223,16 +215,12 @@ def memory_text(row: Row) -> str:
     return f"{bytes_text(row['memory_bytes'])}, reserved {bytes_text(row['reserved_bytes'])}"
 
 
-def tflops(row: Row) -> float:
-    """Return model TFLOP/s on each rank, of the median step."""
-    return float(row["flops_per_step"]) / median_ms(row) / 1e9
-
-
 def utilization_text(row: Row) -> str:
-    """Return MFU, or the share of the measured peak where no data sheet states one."""
+    """Return MFU on each rank, or the share of the measured peak where no data sheet states one."""
+    tflops = float(row["flops_per_step"]) / median_ms(row) / 1e9
     if row["stated_tflops"] is not None:
-        return f"{tflops(row) / row['stated_tflops']:.1%}"
-    return f"{tflops(row) / row['measured_tflops']:.1%} of measured"
+        return f"{tflops / row['stated_tflops']:.1%}"
+    return f"{tflops / row['measured_tflops']:.1%} of measured"
 
 
 def workload_text(row: Row) -> str:
@@ -296,38 +284,25 @@ def _with_ratio(ms: float, row: Row, ratios: Sequence[float]) -> str:
     return f"{ms:.2f} ({statistics.median(ratios):.2f}x)"
 
 
-def _seconds(ms: float | None) -> str:
-    return "" if ms is None else f"{ms / 1e3:.2f}"
-
-
-# What a case's table says of a contender.
+# What a case's table says of a contender; the lines of a result hold more.
 _COLUMNS: Mapping[str, Callable[[Row], str]] = MappingProxyType(
     {
         "ms/step": lambda row: f"{median_ms(row):.3f}",
-        "p5": lambda row: f"{percentile(step_ms(row), 5):.3f}",
-        "p95": lambda row: f"{percentile(step_ms(row), 95):.3f}",
-        "p99": lambda row: f"{percentile(step_ms(row), 99):.3f}",
-        "max": lambda row: f"{max(step_ms(row)):.3f}",
+        "p95": lambda row: (
+            f"{statistics.quantiles(step_ms(row), n=20, method='inclusive')[-1]:.3f}"
+        ),
         "per second": lambda row: (
             f"{row['batch_size'] * row['items_per_sample'] / median_ms(row) * 1e3:,.0f}"
         ),
-        "model TFLOP/s": lambda row: f"{tflops(row):.3g}",
         "MFU": utilization_text,
-        "host ms": lambda row: f"{statistics.fmean(row['host_ms']):.3f}",
-        "CPU ms": lambda row: f"{statistics.fmean(row['cpu_ms']):.3f}",
-        "init s": lambda row: _seconds(row["build_ms"] + row["warmup_ms"]),
-        "of it compile": lambda row: _seconds(row["compile_ms"]),
-        "of it capture": lambda row: _seconds(row["capture_ms"]),
-        "nodes": lambda row: "" if row["num_nodes"] is None else f"{row['num_nodes']:,}",
-        "pool": lambda row: bytes_text(row["pool_bytes"]),
+        "init s": lambda row: f"{(row['build_ms'] + row['warmup_ms']) / 1e3:.2f}",
         "memory": memory_text,
         "losses against eager": losses_text,
     }
 )
-SHORT = ("ms/step", "p95", "per second", "init s", "memory", "losses against eager")
 
 
-def case_table(result: Result, case: str, columns: Sequence[str] = tuple(_COLUMNS)) -> Table:
+def case_table(result: Result, case: str) -> Table:
     """Return a row for each contender of a case, times as fast as eager and as PyTorch included."""
     rows = []
     for row in result.of(case):
@@ -335,29 +310,12 @@ def case_table(result: Result, case: str, columns: Sequence[str] = tuple(_COLUMN
         own = "1" if row["contender"] == REFERENCE else spread_text(ratios)
         word = "reference" if row["contender"] == REFERENCE else verdict(ratios)
         plain = spread_text(result.ratios(case, row["contender"], PLAIN))
-        cells = (_COLUMNS[name](row) for name in columns)
+        cells = (cell(row) for cell in _COLUMNS.values())
         rows.append((row["contender"], own, word, plain, *cells))
     first = result.of(case)[0]
     windows = first["step_ms"]
     unit = f"{first['unit']}/s"
-    shown = (unit if name == "per second" else name for name in columns)
+    shown = (unit if name == "per second" else name for name in _COLUMNS)
     heading = ("contender", "times as fast as eager", "which is", "as fast as pytorch", *shown)
     title = f"{workload_text(first)}: {len(windows)} windows of {len(windows[0])} steps, in turns"
     return Table(title, heading, tuple(rows))
-
-
-def notes(result: Result, case: str) -> list[str]:
-    """Return what else there is to say of a case, the contenders that did not run included."""
-    row = result.of(case)[0]
-    stated, measured = row["stated_tflops"], f"{row['measured_tflops']:.3g} TFLOP/s measured"
-    peak = "no data sheet states a peak for this machine"
-    if stated is not None:
-        peak = f"MFU is of {stated:.0f} TFLOP/s dense (data sheet)"
-    told = [
-        f"{row['num_parameters']:,} parameters; {row['data']}; "
-        f"{row['flops_per_step'] / 1e9:,.3g} GFLOP per step on each rank: {row['flops_formula']}; "
-        f"{peak}; {measured} ({row['measured_how']})."
-    ]
-    told += [f"{own['contender']}: {note}." for own in result.of(case) for note in own["notes"]]
-    told += [f"did not run: {own['contender']}: {own['reason']}" for own in result.not_run(case)]
-    return told

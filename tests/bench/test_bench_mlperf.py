@@ -86,10 +86,10 @@ def test_a_run_is_what_its_log_says(
     if status != "absent":
         write_log(log, status=status)
     run = run_record(log, seed=3, complaint=complaint, failure=failure)
-    assert (run.run_s, run.converged, run.reason) == (run_s, converged, reason)
-    assert run.accepted == (not complaint)
-    assert (run.init_s, run.loss) == ((None, None) if status == "absent" else (2.5, 2.5))
-    assert run.num_samples == (640 if status in ("success", "aborted") else 0)
+    assert (run["run_s"], run["converged"], run["reason"]) == (run_s, converged, reason)
+    assert run["accepted"] == (not complaint)
+    assert (run["init_s"], run["loss"]) == ((None, None) if status == "absent" else (2.5, 2.5))
+    assert run["num_samples"] == (640 if status in ("success", "aborted") else 0)
 
 
 def test_a_line_that_was_cut_off_is_left_out(tmp_path: Path) -> None:

@@ -4,14 +4,11 @@ import pathlib
 import re
 from typing import get_args
 
-import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from bench_results import CASE, ENVIRONMENT, FACTS, contender, result
 from graphfsdp.bench.options import BenchOptions, parse_bench_arguments
-from graphfsdp.bench.results import Result, Table, case_table, overviews, percentile, verdict
+from graphfsdp.bench.results import Result, Table, case_table, overviews, verdict
 from graphfsdp.bench.workloads import SuiteName, suite
 from graphfsdp.errors import ConfigError
 
@@ -46,12 +43,6 @@ def test_a_file_that_is_no_result_is_refused(
     (tmp_path / "result.jsonl").write_text(text)
     with pytest.raises(ConfigError, match=message):
         Result.read(tmp_path)
-
-
-@given(st.lists(st.floats(1e-3, 1e3), min_size=1, max_size=40))
-def test_percentiles_are_those_of_numpy(values: list[float]) -> None:
-    expected = [float(np.quantile(values, share)) for share in (0.05, 0.95, 0.99)]
-    assert [percentile(values, percent) for percent in (5, 95, 99)] == pytest.approx(expected)
 
 
 @pytest.mark.parametrize(

@@ -1,3 +1,4 @@
+import gc
 import json
 import pathlib
 from typing import Any
@@ -10,7 +11,7 @@ from benchmarks import capture_nodes, optimizer_step, readme_table
 from graphfsdp.bench.results import RESULT
 
 
-def test_a_result_of_the_command_is_kept_and_shown(tmp_path: pathlib.Path) -> None:
+def test_a_result_of_the_command_is_kept(tmp_path: pathlib.Path) -> None:
     folder, results = tmp_path / "run", tmp_path / "benchmarks" / "results"
     folder.mkdir()
     gpu = {"gpu": "NVIDIA Z9", "date": "2026-02-03T04:05:06"}
@@ -25,18 +26,6 @@ def test_a_result_of_the_command_is_kept_and_shown(tmp_path: pathlib.Path) -> No
         assert "Left out: moe: no time." in section
         assert "(../benchmarks/results/bench_" in section
     assert "on NVIDIA Z9" in str(readme_table.bench_gpu(results))
-
-
-def test_all_tables_of_a_result_are_shown(
-    tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    result().write(tmp_path / RESULT)
-    assert readme_table.main(["--show", str(tmp_path)]) == 0
-    text = capsys.readouterr().out
-    assert "| full_iteration | 2.50 (2.00 to 3.00) | faster | " in text
-    assert "- did not run: compile: no compiler" in text
-    assert "6 N + 12 L C T" in text
-    assert "Left out: moe: no time" in text
 
 
 def test_without_a_result_the_readme_says_so(tmp_path: pathlib.Path) -> None:
@@ -111,14 +100,28 @@ def test_the_documents_show_the_numbers_of_the_result_files() -> None:
         assert readme_table.updated(text) == text, "run python -m benchmarks.readme_table"
 
 
-def test_captures_are_timed_and_written(
-    tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
+def test_captures_are_timed_by_their_nodes_and_written(
+    tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    runs = {30: (0.4, 0.1, 40), 90: (1.0, 0.5, 100), 10: (0.0, 0.0, 10)}
     path = tmp_path / "nodes.json"
     arguments = ("--device", "cpu", "--nodes", "30", "90", "--out", str(path))
-    assert capture_nodes.main(arguments) == 0
-    document = json.loads(path.read_text())
-    small, large = document["runs"]
-    assert 30 <= small["num_nodes"] < 50 < large["num_nodes"] < 110
-    assert document["ratio"] == pytest.approx(large["us_per_node"] / small["us_per_node"])
-    assert f"{document['ratio']:.2f} times as long" in capsys.readouterr().out
+    monkeypatch.setattr(gc, "freeze", lambda: None)
+    for slow_s, code in ((1.0, 0), (9.0, 1)):
+        runs[90] = (slow_s, 0.5, 100)
+        monkeypatch.setattr(capture_nodes, "captured_once", lambda size, _: runs[size])
+        assert capture_nodes.main(arguments) == code
+        small, large, ratio = json.loads(path.read_text())["rows"]
+        assert small["what"] == "a capture of 40 nodes"
+        text = "0.400 s of processor, 10000.0 us for a node; an eager iteration 0.100 s"
+        assert small["result"] == text
+        assert large["ok"]
+        assert ratio["result"] == f"{slow_s:.2f} times as long as of the smallest"
+        assert ratio["ok"] == (code == 0)
+        assert ratio["result"] in capsys.readouterr().out
+
+
+def test_a_chain_has_about_as_many_nodes_as_were_asked_for() -> None:
+    capture_s, eager_s, count = capture_nodes.captured_once(90, torch.device("cpu"))
+    assert 90 <= count < 110
+    assert capture_s > 0 < eager_s

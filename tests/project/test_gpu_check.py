@@ -128,23 +128,17 @@ def test_what_needs_two_gpus_has_seconds_of_its_own_or_is_left_out(
         assert limits[names[-1]] == (gpu_check.TOTAL_LIMIT_S, 1)
 
 
-def test_captures_are_timed_by_their_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
-    run = {"num_nodes": 20_006, "capture_s": 4.0, "us_per_node": 200.0, "eager_s": 0.5}
-    document = {"runs": [run], "ratio": 1.1}
+def test_what_a_program_measures_is_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    row = {"what": "a node", "result": "slow", "ok": False}
 
     def note(command: list[str], *_: object) -> tuple[int, str]:
-        pathlib.Path(command[command.index("--out") + 1]).write_text(json.dumps(document))
-        return 0, ""
+        pathlib.Path(command[command.index("--out") + 1]).write_text(json.dumps({"rows": [row]}))
+        return 1, ""
 
     monkeypatch.setattr(gpu_check, "run_limited", note)
-    first, last = gpu_check.nodes_part(torch.device("cuda"), 40)["rows"]
-    assert first["what"] == "a capture of 20,006 nodes"
-    assert first["result"] == "4.00 s of processor, 200 us for a node; an eager iteration 0.50 s"
-    assert last["ok"]
-    document["ratio"] = 10.0
-    assert not gpu_check.nodes_part(torch.device("cuda"), 40)["rows"][-1]["ok"]
+    assert gpu_check.rows_part("capture_nodes", (), 40) == {"rows": [row], "error": None}
     monkeypatch.setattr(gpu_check, "run_limited", lambda *_: (None, "began"))
-    assert gpu_check.nodes_part(torch.device("cuda"), 40)["error"] == "stopped after 40 s"
+    assert gpu_check.rows_part("capture_nodes", (), 40)["error"] == "stopped after 40 s"
 
 
 @pytest.mark.parametrize("has_xdist", [True, False])
