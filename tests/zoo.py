@@ -1,4 +1,8 @@
-"""Small models with batches that fit; every batch has 12 rows."""
+"""Small models with batches that fit; every batch has 12 rows.
+
+The architectures are those of ``graphfsdp bench --suite zoo``; what else a graph has to hold of a
+model (odd shapes, writes in place, double backward, ...) is in zoo_models.
+"""
 
 from collections.abc import Callable
 from typing import Any
@@ -7,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import zoo_models as models
+from graphfsdp.bench.zoo import Architecture, architectures
 from helpers import Batch, Case
 from zoo_models import TOKENS, VOCABULARY, WIDTH
 
@@ -75,17 +80,21 @@ def bag_batch(generator: torch.Generator) -> Batch:
     return Batch((torch.randint(0, VOCABULARY, (ROWS, TOKENS), generator=generator),))
 
 
+def rows_of(architecture: Architecture) -> Callable[[torch.Generator], Batch]:
+    return lambda generator: Batch(architecture.batch(generator, ROWS))
+
+
+BENCH = {
+    "mixture_of_experts" if name == "experts" else f"zoo-{name}": Case(each.make, rows_of(each))
+    for name, each in architectures().items()
+}
 ZOO: dict[str, Case] = {
     "mlp": Case(models.mlp, features(WIDTH)),
     "conv_net": Case(models.conv_net, features(3, 8, 8)),
     "channels_last": Case(models.channels_last, features(3, 8, 8)),
     "gpt": Case(models.GPT, tokens),
-    "mixture_of_experts": Case(models.MixtureOfExperts, features(WIDTH)),
     "rnn": Case(
         lambda: models.Squared(models.Head(nn.RNN(5, 6, batch_first=True))), features(4, 5)
-    ),
-    "gru": Case(
-        lambda: models.Squared(models.Head(nn.GRU(5, 6, batch_first=True))), features(4, 5)
     ),
     "lstm": Case(
         lambda: models.Squared(models.Head(nn.LSTM(5, 6, 2, batch_first=True, bidirectional=True))),
@@ -137,4 +146,5 @@ ZOO: dict[str, Case] = {
         lambda: models.Squared(nn.Linear(WIDTH, WIDTH), nn.Hardtanh(), nn.AlphaDropout(0.2)),
         features(WIDTH),
     ),
+    **BENCH,
 }

@@ -143,21 +143,6 @@ class Statistical(nn.Module):
         return out.square().mean()
 
 
-class MixtureOfExperts(nn.Module):
-    """Top-2 of 4 experts; every expert sees every row, so that all shapes are fixed."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.gate = nn.Linear(WIDTH, 4)
-        self.experts = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
-
-    def forward(self, x: Tensor) -> Tensor:
-        weights, chosen = self.gate(x).softmax(-1).topk(2, dim=-1)
-        combine = (functional.one_hot(chosen, 4) * weights.unsqueeze(-1)).sum(dim=1)
-        outputs = torch.stack([expert(x) for expert in self.experts], dim=1)
-        return torch.einsum("be,bew->bw", combine, outputs).square().mean()
-
-
 class LSTMCells(nn.Module):
     """Steps over time in Python and writes into slices of one result."""
 
