@@ -51,7 +51,16 @@ def _is_wrapper(optimizer: object) -> bool:
 
 
 def refuse_parallel_wrapper(model: nn.Module) -> None:
+    """Refuse modules whose work lies in C++, out of sight: DDP's collectives, TorchScript."""
     for name, module in model.named_modules():
+        if isinstance(module, torch.jit.ScriptModule):
+            where = f"module {name!r}" if name else "the model"
+            raise ConfigError(
+                f"{where} is TorchScript, whose attributes lie in C++, where nothing sees that "
+                "they change. Ways out: the module as it was before torch.jit.script or trace, "
+                "with the same state_dict; capture_in_place, which runs it as written; "
+                "or scope='none'"
+            )
         if isinstance(module, DistributedDataParallel | DataParallel):
             where = f"module {name!r}" if name else "the model"
             raise ConfigError(

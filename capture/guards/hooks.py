@@ -49,8 +49,11 @@ class Table:
 
     @property
     def hooks(self) -> Hooks:
-        """The hooks as they are now; the live dict, where there is one."""
-        hooks: Hooks | None = getattr(self.holder, self.attribute)
+        """The hooks as they are now; the live dict, where there is one.
+
+        An optimizer that wraps another one may never have called ``Optimizer.__init__``.
+        """
+        hooks: Hooks | None = getattr(self.holder, self.attribute, None)
         return {} if hooks is None else hooks
 
 

@@ -128,7 +128,7 @@ def module_of(error: BaseException, model: nn.Module) -> str | None:
 def definition_of(function: object) -> SourceLine | None:
     """Return where a function, or the forward of a module, is defined; None if not in Python."""
     if isinstance(function, nn.Module):
-        function = type(function).forward
+        function = getattr(type(function), "forward", None)  # TorchScript's has none
     code = getattr(inspect.unwrap(function), "__code__", None) if callable(function) else None
     if code is None or not is_users_file(code.co_filename):
         return None

@@ -81,8 +81,9 @@ class HostState:
                 for name in [key for key, value in table.items() if isinstance(value, Tensor)]:
                     if name not in kept:
                         del table[name]
-                table.update(kept)
-            module._non_persistent_buffers_set.intersection_update(buffers_of(module))
+                for name, value in kept.items():  # TorchScript's tables have no update()
+                    table[name] = value
+            module._non_persistent_buffers_set.intersection_update(buffers_of(module).keys())
         for tensor, data in self._data.items():
             if self._has_new_data(tensor):
                 tensor.data = data

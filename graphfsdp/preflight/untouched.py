@@ -50,10 +50,11 @@ def _attributes(owner: Any, depth: int = 0) -> Iterator[_Undo]:
 
 
 def _container(value: Any) -> _Undo:
-    kept = value.copy()
+    # Not value.copy(): a class may refuse to be filled, as diffusers' FrozenDict does.
+    kept: Any = dict(value.items()) if isinstance(value, dict) else list(value)
 
     def restore() -> None:
-        if _holds_the_same(value, kept):  # it may be of a class that refuses to change
+        if _holds_the_same(value, kept):
             return
         value.clear()
         if isinstance(value, list):

@@ -1,0 +1,214 @@
+"""Models and optimizers whose tables, lists or hooks are not as torch's own classes have them."""
+
+import warnings
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+import graphfsdp
+from graphfsdp._capture.undo.copy_on_write import CopyOnWrite
+from graphfsdp._capture.undo.host_state import Attempt
+from graphfsdp.optim import FusedAdam
+from helpers import same_bits
+
+CPU = torch.device("cpu")
+Make = Callable[[], nn.Module]
+MakeOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
+
+
+class FrozenDict(OrderedDict[str, Any]):
+    """Refuses every change once it is made, as the configurations of diffusers do."""
+
+    def __init__(self, **values: Any) -> None:
+        super().__init__(**values)
+        self.is_frozen = True
+
+    def refuse(self, *args: Any, **kwargs: Any) -> Any:
+        raise TypeError("a FrozenDict cannot be changed")
+
+    update = setdefault = pop = __delitem__ = refuse
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        if hasattr(self, "is_frozen"):
+            self.refuse()
+        super().__setitem__(name, value)
+
+
+class Configured(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Linear(4, 4)
+        self._internal_dict = FrozenDict(scale=0.5, sizes=[1, 2])
+
+    def forward(self, x: Tensor) -> Tensor:
+        loss: Tensor = self.net(x).square().mean() * self._internal_dict["scale"]
+        return loss
+
+
+class Listed(nn.Module):
+    """Has a ``parameters()`` that returns a list, and takes no arguments."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.vars = nn.ParameterList([nn.Parameter(torch.randn(4, 4)), nn.Parameter(torch.ones(4))])
+
+    def parameters(self, recurse: bool = True) -> Any:
+        return self.vars
+
+    def forward(self, x: Tensor) -> Tensor:
+        return functional.linear(x, self.vars[0], self.vars[1]).square().mean()
+
+
+class Plain(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm, self.second = nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        loss: Tensor = self.second(self.norm(self.first(x))).square().mean()
+        return loss
+
+
+class Wrapper(torch.optim.Optimizer):
+    """Never calls ``Optimizer.__init__``, as many that are written around another one do."""
+
+    def __init__(self, params: Iterable[nn.Parameter]) -> None:
+        self.inner = torch.optim.Adam(params, lr=0.01)
+        self.param_groups, self.state = self.inner.param_groups, self.inner.state
+        self.defaults = self.inner.defaults
+
+    def step(self, closure: Any = None) -> Any:
+        return self.inner.step()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self.inner.zero_grad(set_to_none)
+
+
+def adam(params: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.Adam(params, lr=0.01)
+
+
+def scripted(value: Any) -> Any:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        return torch.jit.script(value)
+
+
+def half_scripted() -> nn.Module:
+    model = Plain()
+    model.first = scripted(model.first)
+    return model
+
+
+def batches() -> Iterator[Tensor]:
+    generator = torch.Generator().manual_seed(7)
+    for _ in range(14):
+        yield torch.randn(6, 4, generator=generator)
+
+
+def trained(
+    make: Make, make_optimizer: MakeOptimizer, train: Callable[[nn.Module, Any], Iterator[Tensor]]
+) -> list[Tensor]:
+    torch.manual_seed(5)
+    model = make()
+    losses = [loss.detach().clone() for loss in train(model, make_optimizer(model.parameters()))]
+    return [*losses, *(tensor.detach() for tensor in model.state_dict().values())]
+
+
+def plainly(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
+    for x in batches():
+        optimizer.zero_grad()
+        loss = model(x)
+        loss.backward()
+        optimizer.step()
+        yield loss
+
+
+def in_place(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
+    with graphfsdp.capture_in_place(model, optimizer, keep="all"):
+        yield from plainly(model, optimizer)
+
+
+def captured(**options: Any) -> Callable[[nn.Module, torch.optim.Optimizer], Iterator[Tensor]]:
+    def train(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
+        with graphfsdp.capture(model, optimizer, **options) as step:
+            yield from (step(x) for x in batches())
+
+    return train
+
+
+def assert_same(left: list[Tensor], right: list[Tensor]) -> None:
+    assert all(same_bits(one, other) for one, other in zip(left, right, strict=True))
+
+
+@pytest.mark.parametrize("make", [Configured, Listed])
+def test_both_doors_and_a_check_take_the_model(make: Make) -> None:
+    expected = trained(make, adam, plainly)
+    assert_same(expected, trained(make, adam, captured()))
+    assert_same(expected, trained(make, adam, in_place))
+    model = make()
+    report = graphfsdp.check(model, adam(model.parameters()), next(batches()))
+    assert report.ok, report
+
+
+def test_an_optimizer_without_hooks_is_captured_outside_of_the_graph() -> None:
+    expected = trained(Plain, Wrapper, plainly)
+    assert_same(expected, trained(Plain, Wrapper, in_place))
+    with pytest.raises(graphfsdp.CaptureError, match=r"Adam.step.*scope='forward_backward'"):
+        trained(Plain, Wrapper, captured())
+    assert_same(expected, trained(Plain, Wrapper, captured(scope="forward_backward")))
+    model = Plain()
+    report = graphfsdp.check(
+        model, Wrapper(model.parameters()), next(batches()), scope="forward_backward"
+    )
+    assert report.ok, report
+
+
+@pytest.mark.parametrize(
+    ("make", "where"), [(lambda: scripted(Plain()), "the model"), (half_scripted, "module 'first'")]
+)
+def test_torchscript_is_refused_by_name_and_the_ways_out_work(make: Make, where: str) -> None:
+    model = make()
+    optimizer = adam(model.parameters())
+    message = f"{where} is TorchScript.*capture_in_place.*scope='none'"
+    with pytest.raises(graphfsdp.ConfigError, match=message):
+        graphfsdp.capture(model, optimizer)
+    report = graphfsdp.check(model, optimizer, next(batches()))
+    assert "is TorchScript" in str(report.hazards[0].why)
+    expected = trained(make, adam, plainly)
+    assert_same(expected, trained(make, adam, in_place))
+    assert_same(expected, trained(make, adam, captured(scope="none")))
+    assert_same(expected, trained(Plain, adam, captured()))
+
+
+def test_a_function_of_torchscript_is_captured() -> None:
+    @scripted
+    def gate(x: Tensor, scale: float) -> Tensor:
+        return x * torch.sigmoid(x * scale)
+
+    class Gated(Plain):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(gate(self.second(x), 0.5))
+
+    assert_same(trained(Gated, adam, plainly), trained(Gated, adam, captured()))
+
+
+@pytest.mark.parametrize("make", [Configured, Listed, half_scripted, lambda: scripted(Plain())])
+def test_a_failed_iteration_of_any_class_of_module_is_undone(make: Make) -> None:
+    model = make()
+    optimizer = FusedAdam(model.parameters())
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    attempt = Attempt(model, [optimizer], CopyOnWrite(), device=CPU, restore_gradients=lambda: None)
+    with attempt.undone():
+        for x in batches():
+            model(x).backward()
+            optimizer.step()
+        assert not same_bits(next(iter(before.values())), next(iter(model.state_dict().values())))
+    after = model.state_dict()
+    assert list(before) == list(after)
+    assert all(same_bits(before[name], after[name]) for name in before)
