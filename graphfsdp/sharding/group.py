@@ -215,6 +215,47 @@ class ShardGroup:
                 self._become(item)
             self._bind_gradient_view(item)
 
+    @torch.no_grad()
+    def take_values(self) -> None:
+        """Take over what was put in the place of shards: ``to_empty`` of a module in the unit does.
+
+        ConfigError: it is of another dtype or shape.
+        """
+        for item in self.managed:
+            found = unwrapped(local_tensor_of(item.param))
+            if found.is_meta or self._lies_here(item):
+                continue
+            if item.buffer.main.is_meta:
+                self.give_memory(found.device)
+            mine = item.buffer.local_view(item.buffer.main, item.slot)
+            if (found.dtype, found.shape) != (mine.dtype, mine.shape):
+                raise self._moved_away(item)
+            mine.copy_(found)
+            item.awaited = None
+            setattr(item.param, _IS_SHARDED, True)  # what was put there has come without it
+
+    def give_memory(self, device: torch.device) -> None:
+        """Give memory to what is on the meta device; nobody has set values there."""
+        for buffer in self.buffers:
+            if buffer.main.is_meta:
+                buffer.leave_meta(device)
+                main, grad = buffer.main, buffer.grad
+                buffer.move(
+                    buffer.new_zeros(main.numel(), main.dtype),
+                    None if grad is None else buffer.new_zeros(grad.numel(), grad.dtype),
+                )
+
+    def _lies_here(self, item: ManagedParameter) -> bool:
+        local = unwrapped(local_tensor_of(item.param))
+        return key_of(local.untyped_storage()) == key_of(item.buffer.main.untyped_storage())
+
+    def _moved_away(self, item: ManagedParameter) -> ConfigError:
+        return ConfigError(
+            f"parameter {self.full_name(item)!r} does not lie in the buffers of its unit any more "
+            "(module.to(), param.data = ..., or load_state_dict(assign=True) after fully_shard). "
+            "Remedy: move and cast the model before fully_shard, and load with assign=False"
+        )
+
     def _bind_gradient_view(self, item: ManagedParameter) -> None:
         item.main_grad = None
         if item.buffer.grad is not None:
@@ -254,14 +295,8 @@ class ShardGroup:
                     "model), before the first forward pass"
                 )
             _refuse_gradient_hooks(item.param, functools.partial(self.full_name, item))
-            local = unwrapped(local_tensor_of(item.param))
-            if key_of(local.untyped_storage()) != key_of(item.buffer.main.untyped_storage()):
-                raise ConfigError(
-                    f"parameter {self.full_name(item)!r} does not lie in the "
-                    "buffers of its unit any more (module.to(), param.data = ..., or "
-                    "load_state_dict(assign=True) after fully_shard). Remedy: move and cast the "
-                    "model before fully_shard, and load with assign=False"
-                )
+            if not self._lies_here(item):
+                raise self._moved_away(item)
 
     @property
     def awaits_values(self) -> bool:
@@ -280,6 +315,7 @@ class ShardGroup:
 
     def cast(self, dtype: torch.dtype) -> None:
         """Go on with floating-point parameters of another dtype, the same for all who hold them."""
+        self.take_values()
         for buffer in self.buffers:
             if buffer.dtypes.main.is_floating_point:
                 dtypes = BufferDtypes.of(dtype, self.options.policy)

@@ -8,9 +8,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from graphfsdp.base.dtensors import unwrapped
 from graphfsdp.base.memory_plan import neighbour_starts
 from graphfsdp.base.rank_agreement import timeout_of
-from graphfsdp.base.torch_internals import all_groups, parameters_of
+from graphfsdp.base.torch_internals import (
+    all_groups,
+    key_of,
+    local_tensor_of,
+    num_users,
+    parameters_of,
+)
 from graphfsdp.errors import ConfigError
 from graphfsdp.sharding.buffer import Memory, ShardBuffer
 from graphfsdp.sharding.schedule import Schedule
@@ -121,13 +128,21 @@ class ModelShards:
             raise ConfigError(problem)
 
     def move_together(self, in_place_of_meta: torch.device | None = None) -> None:
-        """Give memory on that device to the shards that are on the meta device, too."""
+        """Give memory on that device to the shards that are on the meta device, too.
+
+        Shards that somebody holds, in a state dict that was taken before, stay where they are.
+        """
+        for unit in self.units:
+            unit.group.take_values()
+        held = self._held_elsewhere()
         kinds: dict[_Kind, list[ShardBuffer]] = {}
         for unit in self.units:
             unit.group.follow_requires_grad()
             for buffer in unit.group.buffers:
                 if in_place_of_meta is not None:
                     buffer.leave_meta(in_place_of_meta)
+                if not buffer.main.is_meta and key_of(buffer.main.untyped_storage()) in held:
+                    continue
                 kind = (buffer.main.dtype, buffer.memory, buffer.grad is not None)
                 kinds.setdefault(kind, []).append(buffer)
         for (_, memory, has_grads), buffers in kinds.items():
@@ -139,6 +154,16 @@ class ModelShards:
                 buffer.move(main, grad)
         for unit in self.units:
             unit.group.bind_views()
+
+    def _held_elsewhere(self) -> set[int]:
+        """Return keys of the storages of main weights at which others than the units look."""
+        ours: dict[int, int] = {}
+        for unit in self.units:
+            locals_ = (unwrapped(local_tensor_of(item.param)) for item in unit.group.managed)
+            for tensor in (*(buffer.main for buffer in unit.group.buffers), *locals_):
+                key = key_of(tensor.untyped_storage())
+                ours[key] = ours.get(key, 1) + 1  # one is what asks for the storage
+        return {key for key in ours if num_users(key) > ours[key]}
 
 
 def _difference(first: list[str], other: list[str], rank: int) -> str:

@@ -573,14 +573,8 @@ def _set_aside(group: ShardGroup) -> Iterator[None]:
 
 def give_shards_memory(group: ShardGroup, device: torch.device) -> None:
     """Give a unit's shards memory where they have none; values are the user's from now on."""
-    for buffer in group.buffers:
-        if buffer.main.is_meta:
-            buffer.leave_meta(device)
-            main, grad = buffer.main, buffer.grad
-            buffer.move(
-                buffer.new_zeros(main.numel(), main.dtype),
-                None if grad is None else buffer.new_zeros(grad.numel(), grad.dtype),
-            )
+    group.take_values()
+    group.give_memory(device)
     group.bind_views()
     for item in group.managed:
         if item.awaited is not None:
