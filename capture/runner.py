@@ -38,9 +38,8 @@ _MOST_SHORT_LIVED = 5
 class StepRunner:
     """Runs iterations: eagerly at first, then one recorded, then replayed.
 
-    Knows nothing of the CapturedStep around it, whose finaliser holds this: so a step that nobody
-    holds any more is freed at once, and one that lives until Python ends is released before torch
-    is taken apart.
+    Knows nothing of the CapturedStep around it: so a step that nobody holds any more is freed at
+    once, or by the collector where its model refers to it.
 
     Attributes:
         num_microbatches: Parts that the next batch is split into.
@@ -183,6 +182,8 @@ class StepRunner:
 
     def release(self) -> None:
         """Give everything back, the graphs first, then their pool and inputs."""
+        if self.phase is Phase.CLOSED:
+            return
         if os.getpid() != self._pid:
             return  # a forked child holds a copy; the graphs and their streams are the parent's
         self._go_to(Phase.CLOSED)
@@ -190,6 +191,10 @@ class StepRunner:
         self._recordings.close()
         self._ranks.close()  # until here it watches: graphs wait for what is in flight
         self._engine.close()
+
+    def __del__(self) -> None:
+        if hasattr(self, "_first_states"):  # else the constructor has failed
+            self.release()
 
     def _after_changes(self, recording: Recording, changes: Sequence[Change]) -> Recording:
         """Do what ``on_change`` says; return what to run eagerly, or to begin with anew."""

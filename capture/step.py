@@ -42,8 +42,9 @@ class CapturedStep:
                 self._runner.release()
                 raise
         self._gate = _CallGate(self._runner)
-        # Runs once: at close(), when nobody holds the step any more, or when Python ends.
-        self._release = weakref.finalize(self, self._runner.release)
+        # Before torch is taken apart; what ends earlier releases itself. Nothing here may hold the
+        # runner: a model that refers to its step would live for ever.
+        weakref.finalize(self, _release, weakref.ref(self._runner))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Train on one batch.
@@ -187,7 +188,7 @@ class CapturedStep:
         with DeferredInterrupts():
             self._gate.enter("closed")
             try:
-                self._release()
+                self._runner.release()
             finally:
                 self._gate.leave()
 
@@ -209,6 +210,12 @@ class CapturedStep:
         trace: TracebackType | None,
     ) -> None:
         self.close()
+
+
+def _release(runner: "weakref.ref[StepRunner]") -> None:
+    living = runner()
+    if living is not None:
+        living.release()
 
 
 class _CallGate:

@@ -4,6 +4,8 @@ import copy
 import gc
 import os
 import pickle
+import subprocess
+import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator
@@ -56,6 +58,75 @@ def test_a_dropped_step_is_freed_at_once_without_the_collector(
         assert [reference() for reference in held] == [None] * len(held)
         assert all(reference.expired() for reference in references)
     assert not any(param._post_accumulate_grad_hooks for param in model.parameters())
+
+
+class Trainer:
+    """Holds its step, which holds the loss function, which is a method of it."""
+
+    step: CapturedStep
+
+    def loss(self, model: nn.Module, x: Tensor) -> Tensor:
+        loss: Tensor = model(x)
+        return loss
+
+
+@pytest.mark.parametrize("num_calls", [0, 2, 4, 6])
+@pytest.mark.parametrize("cycle", ["model", "optimizer", "loss function"])
+def test_steps_that_what_they_train_refers_to_leave_no_model_behind(
+    cycle: str, num_calls: int, device: torch.device
+) -> None:
+    held: list[weakref.ref[Any]] = []
+    for _ in range(4):
+        trainer = Trainer()
+        options: dict[str, Any] = {"loss_fn": trainer.loss} if cycle == "loss function" else {}
+        step, model, optim, next_batch = make_step(device, **options)
+        owner: Any = {"model": model, "optimizer": optim, "loss function": trainer}[cycle]
+        owner.step_of_it = step
+        train(step, next_batch, num_calls)
+        held += map(weakref.ref, (step, step._runner, model, optim, next(model.parameters())))
+        del trainer, options, step, model, optim, owner
+    gc.collect()
+    assert [reference() for reference in held] == [None] * len(held)
+
+
+@pytest.mark.parametrize("num_steps", [0, 2, 8])
+def test_captures_in_place_leave_no_model_behind(num_steps: int, device: torch.device) -> None:
+    held: list[weakref.ref[Any]] = []
+    for refers in (False, True, False, True):
+        step, model, optim, next_batch = make_step(device, optimizer="adamw", scope="none")
+        step.close()
+        parts = graphfsdp.capture_in_place(model, optim, keep="all")
+        if refers:
+            model.parts = [parts]  # type: ignore[assignment]
+        for _ in range(num_steps):
+            optim.zero_grad()
+            model(*next_batch()).backward()
+            optim.step()
+        held += map(weakref.ref, (parts, model, optim, next(model.parameters())))
+        del step, parts, model, optim
+    gc.collect()
+    assert [reference() for reference in held] == [None] * len(held)
+
+
+ENDS = """
+import torch
+import graphfsdp
+from graphfsdp.optim import FusedAdam
+
+model = torch.nn.Linear(4, 1)
+step = graphfsdp.capture(model, FusedAdam(model.parameters()), loss_fn=lambda m, x: m(x).mean())
+model.step_of_it = [step]
+for _ in range(6):
+    step(torch.ones(3, 4))
+release = type(step._runner).release
+type(step._runner).release = lambda self: (release(self), print("released", torch.ones(1).item()))
+"""
+
+
+def test_a_step_that_lives_until_python_ends_is_released_before_torch_is_taken_apart() -> None:
+    ended = subprocess.run([sys.executable, "-c", ENDS], capture_output=True, text=True, check=True)
+    assert ended.stdout.splitlines()[0] == "released 1.0"
+    assert not ended.stderr
 
 
 def test_a_program_frees_its_planned_memory(device: torch.device) -> None:
