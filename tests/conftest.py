@@ -137,16 +137,6 @@ def _nothing_compiled() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
-def _no_pictures(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Draw no run of the command line but where a test looks at the picture."""
-    module = sys.modules.get("graphfsdp.training.run_directory")
-    with pytest.MonkeyPatch.context() as own:  # that of the test is sent to ranks, without modules
-        if module is not None and not request.node.get_closest_marker("draws"):
-            own.setattr(module, "plot_loss", lambda *args, **options: False)
-        yield
-
-
-@pytest.fixture(autouse=True)
 def _no_modes_left() -> Iterator[None]:
     """Let the test fail that left a mode on, and not those that run behind it."""
     yield

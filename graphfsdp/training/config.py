@@ -202,8 +202,8 @@ class TrainConfig(GPTConfig):
     # What is seen of the run.
     out: Annotated[
         str | None,
-        "new or empty directory for config.json, metrics.jsonl, loss.png and model.safetensors;"
-        " nothing is written if not given",
+        "new or empty directory for config.json, metrics.jsonl and model.safetensors; nothing "
+        "is written if not given",
     ] = None
     log_interval: Annotated[int, "iterations between two log lines; only then the host waits"] = 10
     eval_interval: Annotated[

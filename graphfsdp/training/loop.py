@@ -106,7 +106,6 @@ def _open_directory(run: TrainingRun, start: Position) -> RunDirectory | None:
     return RunDirectory(
         run.config.out,
         _facts(run),
-        unigram_entropy=run.corpus.unigram_entropy,
         resumed_at=None if run.config.load is None else start.iteration,
     )
 

@@ -1,10 +1,9 @@
-"""The directory that keeps a run: configuration, metrics, picture, parameters."""
+"""The directory that keeps a run: configuration, metrics, parameters."""
 
 import contextlib
-import importlib.util
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import torch
@@ -55,12 +54,7 @@ class RunDirectory:
     """Writes a run as it goes, so that whatever ends it leaves what was known until then."""
 
     def __init__(
-        self,
-        out: str,
-        facts: Mapping[str, object],
-        *,
-        unigram_entropy: float,
-        resumed_at: int | None = None,
+        self, out: str, facts: Mapping[str, object], *, resumed_at: int | None = None
     ) -> None:
         """Make the directory and write ``config.json``.
 
@@ -69,20 +63,17 @@ class RunDirectory:
         """
         refuse_used_directory(out, resumes=resumed_at is not None)
         self.path = Path(out)
-        self._unigram_entropy = unigram_entropy
-        self._history: list[Metrics] = []
+        kept: list[str] = []
         with in_the_words_of("--out", out):
             self.path.mkdir(parents=True, exist_ok=True)
             if resumed_at is not None:
-                self._history = _kept_until(self.path / "metrics.jsonl", resumed_at)
-            lines = "".join(f"{metrics.to_json()}\n" for metrics in self._history)
+                kept = _kept_until(self.path / "metrics.jsonl", resumed_at)
             _replace(self.path / "config.json", json.dumps(facts, indent=2) + "\n")
-            _replace(self.path / "metrics.jsonl", lines)
+            _replace(self.path / "metrics.jsonl", "".join(f"{line}\n" for line in kept))
             self._metrics_file = (self.path / "metrics.jsonl").open("a")
 
     def add(self, metrics: Metrics) -> None:
         """Append a line to ``metrics.jsonl``; it is in the file when this returns."""
-        self._history.append(metrics)
         self._metrics_file.write(metrics.to_json() + "\n")
         self._metrics_file.flush()
 
@@ -104,10 +95,7 @@ class RunDirectory:
         os.replace(unfinished, self.path / "model.safetensors")
 
     def close(self) -> None:
-        """Write the picture and close the files; also done when the run was interrupted."""
         self._metrics_file.close()
-        if self._history:
-            plot_loss(self.path / "loss.png", self._history, unigram_entropy=self._unigram_entropy)
 
 
 def _replace(path: Path, text: str) -> None:
@@ -117,37 +105,15 @@ def _replace(path: Path, text: str) -> None:
     os.replace(unfinished, path)
 
 
-def _kept_until(path: Path, iteration: int) -> list[Metrics]:
-    """Return the metrics of a file up to an iteration; a last line may have been cut off."""
-    found: list[Metrics] = []
-    if path.exists():
-        for line in path.read_text(encoding="utf-8").splitlines():
-            try:
-                metrics = Metrics(**json.loads(line))
-            except (ValueError, TypeError):
-                break
-            if metrics.step > iteration:
-                break
-            found.append(metrics)
+def _kept_until(path: Path, iteration: int) -> list[str]:
+    """Return the lines of a file up to an iteration; the last one may have been cut off."""
+    found: list[str] = []
+    for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else ():
+        try:
+            step = json.loads(line)["step"]
+        except (ValueError, KeyError):
+            break
+        if step > iteration:
+            break
+        found.append(line)
     return found
-
-
-def plot_loss(path: Path, history: Sequence[Metrics], *, unigram_entropy: float) -> bool:
-    if importlib.util.find_spec("matplotlib") is None:
-        return False
-    # A Figure of its own, not pyplot: no window system and no global list of figures.
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(8, 4.5), dpi=120, layout="constrained")
-    axes = figure.add_subplot()
-    axes.plot([m.step for m in history], [m.loss for m in history], label="training", linewidth=1)
-    validated = [(m.step, m.val_loss) for m in history if m.val_loss is not None]
-    if validated:
-        axes.plot(*zip(*validated, strict=True), "o-", label="validation", markersize=4)
-    axes.axhline(unigram_entropy, color="gray", linestyle="--", label="unigram entropy")
-    axes.set_xlabel("step")
-    axes.set_ylabel("nats per token")
-    axes.grid(alpha=0.3)
-    axes.legend()
-    figure.savefig(path)
-    return True

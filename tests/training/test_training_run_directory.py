@@ -1,7 +1,6 @@
 """What a run leaves behind, and the arithmetic that MFU counts."""
 
 import dataclasses
-import importlib.util
 import json
 import math
 from contextlib import closing
@@ -15,7 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from graphfsdp.errors import ConfigError
 from graphfsdp.training.gpt import GPT, GPTConfig
 from graphfsdp.training.metrics import Metrics, describe_mfu, flops_per_token, peak_tflops
-from graphfsdp.training.run_directory import RunDirectory, plot_loss
+from graphfsdp.training.run_directory import RunDirectory
 
 METRICS = Metrics(
     step=7,
@@ -52,19 +51,13 @@ def test_metrics_read_back_bit_for_bit_without_what_was_not_measured(
     assert said in metrics.describe(10)
 
 
-@pytest.mark.draws
 @pytest.mark.parametrize("name", ["new/run", ""])
 def test_lines_are_in_the_file_at_once(name: str, tmp_path: Path) -> None:
     out = tmp_path / name  # the second is there, and empty
-    with closing(RunDirectory(str(out), {"seed": 3}, unigram_entropy=3.0)) as directory:
+    with closing(RunDirectory(str(out), {"seed": 3})) as directory:
         assert json.loads((out / "config.json").read_text()) == {"seed": 3}
         directory.add(METRICS)
         assert (out / "metrics.jsonl").read_text() == METRICS.to_json() + "\n"
-    picture = out / "loss.png"
-    if importlib.util.find_spec("matplotlib") is None:
-        assert not picture.exists()
-    else:
-        assert picture.read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.mark.parametrize(
@@ -80,15 +73,9 @@ def test_what_is_in_the_way_is_refused_and_kept(
 ) -> None:
     (tmp_path / file).write_text("precious")
     with pytest.raises(ConfigError, match=f"--out .* {said}"):
-        RunDirectory(str(tmp_path / out), {}, unigram_entropy=3.0)
+        RunDirectory(str(tmp_path / out), {})
     assert [path.name for path in tmp_path.iterdir()] == [file]
     assert (tmp_path / file).read_text() == "precious"
-
-
-def test_no_picture_without_matplotlib(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    assert not plot_loss(tmp_path / "loss.png", [METRICS], unigram_entropy=3.0)
-    assert not (tmp_path / "loss.png").exists()
 
 
 @pytest.mark.parametrize("untied", [False, True])

@@ -19,7 +19,7 @@ def without_package(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_run_keeps_its_model_as_torch_saves_it(tmp_path: Path) -> None:
     model = nn.Linear(3, 2)
-    run = RunDirectory(str(tmp_path / "run"), {}, unigram_entropy=0.0)
+    run = RunDirectory(str(tmp_path / "run"), {})
     run.write_model(model.state_dict())
     run.close()
     assert not (tmp_path / "run" / "model.safetensors").exists()
