@@ -1,5 +1,9 @@
-"""FusedAdam as an optimizer: its numbers, whatever the dtypes, groups and gradients."""
+"""FusedAdam as an optimizer: its numbers, whatever the dtypes, groups and gradients.
 
+And what a recording sees of a step.
+"""
+
+import copy
 import math
 from typing import Any
 
@@ -7,13 +11,14 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import nn
+from torch import Tensor, nn
 
 from adam_helpers import (
     DTYPES,
     SeenOps,
     assert_equal,
     flatten,
+    make_groups,
     make_params,
     make_twins,
     set_grads,
@@ -183,3 +188,81 @@ def test_a_call_takes_parameters_in_their_order_wherever_they_lie() -> None:
         FusedAdam(params).step()
     ((_, args),) = ops.of("graphfsdp")
     assert [tensor.data_ptr() for tensor in args[0]] == [param.data_ptr() for param in params]
+
+
+@pytest.mark.parametrize("settings", [{}, {"amsgrad": True}, {"maximize": True}], ids=str)
+def test_gradients_that_come_late_and_go_again_step_as_in_torch(
+    device: torch.device, settings: dict[str, Any]
+) -> None:
+    params, twins = make_twins(device=device)
+    ours = FusedAdam(params, lr=0.1, **settings)
+    theirs = torch.optim.AdamW(twins, lr=0.1, weight_decay=0.0, fused=True, **settings)
+    for step in range(12):
+        if step == 7:
+            late, others = make_twins([(5, 2)], device=device)
+            ours.add_param_group({"params": late, "lr": 0.3})
+            theirs.add_param_group({"params": others, "lr": 0.3})
+            params, twins = [*params, *late], [*twins, *others]
+        set_grads(params, twins)
+        for index, steps in ((1, range(5)), (0, range(8, 10))):
+            if step in steps:
+                params[index].grad = twins[index].grad = None
+        ours.step()
+        theirs.step()
+    counts = [ours.state[param]["step"].item() for param in params]
+    assert counts == [10, 7, 12, 12, 12, 5]
+    if device.type == "cpu":
+        assert_equal(params, twins)
+    torch.testing.assert_close(params, twins, rtol=1e-5, atol=1e-6)
+
+
+def test_a_step_is_one_operation_per_dtype_combination(device: torch.device) -> None:
+    narrow = make_params(dtype=torch.bfloat16, device=device)
+    wide = make_params(device=device)
+    optimizer = FusedAdam(
+        make_groups(
+            {"params": [*narrow, *wide]}, {"params": make_params(device=device), "lr": 0.1}
+        ),
+        master_weights=True,
+    )
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    scale = torch.tensor(0.5, device=device)
+    for _ in range(2):  # the first step, which makes the state, shows no more than the second
+        set_grads(params)
+        with SeenOps() as ops:
+            optimizer.step(grad_scale=scale)
+        assert [str(func) for func, _ in ops.of("graphfsdp")] == [
+            "graphfsdp.fused_adam_.default",
+            "graphfsdp.fused_adam_.default",
+        ]
+        assert not ops.of("aten")
+
+
+def test_an_lr_tensor_is_copied_on_the_device_inside_the_step(device: torch.device) -> None:
+    params = make_params(device=device)
+    optimizer = FusedAdam(params, lr=torch.tensor(0.1, device=device))
+    take_steps(1, optimizer)
+    with SeenOps() as ops:
+        optimizer.step()
+    assert [str(func) for func, _ in ops.of("aten")] == ["aten.copy_.default"]
+
+
+def test_the_operation_declares_all_that_it_writes(device: torch.device) -> None:
+    params = make_params(dtype=torch.bfloat16, device=device)
+    optimizer = FusedAdam(params, master_weights=True)
+    set_grads(params)
+    with SeenOps() as ops:
+        optimizer.step()
+    ((func, args),) = ops.of("graphfsdp")
+    before = copy.deepcopy(args)
+    with torch.no_grad():
+        func(*args)
+    arguments = func._schema.arguments
+    for argument, old, new in zip(arguments, before, args, strict=True):
+        is_list = isinstance(new, list) and bool(new) and isinstance(new[0], Tensor)
+        pairs: list[tuple[Any, Any]] = list(zip(old, new, strict=True)) if is_list else [(old, new)]
+        changed = any(isinstance(a, Tensor) and not torch.equal(a, b) for a, b in pairs)
+        if new is None or new == []:
+            continue
+        declared = argument.alias_info is not None and argument.alias_info.is_write
+        assert changed == declared, argument.name

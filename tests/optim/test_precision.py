@@ -1,6 +1,7 @@
 """The precision guard: what it accepts, refuses and says, alone and in `graphfsdp.capture`."""
 
 import itertools
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -9,10 +10,7 @@ from torch import Tensor, nn
 
 import graphfsdp
 from graphfsdp import ConfigError, MixedPrecisionPolicy, PrecisionError
-from graphfsdp.base.capturable import CapturableOptimizer
-from graphfsdp.config import Scope
 from graphfsdp.optim import FusedAdam
-from graphfsdp.optim.adapters.backends import adapt
 from helpers import assert_same_state, assert_same_states, quick_garbage_collection, snapshot
 from zoo_models import WIDTH, Squared
 
@@ -140,6 +138,18 @@ REFUSED: dict[str, tuple[torch.dtype, Any, dict[str, Any], list[str]]] = {
         {"main_grads_dtype": BF16},
         ["use_decoupled_grad is False", "param.decoupled_grad"],
     ),
+    "torch_sgd_decoupled": (
+        FP32,
+        lambda params: torch.optim.SGD(params, lr=0.1),
+        {"use_decoupled_grad": True},
+        ["SGD", "use_decoupled_grad"],
+    ),
+    "torch_rmsprop_with_float32_grads": (
+        BF16,
+        lambda params: torch.optim.RMSprop(params),
+        {"main_grads_dtype": FP32},
+        ["RMSprop", "float32", "bfloat16"],
+    ),
     "torch_adamw_with_float32_grads": (
         BF16,
         lambda params: torch.optim.AdamW(params, fused=True),
@@ -174,14 +184,6 @@ def test_a_policy_takes_floating_point_dtypes_only(name: str) -> None:
         MixedPrecisionPolicy(**{name: torch.int32})  # type: ignore[arg-type]
 
 
-def _adapter(named: dict[str, nn.Parameter], **settings: Any) -> CapturableOptimizer:
-    return adapt(FusedAdam(named.values(), **settings))
-
-
-def _params(dtype: torch.dtype, *names: str) -> dict[str, nn.Parameter]:
-    return {name: nn.Parameter(torch.zeros(2, dtype=dtype)) for name in names or ("layer.weight",)}
-
-
 @pytest.mark.parametrize(
     ("param", "main", "grad", "decoupled"),
     [
@@ -193,22 +195,23 @@ def _params(dtype: torch.dtype, *names: str) -> dict[str, nn.Parameter]:
 def test_it_accepts_exactly_what_reads_the_persistent_buffer(
     param: torch.dtype, main: torch.dtype | None, grad: torch.dtype | None, decoupled: bool
 ) -> None:
+    model = nn.Linear(2, 1, dtype=param)
+    optimizer = FusedAdam(
+        model.parameters(), use_decoupled_grad=decoupled, master_weights=main is not None
+    )
     policy = MixedPrecisionPolicy(main_grads_dtype=grad, use_decoupled_grad=decoupled)
-    updated = main or param
-    named = _params(param)
-    adapter = _adapter(named, use_decoupled_grad=decoupled, master_weights=main is not None)
-    assert adapter.main_grad_dtype(named["layer.weight"], policy) == (grad or updated)
-    if decoupled or grad in (None, updated):
-        adapter.check(named, policy, Scope.FULL_ITERATION)
-    else:
-        with pytest.raises(PrecisionError):
-            adapter.check(named, policy, Scope.FULL_ITERATION)
+    reads_it = decoupled or grad in (None, main or param)
+    with (
+        nullcontext() if reads_it else pytest.raises(PrecisionError),
+        graphfsdp.capture(model, optimizer, mp_policy=policy),
+    ):
+        pass
 
 
 def test_only_the_parameters_that_clash_are_named() -> None:
-    named = {**_params(FP32, "norm.weight"), **_params(BF16, "layer.weight")}
+    model = nn.Sequential(nn.Linear(2, 2, dtype=BF16), nn.LayerNorm(2))
     policy = MixedPrecisionPolicy(main_grads_dtype=FP32)
     with pytest.raises(PrecisionError) as caught:
-        _adapter(named).check(named, policy, Scope.FULL_ITERATION)
-    assert "'layer.weight'" in str(caught.value)
-    assert "norm.weight" not in str(caught.value)
+        graphfsdp.capture(model, FusedAdam(model.parameters()), mp_policy=policy)
+    assert "'0.weight'" in str(caught.value)
+    assert "'1.weight'" not in str(caught.value)

@@ -1,0 +1,64 @@
+"""Numbers of a group that a graph holds, or reads from a tensor: what may not be changed."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import graphfsdp
+from graphfsdp.errors import ConfigError, GuardError
+from graphfsdp.optim import FusedAdam
+
+
+def adamw(params: Any, **settings: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(params, fused=True, **settings)
+
+
+def momentum_goes(group: dict[str, Any]) -> None:
+    del group["momentum"]
+
+
+def is_replaced(group: dict[str, Any]) -> None:
+    group["lr"] = torch.tensor(0.5)
+
+
+def becomes_a_number(group: dict[str, Any]) -> None:
+    group["lr"] = 0.5
+
+
+def moves(group: dict[str, Any]) -> None:
+    group["lr"].data = torch.tensor(0.1)
+
+
+@pytest.mark.parametrize(
+    ("make", "lr", "change", "words"),
+    [
+        (torch.optim.SGD, 0.1, momentum_goes, r"'momentum' of group 0 .* now missing"),
+        *(
+            (make, torch.tensor(0.1), change, "group 0")
+            for make in (adamw, FusedAdam)
+            for change in (is_replaced, becomes_a_number, moves)
+        ),
+    ],
+)
+def test_what_a_graph_cannot_follow_is_refused(
+    make: Any, lr: Any, change: Callable[[dict[str, Any]], None], words: str
+) -> None:
+    model = nn.Linear(4, 3)
+    optimizer = make(model.parameters(), lr=lr.clone() if isinstance(lr, torch.Tensor) else lr)
+    with graphfsdp.capture(model, optimizer, loss_fn=lambda m, x: m(x).sum()) as step:
+        for _ in range(5):
+            step(torch.ones(2, 4))
+        if isinstance(lr, torch.Tensor):
+            optimizer.param_groups[0]["lr"].fill_(0.5)  # which the graph reads
+            step(torch.ones(2, 4))
+        change(optimizer.param_groups[0])
+        with pytest.raises(GuardError, match=words):
+            step(torch.ones(2, 4))
+
+
+def test_what_is_no_optimizer_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"must be a torch\.optim\.Optimizer, got int"):
+        graphfsdp.capture(nn.Linear(1, 1), 3)  # type: ignore[arg-type]
