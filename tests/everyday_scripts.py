@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed._composable import replicate
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
@@ -20,6 +21,7 @@ from torch.distributed.fsdp import (
     register_fsdp_forward_method,
     share_comm_ctx,
 )
+from torch.distributed.fsdp._fully_shard._fsdp_state import _get_module_fsdp_state
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
@@ -96,6 +98,38 @@ def gradients_of_functions_of_a_weight() -> None:
             q = param.detach().clone().requires_grad_()
             function(q).backward()
             show(name, q.grad)
+
+
+def frozen_weights_of_every_dtype_in_one_group() -> None:
+    kinds = ("uint8", "int8", "int16", "uint16", "int64", "bool", "float8_e4m3fn", "complex64")
+    model = whole_model()
+    for kind in kinds:
+        values = torch.arange(15).view(5, 3).to(getattr(torch, kind))
+        model.register_parameter(kind, nn.Parameter(values, requires_grad=False))
+    model.register_forward_hook(
+        lambda model, _, out: out + sum(getattr(model, kind).real.float().sum() for kind in kinds)
+    )
+    sharded(model)
+    for index in range(NUM_STEPS):
+        loss = model(batch(index)).square().mean()
+        loss.backward()
+        show(loss, model[0][0].weight.grad)  # torch shows no int16 in full
+
+
+def modules_that_ddp_replicates_inside_a_sharded_one() -> None:
+    model = whole_model()
+    replicate(model[0])
+    fully_shard(model)
+    train(model)
+
+
+def what_other_libraries_ask_for() -> None:
+    model = sharded(whole_model())
+    for module in (model, model[0], model[0][0]):
+        show(_get_module_fsdp_state(module) is not None, isinstance(module, FSDPModule))
+    states = [fully_shard.state(module) for module in (model, *model)]
+    show(len(set(map(id, states))), states[0] is model._get_fsdp_state())
+    show(model._is_fsdp_managed_module, hasattr(states[0], "no_such_thing"))
 
 
 def copies_and_files() -> None:

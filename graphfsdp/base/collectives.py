@@ -71,6 +71,14 @@ _LIBRARY.define(
 )
 _LIBRARY.define("wait_exchange_(Tensor(a!)[] received, Tensor[] sent, Tensor(b!) ticket) -> ()")
 
+# Gloo knows no int16, no unsigned ones but bytes, and no float8. What is only moved is bytes then.
+_KNOWN_TO_BACKENDS = frozenset(
+    (
+        *(torch.float16, torch.bfloat16, torch.float32, torch.float64),
+        *(torch.uint8, torch.int8, torch.int32, torch.int64),
+    )
+)
+
 
 def _renamed(new: str, old: str) -> Callable[..., Any]:
     function: Callable[..., Any] = getattr(dist, new, None) or getattr(dist, old)
@@ -95,6 +103,8 @@ def _reduce_op(reduction: str) -> Any:
 
 def _all_gather(output: Tensor, input: Tensor, group: str, ticket: Tensor | None = None) -> None:  # noqa: A002
     members = _group_of(group)
+    if output.dtype not in _KNOWN_TO_BACKENDS and output.numel():
+        output, input = (each.view(-1).view(torch.uint8) for each in (output, input))  # noqa: A001
     is_short = 0 < output.nbytes <= _SHORT_BYTES and _is_gloo(members, output)
     gather = _gather_copies if is_short else _all_gather_single
     _issue(partial(gather, output, input, group=members), ticket)

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy
+from torch.distributed.fsdp._fully_shard._fsdp_common import _is_composable_with_fsdp
 from torch.distributed.tensor import DTensor
 
 from graphfsdp.base.dtensors import local_part, unwrapped
@@ -481,7 +482,11 @@ def _free_parameters(modules: Sequence[nn.Module], ignored: Set[nn.Parameter]) -
 
 def _named_modules(modules: Sequence[nn.Module]) -> Iterator[tuple[str, nn.Module]]:
     for index, module in enumerate(modules):
+        others = (below for below in module.modules() if not _is_composable_with_fsdp(below))
+        replicated = {inner for other in others for inner in other.modules()}  # by DDP: left alone
         for name, inner in module.named_modules():
+            if inner in replicated:
+                continue
             yield (f"{index}.{name}".rstrip(".") if len(modules) > 1 else name), inner
 
 

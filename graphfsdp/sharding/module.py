@@ -14,7 +14,12 @@ from torch.distributed.fsdp import UnshardHandle as TorchHandle
 from torch.distributed.tensor import DTensor
 
 from graphfsdp.base.sharded import MainGrad
-from graphfsdp.base.torch_internals import not_traced, parameters_of, tree_map
+from graphfsdp.base.torch_internals import (
+    functorch_level,
+    not_traced,
+    parameters_of,
+    tree_map,
+)
 from graphfsdp.errors import ConfigError, NotCopyableError
 from graphfsdp.sharding.arguments import check_precision
 from graphfsdp.sharding.group import ShardGroup
@@ -48,6 +53,8 @@ class FSDPModule(TorchModule):
 
     # Read by each forward pass, so that guards of a graph compare it.
     gradient_divide_factor: float | None = None
+    # By these Hugging Face's libraries and torch.compile know one, as they do torch's.
+    _is_fsdp_managed_module = _fsdp_use_orig_params = True
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         """Make what is made of a container, a slice of a ``Sequential`` for one, a plain one."""
@@ -243,12 +250,6 @@ class FSDPModule(TorchModule):
     def set_all_reduce_hook(self, hook: object, *, stream: object = None) -> NoReturn:
         """Refuse a function between the reductions over the inner and the outer axis."""
         raise _refuse_custom("set_all_reduce_hook")
-
-    def _get_fsdp_state(self) -> NoReturn:
-        raise ConfigError(
-            "something asks for the state of FSDP2 of a module that graphfsdp.fully_shard has "
-            "sharded, which has none. Remedy: the methods of FSDPModule; docs/fsdp2.md lists them"
-        )
 
     def is_offloaded(self) -> bool:
         """Tell whether some unit keeps its shards in the CPU's memory."""
@@ -454,6 +455,13 @@ def begin_forward(
 
     Those of a root on a GPU are moved there, as by FSDP2.
     """
+    if functorch_level() is not None:
+        raise ConfigError(
+            f"unit {unit_of(module).name or '(root)'!r} was called inside a transform of "
+            "torch.func (grad, vjp, jvp, vmap), which does not go through a gather of weights. "
+            "Remedy: torch.autograd.grad, or torch.autograd.forward_ad around the call; for vmap a module "
+            "that is not sharded, with full_tensor() of the parameters"
+        )
     shards_of(module)
     unit = unit_of(module)
     unit.enter_forward(module)

@@ -1,27 +1,41 @@
-"""What torch's pipeline schedules ask of sharded modules besides their methods."""
+"""What torch's pipeline schedules and other libraries ask of sharded modules besides methods."""
 
 from collections.abc import Sequence
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NoReturn
 
 from torch import nn
 from torch.distributed._composable.contract import STATE_KEY
+from torch.distributed._composable_state import _insert_module_state
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 
 from graphfsdp.errors import ConfigError
 from graphfsdp.sharding.module import FSDPModule, shards_of
 
 
-class ShardState:
+class NotOfOursError(ConfigError, AttributeError):
+    """Something of FSDP2's state that a module sharded here does not have."""
+
+
+class ShardState(FSDPState):
     """What ``fully_shard.state(module)`` returns: an object for each module, with nothing to set.
 
     torch's pipelines, which accumulate gradients unreduced, go through it to have them reduced at
-    last. They ask torch's ``fully_shard`` for it.
+    last. They ask torch's ``fully_shard`` for it, others ask ``_get_module_fsdp_state``: whether
+    there is one, mostly. Everything else that torch's has is refused by name.
     """
 
     def __init__(self, module: FSDPModule) -> None:
         self._module = module
-        self._state_ctx = SimpleNamespace(all_states=())
+        self._state_ctx: Any = SimpleNamespace(all_states=())
+
+    def __getattr__(self, name: str) -> NoReturn:
+        raise NotOfOursError(
+            f"something asks for {name!r} of FSDP2's state of a module that graphfsdp.fully_shard "
+            "has sharded, which has none. Remedy: the methods of FSDPModule; docs/fsdp2.md lists "
+            "them"
+        )
 
     def _root_post_backward_final_callback(self) -> None:
         self._module.finish_microbatches()
@@ -32,7 +46,8 @@ def give_state(module: nn.Module) -> None:
     assert isinstance(module, FSDPModule)
     torch_function: Any = torch_fully_shard
     states = module.__dict__.setdefault(STATE_KEY, {})
-    states[torch_function.__wrapped__] = ShardState(module)
+    states[torch_function.__wrapped__] = state = ShardState(module)
+    _insert_module_state(module, state)
 
 
 def state_of(module: nn.Module) -> ShardState | None:

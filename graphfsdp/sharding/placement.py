@@ -94,9 +94,7 @@ class RowShard(Shard):
         padded[: local.shape[0]] = local
         parts = padded.new_empty((len(counts), *padded.shape))
         if padded.numel():
-            # Bytes: backends do not know every dtype (gloo no int16, none of them float8).
-            received, sent = (each.view(-1).view(torch.uint8) for each in (parts, padded))
-            all_gather_(received, sent, group)
+            all_gather_(parts.view(-1), padded.view(-1), group)
         found = [part[:count] for part, count in zip(parts, counts, strict=True)]
         if self.order is not None:
             found = [part for _, part in sorted(zip(self.order, found, strict=True), key=_first)]

@@ -258,7 +258,9 @@ def test_what_is_refused_by_name() -> None:
         (graphfsdp.ConfigError, lambda: words(make(), overlap=1), ("overlap must be True",)),  # type: ignore[arg-type]
         (graphfsdp.ConfigError, lambda: wide.set_custom_all_gather(None), ("set_custom_all_ga",)),
         (graphfsdp.ConfigError, lambda: wide.set_gradient_divide_factor(0), ("got 0",)),
-        (graphfsdp.ConfigError, lambda: wide._get_fsdp_state(), ("docs/fsdp2.md",)),
+        (graphfsdp.ConfigError, lambda: wide._get_fsdp_state()._lazy_init(), ("docs/fsdp2.md",)),
+        (AttributeError, lambda: words.state(wide)._mp_policy, ("'_mp_policy'",)),
+        (graphfsdp.ConfigError, lambda: torch.func.vmap(wide)(torch.ones(2, 2)), ("torch.func",)),
         (
             graphfsdp.ConfigError,
             lambda: wide.load_state_dict(
