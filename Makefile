@@ -25,6 +25,9 @@ CORE = $(addprefix tests/,capture/test_capture.py capture/test_on_change.py \
 VENV_LIBRARIES ?= .venv-libraries
 LIBRARIES = $(addprefix tests/,integrations project/test_other_libraries.py \
   project/test_porting.py project/test_examples.py)
+# The environment of `make docs`, without torch, and where the site goes.
+VENV_DOCS ?= .venv-docs
+SITE ?= build/site
 # Where `make train` puts its run; a new directory each time, since a run is never overwritten.
 RUN    ?= runs/$(shell date +%Y%m%d-%H%M%S)
 # Where `make bench` puts its results, likewise.
@@ -37,7 +40,7 @@ DIST   ?= dist
 bin := $(VENV)/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help train test core-test newest-torch cuda-env cuda-test cuda-tables libraries-env libraries-test lint format bench gpu-check wheel clean
+.PHONY: help train test core-test newest-torch cuda-env cuda-test cuda-tables libraries-env libraries-test lint format bench gpu-check wheel docs clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s  %s\n", $$1, $$2 }' Makefile
@@ -95,8 +98,11 @@ wheel: $(VENV)/.release  ## build source archive and wheel into DIST, and have w
 	$(bin)/python -m build --outdir "$(DIST)" .
 	$(bin)/python -m twine check --strict "$(DIST)"/*
 
+docs: $(VENV_DOCS)/.stamp  ## build the site into SITE; warnings are errors, and nothing is fetched
+	NO_MKDOCS_2_WARNING=1 $(VENV_DOCS)/bin/python -m mkdocs build --quiet --strict --site-dir "$(abspath $(SITE))"
+
 clean:  ## remove the environment and every build product; runs/ stays
-	rm -rf $(VENV) $(VENV_CUDA) $(VENV_LIBRARIES) tests/cuda_stand_in/build build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VENV_CUDA) $(VENV_LIBRARIES) $(VENV_DOCS) tests/cuda_stand_in/build build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
 
 $(bin)/python:
 	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit( \
@@ -121,6 +127,11 @@ $(VENV_LIBRARIES)/.stamp: pyproject.toml constraints.txt tests/integrations/requ
 	@$(PYTHON) -m venv $(VENV_LIBRARIES) || { rm -rf $(VENV_LIBRARIES); exit 1; }
 	$(VENV_LIBRARIES)/bin/python -m pip install --quiet --progress-bar off --constraint constraints.txt \
 	  --requirement tests/integrations/requirements.txt --editable ".[dev]"
+	@touch $@
+
+$(VENV_DOCS)/.stamp: docs/requirements.txt
+	@$(PYTHON) -m venv $(VENV_DOCS) || { rm -rf $(VENV_DOCS); exit 1; }
+	$(VENV_DOCS)/bin/python -m pip install --quiet --progress-bar off --requirement docs/requirements.txt
 	@touch $@
 
 # torch names the versions of NVIDIA's packages itself. Not from an index of CPU builds, which count

@@ -3,7 +3,8 @@
 ``<!-- bench_cpu: begin -->`` and ``<!-- bench_cpu: end -->`` stand around the tables of
 `make bench`, ``bench_zoo`` around those of ``graphfsdp bench --suite zoo``, ``bench_gpu`` around
 those of the newest result of a GPU, ``gpu_check`` around that of the newest `make gpu-check`,
-and ``speed_summary`` around the geometric means of the first two, which is what the README shows.
+``speed_summary`` around the geometric means of the first two, which is what the README shows, and
+``beside_cpu`` around the first beside plain PyTorch, one line for each contender.
 
 ``python -m benchmarks.readme_table --keep DIR`` first copies a result directory of ``graphfsdp
 bench`` into benchmarks/results, and draws its plot with matplotlib where that is installed.
@@ -31,7 +32,7 @@ from graphfsdp.bench.results import (
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
-DOCUMENTS = (ROOT / "README.md", ROOT / "docs" / "speed.md")
+DOCUMENTS = (ROOT / "README.md", ROOT / "docs" / "speed.md", ROOT / "docs" / "beside.md")
 # The columns of the README's summary, and whose they are.
 SUMMARY = MappingProxyType(
     {
@@ -39,6 +40,18 @@ SUMMARY = MappingProxyType(
         "torch.compile": "compile",
         "graphfsdp, one graph": "full_iteration",
         "the same, compiled": "compiled_recording",
+    }
+)
+
+BESIDE = MappingProxyType(
+    {
+        "compile": "torch.compile, AdamW(fused=True)",
+        "compile_optimizer": "torch.compile, the optimizer's step too",
+        "fsdp2": "FSDP2, one rank",
+        "fsdp2_compile": "FSDP2, one rank, blocks compiled",
+        "forward_backward": "graphfsdp, forward and backward in a graph",
+        "full_iteration": "graphfsdp, the whole iteration",
+        "compiled_recording": "graphfsdp, the whole iteration, compiled",
     }
 )
 
@@ -116,6 +129,23 @@ def speed_summary(results: pathlib.Path) -> str:
     return Table("", heading, tuple(rows)).markdown() if rows else "Not measured yet: `make bench`."
 
 
+def beside_cpu(results: pathlib.Path) -> str:
+    path = results / "bench_cpu.jsonl"
+    if not path.exists():
+        return "Not measured yet: `make bench`."
+    result = Result.read(path)
+    rows = []
+    for name, what in BESIDE.items():
+        ratios = [result.ratios(case, name, "pytorch") for case in result.cases]
+        found = [statistics.median(each) for each in ratios if each]
+        if found:
+            numbers = (statistics.geometric_mean(found), min(found), max(found))
+            rows.append((what, str(len(found)), *(f"{number:.2f}x" for number in numbers)))
+    heading = ("times as fast as a plain loop, on a CPU", "workloads", "mean", "least", "most")
+    text = environment_text(result.head["environment"])
+    return f"{Table('', heading, tuple(rows)).markdown()}\n\n{text}"
+
+
 def _with_all(result: Result, names: Iterable[str]) -> list[str]:
     """Return the cases in which all of these ran that ran in any."""
     ran = [name for name in names if any(result.ratios(case, name) for case in result.cases)]
@@ -141,6 +171,7 @@ def gpu_check(results: pathlib.Path) -> str:
 
 
 SECTIONS: Mapping[str, Callable[[pathlib.Path], str]] = {
+    "beside_cpu": beside_cpu,
     "bench_cpu": bench_cpu,
     "bench_gpu": bench_gpu,
     "bench_zoo": bench_zoo,

@@ -50,7 +50,7 @@ if TYPE_CHECKING:
     )
     from graphfsdp.sharding.pipelines import share_comm_ctx as share_comm_ctx
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = [
     "AsyncSaver",

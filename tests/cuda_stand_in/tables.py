@@ -21,7 +21,8 @@ from types import MappingProxyType
 from typing import Any
 
 HERE = pathlib.Path(__file__).resolve().parent
-PAGE = HERE.parents[1] / "docs" / "emulated.md"
+DOCS = HERE.parents[1] / "docs"
+PAGES = tuple(DOCS / name for name in ("emulated.md", "notes/2026-11-26_launches.md", "beside.md"))
 if __name__ == "__main__":  # a program has its own folder on the path, and not the package
     sys.path[0] = str(HERE.parent)
 
@@ -423,7 +424,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for kind, names in kinds.items():
         found = {each: measured(each) for each in names if _is_here(each)}
         sections |= {f"launches_{kind}": launches(found), f"memory_{kind}": memory(found)}
-    PAGE.write_text(updated(PAGE.read_text(encoding="utf-8"), sections), encoding="utf-8")
+    for page in PAGES:
+        page.write_text(updated(page.read_text(encoding="utf-8"), sections), encoding="utf-8")
     return 0
 
 

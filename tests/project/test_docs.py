@@ -7,11 +7,16 @@ from collections.abc import Iterator
 
 import pytest
 
+import graphfsdp
+import graphfsdp.data
+import graphfsdp.moe
+import graphfsdp.optim
 from benchmarks import iteration_picture
 from graphfsdp.newer_torch import NEWEST_TESTED
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
+DOCS = ROOT / "docs"
 FOLDERS = ("docs", "examples", "tests", ".github")
 PAGES = sorted(
     {
@@ -94,3 +99,55 @@ def test_the_picture_is_drawn_from_what_was_measured() -> None:
     assert "where &amp; how" in drawn
     kept = (ROOT / "docs" / "pictures" / "iteration.svg").read_text(encoding="utf-8")
     assert "a plain PyTorch loop: " in kept
+
+
+def pages_of(nav: object) -> Iterator[str]:
+    if isinstance(nav, str):
+        yield nav
+    elif isinstance(nav, dict):
+        nav = list(nav.values())
+    if isinstance(nav, list):
+        for part in nav:
+            yield from pages_of(part)
+
+
+def test_the_site_shows_each_page() -> None:
+    """Decisions and notes are reached from their own lists."""
+    yaml = pytest.importorskip("yaml")
+    site = yaml.safe_load((ROOT / "mkdocs.yml").read_text())
+    listed = {DOCS / name for name in pages_of(site["nav"])}
+    for name in ("decisions/index.md", "notes/index.md"):
+        folder = (DOCS / name).parent
+        listed |= {folder / link for link in links_of((DOCS / name).read_text())}
+    from_the_root = {DOCS / "CONTRIBUTING.md", DOCS / "CHANGELOG.md"}
+    assert listed - from_the_root == set(DOCS.rglob("*.md"))
+
+
+def test_the_reference_has_each_public_name() -> None:
+    pages = "".join(path.read_text() for path in (DOCS / "reference").glob("*.md"))
+    shown = set(re.findall(r"^::: (\S+)$", pages, re.M)) | set(re.findall(r"`([\w.]+)`", pages))
+    public = {f"graphfsdp.{name}" for name in graphfsdp.__all__}
+    for package in (graphfsdp.data, graphfsdp.moe, graphfsdp.optim):
+        public |= {f"{package.__name__}.{name}" for name in package.__all__}
+    short = {name for name in public if name.rpartition(".")[2] in shown}
+    assert public - shown - short == set()
+
+
+def test_a_table_that_is_on_two_pages_is_the_same() -> None:
+    found: dict[str, set[str]] = {}
+    for path in PAGES:
+        for name, table in re.findall(
+            r"<!-- (\w+): begin -->(.*?)<!-- \1: end -->", path.read_text(), re.S
+        ):
+            found.setdefault(name, set()).add(table)
+    assert {name for name, tables in found.items() if len(tables) > 1} == set()
+    assert {"launches_narrow", "speed_summary", "beside_cpu"} <= found.keys()
+
+
+def test_each_decision_has_its_reason_and_its_price() -> None:
+    records = sorted(path for path in (DOCS / "decisions").glob("[0-9]*.md"))
+    assert len(records) >= 10
+    for number, path in enumerate(records, 1):
+        text = path.read_text()
+        assert text.startswith(f"# {number}. ")
+        assert re.findall(r"\*\*(.*?)\*\*", text)[:3] == ["Why.", "What.", "What follows."]

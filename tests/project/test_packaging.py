@@ -92,7 +92,24 @@ def test_the_licence_is_named_and_shipped() -> None:
     licence = (ROOT / "LICENSE").read_text()
     assert "Apache License" in licence
     assert "The graphfsdp authors" in licence
-    assert f"## [{graphfsdp.__version__}]" in (ROOT / "CHANGELOG.md").read_text()
+
+
+def test_the_version_has_one_place_and_a_section_of_the_changelog() -> None:
+    document = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    assert document["project"]["dynamic"] == ["version"]
+    assert "version" not in document["project"]
+    assert document["tool"]["setuptools"]["dynamic"] == {
+        "version": {"attr": "graphfsdp.__version__"}
+    }
+    # Setuptools reads it without an import, as long as it is a literal.
+    source = (ROOT / "graphfsdp" / "__init__.py").read_text()
+    assert f'__version__ = "{graphfsdp.__version__}"' in source
+    changes = (ROOT / "CHANGELOG.md").read_text()
+    dates = dict(re.findall(r"^## \[(\d[\d.]+)\] - (\d{4}-\d\d-\d\d)$", changes, re.M))
+    assert next(iter(dates)) == graphfsdp.__version__
+    citation = (ROOT / "CITATION.cff").read_text()
+    assert f"\nversion: {graphfsdp.__version__}\n" in citation
+    assert f"\ndate-released: {dates[graphfsdp.__version__]}\n" in citation
 
 
 def test_annotations_and_the_page_of_the_report_are_shipped() -> None:

@@ -1,0 +1,106 @@
+"""docs/tutorial: each page is typed in, its commands run, and print what the page says."""
+
+import os
+import re
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PAGES = sorted((ROOT / "docs" / "tutorial").glob("*.md"))
+PROGRAM = re.compile(r'^```python title="(\w+\.py)"\n(.*?)^```$', re.S | re.M)
+SESSION = re.compile(r"^```console\n(.*?)^```$", re.S | re.M)
+
+
+def typed_in(page: Path, folder: Path) -> None:
+    """Write the programs of this page and of those before it."""
+    for earlier in PAGES[: PAGES.index(page) + 1]:
+        for name, program in PROGRAM.findall(earlier.read_text(encoding="utf-8")):
+            (folder / name).write_text(program, encoding="utf-8")
+
+
+def sessions(page: Path) -> list[tuple[list[str], str]]:
+    """Commands that run side by side, by ``&``, and what they print together."""
+    found: list[tuple[list[str], str]] = []
+    for session in SESSION.findall(page.read_text(encoding="utf-8")):
+        commands: list[str] = []
+        for part in re.split(r"^\$ ", session, flags=re.M)[1:]:
+            command, _, printed = part.partition("\n")
+            commands.append(command.removesuffix(" &"))
+            if not command.endswith(" &"):
+                found.append((commands, printed))
+                commands = []
+    return found
+
+
+def pattern_of(printed: str) -> str:
+    """Numbers with a point, and milliseconds, are this machine's; an ellipsis is anything."""
+    parts = re.split(r"(\.\.\.|\d+\.\d+|\d+(?= ms))", printed)
+    others = (r".*" if part == "..." else r"[0-9.]+" for part in parts[1::2])
+    return "".join(map("".join, zip(map(re.escape, parts[::2]), (*others, ""), strict=True)))
+
+
+def run(commands: list[str], folder: Path) -> str:
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = str(free.getsockname()[1])
+    programs = {"python": [], "torchrun": ["-m", "torch.distributed.run"]}
+    processes = []
+    for command in commands:
+        name, *arguments = command.replace("29511", port).split()
+        words = [sys.executable, *programs[name], *arguments]
+        environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+        processes.append(
+            subprocess.Popen(
+                words,
+                cwd=folder,
+                env=environment,
+                text=True,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+            )
+        )
+    said = [process.communicate() for process in processes]
+    for process, (_, errors) in zip(processes, said, strict=True):
+        assert process.returncode == 0, errors
+    return "".join(out for out, _ in said)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("tutorial")
+
+
+@pytest.fixture(scope="module")
+def losses() -> dict[str, list[str]]:
+    """What each command of one process has printed."""
+    return {}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_a_page_does_what_it_says(page: Path, folder: Path, losses: dict[str, list[str]]) -> None:
+    typed_in(page, folder)
+    assert sessions(page)
+    for commands, printed in sessions(page):
+        found = run(commands, folder)
+        losses[commands[0]] = re.findall(r"loss ([\d.]+)", found)
+        assert re.fullmatch(pattern_of(printed), found, re.S), found
+
+
+@pytest.mark.slow
+def test_the_captured_loop_has_the_losses_of_the_plain_one(losses: dict[str, list[str]]) -> None:
+    plain, captured = (losses.get(f"python {name}.py") for name in ("loop", "captured"))
+    if plain is None or captured is None:
+        pytest.skip("the pages have not run in this process")
+    assert len(plain) == 4
+    assert plain == captured
+
+
+def test_other_output_would_be_seen() -> None:
+    pattern = pattern_of("loss 2.10  (replay)\ncaptured in 108 ms\n...\n")
+    assert re.fullmatch(pattern, "loss 2.2  (replay)\ncaptured in 9 ms\nmore\n", re.S)
+    assert not re.fullmatch(pattern, "loss 2.2  (warmup)\ncaptured in 9 ms\nmore\n", re.S)
