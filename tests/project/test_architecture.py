@@ -7,6 +7,7 @@ import ast
 import functools
 import graphlib
 import pathlib
+import re
 import subprocess
 import sys
 import tomllib
@@ -247,6 +248,19 @@ def test_files_are_short() -> None:
             f"{path.relative_to(ROOT)}: {num_lines} lines, the limit is {MAX_LINES}; split it"
             for path, num_lines in sorted(counted.items())
             if num_lines > MAX_LINES
+        ]
+    )
+
+
+def test_each_file_of_tests_is_in_the_list_of_what_is_asked() -> None:
+    named = set(re.findall(r"\btest_\w+", (ROOT / "tests" / "README.md").read_text()))
+    files = {path.stem: path for path in (ROOT / "tests").rglob("test_*.py")}
+    assert sorted(named - files.keys()) == []
+    report(
+        [
+            f"{path.relative_to(ROOT)} is in no row of tests/README.md"
+            for name, path in sorted(files.items())
+            if name not in named and path.parent.name != "project"
         ]
     )
 
