@@ -4,6 +4,7 @@ Only the first import is changed for that. Each function is a script and prints 
 """
 
 import copy
+import functools
 import io
 from collections.abc import Callable
 from typing import Any
@@ -11,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed._composable import replicate
+from torch.distributed._composable.replicate import replicate
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
@@ -127,9 +128,32 @@ def what_other_libraries_ask_for() -> None:
     model = sharded(whole_model())
     for module in (model, model[0], model[0][0]):
         show(_get_module_fsdp_state(module) is not None, isinstance(module, FSDPModule))
-    states = [fully_shard.state(module) for module in (model, *model)]
+    words: Any = fully_shard
+    states = [words.state(module) for module in (model, *model)]
     show(len(set(map(id, states))), states[0] is model._get_fsdp_state())
     show(model._is_fsdp_managed_module, hasattr(states[0], "no_such_thing"))
+
+
+def hooks_of_gradients() -> None:
+    model = sharded(whole_model())
+    optimizers = {p: torch.optim.SGD([p], lr=0.1, momentum=0.9) for p in model.parameters()}
+    called: list[str] = []
+
+    def step_in_backward(name: str, param: Any) -> None:
+        called.append(name)
+        nn.utils.clip_grad_norm_([param], 0.5)
+        optimizers[param].step()
+        optimizers[param].zero_grad()
+
+    for name, param in model.named_parameters():
+        param.register_post_accumulate_grad_hook(functools.partial(step_in_backward, name))
+    for index in range(NUM_STEPS):
+        for part in range(2):
+            model.set_requires_gradient_sync(part == 1)
+            model(batch(2 * index + part)).square().mean().backward()
+        show(*sorted(called), *(param.grad for param in model.parameters()))
+        called.clear()
+    show(*model.parameters())
 
 
 def copies_and_files() -> None:

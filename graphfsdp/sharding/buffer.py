@@ -345,12 +345,14 @@ class How(NamedTuple):
     """How gradients are reduced.
 
     ``accumulate``: main grads hold something that must stay. Without ``outside`` gradients are
-    reduced over the inner axis alone, and wait for a reduction with it.
+    reduced over the inner axis alone, and wait for a reduction with it. ``hooks`` get what all
+    ranks have reduced, [S], before it is added, and may change it.
     """
 
     accumulate: bool
     reduction: Reduction
     outside: bool
+    hooks: "Callable[[Gradients, Tensor], None] | None" = None
 
 
 class _Reducing(NamedTuple):
@@ -556,6 +558,9 @@ class Gradients:
             reduced.div_(reduction.divisor)
         elif reducing.inside and reduction.kind == "mean" and self._num_experts_ranks > 1:
             reduced.mul_(1 / self._num_experts_ranks)
+        if reducing.how.hooks is not None and (self._outer is None or not reducing.inside):
+            reduced = reduced.to(target.device, target.dtype)
+            reducing.how.hooks(self, reduced)
         if reducing.adds:
             target.add_(reduced.to(target.device))
         elif reduced is not target:

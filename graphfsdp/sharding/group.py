@@ -2,14 +2,14 @@
 
 Note [Gradients of shards]: gradients of a unit's weights come whole, from an autograd function of
 its own, and are reduced into the main grads; autograd never accumulates into the sharded parameter.
-So hooks of gradients would not be called, and a gradient that reaches the parameter on another way
-would be overwritten. Both are errors.
+So its hooks of gradients are called here, once ranks have reduced: those of ``register_hook`` with
+what is about to be added, then, when ``.grad`` is bound, those that torch calls behind that. A
+gradient that reaches the parameter on another way would be overwritten, and is an error.
 """
 
 import dataclasses
-import functools
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence, Set
+from collections.abc import Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -25,8 +25,16 @@ from graphfsdp.base.torch_internals import key_of, local_tensor_of, parameters_o
 from graphfsdp.config import MixedPrecisionPolicy, ShardingStrategy
 from graphfsdp.errors import ConfigError
 from graphfsdp.sharding.arguments import refuse_packing
-from graphfsdp.sharding.buffer import How, Reduction, ShardBuffer, version_of
+from graphfsdp.sharding.buffer import Gradients, How, Reduction, ShardBuffer, version_of
 from graphfsdp.sharding.extension import Extension, forget_values, is_extended, parts_of
+from graphfsdp.sharding.gradient_hooks import (
+    call_when_bound,
+    change,
+    has_hooks,
+    is_watched,
+    refuse_gradient_hooks,
+    watch_gradient,
+)
 from graphfsdp.sharding.layout import Slot
 from graphfsdp.sharding.materialize.meta_tensors import become
 from graphfsdp.sharding.mesh import ModelAxes, UnitMesh, find_model_axes, join_meshes
@@ -280,14 +288,11 @@ class ShardGroup:
                 if item.buffer is buffer:
                     self._bind_gradient_view(item)
         for item in self.managed:
-            if item.trains and not item.param._post_accumulate_grad_hooks:
-                _watch_gradient(item.param, self.full_name(item))
+            if item.trains and not is_watched(item.param):
+                watch_gradient(item.param, self.full_name(item))
 
     def check_memory(self) -> None:
-        """Refuse shards that were moved elsewhere: training would go on with the old ones.
-
-        Also hooks that nobody would call.
-        """
+        """Refuse shards that were moved elsewhere: training would go on with the old ones."""
         for item in self.managed:
             if item.awaited is not None:
                 raise ConfigError(
@@ -295,7 +300,6 @@ class ShardGroup:
                     "values yet. Remedy: graphfsdp.materialize(model), or graphfsdp.load(path, "
                     "model), before the first forward pass"
                 )
-            _refuse_gradient_hooks(item.param, functools.partial(self.full_name, item))
             if not self._lies_here(item):
                 raise self._moved_away(item)
 
@@ -331,7 +335,7 @@ class ShardGroup:
         local = item.buffer.wrapped_view(item.slot)
         new = self._as_dtensor(local, item.name, item.buffer, item.slot)
         become(item.param, nn.Parameter(new, item.param.requires_grad), self.full_name(item))
-        _watch_gradient(item.param, self.full_name(item))
+        watch_gradient(item.param, self.full_name(item))
 
     def full_views(self) -> Iterator[tuple[ManagedParameter, Tensor]]:
         """Yield every parameter with its whole, gathered weight; gathers what is not here."""
@@ -431,13 +435,34 @@ class ShardGroup:
                 item.buffer.local_view(item.buffer.grad, item.slot).zero_()
         return True
 
+    @torch.no_grad()
     def bind_main_grads(self) -> None:
-        """Bind the main grads of those parameters that have got a gradient since the last time."""
+        """Bind the main grads of those parameters that have got a gradient since the last time.
+
+        Capture: what hooks of gradients launch.
+        """
+        bound = []
         for item in self.managed:
             gradients = item.buffer.gradients
             if gradients is not None and item.slot.index in gradients.landed:
                 gradients.landed.remove(item.slot.index)
                 setattr(item.param, self._grad_attribute, item.main_grad)
+                bound.append(item)
+        for item in bound:
+            call_when_bound(item.param)
+
+    @property
+    def has_gradient_hooks(self) -> bool:
+        return any(has_hooks(item.param) for item in self.managed)
+
+    @torch.no_grad()
+    def call_hooks(self, gradients: Gradients, reduced: Tensor) -> None:
+        """Give hooks of ``register_hook`` the gradients that ranks have just reduced, to change."""
+        for item in self.managed:
+            mine = item.buffer.gradients is gradients and item.slot.index in gradients.landed
+            if mine and has_hooks(item.param):
+                local = item.buffer.local_view(reduced, item.slot)
+                change(item.param, self._as_dtensor(local, item.name, item.buffer, item.slot))
 
     @property
     def _grad_attribute(self) -> str:
@@ -445,7 +470,8 @@ class ShardGroup:
 
     def reduce_pending(self, *, outside: bool = True) -> None:
         """Reduce what waits of earlier microbatches, over all ranks."""
-        how = How(self.has_main_grads(), self.reduction, outside)
+        hooks = self.call_hooks if self.has_gradient_hooks else None
+        how = How(self.has_main_grads(), self.reduction, outside, hooks)
         for buffer in self.buffers:
             if buffer.gradients is not None and buffer.gradients.is_pending:
                 buffer.gradients.begin_reduce(None, how)
@@ -475,7 +501,7 @@ def _free_parameters(modules: Sequence[nn.Module], ignored: Set[nn.Parameter]) -
                     "another unit has taken over. Remedy: let one unit hold both modules (wrap "
                     "neither of them, or a common parent)"
                 )
-            _refuse_gradient_hooks(param, functools.partial(str, full_name))
+            refuse_gradient_hooks(param, full_name)
             found.setdefault(id(param), (full_name, param, []))[2].append((owner, name))
     return {name: _Found(param, owners) for name, param, owners in found.values()}
 
@@ -498,7 +524,7 @@ def _replacement(param: nn.Parameter, view: Tensor, name: str) -> nn.Parameter:
         if attribute not in inner:
             setattr(sharded, attribute, value)
     setattr(sharded, _IS_SHARDED, True)
-    _watch_gradient(sharded, name)
+    watch_gradient(sharded, name)
     # Whoever still holds the whole parameter (an optimizer made before) must not keep its memory,
     # nor go on training a copy that nobody uses.
     param.grad = None
@@ -509,43 +535,3 @@ def _replacement(param: nn.Parameter, view: Tensor, name: str) -> nn.Parameter:
     elif not param.is_meta:  # which has none, and is still asked for its shape
         param.data = param.data.new_empty(0)
     return sharded
-
-
-def _watch_gradient(param: nn.Parameter, name: str) -> None:
-    """Refuse gradients that reach a sharded parameter past its unit."""
-    hooks = param._post_accumulate_grad_hooks
-    if hooks:
-        # torch.utils.swap_tensors has brought the list along, but not what makes autograd call it.
-        param._post_accumulate_grad_hooks = hooks
-    elif param.requires_grad:
-        param.register_post_accumulate_grad_hook(_PastTheUnit(name))
-
-
-def _refuse_gradient_hooks(param: nn.Parameter, name: Callable[[], str]) -> None:
-    """Refuse hooks of a whole parameter, or of a sharded one, that would not be called."""
-    hooks = param._post_accumulate_grad_hooks
-    ours = not hooks or all(isinstance(hook, _PastTheUnit) for hook in hooks.values())
-    if ours and not param._backward_hooks:
-        return
-    raise ConfigError(
-        f"parameter {name()!r} has a hook of its gradient (register_hook or "
-        "register_post_accumulate_grad_hook), which fully_shard would never call: gradients of "
-        "its parameters are reduced, not accumulated. Remedy: remove the hook, and change .grad "
-        "between backward() and optimizer.step(); or a hook on what a module returns"
-    )
-
-
-class _PastTheUnit:
-    """A hook that is called only where autograd accumulates into a sharded parameter."""
-
-    def __init__(self, name: str) -> None:
-        self._name = name
-
-    def __call__(self, param: Tensor) -> None:
-        raise ConfigError(
-            f"a gradient has reached the sharded parameter {self._name!r} itself, past the forward "
-            "pass of its unit: the loss uses model.parameters() (a penalty on weights, say), and "
-            "what it adds would be lost, since only gradients from the forward pass are reduced. "
-            "Remedy: weight_decay for an L2 penalty; a penalty that the module computes of its "
-            "weight in its own forward; or add to .grad between backward() and optimizer.step()"
-        )

@@ -459,8 +459,8 @@ def begin_forward(
         raise ConfigError(
             f"unit {unit_of(module).name or '(root)'!r} was called inside a transform of "
             "torch.func (grad, vjp, jvp, vmap), which does not go through a gather of weights. "
-            "Remedy: torch.autograd.grad, or torch.autograd.forward_ad around the call; for vmap a module "
-            "that is not sharded, with full_tensor() of the parameters"
+            "Remedy: torch.autograd.grad, or torch.autograd.forward_ad around the call; for vmap a "
+            "module that is not sharded, with full_tensor() of the parameters"
         )
     shards_of(module)
     unit = unit_of(module)

@@ -24,16 +24,15 @@ in a capture).
 
 import functools
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from enum import Enum
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
-from torch.autograd.graph import saved_tensors_hooks
 
 from graphfsdp.base.nvtx import nvtx_range
 from graphfsdp.base.recomputation import apart_from_checkpoints
@@ -41,15 +40,14 @@ from graphfsdp.base.streams import Lane
 from graphfsdp.base.torch_internals import (
     NO_BACKWARD,
     backward_id,
-    is_traceable_wrapper_subclass,
-    key_of,
     not_traced,
     when_backward_ends,
 )
 from graphfsdp.config import ShardingStrategy
 from graphfsdp.errors import PhaseError
-from graphfsdp.sharding.buffer import How, ShardBuffer, version_of
+from graphfsdp.sharding.buffer import Gradients, How, ShardBuffer, version_of
 from graphfsdp.sharding.group import Settings, ShardGroup
+from graphfsdp.sharding.saved_places import foreign_hooks_are_active, saving_places
 from graphfsdp.sharding.schedule import Schedule
 
 
@@ -161,8 +159,8 @@ class Unit:
         self._waiting.discard(module)
         self._whole = self.group.copies()
         frees = self._reshards_after_forward and not self.pinned
-        if torch.is_grad_enabled() and frees and not _foreign_hooks_are_active():
-            hooks = _saving_places(self.group.name, self.group.buffers, self._gather_again)
+        if torch.is_grad_enabled() and frees and not foreign_hooks_are_active():
+            hooks = saving_places(self.group.name, self.group.buffers, self._gather_again)
             self._context.enter_context(hooks)
 
     def _can_use_kept(self) -> bool:
@@ -263,10 +261,11 @@ class Unit:
                 buffers.append(buffer)
         reduces = self._reduces_each_time or settings.is_last_microbatch
         if reduces and settings.requires_gradient_sync:
-            how = How(accumulate, self.group.reduction, outside)
+            hooks = self._call_hooks if self.group.has_gradient_hooks else None
+            how = How(accumulate, self.group.reduction, outside, hooks)
             complete = outside or self.group.options.mesh.outer is None
             with nvtx_range(f"reduce_grad {self.group.name}"):
-                bind = self.group.bind_main_grads if complete else None
+                bind = self._bind_gradients if complete else None
                 self.schedule.reduce(self, buffers, how, bind)
         if settings.requires_gradient_sync and settings.is_last_microbatch:
             self._rest = Phase.RESTING
@@ -275,6 +274,15 @@ class Unit:
             # Until then no optimizer step can have come between, so gathered weights stay good.
             self._rest = Phase.ACCUMULATING
         self._end_backward()
+
+    def _call_hooks(self, gradients: Gradients, reduced: Tensor) -> None:
+        self.schedule.queue_up(self.group.buffers[0])  # they may talk to other ranks
+        self.group.call_hooks(gradients, reduced)
+
+    def _bind_gradients(self) -> None:
+        if self.group.has_gradient_hooks:
+            self.schedule.queue_up(self.group.buffers[0])
+        self.group.bind_main_grads()
 
     def _end_backward(self) -> None:
         """Drop weights that a backward pass has gathered, and put the shards back."""
@@ -504,97 +512,3 @@ class Unshard(Function):
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[None, None, None]:
         ctx.unit.take_gradients(dict(zip(ctx.positions, grads, strict=True)))
         return None, None, None
-
-
-class _Place(NamedTuple):
-    """A weight that autograd has saved for backward: where it lies in a gathered buffer."""
-
-    buffer_index: int
-    shape: torch.Size
-    stride: tuple[int, ...]
-    offset: int | torch.SymInt
-    dtype: torch.dtype  # of a buffer of bytes each weight is read in its own
-
-
-class _Wrapped(NamedTuple):
-    """A saved wrapper (DTensor, 8-bit numbers with scales) some of whose tensors are places."""
-
-    kind: Any
-    parts: dict[str, Any]
-    context: Any
-    shape: torch.Size
-    stride: tuple[int, ...]
-
-
-class _Pack:
-    """Saves a tensor, or its place where it looks at a gathered buffer.
-
-    A class, so that a unit knows the hooks of the unit around it.
-    """
-
-    def __init__(self, storages: dict[int, int]) -> None:
-        self._storages = storages  # index of the buffer by identity of its storage
-
-    def __call__(self, tensor: Tensor) -> Any:
-        if is_traceable_wrapper_subclass(tensor):
-            names, context = tensor.__tensor_flatten__()
-            parts = {name: self(getattr(tensor, name)) for name in names}
-            if not any(isinstance(part, _Place | _Wrapped) for part in parts.values()):
-                return tensor
-            return _Wrapped(type(tensor), parts, context, tensor.shape, tensor.stride())
-        if type(tensor) not in (Tensor, nn.Parameter) or tensor.layout is not torch.strided:
-            return tensor
-        index = self._storages.get(key_of(tensor.untyped_storage()))
-        if index is None:
-            return tensor
-        return _Place(index, tensor.shape, tensor.stride(), tensor.storage_offset(), tensor.dtype)
-
-
-def _saving_places(
-    unit: str, buffers: Sequence[ShardBuffer], gather: Callable[[ShardBuffer], Tensor]
-) -> AbstractContextManager[Any]:
-    """Save places of a unit's unsharded buffers while the body runs.
-
-    Whenever backward asks for a place, ``gather`` is called, and returns the whole buffer.
-    """
-    storages = {
-        key_of(buffer.full.untyped_storage()): index
-        for index, buffer in enumerate(buffers)
-        if buffer.full is not None
-    }
-    moments = [buffer.moment() for buffer in buffers]
-
-    def unpack(saved: Any) -> Tensor:
-        if isinstance(saved, _Wrapped):
-            parts = {name: unpack(part) for name, part in saved.parts.items()}
-            whole: Tensor = saved.kind.__tensor_unflatten__(
-                parts, saved.context, saved.shape, saved.stride
-            )
-            return whole
-        if not isinstance(saved, _Place):
-            return saved  # type: ignore[no-any-return]
-        buffer = buffers[saved.buffer_index]
-        if buffer.moment()[0] != moments[saved.buffer_index][0]:
-            raise PhaseError(
-                f"weights of unit {unit or '(root)'!r} were written between its forward and its "
-                "backward, which gathers them again: the gradients would be wrong (without "
-                "fully_shard, autograd says that they were modified by an inplace operation). "
-                "Remedy: optimizer.step() and other writes after the last backward; or clone() "
-                "what backward needs"
-            )
-        full = gather(buffer)
-        if full.dtype != saved.dtype:
-            full = full.view(saved.dtype)
-        return full.as_strided(saved.shape, saved.stride, saved.offset)
-
-    return saved_tensors_hooks(_Pack(storages), unpack)
-
-
-def _foreign_hooks_are_active() -> bool:
-    """Tell whether somebody else packs saved tensors here (activation checkpointing).
-
-    Only the innermost hooks are asked, and a checkpoint must see every saved tensor. It saves no
-    weights itself: it runs the unit's forward again.
-    """
-    top = torch._C._autograd._top_saved_tensors_default_hooks(True)
-    return top is not None and not isinstance(top[0], _Pack)

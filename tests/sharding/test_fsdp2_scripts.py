@@ -243,7 +243,8 @@ def test_weights_of_several_modules_are_gathered_and_reduced_once(
 def test_what_is_refused_by_name() -> None:
     from torch.distributed.tensor import Shard
 
-    make, words = everyday_scripts.whole_model, graphfsdp.fully_shard
+    words: Any = graphfsdp.fully_shard
+    make = everyday_scripts.whole_model
     wide: Any = words(nn.Linear(2, 2))
     policy = graphfsdp.MixedPrecisionPolicy(main_grads_dtype=torch.float32)
     refused: list[tuple[type[Exception], Callable[[], object], tuple[str, ...]]] = [
@@ -253,9 +254,9 @@ def test_what_is_refused_by_name() -> None:
             lambda: words(make(), shard_placement_fn=lambda param: Shard(param.ndim - 1)),
             ("'0.0.weight'", "Shard(dim=1)"),
         ),
-        (graphfsdp.ConfigError, lambda: words(make(), dp_mesh_dims=3), ("shard_axis",)),  # type: ignore[arg-type]
-        (graphfsdp.ConfigError, lambda: words(make(), offload_policy=3), ("got int",)),  # type: ignore[arg-type]
-        (graphfsdp.ConfigError, lambda: words(make(), overlap=1), ("overlap must be True",)),  # type: ignore[arg-type]
+        (graphfsdp.ConfigError, lambda: words(make(), dp_mesh_dims=3), ("shard_axis",)),
+        (graphfsdp.ConfigError, lambda: words(make(), offload_policy=3), ("got int",)),
+        (graphfsdp.ConfigError, lambda: words(make(), overlap=1), ("overlap must be True",)),
         (graphfsdp.ConfigError, lambda: wide.set_custom_all_gather(None), ("set_custom_all_ga",)),
         (graphfsdp.ConfigError, lambda: wide.set_gradient_divide_factor(0), ("got 0",)),
         (graphfsdp.ConfigError, lambda: wide._get_fsdp_state()._lazy_init(), ("docs/fsdp2.md",)),
