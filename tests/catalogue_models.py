@@ -53,7 +53,7 @@ class Symmetric(nn.Module):
 
 
 class KeptActivations(nn.Module):
-    """Keeps what it computed, counts in Python, and re-uses the kept one in the same pass."""
+    """Keeps what it computed, counts in Python, and reuses the kept one in the same pass."""
 
     kept: Tensor
 
