@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from graphfsdp.optim.fused import kernel as step_kernel
+from graphfsdp.optim.fused import plan as plans
 from graphfsdp.optim.fused.settings import Flags
-from graphfsdp.optim.fused.step import StepArgs, run_cpu
+from graphfsdp.optim.fused.step import StepArgs, as_kernel, fused_adam_, run_cpu, run_cuda
 from graphfsdp.optim.fused.storage import Dtypes, StepTensors, make_columns
 from graphfsdp.optim.fused.update import adam_coefficients, adam_update_
 from triton_helpers import needs_triton, use_interpreter
@@ -56,6 +57,24 @@ def interpreter(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     use_interpreter(monkeypatch, step_kernel)
     with np.errstate(all="ignore"):
         yield
+
+
+@pytest.fixture
+def kernel_path(interpreter: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Send CPU tensors through the tables and kernels that CUDA tensors take."""
+    monkeypatch.setattr(plans, "_on_cuda", lambda _: True)
+    monkeypatch.setattr(plans, "fused_adam_", as_kernel(run_cuda))
+
+
+def step_as_a_cpu_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plans, "_on_cuda", lambda _: False)
+    monkeypatch.setattr(plans, "fused_adam_", fused_adam_)
+
+
+def step_by_tensor_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Step as any device does that no kernel fits."""
+    run = as_kernel(lambda args: run_cuda(args._replace(tables=[])))
+    monkeypatch.setattr(plans, "fused_adam_", run)
 
 
 def interpreted(test: Test) -> Test:

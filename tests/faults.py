@@ -11,10 +11,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from graphfsdp.base.dtensors import local_part
 from graphfsdp.base.op_tensors import is_wrapper_subclass
 from graphfsdp.optim import FusedAdam
-from helpers import assert_same_state, snapshot
+from helpers import assert_same_state, local_part, snapshot
 
 
 class Fault(enum.Enum):

@@ -23,6 +23,12 @@ NUM_STEPS = 14  # 3 warm-up, 1 capture, 10 replays
 OPTIMIZERS = ("fused_adam", "adamw", "sgd")
 
 
+def local_part(tensor: Tensor) -> Tensor:
+    """Return this rank's part of a DTensor, and any other tensor itself."""
+    found: Tensor = getattr(tensor, "to_local", lambda: tensor)()
+    return found
+
+
 def quick_garbage_collection() -> None:
     """Leave what exists out of collections: each capture runs one, and imports left a lot."""
     gc.freeze()

@@ -27,7 +27,7 @@ from graphfsdp.bench.options import BenchOptions
 from graphfsdp.bench.process import CaseFailedError, run_case
 from graphfsdp.bench.results import REFERENCE, Result, Row
 from graphfsdp.bench.workloads import Case, find_workload
-from graphfsdp.data.batches import Batch
+from graphfsdp.data import Batch
 from graphfsdp.errors import ConfigError
 from ranks import fork_server
 

@@ -8,7 +8,7 @@ from graphfsdp.bench.measure import Job, measure_case
 from graphfsdp.bench.options import BenchOptions
 from graphfsdp.bench.results import Row
 from graphfsdp.bench.workloads import Case, find_workload
-from graphfsdp.data.batches import Batch
+from graphfsdp.data import Batch
 from graphfsdp.training.ranks import Ranks
 from ranks import RankPool
 

@@ -21,7 +21,7 @@ from checkpoint_helpers import (
     load_on_ranks,
     save_on_ranks,
 )
-from graphfsdp.base.dtensors import local_part
+from helpers import local_part
 from parallel_models import expert_parallel, plain_model, tensor_parallel
 from ranks import RankPool
 from sharding_helpers import adam

@@ -26,7 +26,7 @@ from torch import Tensor
 import graphfsdp
 from cuda_stand_in import library
 from cuda_stand_in.orders import assert_any_order, chosen
-from graphfsdp._capture.phase import Phase
+from graphfsdp import Phase
 from make_step import make_step
 from moe_models import experts_on_ranks
 from parallel_models import TP_AXES, expert_parallel, part_of_axis, tensor_parallel

@@ -22,10 +22,9 @@ from adam_helpers import (
     set_grads,
     take_steps,
 )
+from adam_kernel_cases import step_by_tensor_code
 from graphfsdp.errors import ConfigError
 from graphfsdp.optim import FusedAdam, Muon
-from graphfsdp.optim.fused import plan as plans
-from graphfsdp.optim.fused.step import as_kernel, run_cuda
 from helpers import no_host_sync
 
 
@@ -105,7 +104,7 @@ def test_no_step_that_may_be_skipped_reads_the_host(
     if how == "its own norm":
         settings = {"skip_nonfinite": True, "max_grad_norm": 1.0}
     if device.type == "cpu":  # what a GPU runs: the operation of a CPU may read its own memory
-        monkeypatch.setattr(plans, "fused_adam_", as_kernel(run_cuda))
+        step_by_tensor_code(monkeypatch)
     params = make_params([(8, 4), (3, 5)], device=device)
     optimizer = make(params, **settings)
     given: dict[str, Any] = {}

@@ -1,6 +1,7 @@
-"""The Triton kernels: interpreted on the CPU, compiled for sm_90, and on a GPU."""
+"""The Triton kernels: interpreted on the CPU, compiled for sm_90, and on a GPU; their numbers."""
 
 import itertools
+import math
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +13,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from adam_helpers import assert_equal, make_twins, set_grads
 from adam_kernel_cases import (
     COMBINATIONS,
     FP32,
@@ -26,9 +28,12 @@ from adam_kernel_cases import (
     map_tensors,
     pairwise,
 )
+from graphfsdp.optim import FusedAdam
 from graphfsdp.optim.fused import kernel as step_kernel
+from graphfsdp.optim.fused import step as step_module
 from graphfsdp.optim.fused.settings import Flags
 from graphfsdp.optim.fused.storage import Dtypes
+from graphfsdp.optim.fused.update import adam_coefficients
 from triton_helpers import compile_for_sm_90, fresh_kernels, needs_triton, resources
 
 VALUES = st.sampled_from(
@@ -230,3 +235,35 @@ def test_coefficients_kernel_compiles_for_sm_90_with_float64_maths() -> None:
     assert ".target sm_90" in compiled["ptx"]
     assert "fma.rn.f64" in compiled["ptx"]  # exp2 and log2 are not rounded to float32 on the way
     assert len(compiled["cubin"]) > 0
+
+
+@given(
+    lr=st.floats(0, 1),
+    beta1=st.floats(0, 0.999),
+    beta2=st.floats(0, 0.9999),
+    step=st.integers(1, 10**6),
+)
+def test_coefficients_have_the_accuracy_of_float64(
+    lr: float, beta1: float, beta2: float, step: int
+) -> None:
+    row = torch.tensor([lr, beta1, beta2, 1e-8, 0.1], dtype=torch.float64)
+    found = adam_coefficients(row, torch.tensor(float(step)), Flags())
+    correction1 = -math.expm1(step * math.log(beta1)) if beta1 else 1.0
+    correction2 = -math.expm1(step * math.log(beta2)) if beta2 else 1.0
+    # 1 - beta**step cancels: 1e-16 of one is this much of a small difference.
+    assert found.step_size.item() == pytest.approx(
+        lr / correction1, rel=1e-15 / correction1 + 1e-13
+    )
+    assert found.root_correction2.item() == pytest.approx(
+        math.sqrt(correction2), rel=1e-15 / correction2 + 1e-13
+    )
+
+
+def test_large_tensors_are_cut_without_a_difference(monkeypatch: pytest.MonkeyPatch) -> None:
+    params, twins = make_twins([(50, 7), (3,), (1000,), (2, 2)])
+    set_grads(params, twins)
+    scale = torch.tensor(0.5)
+    FusedAdam(params).step(grad_scale=scale)
+    monkeypatch.setattr(step_module, "_SMALLEST_CHUNK", 64)
+    FusedAdam(twins).step(grad_scale=scale)
+    assert_equal(params, twins)

@@ -15,12 +15,9 @@ from adam_helpers import (
     set_grads,
     take_steps,
 )
-from adam_kernel_cases import interpreter  # noqa: F401  (a fixture)
+from adam_kernel_cases import interpreter, kernel_path, step_as_a_cpu_does  # noqa: F401  (fixtures)
 from graphfsdp.errors import CaptureError
 from graphfsdp.optim import FusedAdam
-from graphfsdp.optim.fused import plan as plans
-from graphfsdp.optim.fused import step as steps
-from graphfsdp.optim.fused.step import as_kernel
 from triton_helpers import needs_triton
 
 
@@ -108,13 +105,6 @@ def test_closure_runs_with_gradients_and_its_loss_is_returned() -> None:
     assert (param**2).sum().item() < before
 
 
-@pytest.fixture
-def kernel_path(interpreter: None, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
-    """Send CPU tensors through the tables and kernels that CUDA tensors take."""
-    monkeypatch.setattr(plans, "_on_cuda", lambda _: True)
-    monkeypatch.setattr(plans, "fused_adam_", as_kernel(steps.run_cuda))
-
-
 @needs_triton
 @pytest.mark.usefixtures("kernel_path")
 @pytest.mark.parametrize(
@@ -148,8 +138,7 @@ def test_tables_and_kernels_take_the_steps_that_the_cpu_takes(
             ours.param_groups[0]["lr"] = theirs.param_groups[0]["lr"] = 0.3
         ours.step(grad_scale=scale, found_inf=skip)
         with monkeypatch.context() as cpu:
-            cpu.setattr(plans, "_on_cuda", lambda _: False)
-            cpu.setattr(plans, "fused_adam_", steps.fused_adam_)
+            step_as_a_cpu_does(cpu)
             theirs.step(grad_scale=scale, found_inf=skip)
     for param, twin in zip(params, twins, strict=True):
         for key, tensor in ours.state[param].items():

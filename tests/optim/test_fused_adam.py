@@ -4,7 +4,6 @@ And what a recording sees of a step.
 """
 
 import copy
-import math
 from typing import Any
 
 import pytest
@@ -24,20 +23,15 @@ from adam_helpers import (
     set_grads,
     take_steps,
 )
+from adam_kernel_cases import step_by_tensor_code
 from graphfsdp.optim import FusedAdam
-from graphfsdp.optim.fused import plan as plans
-from graphfsdp.optim.fused import step as step_module
-from graphfsdp.optim.fused.settings import Flags
-from graphfsdp.optim.fused.step import as_kernel, run_cuda
-from graphfsdp.optim.fused.update import adam_coefficients
 
 
 @pytest.fixture(params=["torch's kernels", "tensor code"])
 def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Step as the CPU does, and as any device does that no kernel fits."""
     if request.param == "tensor code":
-        run = as_kernel(lambda args: run_cuda(args._replace(tables=[])))
-        monkeypatch.setattr(plans, "fused_adam_", run)
+        step_by_tensor_code(monkeypatch)
 
 
 @pytest.mark.usefixtures("path")
@@ -104,28 +98,6 @@ def test_float64_parameters_keep_their_precision(adam_w_mode: bool) -> None:
     torch.testing.assert_close(params, twins, rtol=1e-12, atol=1e-12)
 
 
-@given(
-    lr=st.floats(0, 1),
-    beta1=st.floats(0, 0.999),
-    beta2=st.floats(0, 0.9999),
-    step=st.integers(1, 10**6),
-)
-def test_coefficients_have_the_accuracy_of_float64(
-    lr: float, beta1: float, beta2: float, step: int
-) -> None:
-    row = torch.tensor([lr, beta1, beta2, 1e-8, 0.1], dtype=torch.float64)
-    found = adam_coefficients(row, torch.tensor(float(step)), Flags())
-    correction1 = -math.expm1(step * math.log(beta1)) if beta1 else 1.0
-    correction2 = -math.expm1(step * math.log(beta2)) if beta2 else 1.0
-    # 1 - beta**step cancels: 1e-16 of one is this much of a small difference.
-    assert found.step_size.item() == pytest.approx(
-        lr / correction1, rel=1e-15 / correction1 + 1e-13
-    )
-    assert found.root_correction2.item() == pytest.approx(
-        math.sqrt(correction2), rel=1e-15 / correction2 + 1e-13
-    )
-
-
 @pytest.mark.usefixtures("path")
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("grad_dtype", DTYPES)
@@ -167,16 +139,6 @@ def test_a_scale_of_one_changes_no_bit(device: torch.device) -> None:
     set_grads(params, twins)
     FusedAdam(params).step(grad_scale=torch.ones((), device=device))
     FusedAdam(twins).step()
-    assert_equal(params, twins)
-
-
-def test_large_tensors_are_cut_without_a_difference(monkeypatch: pytest.MonkeyPatch) -> None:
-    params, twins = make_twins([(50, 7), (3,), (1000,), (2, 2)])
-    set_grads(params, twins)
-    scale = torch.tensor(0.5)
-    FusedAdam(params).step(grad_scale=scale)
-    monkeypatch.setattr(step_module, "_SMALLEST_CHUNK", 64)
-    FusedAdam(twins).step(grad_scale=scale)
     assert_equal(params, twins)
 
 

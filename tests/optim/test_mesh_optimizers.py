@@ -9,8 +9,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import graphfsdp
-from graphfsdp.base.dtensors import local_part
 from graphfsdp.optim import Muon
+from helpers import local_part
 from parallel_models import TP_AXES, part_of_axis, plain_model, tensor_parallel, whole_batches
 from ranks import RankPool
 from sharding_helpers import full_parameters, hybrid_mesh, hybrid_net, make_net

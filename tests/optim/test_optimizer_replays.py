@@ -16,9 +16,8 @@ from torch import Tensor, nn
 
 import graphfsdp
 from adam_helpers import Net, make_groups
-from graphfsdp.base.dtensors import local_part
 from graphfsdp.optim import FusedAdam, Muon
-from helpers import assert_same_states, quick_garbage_collection, snapshot
+from helpers import assert_same_states, local_part, quick_garbage_collection, snapshot
 from ranks import RankPool
 
 NUM_STEPS, BAD_STEP = 14, 7  # 3 warm-up, 1 capture, 10 replays

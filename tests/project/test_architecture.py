@@ -76,6 +76,17 @@ _PROGRAM_FOLDERS = {
     "graphfsdp.planning": {"graphfsdp.training"},
 }
 
+# What tests may import without being tied to how a room is built; programs are named as they are.
+OFFERED_TO_TESTS = frozenset(
+    {
+        *("graphfsdp", "graphfsdp.checkpoint", "graphfsdp.cli", "graphfsdp.config"),
+        *("graphfsdp.data", "graphfsdp.errors", "graphfsdp.moe", "graphfsdp.newer_torch"),
+        *("graphfsdp.optim", "graphfsdp.integrations"),
+        *("graphfsdp.integrations.lightning", "graphfsdp.integrations.transformers"),
+    }
+)
+# Files of tests that import anything else: the fewer, the easier a module is merged or renamed.
+MAX_FILES_OF_TESTS_INSIDE = 95
 MAX_MODULES = 20
 MAX_LINES = 600
 OPTIONAL_PACKAGES = (
@@ -250,6 +261,16 @@ def test_files_are_short() -> None:
             if num_lines > MAX_LINES
         ]
     )
+
+
+def test_few_tests_know_how_a_room_is_built() -> None:
+    inside = {
+        str(path.relative_to(ROOT))
+        for path in (ROOT / "tests").rglob("*.py")
+        for _, target in imports_of("", path)
+        if target not in OFFERED_TO_TESTS and not target.startswith(tuple(PROGRAMS))
+    }
+    assert len(inside) <= MAX_FILES_OF_TESTS_INSIDE, sorted(inside)
 
 
 def test_each_file_of_tests_is_in_the_list_of_what_is_asked() -> None:
