@@ -12,14 +12,20 @@ from graphfsdp.config import MixedPrecisionPolicy
 from graphfsdp.errors import ConfigError, PrecisionError
 
 
+class AlreadyShardedError(ConfigError, AssertionError):
+    """``fully_shard`` was called twice on a module; torch's is an AssertionError."""
+
+
+class NoValuesError(ConfigError, RuntimeError):
+    """Parameters are on the meta device; torch's is a RuntimeError."""
+
+
 def parse_reshard(given: bool | int | None, num_ranks: int) -> bool | None:
     """Return what a number of ranks to reshard to comes to; ConfigError if to nothing we have."""
     if given is None or isinstance(given, bool):
         return given
-    if given == num_ranks:
-        return True
-    if given == 1:
-        return False
+    if isinstance(given, int) and given in (1, num_ranks):
+        return given > 1 or num_ranks == 1
     raise ConfigError(
         f"reshard_after_forward must be True, False, None, 1 or the {num_ranks} ranks that the "
         f"unit is cut over, got {given!r}: between forward and backward weights are whole, or cut "

@@ -19,6 +19,7 @@ from graphfsdp.base.sharded import IGNORED
 from graphfsdp.config import MixedPrecisionPolicy, ShardingStrategy
 from graphfsdp.errors import ConfigError
 from graphfsdp.sharding.arguments import (
+    AlreadyShardedError,
     check_precision,
     parse_offload,
     parse_reshard,
@@ -106,6 +107,9 @@ def fully_shard(
     modules = _outermost(module)
     policy = _policy(mp_policy)
     ignored = frozenset(ignored_params or ())
+    others = {type(each).__name__ for each in ignored if not isinstance(each, nn.Parameter)}
+    if others:
+        raise ConfigError(f"ignored_params must hold parameters, got {', '.join(sorted(others))}")
     for each in modules:
         _check_embeddings(each)
         check_precision(each, policy)
@@ -158,7 +162,7 @@ def _outermost(given: nn.Module | Sequence[nn.Module]) -> list[nn.Module]:
         raise ConfigError("fully_shard got an empty list of modules, of which there is no unit")
     for module in modules:
         if isinstance(module, FSDPModule):
-            raise ConfigError(
+            raise AlreadyShardedError(
                 f"fully_shard was called twice on the same {type(module).__name__}. Remedy: once "
                 "per module, inner modules first"
             )
@@ -209,8 +213,13 @@ def _refuse_old_parameters(optimizer: torch.optim.Optimizer, args: object, kwarg
 
 
 def _policy(given: MixedPrecisionPolicy | TorchPolicy | None) -> MixedPrecisionPolicy:
-    if not isinstance(given, TorchPolicy):
+    if given is None or isinstance(given, MixedPrecisionPolicy):
         return given or MixedPrecisionPolicy()
+    if not isinstance(given, TorchPolicy):
+        raise ConfigError(
+            "mp_policy must be a MixedPrecisionPolicy of graphfsdp's or of torch.distributed."
+            f"fsdp's, got {type(given).__name__}"
+        )
     return MixedPrecisionPolicy(
         param_dtype=given.param_dtype,
         # Without a word about it FSDP2 reduces in the dtype that gradients are computed in.

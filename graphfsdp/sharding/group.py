@@ -24,7 +24,7 @@ from graphfsdp.base.dtensors import local_part, unwrapped
 from graphfsdp.base.torch_internals import key_of, local_tensor_of, parameters_of
 from graphfsdp.config import MixedPrecisionPolicy, ShardingStrategy
 from graphfsdp.errors import ConfigError
-from graphfsdp.sharding.arguments import refuse_packing
+from graphfsdp.sharding.arguments import NoValuesError, refuse_packing
 from graphfsdp.sharding.buffer import Gradients, How, Reduction, ShardBuffer, version_of
 from graphfsdp.sharding.extension import Extension, forget_values, is_extended, parts_of
 from graphfsdp.sharding.gradient_hooks import (
@@ -295,7 +295,7 @@ class ShardGroup:
         """Refuse shards that were moved elsewhere: training would go on with the old ones."""
         for item in self.managed:
             if item.awaited is not None:
-                raise ConfigError(
+                raise NoValuesError(
                     f"parameter {self.full_name(item)!r} was made on the meta device and has no "
                     "values yet. Remedy: graphfsdp.materialize(model), or graphfsdp.load(path, "
                     "model), before the first forward pass"

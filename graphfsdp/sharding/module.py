@@ -137,9 +137,11 @@ class FSDPModule(TorchModule):
 
     def set_modules_to_forward_prefetch(self, modules: Sequence[Any]) -> None:
         """Ignored: units gather ahead in the order of the last pass."""
+        _check_sharded(modules)
 
     def set_modules_to_backward_prefetch(self, modules: Sequence[Any]) -> None:
         """Ignored: units gather ahead in the order of the last pass."""
+        _check_sharded(modules)
 
     @torch.no_grad()
     def finish_microbatches(self) -> None:
@@ -389,6 +391,14 @@ def _refuse_copy() -> NotCopyableError:
         "{name: p.detach().full_tensor() for name, p in model.named_parameters()} on all ranks; "
         "for a second model, build it anew, shard it, and load that"
     )
+
+
+def _check_sharded(modules: Sequence[Any]) -> None:
+    for module in modules:
+        if not isinstance(module, FSDPModule):
+            raise ConfigError(
+                f"modules to gather ahead must be sharded, got a {type(module).__name__}"
+            )
 
 
 def _refuse_custom(name: str) -> ConfigError:
