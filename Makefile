@@ -68,8 +68,9 @@ core-test: $(VENV_CUDA)/.stamp  ## the core of the suite on a CPU, on the torch 
 
 libraries-env: $(VENV_LIBRARIES)/.stamp
 
-libraries-test: $(VENV_LIBRARIES)/.stamp  ## the tests of other libraries' loops and models, with these libraries
+libraries-test: $(VENV_LIBRARIES)/.stamp  ## the tests of other libraries' loops and models, and the notebooks, with these libraries
 	$(VENV_LIBRARIES)/bin/python -m pytest -n auto --maxprocesses 4 --dist loadfile $(LIBRARIES) $(ARGS)
+	PYTHONPATH=. $(VENV_LIBRARIES)/bin/python -m pytest --nbmake examples/notebooks
 
 cuda-tables: $(VENV_CUDA)/.stamp  ## launches and memory of one iteration above that stand-in, into docs/emulated.md
 	$(VENV_CUDA)/bin/python tests/cuda_stand_in/tables.py

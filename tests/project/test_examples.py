@@ -1,8 +1,10 @@
 """The examples run, and the README shows the smallest one as it is."""
 
+import os
 import re
 import shlex
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -34,6 +36,81 @@ def test_the_readme_s_first_code_block_is_the_smallest_example() -> None:
     if block is None:
         pytest.skip("README.md has no Python code block")
     assert block.group(1).strip() == (EXAMPLES / "smallest.py").read_text().strip()
+
+
+def numbers_of(lines: list[str], word: str) -> list[float]:
+    """The number behind a word, line by line."""
+    return [float(found) for line in lines for found in re.findall(rf"{word} +([\d.]+)", line)]
+
+
+def run_on_ranks(name: str, *arguments: str) -> list[str]:
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [*command, str(EXAMPLES / name), *arguments],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.splitlines()
+
+
+@pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.py")), ids=lambda path: path.stem)
+def test_an_example_is_one_idea_that_the_list_tells(path: Path) -> None:
+    assert len(path.read_text().splitlines()) <= 80
+    assert f"[{path.name}]({path.name})" in (EXAMPLES / "README.md").read_text()
+
+
+def test_a_run_goes_on_from_its_checkpoint_with_the_same_bits(tmp_path: Path) -> None:
+    lines = run_example("checkpoint_and_resume.py", str(tmp_path))
+    assert numbers_of([lines[1]], "loss") == numbers_of([lines[3]], "loss")  # under a live graph
+    expected = numbers_of([lines[2]], "loss")
+    (tmp_path / "latest").write_text("step-00000040")
+    resumed = run_example("checkpoint_and_resume.py", str(tmp_path))
+    assert resumed[0] == "goes on behind iteration 40"
+    assert numbers_of(resumed[1:2], "loss") == expected
+
+
+def test_experts_learn_without_a_look_at_their_sizes() -> None:
+    lines = run_example("experts.py")
+    errors = numbers_of(lines, "error")
+    assert errors[-1] < 0.7 * errors[0] < 0.1  # the targets' variance is about 1
+    assert all("(replay)" in line for line in lines)
+
+
+@pytest.mark.slow
+def test_a_pipeline_of_two_stages_learns() -> None:
+    losses = numbers_of(run_on_ranks("pipeline.py"), "loss")
+    assert losses[-1] < 0.01 < losses[0]
+
+
+@pytest.mark.slow
+def test_weights_that_are_sent_in_eight_bits_train() -> None:
+    losses = numbers_of(run_on_ranks("mxfp8_gather.py", "mxfp8"), "loss")
+    assert losses[-1] < 0.01  # the target's variance is about 0.4
+
+
+@pytest.mark.slow
+def test_a_diffusion_model_draws_what_it_has_seen() -> None:
+    *_, last = run_example("ddpm.py")
+    (near,), (noise,) = numbers_of([last], "are"), numbers_of([last], "is")
+    assert near < 0.4 * noise
+
+
+@pytest.mark.slow
+def test_a_policy_learns_to_balance() -> None:
+    lines = run_example("ppo.py")
+    lengths = [int(line.split()[2]) for line in lines]
+    assert lengths[-1] > 150  # a policy that draws its moves falls after some twenty
+    assert all("(replay)" in line for line in lines)
+
+
+@pytest.mark.slow
+def test_graphs_of_many_sizes_have_one_recording() -> None:
+    rights = numbers_of(run_example("gnn.py"), "right")
+    assert rights[-1] > 0.75  # a coin is right half of the time
 
 
 LAUNCHED = ("slurm.sbatch", "kubernetes.yaml")

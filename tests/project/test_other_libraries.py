@@ -264,3 +264,14 @@ def test_torch_s_own_data_parallelism_is_refused() -> None:
     optimizer = FusedAdam(model.parameters())
     with pytest.raises(graphfsdp.ConfigError, match=r"'1' is wrapped in DataParallel.*no_shard"):
         graphfsdp.capture(model, optimizer)
+
+
+@pytest.mark.filterwarnings("ignore")  # the libraries' own
+def test_adapters_are_trained_and_nothing_else() -> None:
+    pytest.importorskip("transformers")
+    pytest.importorskip("peft")
+    *lines, last = run_example("lora.py")
+    losses = [float(line.split()[3]) for line in lines]
+    assert losses[-1] < losses[0] < 4.2  # a uniform guess is at 4.16
+    assert all("(replay)" in line for line in lines)
+    assert last == "17,408 numbers were trained, 90,432 were not"
