@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from graphfsdp.sharding.module import FSDPModule as FSDPModule
     from graphfsdp.sharding.module import GradientReductionHandle as GradientReductionHandle
     from graphfsdp.sharding.module import UnshardHandle as UnshardHandle
-    from graphfsdp.sharding.module import (
+    from graphfsdp.sharding.pipelines import (
         register_fsdp_forward_method as register_fsdp_forward_method,
     )
     from graphfsdp.sharding.pipelines import share_comm_ctx as share_comm_ctx

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from graphfsdp.base.dtensors import local_part
+from graphfsdp.base.recut import recut_hook
 from graphfsdp.errors import ConfigError
 from graphfsdp.sharding.group import ManagedParameter
 from graphfsdp.sharding.module import give_shards_memory, unit_of
@@ -33,6 +34,11 @@ def receive_values(
         raise ConfigError(f"load_state_dict(assign=True) got values on several devices: {devices}")
     for device in devices:
         give_shards_memory(group, device)
+
+
+def recut_values(module: nn.Module, *args: Any) -> None:
+    """Bring what is about to be loaded into the cut of the parameters."""
+    recut_hook(lambda: [item.param for item in unit_of(module).group.managed])(module, *args)
 
 
 @torch.no_grad()

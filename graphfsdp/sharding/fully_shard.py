@@ -14,7 +14,6 @@ from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import _global_optimizer_pre_hooks, register_optimizer_step_pre_hook
 
 from graphfsdp.base.dtensors import can_be_copied
-from graphfsdp.base.recut import recut_hook
 from graphfsdp.base.sharded import IGNORED
 from graphfsdp.config import MixedPrecisionPolicy, ShardingStrategy
 from graphfsdp.errors import ConfigError
@@ -25,15 +24,18 @@ from graphfsdp.sharding.arguments import (
     parse_reshard,
     refuse_placements,
 )
-from graphfsdp.sharding.assigning import assign_in_place, receive_values
+from graphfsdp.sharding.assigning import assign_in_place, receive_values, recut_values
+from graphfsdp.sharding.copying import deep_copy
 from graphfsdp.sharding.group import TAKEN_AS, ShardGroup, UnitOptions
 from graphfsdp.sharding.mesh import find_axes
 from graphfsdp.sharding.module import FSDPModule as FSDPModule
 from graphfsdp.sharding.module import GradientReductionHandle as GradientReductionHandle
 from graphfsdp.sharding.module import UnshardHandle as UnshardHandle
 from graphfsdp.sharding.module import attach, begin_forward, end_forward, units_in
-from graphfsdp.sharding.module import register_fsdp_forward_method as register_fsdp_forward_method
 from graphfsdp.sharding.pipelines import give_state, state_of
+from graphfsdp.sharding.pipelines import (
+    register_fsdp_forward_method as register_fsdp_forward_method,
+)
 from graphfsdp.sharding.pipelines import share_comm_ctx as share_comm_ctx
 from graphfsdp.sharding.unit import Unit
 
@@ -188,14 +190,12 @@ def make_unit(modules: Sequence[nn.Module], group: ShardGroup) -> None:
     unit = Unit(modules, group)
     group.bind_views()
     for module in modules:
-        attach(module, unit)
+        attach(module, unit, {"__deepcopy__": deep_copy})
         give_state(module)
         module.register_forward_pre_hook(begin_forward, prepend=True, with_kwargs=True)
         module.register_forward_hook(end_forward, always_call=True)
         module.register_load_state_dict_pre_hook(receive_values)
-        module.register_load_state_dict_pre_hook(
-            recut_hook(lambda: [item.param for item in group.managed])
-        )
+        module.register_load_state_dict_pre_hook(recut_values)
         module.register_load_state_dict_pre_hook(assign_in_place)
         module.register_state_dict_post_hook(_make_copyable)
 

@@ -152,10 +152,10 @@ class ShardGroup:
             name: find_model_axes(name, param, options.mesh.experts)
             for name, (param, _) in found.items()
         }
-        self._axes = {name: held for name, held in axes.items() if held is not None}
-        self._meshes = {
+        self.axes = {name: held for name, held in axes.items() if held is not None}
+        self.meshes = {
             name: join_meshes(options.mesh.mesh, held.mesh, name)
-            for name, held in self._axes.items()
+            for name, held in self.axes.items()
         }
         linear = linear_weights(inner for module in modules for inner in module.modules())
         kinds = {
@@ -163,7 +163,7 @@ class ShardGroup:
             for name, (param, _) in found.items()
         }
         if options.policy.gather_format is not None:
-            refuse_packing(options.offload, self._axes)
+            refuse_packing(options.offload, self.axes)
         plans = plan_buffers(
             kinds,
             policy=options.policy,
@@ -180,7 +180,7 @@ class ShardGroup:
         if is_extended(whole):
             name, owner = plan.names[0], found[plan.names[0]].owners[0][0]
             mesh, dtype = self.options.mesh.mesh, plan.dtypes.compute
-            if self.options.offload is not None or name in self._axes:
+            if self.options.offload is not None or name in self.axes:
                 raise ConfigError(
                     f"{name!r} is a {type(whole).__name__}, with fsdp_pre_all_gather, which goes "
                     "neither with CPUOffloadPolicy nor with tensor or expert parallelism yet. "
@@ -198,7 +198,7 @@ class ShardGroup:
             setattr(whole, TAKEN_AS, name)
             for owner, attribute in owners:
                 parameters_of(owner)[attribute] = param
-            axes = self._axes.get(name)
+            axes = self.axes.get(name)
             item = ManagedParameter(name, param, weakref.ref(whole), owners, buffer, slot, axes)
             item.awaited = whole if whole.is_meta else None
             self.managed.append(item)
@@ -208,9 +208,9 @@ class ShardGroup:
         """Return this rank's rows of a parameter, or of its gradient, as what they are part of."""
         mesh, places = self.options.mesh.mesh, buffer.placements(slot)
         shape = slot.shape
-        axes = self._axes.get(name)
+        axes = self.axes.get(name)
         if axes is not None:
-            mesh, places, shape = self._meshes[name], [*axes.placements, *places], axes.shape
+            mesh, places, shape = self.meshes[name], [*axes.placements, *places], axes.shape
         return make_dtensor(local, mesh, places, shape)
 
     def bind_views(self) -> None:
@@ -395,14 +395,14 @@ class ShardGroup:
 
     @property
     def groups(self) -> tuple[dist.ProcessGroup, ...]:
-        over_model = (group for axes in self._axes.values() for group in axes.all_groups)
+        over_model = (group for axes in self.axes.values() for group in axes.all_groups)
         return tuple(dict.fromkeys((*self.options.mesh.groups, *over_model)))
 
     @property
     def equal_groups(self) -> tuple[dist.ProcessGroup, ...]:
         """The groups whose ranks have the same values while whole: not those of experts."""
         over_model = (
-            group for axes in self._axes.values() if axes.wraps for group in axes.all_groups
+            group for axes in self.axes.values() if axes.wraps for group in axes.all_groups
         )
         return tuple(dict.fromkeys((*self.options.mesh.groups, *over_model)))
 
@@ -424,7 +424,7 @@ class ShardGroup:
 
     def has_main_grads(self) -> bool:
         """Whether main grads hold something to add to; those without a gradient get zeros then."""
-        name = self._grad_attribute
+        name = self.grad_attribute
         # Also those that are frozen by now, whose gradients are in the same memory.
         held = [item for item in self.managed if item.buffer.grad is not None]
         unbound = [item for item in held if getattr(item.param, name, None) is None]
@@ -446,7 +446,7 @@ class ShardGroup:
             gradients = item.buffer.gradients
             if gradients is not None and item.slot.index in gradients.landed:
                 gradients.landed.remove(item.slot.index)
-                setattr(item.param, self._grad_attribute, item.main_grad)
+                setattr(item.param, self.grad_attribute, item.main_grad)
                 bound.append(item)
         for item in bound:
             call_when_bound(item.param)
@@ -465,7 +465,7 @@ class ShardGroup:
                 change(item.param, self._as_dtensor(local, item.name, item.buffer, item.slot))
 
     @property
-    def _grad_attribute(self) -> str:
+    def grad_attribute(self) -> str:
         return "decoupled_grad" if self.options.policy.use_decoupled_grad else "grad"
 
     def reduce_pending(self, *, outside: bool = True) -> None:

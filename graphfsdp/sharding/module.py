@@ -1,7 +1,6 @@
 """What a module is after `fully_shard`, and how to get at its unit."""
 
 import dataclasses
-import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NoReturn
@@ -61,13 +60,9 @@ class FSDPModule(TorchModule):
         plain: Any = next(kind for kind in cls.__mro__ if not issubclass(kind, TorchModule))
         return plain(*args, **kwargs)
 
-    def __deepcopy__(self, memo: object) -> NoReturn:
-        """Refuse to be copied."""
-        raise _refuse_copy()
-
     def __reduce_ex__(self, protocol: object) -> NoReturn:
-        """Refuse to be pickled or copied."""
-        raise _refuse_copy()
+        """Refuse to be pickled."""
+        raise _refuse_pickle()
 
     def unshard(self, async_op: bool = False) -> "UnshardHandle | None":
         """Gather the whole weights of this unit, and hold them.
@@ -384,12 +379,12 @@ class FSDPModule(TorchModule):
         shards_of(self)
 
 
-def _refuse_copy() -> NotCopyableError:
+def _refuse_pickle() -> NotCopyableError:
     return NotCopyableError(
-        "a sharded model cannot be pickled or copied: its shards lie in flat buffers that units "
-        "and process groups share. Remedy: graphfsdp.save and graphfsdp.load, or "
-        "{name: p.detach().full_tensor() for name, p in model.named_parameters()} on all ranks; "
-        "for a second model, build it anew, shard it, and load that"
+        "a sharded model cannot be pickled, as the groups of ranks that hold it cannot. Remedy: "
+        "graphfsdp.save and graphfsdp.load, or torch.save(model.state_dict()), or on all ranks "
+        "{name: p.detach().full_tensor() for name, p in model.named_parameters()}; for a second "
+        "model copy.deepcopy"
     )
 
 
@@ -408,11 +403,16 @@ def _refuse_custom(name: str) -> ConfigError:
     )
 
 
-def attach(module: nn.Module, unit: Unit) -> None:
-    """Make a module an ``FSDPModule`` with a unit."""
+def attach(module: nn.Module, unit: Unit, methods: dict[str, Any]) -> None:
+    """Make a module an ``FSDPModule`` with a unit, and with methods that know more of units."""
     setattr(module, _UNIT, unit)
     kind = type(module)
-    module.__class__ = type(f"FSDP{kind.__name__}", (FSDPModule, kind), {})
+    module.__class__ = type(f"FSDP{kind.__name__}", (FSDPModule, kind), methods)
+
+
+def forget_shards(attributes: dict[str, Any]) -> None:
+    """Take off a module's attributes what a copy of it makes of its own in its first forward."""
+    attributes.pop(_SHARDS, None)
 
 
 def unit_of(module: object) -> Unit:
@@ -493,40 +493,6 @@ def end_forward(module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
     unit = unit_of(module)
     unit.leave_forward()
     return _cast_leaves(output, unit.group.options.policy.output_dtype)
-
-
-def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
-    """Let a method of a sharded module compute with whole weights, as ``forward`` does.
-
-    A module that is not sharded stays as it is.
-
-    Args:
-        module: What has the method.
-        method_name: Its name.
-
-    Raises:
-        ConfigError: the module has no such method.
-    """
-    if not isinstance(module, FSDPModule):
-        return
-    method = getattr(module, method_name, None)
-    if not callable(method):
-        raise ConfigError(
-            f"{type(module).__name__} has no method {method_name!r} that could be a forward pass"
-        )
-
-    @functools.wraps(method)
-    def around(*args: Any, **kwargs: Any) -> Any:
-        assert isinstance(module, nn.Module)
-        args, kwargs = begin_forward(module, args, kwargs)
-        try:
-            output = method(*args, **kwargs)
-        except BaseException:
-            unit_of(module).leave_forward()
-            raise
-        return end_forward(module, args, output)
-
-    setattr(module, method_name, around)
 
 
 def _moved(values: Any, device: torch.device) -> Any:

@@ -1,6 +1,7 @@
 """What torch's pipeline schedules and other libraries ask of sharded modules besides methods."""
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any, NoReturn
 
@@ -11,7 +12,13 @@ from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 
 from graphfsdp.errors import ConfigError
-from graphfsdp.sharding.module import FSDPModule, shards_of
+from graphfsdp.sharding.module import (
+    FSDPModule,
+    begin_forward,
+    end_forward,
+    shards_of,
+    unit_of,
+)
 
 
 class NotOfOursError(ConfigError, AttributeError):
@@ -71,3 +78,44 @@ def share_comm_ctx(modules: Sequence[nn.Module]) -> None:
     schedules = [shards_of(module).schedule for module in modules]
     for schedule in schedules[1:]:
         schedule.share_lanes(schedules[0])
+
+
+def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
+    """Let a method of a sharded module compute with whole weights, as ``forward`` does.
+
+    A module that is not sharded stays as it is.
+
+    Args:
+        module: What has the method.
+        method_name: Its name.
+
+    Raises:
+        ConfigError: the module has no such method.
+    """
+    if not isinstance(module, FSDPModule):
+        return
+    method = getattr(module, method_name, None)
+    if not callable(method):
+        raise ConfigError(
+            f"{type(module).__name__} has no method {method_name!r} that could be a forward pass"
+        )
+
+    setattr(module, method_name, _ForwardMethod(module, method))
+
+
+class _ForwardMethod:
+    """A method around which weights are whole; a copy of the module has a copy of it."""
+
+    def __init__(self, module: FSDPModule, method: Callable[..., Any]) -> None:
+        functools.update_wrapper(self, method)
+        self._module, self._method = module, method
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        module: Any = self._module
+        args, kwargs = begin_forward(module, args, kwargs)
+        try:
+            output = self._method(*args, **kwargs)
+        except BaseException:
+            unit_of(module).leave_forward()
+            raise
+        return end_forward(module, args, output)

@@ -103,6 +103,11 @@ def copy_a_sharded_pair() -> None:
         for _ in range(3):
             step(torch.ones(5, 4))
         for how in WAYS.values():
+            if how is copy.deepcopy:
+                twin = how(model)
+                x = torch.ones(5, 4)
+                assert torch.equal(twin(x), model(x))
+                continue
             for value in (model, model[0], (model, optim)):
                 with pytest.raises(NotCopyableError, match=r"sharded model .*Remedy"):
                     how(value)
