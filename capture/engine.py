@@ -143,13 +143,13 @@ class Engine:
                 output = self._iteration.forward_backward(
                     recording.inputs, recording.num_microbatches
                 )
+            results = recording.results.flatten(output, recording.inputs)
         except CaptureError:
             if output is not None and self.full:
-                # The watch refuses at its end; other ranks go on to the norm's reduction.
+                # Refused at its end; other ranks go on to the norm's reduction.
                 self._iteration.optimizer_step()
             raise
         self._has_iterated = True
-        results = recording.results.flatten(output)
         if self.full:
             self._make_room()
             grad_norm = self._iteration.optimizer_step()
@@ -182,6 +182,7 @@ class Engine:
     def unpack(self, recording: Recording, results: list[Tensor]) -> object:
         """Return what the user's function returned, and keep the gradient norm."""
         output, grad_norm = recording.results.unflatten(results)
+        recording.inputs.forget()
         if grad_norm is not None:
             self.grad_norm = grad_norm
         return output
@@ -199,7 +200,7 @@ class Engine:
         self._replayed = None
         with self._around(), self._prepared(recording, watch, trains=False):
             output = self._iteration.forward(recording.inputs, recording.num_microbatches)
-        return recording.results.flatten(output)
+        return recording.results.flatten(output, recording.inputs)
 
     def step_outside(self) -> None:
         if not self.full:

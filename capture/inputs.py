@@ -10,18 +10,15 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from graphfsdp.base.torch_internals import (
-    keystr,
-    tree_flatten,
-    tree_leaves_with_path,
-    tree_structure,
-    tree_unflatten,
-)
-from graphfsdp.errors import ConfigError
+from graphfsdp._capture.batch_writes import Batch, BatchWrites, Handed, refused_write
+from graphfsdp._capture.trees import attributes_of, flatten, is_open, leaves_with_path, opened
+from graphfsdp.base.hazards import HazardKind
+from graphfsdp.base.torch_internals import keystr, tree_unflatten, without_modes
+from graphfsdp.errors import CaptureError, ConfigError
 
 _NUM_STAGES = 2  # batches that may be on their way to the GPU before the host waits
+_PLAIN = (tuple, list, dict)
 _AS_TENSOR = ("torch.tensor(value)", "torch.from_numpy(array)")
-_Batch = tuple[tuple[Any, ...], dict[str, Any]]  # the arguments of a call
 
 
 @dataclass(frozen=True)
@@ -81,20 +78,23 @@ class BatchForm:
 
     Most batches are a tensor, or a dict or tuple of some. pytree, which knows many more containers,
     takes as long for them as a small graph for its replay. Only what is nested in exactly these
-    types, with keys in the same order, is walked here; ``leaves`` leaves the rest to pytree.
+    types, or in dataclasses, with keys in the same order, is walked here; ``leaves`` leaves the
+    rest to pytree.
     """
 
     def __init__(self, batch: Any) -> None:
         self._type = type(batch)
-        self._keys = list(batch) if self._type is dict else None
-        values = batch.values() if self._type is dict else batch
+        self._is_open = self._type not in _PLAIN
+        inside = attributes_of(batch) if self._is_open else batch
+        self._keys = list(inside) if isinstance(inside, dict) else None
+        values = inside.values() if isinstance(inside, dict) else inside
         # By item; None for one that is a leaf, or a container that only pytree knows.
         self._inner = [
-            BatchForm(item) if type(item) in (tuple, list, dict) else None for item in values
+            BatchForm(item) if type(item) in _PLAIN or is_open(item) else None for item in values
         ]
 
     @classmethod
-    def of(cls, batch: _Batch, leaves: Sequence[Any]) -> "BatchForm | None":
+    def of(cls, batch: Batch, leaves: Sequence[Any]) -> "BatchForm | None":
         """Return the form of a batch, or None where pytree finds other leaves in it."""
         form = cls(batch)
         found = form.leaves(batch)
@@ -106,13 +106,15 @@ class BatchForm:
         return found if self._walk(batch, found) else None
 
     def _walk(self, batch: Any, found: list[Any]) -> bool:
-        if type(batch) is not self._type or len(batch) != len(self._inner):
+        if type(batch) is not self._type:
             return False
-        values = batch
+        values = attributes_of(batch) if self._is_open else batch
+        if len(values) != len(self._inner):
+            return False
         if self._keys is not None:
-            if list(batch) != self._keys:
+            if list(values) != self._keys:
                 return False
-            values = batch.values()
+            values = values.values()
         for form, item in zip(self._inner, values, strict=True):
             if form is None:
                 found.append(item)
@@ -164,25 +166,32 @@ class StaticInputs:
         num_microbatches: int,
     ) -> None:
         """ConfigError if a leaf cannot be a static input or be split."""
-        leaves, self._spec = tree_flatten((args, kwargs))
+        leaves, self._spec = flatten((args, kwargs))
         self._form = BatchForm.of((args, kwargs), leaves)
         self._names = _leaf_names((args, kwargs))
         self._leaves: list[TensorLeaf | PlainLeaf] = []
         self._targets: list[tuple[int, Tensor, _PinnedStages | None]] = []
-        static = list(leaves)
+        self._plain: list[int] = []
+        self._static = list(leaves)
         for index, (name, leaf) in enumerate(zip(self._names, leaves, strict=True)):
             if not isinstance(leaf, Tensor):
                 _check_plain(name, leaf)
                 self._leaves.append(PlainLeaf.of(leaf))
+                self._plain.append(index)
                 continue
             _check_tensor(name, leaf)
             _check_divides(name, leaf, num_microbatches)
             self._leaves.append(TensorLeaf.of(leaf))
-            static[index] = torch.empty_like(leaf, device=device, requires_grad=False)
+            static = torch.empty_like(leaf, device=device, requires_grad=False)
             is_apart = device.type == "cuda" and leaf.device.type == "cpu"
             stages = _PinnedStages(leaf, device) if is_apart else None
-            self._targets.append((index, static[index], stages))
-        self.args, self.kwargs = tree_unflatten(static, self._spec)
+            self._targets.append((index, static, stages))
+            self._static[index] = static
+        self.changes_form = False
+        self._handed: list[Handed] = []  # by microbatch
+        self._versions: list[int] = []
+        # The caller's batch and its leaves, for what an iteration writes into them.
+        self._own: tuple[Batch, list[Any]] | None = (args, kwargs), leaves
         self._copy(leaves)
 
     def accept(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -195,7 +204,78 @@ class StaticInputs:
                 return False
         # Only now: copy_ would broadcast a batch of 1 and cast another dtype without a word.
         self._copy(leaves)
+        for index in self._plain:
+            self._static[index] = leaves[index]
+        self._own = batch, leaves
         return True
+
+    def hand_out(self, index: int = 0, num_microbatches: int = 1) -> Batch:
+        """Return the arguments of one microbatch, in new containers; tensors are static inputs.
+
+        The first one begins an iteration.
+        """
+        if not index:
+            self._let_go()
+            self._handed.clear()
+            self._versions = [target._version for _, target, _ in self._targets]
+
+        def part(leaf: Any) -> Any:
+            if not isinstance(leaf, Tensor) or num_microbatches == 1:
+                return leaf
+            length = leaf.shape[0] // num_microbatches
+            return leaf.narrow(0, index * length, length)
+
+        batch: Batch = tree_unflatten(list(map(part, self._static)), self._spec)
+        self._handed.append(Handed(batch))
+        return batch
+
+    def take_writes(self) -> BatchWrites | None:
+        """Return what the iteration that is over has written into its batch; None for nothing.
+
+        CaptureError, ConfigError: no replay can write it.
+        """
+        found = [BatchWrites(handed) for handed in self._handed]
+        self._handed.clear()
+        if len(found) > 1 and any(found):
+            name = next(each.first_name for each in found if each)
+            raise CaptureError(
+                f"the iteration writes {name} of its batch, and each microbatch has containers of "
+                "its own. Remedy: return it beside the loss, or microbatches=1",
+                kind=HazardKind.STATE,
+            )
+        writes = found[0]
+        for (index, target, _), version in zip(self._targets, self._versions, strict=True):
+            # What comes from another device is a copy in a loop without a graph, too.
+            leaf = self._leaves[index]
+            if target._version != version and leaf == TensorLeaf.of(target):
+                writes.add_in_place(index, target)
+        if writes and self._own is not None:
+            writes.refuse_aliases(*self._own, self._names)
+        for index in self._plain:
+            _check_plain(self._names[index], self._static[index])
+            if not self._leaves[index].matches(self._static[index]):
+                raise refused_write(f"into {self._names[index]}")
+        self._let_go()
+        self.changes_form = writes.changes_form
+        return writes if writes else None
+
+    def put_back(self, writes: BatchWrites, tensors: Sequence[Tensor]) -> None:
+        """Write results into the caller's batch, once."""
+        if self._own is not None:
+            writes.put_back(*self._own, tensors)
+        self.forget()
+
+    def forget(self) -> None:
+        """Let go of the caller's batch."""
+        self._own = None
+
+    def _let_go(self) -> None:
+        """Take static inputs out of the autograd graph that an iteration has put them into."""
+        for _, target, _ in self._targets:
+            if target.requires_grad:
+                with without_modes():
+                    target.detach_()
+                target.grad = None
 
     def difference(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
         """Say what it is about a batch that is not accepted, and what to do."""
@@ -208,15 +288,15 @@ class StaticInputs:
             if not expected.matches(leaf)
         )
 
-    def _flatten(self, batch: _Batch) -> list[Any] | None:
+    def _flatten(self, batch: Batch) -> list[Any] | None:
         """Return a batch's leaves in the order of the first one's; keys may come in any order."""
-        leaves, spec = tree_flatten(batch)
+        leaves, spec = flatten(batch)
         if spec == self._spec:
             return leaves
         if sorted(_leaf_names(batch)) != sorted(self._names):
             return None
         try:
-            return self._spec.flatten_up_to(batch)
+            return self._spec.flatten_up_to(opened(batch))
         except ValueError:
             return None
 
@@ -226,11 +306,11 @@ class StaticInputs:
                 return False
         return True
 
-    def _other_structure(self, batch: _Batch) -> str:
+    def _other_structure(self, batch: Batch) -> str:
         names = _leaf_names(batch)
         missing = [f"{name} is missing" for name in self._names if name not in names]
         extra = [f"{name} is new" for name in names if name not in self._names]
-        containers = f"the containers differ: expected {self._spec}, got {tree_structure(batch)}"
+        containers = f"the containers differ: expected {self._spec}, got {flatten(batch)[1]}"
         return (
             "the batch has another structure than the one that was captured: "
             f"{', '.join([*missing, *extra]) or containers}. "
@@ -238,6 +318,7 @@ class StaticInputs:
         )
 
     def _copy(self, leaves: list[Any]) -> None:
+        self._let_go()
         for index, target, stages in self._targets:
             leaf = leaves[index]
             if leaf.requires_grad:  # copied, and never linked to the graph
@@ -270,8 +351,8 @@ def _other_leaf(name: str, expected: TensorLeaf | PlainLeaf, leaf: object) -> st
     )
     if isinstance(expected, PlainLeaf):
         remedy = (
-            "a value that is no tensor is baked into the graph: keep it equal, or pass it as a "
-            "tensor"
+            "a value that is no tensor is baked into the graph: keep it equal, have a graph for "
+            f"each value (on_change='recapture'){_or_as_tensor(leaf)}"
         )
     elif isinstance(got, PlainLeaf):
         remedy = f"pass a tensor, as before ({_AS_TENSOR[isinstance(leaf, np.ndarray)]})"
@@ -281,6 +362,10 @@ def _other_leaf(name: str, expected: TensorLeaf | PlainLeaf, leaf: object) -> st
             f"{expected.dtype}), or have a graph for each kind (on_change='recapture')"
         )
     return f"batch leaf {name}: expected {expected}, got {got}. Remedy: {remedy}"
+
+
+def _or_as_tensor(leaf: object) -> str:
+    return ", or pass it as a tensor" if isinstance(leaf, int | float | complex) else ""
 
 
 def _check_tensor(name: str, leaf: Tensor) -> None:
@@ -316,8 +401,8 @@ def _check_plain(name: str, leaf: object) -> None:
     if not isinstance(leaf, nn.Module) and any(isinstance(v, Tensor) for v in _inside(leaf)):
         raise ConfigError(
             f"batch leaf {name} is a {type(leaf).__name__}, whose tensors cannot be seen: a graph "
-            "would go on with those of this batch. Remedy: pass its tensors, in a dict, list or "
-            "tuple (**batch), or register the class with torch.utils._pytree"
+            "would go on with those of this batch. Remedy: pass its tensors, in a dict, list, "
+            "tuple or dataclass (**batch), or register the class with torch.utils._pytree"
         )
 
 
@@ -329,8 +414,8 @@ def _inside(leaf: object) -> Iterator[object]:
         yield getattr(leaf, slot, None)
 
 
-def _leaf_names(batch: _Batch) -> list[str]:
-    return [_render(path) for path, _ in tree_leaves_with_path(batch)]
+def _leaf_names(batch: Batch) -> list[str]:
+    return [_render(path) for path, _ in leaves_with_path(batch)]
 
 
 def _render(path: Sequence[Any]) -> str:

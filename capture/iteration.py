@@ -81,7 +81,7 @@ class AnyIteration(abc.ABC):
         with torch.no_grad(), nvtx_range("forward"), without_looks():
             clear_autocast_cache()
             for index in range(num_microbatches):
-                args, kwargs = microbatch(inputs, index, num_microbatches)
+                args, kwargs = inputs.hand_out(index, num_microbatches)
                 output = run_users(self._loss_fn, self._models, *args, **kwargs)
                 _check_tensors(output, "loss_fn returned", self._loss_source())
                 outputs.append(tree_map(own, output))
@@ -162,7 +162,7 @@ class Iteration(AnyIteration):
         return None if self._max_grad_norm is None else grad_norm
 
     def _microbatch(self, inputs: StaticInputs, index: int, num_microbatches: int) -> Any:
-        args, kwargs = microbatch(inputs, index, num_microbatches)
+        args, kwargs = inputs.hand_out(index, num_microbatches)
         with torch.enable_grad():
             with nvtx_range("forward"), without_looks():
                 output = run_users(self._loss_fn, self._models, *args, **kwargs)
@@ -241,9 +241,8 @@ class CustomIteration(AnyIteration):
 
     def _run(self, inputs: StaticInputs) -> Any:
         try:
-            return run_users(
-                self._function, self._models, self._optimizers, *inputs.args, **inputs.kwargs
-            )
+            args, kwargs = inputs.hand_out()
+            return run_users(self._function, self._models, self._optimizers, *args, **kwargs)
         except RuntimeError as error:
             if "DTensor" in str(error) and self._has_several_meshes():
                 raise ConfigError(
@@ -277,21 +276,6 @@ def _check_tensors(output: Any, returned: str, source: SourceLine | None) -> Non
                 "replay recomputes nothing else. Remedy: return it as a tensor",
                 source=source,
             )
-
-
-def microbatch(
-    inputs: StaticInputs, index: int, num_microbatches: int
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return the arguments of one microbatch; tensors are views of the static inputs."""
-
-    def part(leaf: Any) -> Any:
-        if not isinstance(leaf, Tensor) or num_microbatches == 1:
-            return leaf
-        length = leaf.shape[0] // num_microbatches
-        return leaf.narrow(0, index * length, length)
-
-    args, kwargs = tree_map(part, (inputs.args, inputs.kwargs))
-    return args, kwargs
 
 
 def own(leaf: Any) -> Any:

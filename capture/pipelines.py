@@ -145,9 +145,10 @@ class Pipeline:
         return made
 
     def _parts(self, inputs: StaticInputs) -> tuple[tuple[Any, ...], dict[str, Any], Any]:
-        kwargs = dict(inputs.kwargs)
+        args, given = inputs.hand_out()
+        kwargs = dict(given)
         target = kwargs.pop(_TARGET, None)
-        return tuple(inputs.args), kwargs, target
+        return args, kwargs, target
 
     def _check_rows(self, args: tuple[Any, ...], target: Any) -> None:
         """ConfigError if microbatches would differ: stages receive into buffers of one shape."""

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from graphfsdp._capture.batch_writes import BatchWrites
 from graphfsdp._capture.gradients import Landed
 from graphfsdp._capture.guards.guards import Guards
 from graphfsdp._capture.inputs import StaticInputs
@@ -50,9 +51,18 @@ class Results:
         # By leaf of the output, how many tensors are in it; those that are none are None.
         self._parts: list[tuple[Wrapping | None, int]] = []
         self._is_single = False
+        self._inputs: StaticInputs | None = None  # into whose batch something was written
+        self._writes: BatchWrites | None = None
 
-    def flatten(self, output: Any) -> list[Tensor]:
-        """Remember the form of an output, and return its tensors."""
+    def flatten(self, output: Any, inputs: StaticInputs) -> list[Tensor]:
+        """Remember the form of an output, and return its tensors.
+
+        They are followed by copies of what the iteration has written into its batch.
+        """
+        self._inputs, self._writes = inputs, inputs.take_writes()
+        if self._writes is not None:
+            written, self._writes.tensors = self._writes.tensors, []
+            output = output, [tensor.detach().clone() for tensor in written]
         leaves, self._spec = tree_flatten(output)
         tensors: list[Tensor] = []
         self._parts = []
@@ -65,7 +75,10 @@ class Results:
         return tensors
 
     def unflatten(self, results: Sequence[Tensor]) -> tuple[Any, Tensor | None]:
-        """Return the output that these tensors make, and the one that follows them, if any."""
+        """Return the output that these tensors make, and the one that follows them, if any.
+
+        What the iteration has written into its batch is written into the caller's, once.
+        """
         assert self._spec is not None
         if self._is_single:
             return results[0], results[1] if len(results) > 1 else None
@@ -75,7 +88,12 @@ class Results:
             inside = list(itertools.islice(tensors, count))
             whole = inside[0] if inside else None
             leaves.append(whole if wrapping is None else wrapping.around(inside))
-        return tree_unflatten(leaves, self._spec), next(tensors, None)
+        output = tree_unflatten(leaves, self._spec)
+        if self._writes is not None:
+            assert self._inputs is not None
+            output, written = output
+            self._inputs.put_back(self._writes, written)
+        return output, next(tensors, None)
 
 
 class Recording:
@@ -106,6 +124,11 @@ class Recording:
         self.landed: Landed = []
         self.kept: list[Kept] = []
         self.results = Results()
+
+    @property
+    def has_first_form(self) -> bool:
+        """Whether it is of a batch that has another form since its iteration has run."""
+        return self.graph is None and self.inputs.changes_form
 
     def again(self) -> "Recording":
         """Return one with the same inputs and no graph, for a run beside this one's."""
@@ -163,6 +186,7 @@ class Recordings:
         self._on_change = on_change
         self._entries: OrderedDict[int, Recording] = OrderedDict()  # oldest use first
         self._num_unused = 0  # that had to go before they had a graph
+        self._has_second_form = False
 
     def __iter__(self) -> Iterator[Recording]:
         """Yield the recordings, least recently used first."""
@@ -194,6 +218,11 @@ class Recordings:
                 self._entries.move_to_end(id(entry))
                 return entry
         known = self.latest
+        if known is not None and known.has_first_form and not self._has_second_form:
+            # A dict for the log is empty once, and has its keys ever after.
+            self._has_second_form = True
+            self.remove(known)
+            known = self.latest
         keeps = known is None or self._on_change is OnChange.RECAPTURE
         if known is not None:
             why = _difference(known, args, kwargs, num_microbatches)

@@ -50,7 +50,10 @@ class CapturedStep:
         """Train on one batch.
 
         Args:
-            *args: The batch, as ``loss_fn`` takes it after the model: any nesting of tensors.
+            *args: The batch, as ``loss_fn`` takes it after the model: tensors, nested in whatever
+                torch's pytree knows and in dataclasses. Tensors that ``loss_fn`` writes into the
+                batch, in place or under a key, are there afterwards (in place only where the batch
+                lies on the model's device); gradients of inputs are not.
             **kwargs: Likewise. Values that are no tensors must be equal in every call.
 
         Returns:

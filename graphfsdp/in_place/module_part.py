@@ -16,6 +16,7 @@ from torch.autograd import forward_ad
 
 from graphfsdp._capture.rules.constants import ConstantWatch
 from graphfsdp._capture.trace.backend import GraphBackend
+from graphfsdp._capture.trees import flatten
 from graphfsdp._capture.undo.host_state import generators_of
 from graphfsdp.base.host_memory import available_bytes
 from graphfsdp.base.torch_internals import (
@@ -27,7 +28,6 @@ from graphfsdp.base.torch_internals import (
     num_dispatch_modes,
     num_function_modes,
     tracing_state,
-    tree_flatten,
 )
 from graphfsdp.in_place.part_backward import NotAPartError
 from graphfsdp.in_place.part_graphs import PartGraphs, Results, has_own_memory, run_part
@@ -367,7 +367,7 @@ def _flat(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Sequence[Any],
     """Return all leaves and how they are nested; None where the leaves are the arguments."""
     if not kwargs and all(type(arg) is Tensor for arg in args):
         return args, None
-    return tree_flatten((args, kwargs))
+    return flatten((args, kwargs))
 
 
 @contextmanager

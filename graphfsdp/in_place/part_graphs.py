@@ -28,11 +28,13 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import Node, saved_tensors_hooks
 
+from graphfsdp._capture.batch_writes import BatchWrites, Handed
 from graphfsdp._capture.guards.guards import Guards
 from graphfsdp._capture.python.walk import take_snapshot
 from graphfsdp._capture.recording import kept_by
 from graphfsdp._capture.rules.constants import ConstantWatch
 from graphfsdp._capture.trace.backend import GraphBackend
+from graphfsdp._capture.trees import flatten
 from graphfsdp._capture.undo.host_state import Attempt, generators_of
 from graphfsdp.base.op_tensors import as_written, storage_key
 from graphfsdp.base.torch_internals import (
@@ -40,7 +42,6 @@ from graphfsdp.base.torch_internals import (
     clear_casts,
     keeps_graph,
     parameters_of,
-    tree_flatten,
     tree_unflatten,
     without_modes,
 )
@@ -63,7 +64,7 @@ class Results:
     """How what a module returns is made of tensors and of plain values."""
 
     def __init__(self, output: object) -> None:
-        leaves, self._spec = tree_flatten(output)
+        leaves, self._spec = flatten(output)
         for leaf in leaves:
             if type(leaf) is not Tensor and not isinstance(leaf, _PLAIN_RESULTS):
                 raise NotAPartError(f"it returns a {type(leaf).__name__}, which no graph makes")
@@ -73,7 +74,7 @@ class Results:
 
     @staticmethod
     def tensors_of(output: object) -> list[Tensor]:
-        return [leaf for leaf in tree_flatten(output)[0] if isinstance(leaf, Tensor)]
+        return [leaf for leaf in flatten(output)[0] if isinstance(leaf, Tensor)]
 
     def made_of(self, tensors: Sequence[Tensor]) -> Any:
         if self._is_tensor:
@@ -196,6 +197,8 @@ class PartGraphs:
         args, kwargs = tuple(self._static), {}
         if self._spec is not None:
             args, kwargs = tree_unflatten(self._static, self._spec)
+        handed = Handed((args, kwargs))
+        need_grads = [leaf.requires_grad for leaf in self._inputs()]
         saved: dict[int, int] = {}
 
         def keep(tensor: Tensor) -> Tensor:
@@ -205,6 +208,10 @@ class PartGraphs:
         kept = saved_tensors_hooks(keep, _as_it_is)
         with self._stand_ins(), constants.comparing(self._inputs()), kept:
             output = self._module._call_impl(*args, **kwargs)
+        if BatchWrites(handed):
+            raise NotAPartError("it writes into a container that it is given")
+        if need_grads != [leaf.requires_grad for leaf in self._inputs()]:
+            raise NotAPartError("it changes requires_grad of an input")
         self.results = Results(output)
         self._kept = self.results.tensors_of(output)
         self._check_results()

@@ -84,7 +84,7 @@ def test_no_two_outputs_share_memory(
         kept.extend(outputs)
     latest = step._runner._recordings.latest
     assert latest is not None
-    inside = [*model.parameters(), *torch.utils._pytree.tree_leaves(latest.inputs.args)]
+    inside = [*model.parameters(), *latest.inputs.tensors()]
     places = [tensor.untyped_storage().data_ptr() for tensor in (*kept, *inside)]
     numel = [tensor.untyped_storage().nbytes() for tensor in (*kept, *inside)]
     assert all(numel)

@@ -115,8 +115,7 @@ def test_a_mismatch_names_the_leaf_and_copies_nothing(
         step(*args, **kwargs)
     latest = step._runner._recordings.latest
     assert latest is not None
-    held = latest.inputs.args
-    static = [held[0]["x"], held[0]["nested"][0], held[1]]
+    static = latest.inputs.tensors()
     state = [t.clone() for t in (*static, *model.parameters())]
     phase, calls = step.phase, step.report().num_calls
     change, message = MISMATCHES[name]
