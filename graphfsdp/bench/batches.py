@@ -41,7 +41,7 @@ def batch_source(setting: Setting, options: BenchOptions) -> tuple[Setting, Batc
 
         return setting, BatchSource("random numbers", make_random, device)
     in_text = not options.random_tokens
-    corpus = load_corpus(options.data) if in_text else _random(model.vocab_size, seed)
+    corpus = load_corpus(None) if in_text else _random(model.vocab_size, seed)
     case = replace(case, workload=case.workload.with_vocabulary(corpus.vocab_size))
     together = rows * ranks.size
     batches = TokenBatches(

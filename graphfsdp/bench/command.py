@@ -47,11 +47,6 @@ def run_bench(arguments: Sequence[str], console: Console) -> int:
         return run_mlperf(arguments, console)
     options = parse_bench_arguments(arguments)
     ranks = find_ranks()
-    if options.strategy is not None and not ranks.launched:
-        raise ConfigError(
-            "--strategy says what is cut over several ranks, and this is one process; start them "
-            "with torchrun --nproc-per-node N -m graphfsdp bench ..."
-        )
     device = choose_device(options.device, ranks)
     torch.set_num_threads(options.threads)
     with process_group(ranks, device, timeout_minutes=TIMEOUT_MINUTES) as backend:
@@ -133,14 +128,8 @@ class _Bench:
 
     def _job(self, planned: PlannedCase, limit_s: float) -> Job:
         options = self._options
-        setting = Setting(
-            planned.case,
-            self._device,
-            options.seed,
-            self._ranks,
-            options.sharding,
-            compile=options.compile == "on" or "auto",
-        )
+        how = options.compile == "on" or "auto"
+        setting = Setting(planned.case, self._device, ranks=self._ranks, compile=how)
         return Job(setting, planned.contenders, options, limit_s)
 
     def _greet(self) -> None:

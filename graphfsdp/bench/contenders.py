@@ -49,7 +49,6 @@ class Setting:
     device: torch.device
     seed: int = 0
     ranks: Ranks = field(default_factory=Ranks)
-    strategy: ShardingStrategy = ShardingStrategy.OPTIM_GRADS_PARAMS
     compile: bool | str = "auto"
 
     @property
@@ -140,7 +139,7 @@ class OwnContender(Contender):
         if setting.ranks.launched:
             if setting.bf16:
                 policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
-            _shard(model, setting, policy or MixedPrecisionPolicy())
+            _shard(model, policy or MixedPrecisionPolicy())
         elif setting.bf16:
             to_bf16(model)
         self.optimizer = FusedAdam(
@@ -171,11 +170,12 @@ class OwnContender(Contender):
         self.step.close()
 
 
-def _shard(model: nn.Module, setting: Setting, policy: MixedPrecisionPolicy) -> None:
-    blocks = model.get_submodule("blocks")
-    for block in blocks.children():
-        graphfsdp.fully_shard(block, strategy=setting.strategy, mp_policy=policy)
-    graphfsdp.fully_shard(model, strategy=setting.strategy, mp_policy=policy)
+def _shard(model: nn.Module, policy: MixedPrecisionPolicy) -> None:
+    """Cut what FSDP2 cuts."""
+    for module in (*model.get_submodule("blocks").children(), model):
+        graphfsdp.fully_shard(
+            module, strategy=ShardingStrategy.OPTIM_GRADS_PARAMS, mp_policy=policy
+        )
 
 
 class TorchLoop(Contender):

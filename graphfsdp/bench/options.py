@@ -17,9 +17,8 @@ from graphfsdp.bench.workloads import (
     workloads,
 )
 from graphfsdp.command_line import Parser, add_flags, require
-from graphfsdp.config import ShardingStrategy
 from graphfsdp.errors import ConfigError
-from graphfsdp.training.config import DeviceChoice, StrategyName
+from graphfsdp.training.config import DeviceChoice
 
 _ABOUT = """\
 Measure what whole-iteration capture brings, beside what people would use instead.
@@ -61,19 +60,12 @@ class BenchOptions:
         "contenders, listed below; eager is always among them (default: all)",
         "NAME",
     ] = None
-    data: Annotated[
-        str | None,
-        "text to train on, as 'graphfsdp train --data' takes it (default: the source files of "
-        "Python's standard library)",
-    ] = None
-    random_tokens: Annotated[bool, "uniform tokens, no text", "store_true"] = False
-    seed: Annotated[int, "decides weights and batches"] = 0
+    random_tokens: Annotated[
+        bool,
+        "uniform tokens (default: the source files of Python's standard library)",
+        "store_true",
+    ] = False
     device: Annotated[DeviceChoice, "auto takes a GPU where there is one"] = "auto"
-    strategy: Annotated[
-        StrategyName | None,
-        "what graphfsdp cuts where there are several ranks (default: optim_grads_params, which is "
-        "what FSDP2 does)",
-    ] = None
     compile: Annotated[
         Literal["on", "auto"],
         "what compiled_recording compiles on a CPU: everything, or what is faster so",
@@ -97,20 +89,13 @@ class BenchOptions:
             if value is not None:
                 require(name, value, value > 0, "greater than 0")
         require("threads", self.threads, self.threads >= 1, "at least 1")
-        require("seed", self.seed, self.seed >= 0, "at least 0")
         for size in self.batch_size or ():
             require("batch_size", size, size >= 1, "at least 1")
         if self.suite is not None and self.workload:
             raise ConfigError("--suite and --workload both say what to measure; give one of them")
-        if self.data is not None and self.random_tokens:
-            raise ConfigError("--data and --random-tokens both say what to train on; give one")
         for name in self.workload or ():
             find_workload(name)
         find_contenders(self.contender)
-
-    @property
-    def sharding(self) -> ShardingStrategy:
-        return ShardingStrategy.parse(self.strategy or ShardingStrategy.OPTIM_GRADS_PARAMS)
 
     def cases(self, device_type: str) -> tuple[PlannedCase, ...]:
         if self.workload:

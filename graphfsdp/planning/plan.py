@@ -19,9 +19,8 @@ from graphfsdp.data import BYTES_VOCAB_SIZE
 from graphfsdp.errors import ConfigError
 from graphfsdp.planning.activations import Activations, WholeUnit, run_without_numbers
 from graphfsdp.sharding.plan import BufferPlan, ParameterKind, linear_weights, plan_buffers
-from graphfsdp.training.batch import IterationBatch
 from graphfsdp.training.build import make_model
-from graphfsdp.training.config import TrainConfig
+from graphfsdp.training.config import IterationBatch, TrainConfig
 from graphfsdp.training.gpt import GPT, token_loss
 from graphfsdp.training.metrics import flops_per_token
 from graphfsdp.training.pipeline import GPTStage

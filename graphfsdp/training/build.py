@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import graphfsdp
+from graphfsdp.command_line import flag_name
 from graphfsdp.config import MixedPrecisionPolicy, ShardingStrategy
 from graphfsdp.data import (
     BYTES_VOCAB_SIZE,
@@ -23,8 +24,7 @@ from graphfsdp.data import (
 from graphfsdp.errors import ConfigError, PrecisionError
 from graphfsdp.moe import Experts
 from graphfsdp.optim import FusedAdam
-from graphfsdp.training.batch import IterationBatch
-from graphfsdp.training.config import DeviceChoice, TrainConfig
+from graphfsdp.training.config import DeviceChoice, IterationBatch, TrainConfig
 from graphfsdp.training.gpt import GPT
 from graphfsdp.training.mllog import RunLog
 from graphfsdp.training.pipeline import GPTStage, make_schedule, pipeline_mesh
@@ -363,7 +363,7 @@ def make_optimizer(config: TrainConfig, model: nn.Module, *, sharded: bool) -> F
 
 
 def _flag_values(config: TrainConfig) -> dict[str, object]:
-    return {f"--{name.replace('_', '-')}": value for name, value in asdict(config).items()}
+    return {flag_name(name): value for name, value in asdict(config).items()}
 
 
 def _corpus_facts(corpus: Corpus) -> dict[str, object]:

@@ -51,11 +51,7 @@ class RunState:
             if saved[name] != self._facts[name]:
                 what = "the data" if name == "corpus" else f"--{name.replace('_', '-')}"
                 self.differences.append(f"{what} was {saved[name]}, is {self._facts[name]}")
-        data = state.get("data")
-        if data is None:  # of a version that drew windows at random
-            data = {"next_sample": self.position.iteration * saved["global_batch_size"]}
-            self.differences.append("batches come in another order than in the saving version")
-        self._feed.load_state_dict(data)
+        self._feed.load_state_dict(state["data"])
 
 
 class RunCheckpoints:

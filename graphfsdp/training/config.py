@@ -10,7 +10,6 @@ import torch
 from graphfsdp.command_line import flag_name, require
 from graphfsdp.config import GatherFormat, MixedPrecisionPolicy, Scope, ShardingStrategy
 from graphfsdp.errors import ConfigError
-from graphfsdp.training.batch import IterationBatch
 from graphfsdp.training.gpt import GPTConfig, Normalization, PositionEmbeddingType
 from graphfsdp.training.schedule import LrSchedule
 
@@ -24,6 +23,26 @@ ScopeName = Literal["none", "forward_backward", "full_iteration"]
 StrategyName = Literal["no_shard", "optim", "optim_grads", "optim_grads_params", "0", "1", "2", "3"]
 MllogDivision = Literal["closed", "open"]
 MllogStatus = Literal["onprem", "cloud", "research"]
+
+
+@dataclass(frozen=True)
+class IterationBatch:
+    """How the sequences of one iteration are cut over ranks and micro-batches."""
+
+    micro_batch_size: int  # sequences of one forward and backward on one rank
+    num_microbatches: int  # on each rank
+    num_ranks: int
+    seq_length: int
+
+    @property
+    def num_sequences(self) -> int:
+        """Sequences of the iteration, all ranks together."""
+        return self.micro_batch_size * self.num_microbatches * self.num_ranks
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the iteration, all ranks together."""
+        return self.num_sequences * self.seq_length
 
 
 @dataclass(frozen=True)

@@ -129,7 +129,6 @@ def test_without_workloads_the_device_chooses_the_suite() -> None:
         ("--threads 0", "--threads must be at least 1"),
         ("--workload gpt-tiny --batch-size 0", "--batch-size must be at least 1"),
         ("--suite cpu --workload gpt-tiny", "give one of them"),
-        ("--data x --random-tokens", "give one"),
         ("--dtype fp8", "invalid choice"),
         ("--batch-size 4", "goes with --workload"),
         ("--suite quick --dtype bf16", "goes with --workload"),

@@ -7,8 +7,6 @@ import pytest
 import torch
 
 from graphfsdp.cli import main
-from graphfsdp.data import Feed
-from graphfsdp.training.checkpoints import RunState
 from ranks import RankPool
 from train_on_ranks import FORKS, Plan, Run, torchrun
 from training_helpers import DROPOUT, ROOT, SMALL, assert_same_run, lines_of, started
@@ -215,21 +213,6 @@ def test_packed_documents_go_on_on_two_ranks_and_back(
     # Other documents, other flags: the comparison can fail.
     single("unmasked", "--no-eod-mask-loss", "--load", of_one)
     assert numbers(tmp_path / "unmasked") != numbers(tmp_path / "one")[9:]
-
-
-def test_a_checkpoint_that_knew_no_order_goes_on_where_it_was() -> None:
-    """Positions in the data were iterations once."""
-
-    class Position(list[Any]):
-        def load_state_dict(self, state: Any) -> None:
-            self.append(state)
-
-    state = RunState.__new__(RunState)
-    state._facts, state.differences, state._feed = {}, [], Feed(loaded := Position())
-    position = {"iteration": 7, "tokens": 448}
-    state.load_state_dict({"position": position, "facts": {"global_batch_size": 4}})
-    assert loaded == [{"next_sample": 28}]
-    assert "batches come in another order" in state.differences[0]
 
 
 def assert_close(got: Numbers, expected: Numbers) -> None:
