@@ -113,7 +113,7 @@ $(bin)/python:
 
 # A stamp for each set of packages, so that `make train` does not wait for the developer's tools.
 $(VENV)/.train: pyproject.toml constraints.txt | $(bin)/python
-	$(bin)/python -m pip install --quiet --constraint constraints.txt --editable ".[plot]"
+	$(bin)/python -m pip install --quiet --constraint constraints.txt --editable .
 	@touch $@
 
 $(VENV)/.dev: pyproject.toml constraints.txt | $(bin)/python

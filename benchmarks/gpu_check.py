@@ -188,7 +188,7 @@ SIZES = (1_000, 20_000)  # of captures, in nodes
 OURS = ("forward_backward", "full_iteration", "compiled_recording")
 # All but torch's reduce-overhead mode.
 CONTENDERS = (*OURS, "pytorch", "compile", "fsdp2", "fsdp2_compile", "megatron_fsdp")
-BENCH_START_S = 20.0  # Python starts, a plot is drawn
+BENCH_START_S = 20.0  # Python starts
 MAX_CHARACTERS = 6000
 
 

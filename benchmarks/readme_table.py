@@ -7,12 +7,11 @@ those of the newest result of a GPU, ``gpu_check`` around that of the newest `ma
 ``beside_cpu`` around the first beside plain PyTorch, one line for each contender.
 
 ``python -m benchmarks.readme_table --keep DIR`` first copies a result directory of ``graphfsdp
-bench`` into benchmarks/results, and draws its plot with matplotlib where that is installed.
+bench`` into benchmarks/results.
 """
 
 import argparse
 import functools
-import importlib.util
 import json
 import pathlib
 import re
@@ -80,9 +79,6 @@ def bench_section(path: pathlib.Path) -> str:
         for table in overviews(result)
     ]
     parts += geometric_means(result)
-    picture = path.with_suffix(".png")
-    if picture.exists():
-        parts.append(f"![speed over tokens per step](../{picture.relative_to(picture.parents[2])})")
     missing: dict[str, list[str]] = {}
     for name, reason in result.reasons().items():
         missing.setdefault(reason.rstrip("."), []).append(f"`{name}`")
@@ -205,70 +201,7 @@ def keep(folder: pathlib.Path, results: pathlib.Path = RESULTS) -> pathlib.Path:
     results.mkdir(parents=True, exist_ok=True)
     target = results / f"{name}.jsonl"
     result.write(target)
-    target.with_suffix(".png").unlink(missing_ok=True)
-    if name != "bench_zoo":  # of which all are of one size
-        draw(result, target.with_suffix(".png"))
     return target
-
-
-def draw(result: Result, path: pathlib.Path) -> None:
-    """Draw speed over tokens per step; nothing where matplotlib is not installed.
-
-    Lines join the batch sizes of one workload; bars go from the least to the greatest pair.
-    """
-    if importlib.util.find_spec("matplotlib") is None:
-        return
-    # matplotlib's Figure, not pyplot: no window system and no global state.
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(9, 5), dpi=120, layout="constrained")
-    axes = figure.add_subplot()
-    colours = {name: f"C{index}" for index, name in enumerate(result.names)}
-    names = [name for name in result.names if name != REFERENCE]
-    # Tokens or samples of a step, by workload and precision.
-    groups: dict[str, dict[str, int]] = {}
-    for case in result.cases:
-        row = result.of(case)[0]
-        sizes = groups.setdefault(f"{row['workload']} {row['dtype']}", {})
-        sizes[case] = row["batch_size"] * row["items_per_sample"]
-    markers = dict(zip(groups, "os^Dv<>pP*Xh", strict=False))
-    for group, sizes in groups.items():
-        for name in names:
-            points = sorted(
-                (size, ratios)
-                for case, size in sizes.items()
-                if (ratios := result.ratios(case, name))
-            )
-            if not points:
-                continue
-            medians = [statistics.median(ratios) for _, ratios in points]
-            below = [median - min(r) for median, (_, r) in zip(medians, points, strict=True)]
-            above = [max(r) - median for median, (_, r) in zip(medians, points, strict=True)]
-            axes.errorbar(
-                [size for size, _ in points],
-                medians,
-                yerr=(below, above),
-                color=colours[name],
-                marker=markers.get(group, "o"),
-                linewidth=1.5,
-                elinewidth=0.6,
-                capsize=2,
-                alpha=0.85,
-            )
-    axes.axhline(1, color=colours[REFERENCE], linestyle="--", linewidth=1)
-    axes.set_xscale("log", base=2)
-    axes.set_yscale("log", base=2)
-    axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}x")
-    axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
-    axes.set_xlabel("tokens (or samples) per step on each rank")
-    axes.set_ylabel("times as fast as eager")
-    for name in names:
-        axes.plot([], [], color=colours[name], linewidth=3, label=name)
-    for group, marker in markers.items():
-        axes.plot([], [], color="#888888", linewidth=0, marker=marker, label=group)
-    axes.grid(visible=True, which="major", linewidth=0.3)
-    figure.legend(loc="outside right upper", fontsize=8, frameon=False)
-    figure.savefig(path)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -92,7 +92,6 @@ MAX_LINES = 600
 OPTIONAL_PACKAGES = (
     "apex",
     "lightning",
-    "matplotlib",
     "mlperf_logging",
     "nvtx",
     "pytorch_lightning",

@@ -19,12 +19,10 @@ def test_a_result_of_the_command_is_kept(tmp_path: pathlib.Path) -> None:
         made.write(folder / RESULT)
         kept = readme_table.keep(folder, results)
         assert kept.name.startswith(name)
-        assert kept.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
     for section in (readme_table.bench_cpu(results), readme_table.bench_gpu(results)):
         assert "| gpt-tiny fp32, 4 x 32 tokens | 5.00 | 1.50 (2.50x) |" in section
         assert "Did not run: `compile`: no compiler." in section
         assert "Left out: moe: no time." in section
-        assert "(../benchmarks/results/bench_" in section
     assert "on NVIDIA Z9" in str(readme_table.bench_gpu(results))
 
 

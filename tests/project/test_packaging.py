@@ -59,7 +59,7 @@ def test_constraints_pin_what_the_project_asks_for_in_versions_that_it_allows() 
 def test_constraints_pin_what_the_developers_packages_ask_for_in_turn() -> None:
     """Else a release of some package that nobody here knows could break the tests."""
     direct = direct_requirements()
-    todo = [r for extra in ("", "plot", "test", "dev") for r in direct[extra]]
+    todo = [r for extra in ("", "test", "dev") for r in direct[extra]]
     seen: set[str] = set()
     unpinned: list[str] = []
     while todo:
@@ -83,7 +83,7 @@ def test_constraints_pin_what_the_developers_packages_ask_for_in_turn() -> None:
 def test_what_only_some_users_need_is_an_extra() -> None:
     required = {r.name for r in direct_requirements()[""]}
     assert required == {"numpy", "rich", "safetensors", "torch"}
-    assert {"plot", "nvtx", "mlperf", "test", "dev"} <= direct_requirements().keys()
+    assert {"nvtx", "mlperf", "test", "dev"} <= direct_requirements().keys()
 
 
 def test_the_licence_is_named_and_shipped() -> None:
