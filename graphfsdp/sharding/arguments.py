@@ -20,16 +20,19 @@ class NoValuesError(ConfigError, RuntimeError):
     """Parameters are on the meta device; torch's is a RuntimeError."""
 
 
-def parse_reshard(given: bool | int | None, num_ranks: int) -> bool | None:
-    """Return what a number of ranks to reshard to comes to; ConfigError if to nothing we have."""
+def parse_reshard(given: bool | int | None, num_ranks: int) -> tuple[bool | None, int]:
+    """Return whether whole weights are dropped after forward, and how many ranks keep them then.
+
+    That is all ranks of the unit, or as many as were asked for. ConfigError: these do not divide.
+    """
     if given is None or isinstance(given, bool):
-        return given
-    if isinstance(given, int) and given in (1, num_ranks):
-        return given > 1 or num_ranks == 1
+        return given, num_ranks
+    if isinstance(given, int) and given > 0 and num_ranks % given == 0:
+        return given > 1 or num_ranks == 1, given if given > 1 else num_ranks
     raise ConfigError(
-        f"reshard_after_forward must be True, False, None, 1 or the {num_ranks} ranks that the "
-        f"unit is cut over, got {given!r}: between forward and backward weights are whole, or cut "
-        "over all of them. Remedy: True, which needs least memory, or False, which gathers least"
+        f"reshard_after_forward must be True, False, None, or a number that divides the {num_ranks}"
+        f" ranks that the unit is cut over, got {given!r}. Remedy: True, which needs least memory, "
+        "False, which gathers least, or the number of ranks of a machine"
     )
 
 

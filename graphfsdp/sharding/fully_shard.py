@@ -24,9 +24,9 @@ from graphfsdp.sharding.arguments import (
     parse_reshard,
     refuse_placements,
 )
-from graphfsdp.sharding.assigning import assign_in_place, receive_values, recut_values
 from graphfsdp.sharding.copying import deep_copy
 from graphfsdp.sharding.group import TAKEN_AS, ShardGroup, UnitOptions
+from graphfsdp.sharding.materialize.assigning import assign_in_place, receive_values, recut_values
 from graphfsdp.sharding.mesh import find_axes
 from graphfsdp.sharding.module import FSDPModule as FSDPModule
 from graphfsdp.sharding.module import GradientReductionHandle as GradientReductionHandle
@@ -78,8 +78,9 @@ def fully_shard(
         strategy: "no_shard", "optim", "optim_grads" or "optim_grads_params", or 0 to 3.
         mp_policy: Dtypes of the copies of each weight and gradient; torch's own policy, too.
         reshard_after_forward: For "optim_grads_params": backward gathers whole weights again. None
-            is FSDP2's default: all units but the root. A number of ranks to reshard to may be 1,
-            which is False, or all ranks of the inner axis, which is True.
+            is FSDP2's default: all units but the root. A number that divides the ranks of the
+            inner axis: so many neighbours (those of one machine) keep the weights that forward has
+            gathered, a part on each, and backward gathers from them; 1 is False.
         shard_placement_fn: May say ``None`` or ``Shard(0)`` of each parameter.
         offload_policy: torch's ``CPUOffloadPolicy`` keeps main weights, main grads and so optimizer
             state in the CPU's memory; not in a graph.
@@ -132,11 +133,13 @@ def fully_shard(
         expert_axis=expert_axis,
         cuts_outside=_cuts_outside(outer_strategy, parsed),
     )
+    reshards, num_few = parse_reshard(reshard_after_forward, axes.inner.size())
     options = UnitOptions(
         mesh=axes,
         strategy=parsed,
         policy=policy,
-        reshard_after_forward=parse_reshard(reshard_after_forward, axes.inner.size()),
+        reshard_after_forward=reshards,
+        num_few=num_few,
         reduction=_check_reduction(gradient_reduction),
         overlap=_check_overlap(overlap),
         offload=parse_offload(offload_policy),

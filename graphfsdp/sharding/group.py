@@ -25,7 +25,7 @@ from graphfsdp.base.torch_internals import key_of, local_tensor_of, parameters_o
 from graphfsdp.config import MixedPrecisionPolicy, ShardingStrategy
 from graphfsdp.errors import ConfigError
 from graphfsdp.sharding.arguments import NoValuesError, refuse_packing
-from graphfsdp.sharding.buffer import Gradients, How, Reduction, ShardBuffer, version_of
+from graphfsdp.sharding.buffer import ShardBuffer, version_of
 from graphfsdp.sharding.extension import Extension, forget_values, is_extended, parts_of
 from graphfsdp.sharding.gradient_hooks import (
     call_when_bound,
@@ -35,6 +35,7 @@ from graphfsdp.sharding.gradient_hooks import (
     refuse_gradient_hooks,
     watch_gradient,
 )
+from graphfsdp.sharding.gradients import Gradients, How, Reduction
 from graphfsdp.sharding.layout import Slot
 from graphfsdp.sharding.materialize.meta_tensors import become
 from graphfsdp.sharding.mesh import ModelAxes, UnitMesh, find_model_axes, join_meshes
@@ -110,6 +111,7 @@ class UnitOptions:
     strategy: ShardingStrategy
     policy: MixedPrecisionPolicy
     reshard_after_forward: bool | None
+    num_few: int  # of the inner ranks, among which whole weights are kept after forward
     overlap: bool
     reduction: str = "mean"
     offload: CPUOffloadPolicy | None = None
@@ -127,6 +129,7 @@ class Settings(NamedTuple):
     is_last_microbatch: bool = True
     requires_all_reduce: bool = True
     reshard_after_forward: bool | None = True
+    reshard_to_few: bool = True
     reshard_after_backward: bool = True
 
 
@@ -360,9 +363,9 @@ class ShardGroup:
                 seen = tensor if tensor is item.param else item.as_seen(tensor)
                 parameters_of(owner)[name] = seen  # type: ignore[assignment]
 
-    def reshard(self, *, outside: bool = False) -> None:
+    def reshard(self, *, outside: bool = False, to_few: bool = False) -> None:
         for buffer in self.buffers:
-            buffer.reshard(outside=outside)
+            buffer.reshard(outside=outside, to_few=to_few)
 
     def describe(self, group: dist.ProcessGroup) -> list[str]:
         """Return one line per parameter with all that must be equal on the ranks of a group.
@@ -376,6 +379,8 @@ class ShardGroup:
         if options.mesh.outer is not None:
             kind += f", {options.mesh.num_outer} outer ranks"
             kind += " with a part of the optimizer each" if options.mesh.cuts_outside else ""
+        if options.num_few < options.mesh.inner.size():
+            kind += f", to {options.num_few} ranks"
         kind += "" if options.overlap else ", without overlap"
         lines = [f"unit {self.name!r} ({kind})"]
         for item in self.managed:

@@ -63,10 +63,12 @@ class ModelShards:
             for buffer in unit.group.buffers:
                 if buffer.packing is not None:
                     schedule.packed.add(buffer.packing)
-            if unit.group.options.overlap:
-                for buffer in unit.group.buffers:
-                    if buffer.sharded:
-                        buffer.gather_group = _gather_group(buffer.mesh.inner)
+            options = unit.group.options
+            for buffer in (buffer for buffer in unit.group.buffers if buffer.sharded):
+                if options.overlap:
+                    buffer.gather_group = _gather_group(buffer.mesh.inner, buffer.mesh.inner.size())
+                if options.num_few < buffer.mesh.inner.size() and buffer.extension is None:
+                    buffer.few_ranks = _gather_group(buffer.mesh.inner, options.num_few)
 
     def _refuse_busy_units(self) -> None:
         for unit in self.units:
@@ -183,16 +185,16 @@ def _cut(tensors: list[Tensor], memory: Memory) -> Iterator[Tensor]:
         yield flat.narrow(0, start, tensor.numel())
 
 
-def _gather_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
-    """A communicator for a group's all-gathers, made once; all ranks must call this together.
+def _gather_group(group: dist.ProcessGroup, size: int) -> dist.ProcessGroup:
+    """A communicator for all-gathers of a group, or of so many neighbours in it, made once.
 
-    torch keeps it with all others, so ``destroy_process_group()`` closes it. The group itself where
-    one cannot be made: for one rank, or where the ranks hold different numbers of groups, from
-    which torch takes the name.
+    All ranks must call this together. torch keeps it with all others, so
+    ``destroy_process_group()`` closes it. The group itself where one cannot be made: for one rank,
+    or where the ranks hold different numbers of groups, from which torch takes the name.
     """
     if group.size() == 1:
         return group
-    description = f"graphfsdp all-gather of {group.group_name}"
+    description = f"graphfsdp all-gather of {group.group_name} by {size}"
     found = next((pg for pg in all_groups() if pg.group_desc == description), None)
     everyone: list[tuple[int, bool]] = [(0, False)] * group.size()
     dist.all_gather_object(everyone, (len(all_groups()), found is not None), group)
@@ -201,8 +203,9 @@ def _gather_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
         return found
     if len(set(everyone)) > 1:
         return group
+    first = group.rank() // size * size
     made: dist.ProcessGroup = dist.new_group(
-        dist.get_process_group_ranks(group),
+        dist.get_process_group_ranks(group)[first : first + size],
         timeout=timeout_of(group),
         backend=dist.get_backend_config(group),
         use_local_synchronization=True,  # only the ranks of this group are here

@@ -30,7 +30,8 @@ from graphfsdp.base.torch_internals import (
     backward_node,
     when_backward_ends,
 )
-from graphfsdp.sharding.buffer import Gradients, How, ShardBuffer
+from graphfsdp.sharding.buffer import ShardBuffer
+from graphfsdp.sharding.gradients import Gradients, How
 from graphfsdp.sharding.group import ShardGroup
 from graphfsdp.sharding.packing import PackedWeights
 

@@ -45,7 +45,8 @@ from graphfsdp.base.torch_internals import (
 )
 from graphfsdp.config import ShardingStrategy
 from graphfsdp.errors import PhaseError
-from graphfsdp.sharding.buffer import Gradients, How, ShardBuffer, version_of
+from graphfsdp.sharding.buffer import ShardBuffer, version_of
+from graphfsdp.sharding.gradients import Gradients, How
 from graphfsdp.sharding.group import Settings, ShardGroup
 from graphfsdp.sharding.saved_places import foreign_hooks_are_active, saving_places
 from graphfsdp.sharding.schedule import Schedule
@@ -204,7 +205,9 @@ class Unit:
     def _drop_after_forward(self) -> None:
         self._kept = []
         if self._reshards_after_forward or (self._frees and not torch.is_grad_enabled()):
-            self._drop_weights(outside=not torch.is_grad_enabled() and not self._is_fresh)
+            to_few = torch.is_grad_enabled() and self.settings.reshard_to_few
+            outside = not torch.is_grad_enabled() and not self._is_fresh
+            self._drop_weights(outside=outside, to_few=to_few)
 
     def end_pass(self) -> None:
         """Wait no longer for modules that did not run in a forward pass that is over."""
@@ -443,9 +446,9 @@ class Unit:
         with self._gathering([buffer]):
             return buffer.unshard()
 
-    def _drop_weights(self, *, outside: bool) -> None:
+    def _drop_weights(self, *, outside: bool, to_few: bool = False) -> None:
         with nvtx_range(f"reshard {self.group.name}"):
-            self.group.reshard(outside=outside)
+            self.group.reshard(outside=outside, to_few=to_few)
 
     def _differentiable_views(self) -> list[Tensor]:
         """Return the whole weights as the modules compute with them; gathers what is not here."""

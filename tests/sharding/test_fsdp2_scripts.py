@@ -235,7 +235,7 @@ def test_weights_of_several_modules_are_gathered_and_reduced_once(
 
     model = in_one_unit()
     monkeypatch.setattr("graphfsdp.sharding.buffer.all_gather_", counting(all_gather_))
-    monkeypatch.setattr("graphfsdp.sharding.buffer.reduce_scatter_", counting(reduce_scatter_))
+    monkeypatch.setattr("graphfsdp.sharding.gradients.reduce_scatter_", counting(reduce_scatter_))
     mean_square(model, everyday_scripts.batch(0)).backward()
     (buffer,) = unit_of(model.head).group.buffers
     mine = [name for name, numel in counted if numel == buffer.layout.total_numel]

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 import graphfsdp
 from graphfsdp._capture.ranks.ranks import await_gloo_threads
-from graphfsdp.sharding.buffer import Gradients
+from graphfsdp.sharding.gradients import Gradients
 from graphfsdp.sharding.module import unit_of
 from overlap_helpers import NUM_BLOCKS, Journal, inputs, make_stack
 from ranks import RankPool, on_ranks, rank_device

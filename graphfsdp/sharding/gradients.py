@@ -1,0 +1,283 @@
+"""The gradients of one flat buffer, from whole ones of a backward pass to what ranks have reduced.
+
+Shapes are those of buffer.py: [B] whole, [I] this rank's over the inner axis, [S] main grads.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from graphfsdp.base.collectives import Transfer, all_reduce_, reduce_scatter_
+from graphfsdp.base.flat_buffer import copy_all
+from graphfsdp.base.streams import Lane
+from graphfsdp.sharding.layout import BufferLayout, Slot
+from graphfsdp.sharding.mesh import UnitMesh
+from graphfsdp.sharding.plan import BufferPlan
+
+
+@dataclass(frozen=True)
+class Reduction:
+    """What the ranks' gradients come to: their mean or sum, or the sum divided by a number."""
+
+    kind: str
+    divisor: float | None = None
+
+    @property
+    def collective(self) -> str:
+        return self.kind if self.divisor is None else "sum"
+
+
+class How(NamedTuple):
+    """How gradients are reduced.
+
+    ``accumulate``: main grads hold something that must stay. Without ``outside`` gradients are
+    reduced over the inner axis alone, and wait for a reduction with it. ``hooks`` get what all
+    ranks have reduced, [S], before it is added, and may change it.
+    """
+
+    accumulate: bool
+    reduction: Reduction
+    outside: bool
+    hooks: "Callable[[Gradients, Tensor], None] | None" = None
+
+
+class _Reducing(NamedTuple):
+    """A reduction that has begun, over the inner axis (``inside``) or the outer one."""
+
+    how: How
+    lane: Lane | None
+    transfer: Transfer | None  # None where it was waited for at once
+    reduced: Tensor
+    target: Tensor  # where that belongs
+    adds: bool  # onto it, or over it
+    inside: bool
+
+
+class Gradients:
+    """The gradients of one buffer: whole until all ranks have reduced them into its main grads.
+
+    ``accumulate`` means everywhere that the main grads hold something that must stay. ``device`` is
+    where gradients are computed; main grads may be in the memory of the CPU. ``landed``: indices of
+    slots that got a gradient since main grads were bound to parameters.
+    """
+
+    def __init__(
+        self,
+        plan: BufferPlan,
+        mesh: UnitMesh,
+        main: Tensor,
+        device: torch.device,
+        new_whole: Callable[[torch.dtype], Tensor],  # [B] in the memory of ``device``
+    ) -> None:
+        self.main = main
+        self.device = device
+        self.landed: set[int] = set()
+        self._layout = plan.layout
+        self._gaps = list(_gaps(plan.layout))
+        self._comm_dtype = plan.dtypes.comm
+        self._sharded = plan.sharded
+        self._cuts_outside = plan.sharded and mesh.cuts_outside
+        self._inner, self._outer = mesh.inner, mesh.outer
+        self._num_experts_ranks = mesh.num_experts_ranks
+        self._new_whole = new_whole
+        self._partial: Tensor | None = None  # [I] reduced over the inner axis, not the outer one
+        self._full: Tensor | None = None  # [B] not yet reduced
+        self._written: set[int] = set()  # slots of it that hold something, by index
+        self._added_by_layer: set[int] = set()  # of these, in this backward pass
+        self._reducing: _Reducing | None = None
+
+    @property
+    def is_pending(self) -> bool:
+        return self._full is not None or self._partial is not None
+
+    def forget(self) -> None:
+        self._full = None
+        self._partial = None
+        self._written.clear()
+        self._added_by_layer.clear()
+        self.landed.clear()
+
+    @property
+    def _comm_is_main(self) -> bool:
+        return self._comm_dtype == self.main.dtype and not self._is_elsewhere
+
+    @property
+    def _is_elsewhere(self) -> bool:
+        return self.main.device != self.device
+
+    def add(self, grads: Sequence[Tensor | None], *, accumulate: bool) -> None:
+        """Add one backward pass's gradients, each whole, in slot order.
+
+        What autograd has for a weight to whose gradient its layer has added (``view``) is a dummy.
+
+        Capture: the copies of `copy_all` or one add per gradient, into a buffer from the graph's
+            pool; where nothing is sharded, into the main grads themselves.
+        """
+        targets, sources = [], []
+        for slot, grad in zip(self._layout.slots, grads, strict=True):
+            if slot.index in self._added_by_layer:
+                continue
+            target = self._place(slot, accumulate=accumulate)
+            if grad is not None:
+                self.landed.add(slot.index)
+            if slot.index in self._written:
+                if grad is not None:
+                    target.add_(grad)
+                continue
+            self._written.add(slot.index)
+            if grad is None:
+                target.zero_()
+            else:
+                targets.append(target)
+                sources.append(grad)
+        self._added_by_layer.clear()
+        copy_all(targets, sources)
+
+    def view(self, slot: Slot, *, accumulate: bool, by_layer: bool) -> Tensor:
+        """A whole gradient, zeroed once an iteration, for somebody who adds to it.
+
+        With ``by_layer`` a layer does so by itself, and gives autograd a dummy.
+        """
+        target = self._place(slot, accumulate=accumulate)
+        self.landed.add(slot.index)
+        if by_layer:
+            self._added_by_layer.add(slot.index)
+        if slot.index not in self._written:
+            self._written.add(slot.index)
+            target.zero_()
+        return target
+
+    def _place(self, slot: Slot, *, accumulate: bool) -> Tensor:
+        if self._full is None:
+            self._full = self._new_full(accumulate=accumulate)
+        return self._full.narrow(0, slot.offset, slot.numel).view(slot.shape)
+
+    def _new_full(self, *, accumulate: bool) -> Tensor:
+        free = not accumulate and self._partial is None
+        if not self._sharded and free and self._comm_is_main:
+            return self.main
+        full = self._new_whole(self._comm_dtype)
+        # Padding is reduced too: whatever lay there must not become a NaN.
+        gaps = [full.narrow(0, start, length) for start, length in self._gaps]
+        if full.is_cuda and gaps:
+            torch._foreach_zero_(gaps)  # one launch for all
+        else:
+            for gap in gaps:
+                gap.zero_()
+        return full
+
+    def begin_reduce(self, lane: Lane | None, how: How) -> None:
+        """Begin to reduce over all ranks, where there is something to; ``end_reduce`` follows.
+
+        Without a lane, each collective is waited for at once.
+
+        Capture: one collective; the first of an iteration writes straight into the main grads. With
+            an outer axis one more for its last microbatch, which ``end_reduce`` begins. A lane adds
+            a wait to each.
+        """
+        full, self._full = self._full, None
+        self._written.clear()
+        if full is not None and full.numel():
+            self._begin_inside(full, lane, how)
+        elif how.outside:
+            self._begin_outside(lane, how)
+
+    def end_reduce(self) -> None:
+        """Wait for what has begun, and bring it to the main grads, over the outer axis as well."""
+        reducing = self._land()
+        if reducing is None or not reducing.inside or self._outer is None:
+            return
+        self._partial = reducing.target
+        lane, how = reducing.lane, reducing.how
+        del reducing  # with memory that the inner reduction has used
+        if how.outside:
+            self._begin_outside(lane, how)
+            self._land()
+
+    def abandon_reduce(self) -> None:
+        """Wait for what has begun, whose memory is in use as long, and leave it at that."""
+        reducing, self._reducing = self._reducing, None
+        if reducing is not None and reducing.transfer is not None:
+            reducing.transfer.wait()
+
+    def _begin_inside(self, full: Tensor, lane: Lane | None, how: How) -> None:
+        """Reduce [B] gradients over the inner axis into [I] of their own, or the main grads."""
+        target, adds = self._partial, self._partial is not None
+        if self._outer is None:
+            target, adds = self.main, how.accumulate and full is not self.main
+        elif target is None:
+            # Main grads that hold something must not be reduced over the outer axis again.
+            target = self.main
+            if how.accumulate or self._cuts_outside or self._is_elsewhere:
+                parts = self._inner.size() if self._sharded else 1
+                target = full.new_empty(full.numel() // parts, dtype=self.main.dtype)
+        assert target is not None
+        reduced = full
+        if self._sharded:
+            straight = not adds and self._comm_is_main
+            reduced = target if straight else full.new_empty(target.numel())
+        transfer = _issue(lane, reduced, full, self._inner, how.reduction.collective)
+        self._reducing = _Reducing(how, lane, transfer, reduced, target, adds, inside=True)
+
+    def _begin_outside(self, lane: Lane | None, how: How) -> None:
+        """Reduce what waits for it over the outer axis into the main grads."""
+        if self._outer is None or self._partial is None:
+            return
+        partial, self._partial = self._partial, None
+        adds = how.accumulate and partial is not self.main
+        sent = reduced = partial.to(self._comm_dtype)  # the same tensor if they agree
+        if self._cuts_outside:
+            straight = not adds and self._comm_is_main
+            reduced = self.main if straight else sent.new_empty(self.main.numel())
+        transfer = _issue(lane, reduced, sent, self._outer, how.reduction.collective)
+        self._reducing = _Reducing(how, lane, transfer, reduced, self.main, adds, inside=False)
+
+    def _land(self) -> _Reducing | None:
+        """Put what has been reduced where it belongs, and return it; None if there is nothing."""
+        reducing, self._reducing = self._reducing, None
+        if reducing is None:
+            return None
+        if reducing.transfer is not None:
+            reducing.transfer.wait()
+        reduced, target, reduction = reducing.reduced, reducing.target, reducing.how.reduction
+        if reducing.inside and reduction.divisor is not None:
+            reduced.div_(reduction.divisor)
+        elif reducing.inside and reduction.kind == "mean" and self._num_experts_ranks > 1:
+            reduced.mul_(1 / self._num_experts_ranks)
+        if reducing.how.hooks is not None and (self._outer is None or not reducing.inside):
+            reduced = reduced.to(target.device, target.dtype)
+            reducing.how.hooks(self, reduced)
+        if reducing.adds:
+            target.add_(reduced.to(target.device))
+        elif reduced is not target:
+            target.copy_(reduced)
+        return reducing
+
+
+def _issue(
+    lane: Lane | None, reduced: Tensor, sent: Tensor, group: dist.ProcessGroup, reduction: str
+) -> Transfer | None:
+    """Reduce in place, or from ``sent`` into a smaller ``reduced``; without a lane at once."""
+    transfer = None if lane is None else Transfer(reduced, sent)
+    with nullcontext() if lane is None else lane.begun():
+        if reduced is sent:
+            all_reduce_(reduced, group, reduction=reduction, transfer=transfer)
+        else:
+            reduce_scatter_(reduced, sent, group, reduction=reduction, transfer=transfer)
+    return transfer
+
+
+def _gaps(layout: BufferLayout) -> Iterator[tuple[int, int]]:
+    """Yield start and length of every stretch that belongs to no parameter."""
+    end = 0
+    for slot in layout.slots:
+        if slot.offset > end:
+            yield end, slot.offset - end
+        end = max(end, slot.end)
+    if layout.total_numel > end:
+        yield end, layout.total_numel - end
