@@ -24,7 +24,8 @@ CORE = $(addprefix tests/,capture/test_capture.py capture/test_on_change.py \
 # The environment of `make libraries-test`, and the tests that need other libraries.
 VENV_LIBRARIES ?= .venv-libraries
 LIBRARIES = $(addprefix tests/,integrations project/test_other_libraries.py \
-  project/test_porting.py project/test_examples.py)
+  project/test_porting.py project/test_examples.py training/test_hugging_face_weights.py \
+  training/test_sinks.py)
 # The environment of `make docs`, without torch, and where the site goes.
 VENV_DOCS ?= .venv-docs
 SITE ?= build/site

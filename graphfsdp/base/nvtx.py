@@ -27,7 +27,7 @@ def _factory() -> _RangeFactory | None:
     try:
         import nvtx
     except ImportError:
-        return lambda name: torch.cuda.nvtx.range(name)
+        return lambda name: torch.cuda.nvtx.range(RANGE_PREFIX + name)  # it has no domains
     return lambda name: nvtx.annotate(name, domain="graphfsdp")
 
 

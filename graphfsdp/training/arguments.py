@@ -18,6 +18,7 @@ from graphfsdp.command_line import Parser, add_flags, flag_name
 from graphfsdp.config import ShardingStrategy
 from graphfsdp.errors import ConfigError
 from graphfsdp.training.config import ScopeName, TrainConfig
+from graphfsdp.training.hugging_face import shape_of
 
 _SECTIONS: Mapping[str, str] = MappingProxyType(
     {
@@ -38,7 +39,7 @@ _SECTIONS: Mapping[str, str] = MappingProxyType(
 _TAUGHT = frozenset(
     (
         *("vocab_size", "seq_length", "num_layers", "hidden_size", "num_attention_heads"),
-        *("num_experts", "hidden_dropout", "attention_dropout"),
+        *("num_experts", "hidden_dropout", "attention_dropout", "hf_model"),
         *("data", "eod_token_id", "micro_batch_size", "global_batch_size", "train_iters", "seed"),
         *("lr", "lr_decay_style", "lr_warmup_iters", "min_lr", "weight_decay", "clip_grad"),
         *("bf16", "fp8_param_gather"),
@@ -200,7 +201,8 @@ def parse_train_arguments(arguments: Sequence[str]) -> TrainConfig:
         # A preset's warm-up is for the preset's length; a shorter run gets a shorter one.
         shortest = min(preset.lr_warmup_iters, given["train_iters"] // 10)
         given.setdefault("lr_warmup_iters", max(shortest, 0))
-    return replace(preset, **given)
+    shape = shape_of(given["hf_model"]) if given.get("hf_model") is not None else {}
+    return replace(preset, **{**shape, **given})
 
 
 def _in_one_spelling(given: dict[str, Any]) -> dict[str, Any]:

@@ -26,6 +26,7 @@ from graphfsdp.moe import Experts
 from graphfsdp.optim import FusedAdam
 from graphfsdp.training.config import DeviceChoice, IterationBatch, TrainConfig
 from graphfsdp.training.gpt import GPT
+from graphfsdp.training.hugging_face import load_weights
 from graphfsdp.training.mllog import RunLog
 from graphfsdp.training.pipeline import GPTStage, make_schedule, pipeline_mesh
 from graphfsdp.training.ranks import Ranks
@@ -139,6 +140,9 @@ def _make_program(
     experts = ranks.decide(lambda: _expert_mesh(config, ranks, device))
     group = None if experts is None else experts.get_group("ep")
     model = ranks.decide(lambda: make_model(config, vocab_size, where, dtype, group))
+    if config.hf_model is not None:
+        folder = config.hf_model
+        ranks.decide(lambda: load_weights(model, folder))
     if not on_meta:
         ranks.copy_first(model, None if experts is None else experts.get_group("edp"))
     trained: Any = model

@@ -68,6 +68,11 @@ class TrainConfig(GPTConfig):
     normalization: Annotated[Normalization, "before each branch and at the end"] = "RMSNorm"
     swiglu: Annotated[bool, "gated feed-forward layers instead of GELU ones"] = True
     disable_bias_linear: Annotated[bool, "no bias in linear layers"] = True
+    hf_model: Annotated[
+        str | None,
+        "folder of a Llama or a GPT-2 as transformers saves it: its shape, and its weights to "
+        "start from; --out keeps what was trained in the same form, in hugging_face",
+    ] = None
     # Data and length of the run.
     data: Annotated[
         str | None,
@@ -223,6 +228,10 @@ class TrainConfig(GPTConfig):
         str | None,
         "new or empty directory for config.json, metrics.jsonl and model.safetensors; nothing "
         "is written if not given",
+    ] = None
+    tensorboard: Annotated[bool, "also write what is logged for TensorBoard, in --out"] = False
+    wandb: Annotated[
+        str | None, "also send what is logged to this project of Weights & Biases", "PROJECT"
     ] = None
     log_interval: Annotated[int, "iterations between two log lines; only then the host waits"] = 10
     eval_interval: Annotated[
@@ -431,6 +440,7 @@ class TrainConfig(GPTConfig):
             ("--save DIR, which says where to", self.save, ("save_interval", "async_", "keep_")),
             ("--num-experts", self.num_experts, ("moe_", "expert_model_parallel_size")),
             ("--fp8-param-gather", self.fp8_param_gather, ("fp8_recipe",)),
+            ("--out DIR, which says where to", self.out, ("tensorboard",)),
         )
         for field in fields(self):
             for remedy, is_given, names in needs:
@@ -441,6 +451,11 @@ class TrainConfig(GPTConfig):
             raise ConfigError(
                 "--main-params-dtype bf16 asks for main weights that are narrower than the "
                 "float32 model weights; add --bf16, or leave --main-params-dtype at fp32"
+            )
+        if self.hf_model is not None and (self.init_model_with_meta_device or self.num_experts):
+            raise ConfigError(
+                "--hf-model reads the whole weights of a model without experts on each rank; leave "
+                "out --init-model-with-meta-device and --num-experts"
             )
         self._check_experts()
         self._check_pipeline()

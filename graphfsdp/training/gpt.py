@@ -44,6 +44,7 @@ class GPTConfig:
     position_embedding_type: PositionEmbeddingType = "learned_absolute"
     normalization: Normalization = "LayerNorm"
     swiglu: bool = False
+    openai_gelu: Annotated[bool, "GELU by its approximation with tanh, as GPT-2 has it"] = False
     untie_embeddings_and_output_weights: Annotated[
         bool, "an output matrix of its own instead of the token embedding's"
     ] = False
@@ -258,6 +259,7 @@ class FeedForward(nn.Module):
         self.gate = (
             nn.Linear(config.hidden_size, config.ffn_size, bias=bias) if config.swiglu else None
         )
+        self.approximate = "tanh" if config.openai_gelu else "none"
         self.up = nn.Linear(config.hidden_size, config.ffn_size, bias=bias)
         self.down = nn.Linear(config.ffn_size, config.hidden_size, bias=bias)
 
@@ -266,7 +268,10 @@ class FeedForward(nn.Module):
         x: Tensor,  # [B, T, C]
     ) -> Tensor:  # [B, T, C]
         """Capture: no host sync."""
-        inner = F.gelu(self.up(x)) if self.gate is None else F.silu(self.gate(x)) * self.up(x)
+        if self.gate is None:
+            inner = F.gelu(self.up(x), approximate=self.approximate)
+        else:
+            inner = F.silu(self.gate(x)) * self.up(x)
         outer: Tensor = self.down(inner)
         return outer
 

@@ -22,10 +22,12 @@ from graphfsdp.training.checkpoints import Position, RunCheckpoints, refuse_unus
 from graphfsdp.training.config import TrainConfig
 from graphfsdp.training.console import TrainingConsole
 from graphfsdp.training.gpt import GPT
+from graphfsdp.training.hugging_face import save_weights
 from graphfsdp.training.metrics import Metrics, flops_per_token, peak_memory_bytes, peak_tflops
 from graphfsdp.training.mllog import UNVERIFIED, RunLog, is_success, open_run_log, reached
 from graphfsdp.training.ranks import Ranks, find_ranks, process_group
 from graphfsdp.training.run_directory import RunDirectory, refuse_used_directory
+from graphfsdp.training.sinks import Sink, open_sinks
 
 _PROMPT_TOKENS = 32
 
@@ -66,6 +68,9 @@ def train(config: TrainConfig, console: Console) -> None:
         directory = ranks.decide(lambda: _open_directory(run, start))
         if directory is not None:
             stack.callback(directory.close)
+        keep: list[Sink] = [] if directory is None else [directory.add]
+        if ranks.is_first and (config.tensorboard or config.wandb is not None):
+            keep += open_sinks(config, _facts(run), start.iteration, stack)
         out.banner(run)
         if config.mllog is not None:
             out.line(f"MLPerf-style log in {config.mllog}; {UNVERIFIED}")
@@ -73,12 +78,15 @@ def train(config: TrainConfig, console: Console) -> None:
             out.line(line)
         with out.progress, telling(out.say), closing(iter(run.feed)) as feed:
             out.advance(start.iteration)
-            metrics = _iterate(run, feed, out, directory, checkpoints, start, log)
+            metrics = _iterate(run, feed, out, keep, checkpoints, start, log)
         checkpoints.close()
         if config.out is not None:
             state = _whole_weights(run)
             if directory is not None:
                 directory.write_model(state)
+                if config.hf_model is not None:
+                    shape, target = run.model.config, directory.path / "hugging_face"
+                    save_weights(state, shape, config.hf_model, target)
         assert metrics.val_loss is not None
         out.summary(run, metrics.val_loss)
         if config.target_loss is not None:
@@ -114,7 +122,7 @@ def _iterate(
     run: TrainingRun,
     feed: Iterator[Batch],
     out: TrainingConsole,
-    directory: RunDirectory | None,
+    keep: Sequence[Sink],
     checkpoints: RunCheckpoints,
     start: Position,
     log: RunLog,
@@ -150,8 +158,8 @@ def _iterate(
                 else:
                     log.block_starts()
             out.log(metrics)
-            if directory is not None:
-                directory.add(metrics)
+            for sink in keep:
+                sink(metrics)
             window = _Window(run)
         elif captured:
             window = _Window(run)  # so that the speed of replay does not include the capture

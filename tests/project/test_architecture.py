@@ -95,11 +95,13 @@ OPTIONAL_PACKAGES = (
     "mlperf_logging",
     "nvtx",
     "pytorch_lightning",
+    "tensorboard",
     "torchao",
     "torchdata",
     "transformer_engine",
     "transformers",
     "triton",
+    "wandb",
 )
 # May write to the terminal: it is what they are for.
 TERMINAL_MODULES = frozenset({"graphfsdp.cli", "graphfsdp.__main__", "graphfsdp.training.console"})

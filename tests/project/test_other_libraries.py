@@ -17,6 +17,7 @@ from torch.nn.parallel import DataParallel
 from torch.utils.data import DataLoader, TensorDataset
 
 import graphfsdp
+from graphfsdp.data import load_corpus
 from graphfsdp.optim import FusedAdam
 from helpers import assert_same_state, snapshot
 
@@ -275,3 +276,22 @@ def test_adapters_are_trained_and_nothing_else() -> None:
     assert losses[-1] < losses[0] < 4.2  # a uniform guess is at 4.16
     assert all("(replay)" in line for line in lines)
     assert last == "17,408 numbers were trained, 90,432 were not"
+
+
+@pytest.mark.filterwarnings("ignore")  # the libraries' own
+def test_a_data_set_on_disk_becomes_a_file_of_tokens(tmp_path: Path) -> None:
+    datasets = pytest.importorskip("datasets")
+    tokenizers = pytest.importorskip("tokenizers")
+    words = {word: number for number, word in enumerate(("<|endoftext|>", "?", "a", "b", "c"))}
+    model = tokenizers.models.WordLevel(words, unk_token="?")
+    tokenizer = tokenizers.Tokenizer(model)
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    tokenizer.add_special_tokens(["<|endoftext|>"])
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    parts = {"train": {"text": ["a b c", "c d"]}, "more": {"input_ids": [[2, 3]]}}
+    expected = {"train": [2, 3, 4, 0, 4, 1, 0], "more": [2, 3, 0]}
+    for name, columns in parts.items():
+        datasets.Dataset.from_dict(columns).save_to_disk(str(tmp_path / name))
+        target = tmp_path / f"{name}.npy"
+        run_example("dataset_to_tokens.py", str(tmp_path / name), str(tmp_path), str(target))
+        assert load_corpus(str(target), held_out_percent=10).train.tolist() == expected[name][:-1]
