@@ -70,6 +70,19 @@ class HostState:
                     module_path=module_name,
                     source=assignment_of(module, name, self._model),
                 )
+        for path, module, tables in self._kept:
+            for name, before in tables[-1].items():
+                now = vars(module).get(name)
+                if type(before) in (int, float) and isinstance(now, Tensor):
+                    yield CaptureError(
+                        f"the iteration puts a tensor in the place of {_join(path, name)!r}, which "
+                        f"was {before!r}; a replay runs no Python and would begin with that number "
+                        "for ever. Remedy: set it at the beginning of the iteration (in loss_fn "
+                        "or forward) and not behind the step; or keep a tensor and update it in "
+                        "place (copy_, mul_, add_, lerp_)",
+                        module_path=path,
+                        source=assignment_of(module, name, self._model),
+                    )
         for optimizer in self._optimizers:
             yield from optimizer.changes()
 

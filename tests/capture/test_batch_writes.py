@@ -2,7 +2,7 @@
 
 import copy
 from collections import OrderedDict, UserDict, defaultdict, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, MutableMapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -88,6 +88,45 @@ class Frozen:
     x: Tensor
     states: dict[str, Tensor]
     power: int = 2
+
+
+class Rows(MutableMapping[str, Any]):
+    """As a TensorDict: known to pytree, iterates over its rows, and refuses ``in``."""
+
+    def __init__(self, **values: Any) -> None:
+        self.values_by_key = values
+
+    def __getitem__(self, key: str) -> Any:
+        return self.values_by_key[key]
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        self.values_by_key[key] = value
+
+    def __delitem__(self, key: str) -> None:
+        del self.values_by_key[key]
+
+    def __iter__(self) -> Iterator[Any]:
+        yield from zip(*self.values_by_key.values(), strict=True)
+
+    def __len__(self) -> int:
+        return 6
+
+    def __contains__(self, key: object) -> bool:
+        raise NotImplementedError
+
+    def keys(self) -> Any:
+        return self.values_by_key.keys()
+
+
+pytree.register_pytree_node(
+    Rows,
+    lambda rows: (list(rows.values_by_key.values()), list(rows.keys())),
+    lambda values, keys: Rows(**dict(zip(keys, values, strict=True))),
+    flatten_with_keys_fn=lambda rows: (
+        [(pytree.MappingKey(key), value) for key, value in rows.values_by_key.items()],
+        list(rows.keys()),
+    ),
+)
 
 
 def mean_square(x: Tensor) -> Tensor:
@@ -183,6 +222,20 @@ def writes_dataclasses(model: nn.Module, batch: Batch, kept: Batch) -> Tensor:
     return mean_square(y)
 
 
+def in_rows(device: torch.device) -> Iterator[tuple[Any, ...]]:
+    kept = Rows(h=torch.zeros(6, 4, device=device))
+    for x in inputs(device):
+        yield Rows(x=x, inside=Rows(y=x + 1)), kept
+
+
+def writes_rows(model: nn.Module, batch: Rows, kept: Rows) -> Tensor:
+    batch["out"] = model(batch["x"] + kept["h"])
+    batch["inside"]["y"] = batch["inside"]["y"] - batch["out"]
+    kept["h"] = batch["out"].detach() * 0.5
+    del batch["x"]
+    return mean_square(batch["inside"]["y"])
+
+
 def asked_for_gradients(device: torch.device) -> Iterator[tuple[Any, ...]]:
     for x in inputs(device):
         yield (x,)
@@ -209,6 +262,7 @@ PROGRAMS: dict[str, tuple[Loss, Batches]] = {
     "containers that are rearranged": (rearranges, rearranged),
     "a mask": (masks, masked),
     "dataclasses": (writes_dataclasses, in_dataclasses),
+    "a mapping that libraries register": (writes_rows, in_rows),
     "gradients of an input": (forces, asked_for_gradients),
     "an input in the autograd graph": (gates, asked_for_gradients),
 }

@@ -231,3 +231,30 @@ def test_a_tensor_that_requires_a_gradient_later_is_only_copied(device: torch.de
     x = torch.randn(8, 4, device=device, requires_grad=True)
     assert not step(x).requires_grad
     assert x.grad is None
+
+
+def test_a_string_that_differs_has_a_remedy_that_works(device: torch.device) -> None:
+    def loss_fn(model: nn.Module, x: Tensor, task: str) -> Tensor:
+        y = model(x)
+        loss: Tensor = y.square().mean() if task == "square" else y.abs().mean()
+        return loss
+
+    def trained(**options: Any) -> list[Tensor]:
+        torch.manual_seed(4)
+        model = nn.Linear(4, 4).to(device)
+        step = graphfsdp.capture(
+            model, FusedAdam(model.parameters(), lr=0.1), loss_fn=loss_fn, **options
+        )
+        x = torch.ones(3, 4, device=device)
+        losses = [step(x * index, ("square", "abs")[index % 2]) for index in range(24)]
+        assert step.report().num_calls.get("replay", 0) >= (10 if options["scope"] != "none" else 0)
+        return losses
+
+    with pytest.raises(BatchMismatchError) as caught:
+        trained(scope="full_iteration")
+    assert "expected 'square' (str), got 'abs' (str)" in str(caught.value)
+    assert "on_change='recapture'" in str(caught.value)
+    assert "as a tensor" not in str(caught.value)
+    expected = trained(scope="none", on_change="recapture")
+    got = trained(scope="full_iteration", on_change="recapture")
+    assert all(torch.equal(one, other) for one, other in zip(expected, got, strict=True))

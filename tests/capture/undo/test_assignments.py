@@ -82,3 +82,56 @@ def test_the_line_that_swaps_a_buffer_is_named(kind: type[nn.Module]) -> None:
     assert text in source.text
     assert function in str(source)
     assert source.file == __file__
+
+
+class Spiking(nn.Module):
+    """Its potential begins as a number, as those of spiking nets do when they are reset."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self.potential: float | Tensor = 0.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        spikes = torch.zeros_like(x)
+        for _ in range(3):
+            potential = self.potential * 0.5 + self.layer(x)
+            spike = torch.sigmoid(potential - 1)
+            self.potential = potential - spike.detach()
+            spikes = spikes + spike
+        return spikes.square().mean()
+
+
+def from_rest(model: nn.Module, x: Tensor) -> Tensor:
+    model.potential = 0.0  # type: ignore[assignment]
+    loss: Tensor = model(x)
+    return loss
+
+
+def test_a_number_that_becomes_a_tensor_is_refused_and_a_reset_at_the_beginning_captured() -> None:
+    generator = torch.Generator().manual_seed(3)
+    batches = [torch.randn(5, 4, generator=generator) for _ in range(14)]
+
+    def trained(scope: str, *, resets_behind: bool) -> list[Tensor]:
+        torch.manual_seed(1)
+        model = Spiking()
+        loss_fn = None if resets_behind else from_rest
+        optimizer = FusedAdam(model.parameters(), lr=0.01)
+        seen = []
+        with graphfsdp.capture(model, optimizer, loss_fn=loss_fn, scope=scope) as step:
+            for x in batches:
+                seen.append(step(x))
+                assert isinstance(model.potential, Tensor)
+                seen.append(model.potential.detach().clone())
+                if resets_behind:
+                    model.potential = 0.0
+        return seen
+
+    with pytest.raises(graphfsdp.CaptureError, match=r"'potential', which was 0\.0") as caught:
+        trained("full_iteration", resets_behind=True)
+    assert "beginning of the iteration" in str(caught.value)
+    assert caught.value.source is not None
+    assert "self.potential = potential - spike.detach()" in caught.value.source.text
+    expected = trained("none", resets_behind=True)
+    got = trained("full_iteration", resets_behind=False)
+    assert all(torch.equal(one, other) for one, other in zip(expected, got, strict=True))
