@@ -1,4 +1,4 @@
-"""Keeps Ctrl-C and other signals out of a stretch of code that must not end in the middle."""
+"""Keeps Ctrl-C and SIGTERM out of a stretch of code that must not end in the middle."""
 
 import signal
 import threading
@@ -15,27 +15,22 @@ _R = TypeVar("_R")
 
 # What lies below signal's functions, at a tenth of their cost: the wrappers make enums of numbers.
 _FAST: Any = getattr(signal, "_signal", signal)
-# All that programs handle; asked in each replay, so the sixty realtime signals are left out.
-_NAMES = (
-    *("HUP", "INT", "QUIT", "TERM", "ABRT", "BREAK", "USR1", "USR2", "ALRM", "VTALRM", "PROF"),
-    *("XCPU", "XFSZ", "CONT", "CHLD", "TSTP", "TTIN", "TTOU", "URG", "IO", "WINCH", "PWR", "PIPE"),
-)
-_SIGNALS = tuple(int(getattr(signal, f"SIG{n}")) for n in _NAMES if hasattr(signal, f"SIG{n}"))
+# What ends programs by hand and by schedulers; handlers of others run at once, as in any loop.
+_SIGNALS = (int(signal.SIGINT), int(signal.SIGTERM))
 # Behind the first signal, for another one to mean that somebody waits in vain.
 _PATIENCE_S = 1.0
 
 
 class DeferredInterrupts:
-    """A context in which signals wait; they are delivered when the body is over.
+    """A context in which SIGINT and SIGTERM wait; they are delivered when the body is over.
 
     Each call of a step is one, and ``InterruptibleIteration`` says where they come through. An
     exception between what a context has done and the ``with`` that would undo it (a mode, a lock,
     a profile hook) would leave that for ever. And a replay is short, has no code of the user in
     it, and writes in place: to end it is quicker than to undo it, and leaves everything consistent.
 
-    Every handler that is written in Python is kept waiting, since any may raise: Ctrl-C's, a
-    timeout's (SIGALRM), a scheduler's (SIGTERM, SIGUSR1). Signals reach the main thread alone; on
-    others this does nothing.
+    Handlers that are written in Python are kept waiting, since they may raise. Signals reach the
+    main thread alone; on others this does nothing.
     """
 
     __slots__ = ("_caught", "_previous")
