@@ -1,6 +1,6 @@
 """What ``fully_shard`` takes of FSDP2's arguments, and what it refuses by name."""
 
-from collections.abc import Callable, Iterable, Set
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -18,6 +18,14 @@ class AlreadyShardedError(ConfigError, AssertionError):
 
 class NoValuesError(ConfigError, RuntimeError):
     """Parameters are on the meta device; torch's is a RuntimeError."""
+
+
+class UnevenError(ConfigError, NotImplementedError):
+    """A dimension does not divide into as many parts as there are ranks, as torch's says it."""
+
+
+class PlacementError(ConfigError, AssertionError):
+    """A parameter has no such dimension; torch's is an AssertionError."""
 
 
 def parse_reshard(given: bool | int | None, num_ranks: int) -> tuple[bool | None, int]:
@@ -63,22 +71,23 @@ def refuse_packing(offload: CPUOffloadPolicy | None, model_parallel: Iterable[st
         )
 
 
-def refuse_placements(
-    module: nn.Module,
-    ignored: Set[nn.Parameter],
-    place: Callable[[nn.Parameter], Any] | None,
-) -> None:
-    """Refuse a ``shard_placement_fn`` that wants something else than whole rows."""
-    if place is None:
-        return
-    for name, param in module.named_parameters():
-        wanted = None if param in ignored else place(param)
-        if wanted is not None and wanted != Shard(0):
-            raise ConfigError(
-                f"shard_placement_fn wants {wanted!r} for {name!r} of shape {tuple(param.shape)}; "
-                "fully_shard cuts parameters by rows alone, all over the same ranks. Remedy: None "
-                "or Shard(0); for experts on other ranks a call with another mesh"
-            )
+def cut_dim(name: str, param: nn.Parameter, place: Callable[[nn.Parameter], Any] | None) -> int:
+    """Return the dimension that a ``shard_placement_fn`` wants cut; ConfigError if it asks more."""
+    wanted = None if place is None else place(param)
+    if wanted is None:
+        return 0
+    if type(wanted) is not Shard:
+        raise ConfigError(
+            f"shard_placement_fn wants {wanted!r} for {name!r}; it may say None or Shard(dim), all "
+            "over the same ranks. Remedy: for parameters on other ranks a fully_shard of their "
+            "module with another mesh"
+        )
+    if wanted.dim and not -param.dim() <= wanted.dim < param.dim():
+        raise PlacementError(
+            f"shard_placement_fn wants {wanted!r} for {name!r} of shape {tuple(param.shape)}, "
+            f"which has {param.dim()} dimensions"
+        )
+    return wanted.dim % max(param.dim(), 1)
 
 
 def check_precision(

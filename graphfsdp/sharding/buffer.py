@@ -21,7 +21,7 @@ from graphfsdp.base.streams import Lane
 from graphfsdp.base.torch_internals import local_tensor_of
 from graphfsdp.config import MixedPrecisionPolicy, ShardingStrategy
 from graphfsdp.sharding.extension import Extension
-from graphfsdp.sharding.gradients import Gradients
+from graphfsdp.sharding.gradients import Gradients, shaped
 from graphfsdp.sharding.layout import LocalRows, Slot
 from graphfsdp.sharding.mesh import UnitMesh
 from graphfsdp.sharding.packing import Packing
@@ -173,7 +173,7 @@ class ShardBuffer:
             return self.full_view(flat, slot)
         rows = self.local_rows(slot)
         part = flat.narrow(0, rows.shard_offset, rows.numel)
-        return part.view(rows.num_rows, *slot.shape[1:])
+        return shaped(part, slot, rows.num_rows)
 
     def local_rows(self, slot: Slot) -> LocalRows:
         """Return which rows of a parameter this rank holds; all where nothing is sharded."""
@@ -183,7 +183,7 @@ class ShardBuffer:
 
     @staticmethod
     def full_view(flat: Tensor, slot: Slot) -> Tensor:
-        return flat.narrow(0, slot.offset, slot.numel).view(slot.shape)
+        return shaped(flat.narrow(0, slot.offset, slot.numel), slot)
 
     def whole_weight(self, slot: Slot) -> Tensor:
         """Return a parameter as modules compute with it, while it is gathered."""
@@ -205,7 +205,7 @@ class ShardBuffer:
         """Copy one parameter's whole value, the same on every rank, into the main weights."""
         if self.sharded:
             rows = self.local_rows(slot)
-            value = value.narrow(0, rows.first_row, rows.num_rows)
+            value = value.narrow(slot.dim, rows.first_row, rows.num_rows)
         self.local_view(self.main, slot).copy_(value)
 
     def unshard(self) -> Tensor:

@@ -22,7 +22,6 @@ from graphfsdp.sharding.arguments import (
     check_precision,
     parse_offload,
     parse_reshard,
-    refuse_placements,
 )
 from graphfsdp.sharding.copying import deep_copy
 from graphfsdp.sharding.group import TAKEN_AS, ShardGroup, UnitOptions
@@ -81,7 +80,8 @@ def fully_shard(
             is FSDP2's default: all units but the root. A number that divides the ranks of the
             inner axis: so many neighbours (those of one machine) keep the weights that forward has
             gathered, a part on each, and backward gathers from them; 1 is False.
-        shard_placement_fn: May say ``None`` or ``Shard(0)`` of each parameter.
+        shard_placement_fn: May say ``Shard(dim)`` of a parameter, for which it has a buffer of its
+            own, whose ranks hold as much; None is whole rows, as many as happen to fall on each.
         offload_policy: torch's ``CPUOffloadPolicy`` keeps main weights, main grads and so optimizer
             state in the CPU's memory; not in a graph.
         ignored_params: Are not sharded, and nobody reduces their gradients.
@@ -116,7 +116,6 @@ def fully_shard(
     for each in modules:
         _check_embeddings(each)
         check_precision(each, policy)
-        refuse_placements(each, ignored, shard_placement_fn)
         for below in units_in(each):
             below.group.take_values()
     if dp_mesh_dims is not None:
@@ -144,6 +143,7 @@ def fully_shard(
         overlap=_check_overlap(overlap),
         offload=parse_offload(offload_policy),
         ignored=ignored,
+        place=shard_placement_fn,
     )
     for param in ignored:
         setattr(param, IGNORED, True)

@@ -155,7 +155,7 @@ class Gradients:
     def _place(self, slot: Slot, *, accumulate: bool) -> Tensor:
         if self._full is None:
             self._full = self._new_full(accumulate=accumulate)
-        return self._full.narrow(0, slot.offset, slot.numel).view(slot.shape)
+        return shaped(self._full.narrow(0, slot.offset, slot.numel), slot)
 
     def _new_full(self, *, accumulate: bool) -> Tensor:
         free = not accumulate and self._partial is None
@@ -257,6 +257,14 @@ class Gradients:
         elif reduced is not target:
             target.copy_(reduced)
         return reducing
+
+
+def shaped(flat: Tensor, slot: Slot, num_rows: int | None = None) -> Tensor:
+    """Return a stretch of a buffer as a parameter, or as some of its rows, a view."""
+    if not slot.shape:
+        return flat.view(())
+    rows = flat.view(slot.num_rows if num_rows is None else num_rows, *slot.row_shape)
+    return rows.movedim(0, slot.dim) if slot.dim else rows
 
 
 def _issue(

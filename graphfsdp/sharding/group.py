@@ -9,7 +9,7 @@ gradient that reaches the parameter on another way would be overwritten, and is 
 
 import dataclasses
 import weakref
-from collections.abc import Iterable, Iterator, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -24,7 +24,7 @@ from graphfsdp.base.dtensors import local_part, unwrapped
 from graphfsdp.base.torch_internals import key_of, local_tensor_of, parameters_of
 from graphfsdp.config import MixedPrecisionPolicy, ShardingStrategy
 from graphfsdp.errors import ConfigError
-from graphfsdp.sharding.arguments import NoValuesError, refuse_packing
+from graphfsdp.sharding.arguments import NoValuesError, cut_dim, refuse_packing
 from graphfsdp.sharding.buffer import ShardBuffer, version_of
 from graphfsdp.sharding.extension import Extension, forget_values, is_extended, parts_of
 from graphfsdp.sharding.gradient_hooks import (
@@ -116,6 +116,7 @@ class UnitOptions:
     reduction: str = "mean"
     offload: CPUOffloadPolicy | None = None
     ignored: frozenset[nn.Parameter] = frozenset()
+    place: Callable[[nn.Parameter], Any] | None = None
 
 
 class Settings(NamedTuple):
@@ -162,9 +163,12 @@ class ShardGroup:
         }
         linear = linear_weights(inner for module in modules for inner in module.modules())
         kinds = {
-            name: ParameterKind.of(param, linear, str(param.device))
+            name: ParameterKind.of(
+                param, linear, str(param.device), cut_dim(name, param, options.place)
+            )
             for name, (param, _) in found.items()
         }
+        self._refuse_cuts(kinds)
         if options.policy.gather_format is not None:
             refuse_packing(options.offload, self.axes)
         plans = plan_buffers(
@@ -175,6 +179,14 @@ class ShardGroup:
         )
         for plan in plans:
             self._take(found, plan)
+
+    def _refuse_cuts(self, kinds: Mapping[str, ParameterKind]) -> None:
+        for name, kind in kinds.items():
+            if kind.dim and (kind.extended or self.options.mesh.cuts_outside):
+                raise ConfigError(
+                    f"shard_placement_fn wants Shard({kind.dim}) for {name!r}, which goes neither "
+                    "with outer_strategy='optim' nor with fsdp_pre_all_gather. Remedy: None there"
+                )
 
     def _take(self, found: "dict[str, _Found]", plan: BufferPlan) -> None:
         whole = found[plan.names[0]].param
@@ -387,7 +399,7 @@ class ShardGroup:
             dtypes = item.buffer.dtypes
             lines.append(
                 self.full_name(item)
-                + (f" of shape {item.slot.shape}" if is_cut_alike else "")
+                + (f" of shape {item.slot.shape} cut by {item.slot.dim}" if is_cut_alike else "")
                 + ("" if item.axes is None else f" of {item.axes.shape}")
                 + (f" at {item.slot.offset}" if is_cut_alike else "")
                 + f", main weight {dtypes.main}, "

@@ -41,20 +41,28 @@ MERGE_PERCENT = 1
 
 @dataclass(frozen=True)
 class Slot:
-    """Where a parameter lies in its buffer; ``offset`` is in elements, counted over all ranks."""
+    """Where a parameter lies in its buffer; ``offset`` is in elements, counted over all ranks.
+
+    Rows are those of ``dim``; where that is not the first one, it lies in memory as if it were.
+    """
 
     index: int
     offset: int
     shape: tuple[int, ...]
+    dim: int = 0
 
     @cached_property
     def num_rows(self) -> int:
-        """Size of the first dimension; a 0-D tensor has one row."""
-        return self.shape[0] if self.shape else 1
+        """Size of the dimension that is cut; a 0-D tensor has one row."""
+        return self.shape[self.dim] if self.shape else 1
+
+    @cached_property
+    def row_shape(self) -> tuple[int, ...]:
+        return (*self.shape[: self.dim], *self.shape[self.dim + 1 :])
 
     @cached_property
     def row_numel(self) -> int:
-        return math.prod(self.shape[1:])
+        return math.prod(self.row_shape)
 
     @cached_property
     def numel(self) -> int:

@@ -82,7 +82,7 @@ class UnitMesh:
         borders = layout.borders(slot)
         if not self.cuts_outside:
             whole: list[Placement] = [Replicate() for _ in range(self.mesh.ndim - 1)]
-            return [*whole, RowShard(borders)]
+            return [*whole, Shard(slot.dim) if slot.dim else RowShard(borders)]
         # The mesh counts ranks along the inner axis first, the layout along the outer one.
         num_inner, num_outer = self.inner.size(), self.num_outer
         order = [i * num_outer + o for o in range(num_outer) for i in range(num_inner)]

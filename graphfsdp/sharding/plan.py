@@ -12,6 +12,7 @@ from graphfsdp.base.torch_internals import parameters_of
 from graphfsdp.config import GatherFormat, MixedPrecisionPolicy, ShardingStrategy
 from graphfsdp.eight_bit.formats import BLOCK, packed_numel
 from graphfsdp.errors import ConfigError
+from graphfsdp.sharding.arguments import UnevenError
 from graphfsdp.sharding.layout import BufferLayout, Slot, plan_blocks, plan_unit
 
 
@@ -25,10 +26,11 @@ class ParameterKind:
     device: str = "cpu"
     is_linear: bool = False  # the weight of nn.Linear and of nothing else
     extended: bool = False  # its class says what is gathered of it, see extension.py
+    dim: int = 0  # that is cut, evenly if not the first one
 
     @classmethod
     def of(
-        cls, param: nn.Parameter, linear: Container[int], device: str = "cpu"
+        cls, param: nn.Parameter, linear: Container[int], device: str = "cpu", dim: int = 0
     ) -> "ParameterKind":
         """``linear``: what ``linear_weights`` has found."""
         return cls(
@@ -38,6 +40,7 @@ class ParameterKind:
             device,
             is_linear=param.is_floating_point() and id(param) in linear,
             extended=hasattr(param, EXTENSION),
+            dim=dim,
         )
 
 
@@ -130,10 +133,10 @@ def plan_buffers(
     kinds: dict[tuple[torch.dtype, str, bool, bool, GatherFormat | None], list[str]] = {}
     plans = []
     for name, param in params.items():
-        if param.extended:
+        if param.extended or (param.dim and strategy is not ShardingStrategy.NO_SHARD):
             dtypes = BufferDtypes.of(param.dtype, policy)
             parts = 1 if strategy is ShardingStrategy.NO_SHARD else num_ranks
-            layout = _equal_rows(name, param.shape, parts)
+            layout = _equal_rows(name, param, parts)
             plans.append(BufferPlan(layout, (name,), dtypes, strategy, param.trainable))
             continue
         # A scalar has no rows to share out: every rank holds it.
@@ -157,15 +160,17 @@ def plan_buffers(
     return plans
 
 
-def _equal_rows(name: str, shape: tuple[int, ...], num_ranks: int) -> BufferLayout:
-    """ConfigError: ranks would have other numbers of rows."""
-    if not shape or shape[0] % num_ranks:
-        raise ConfigError(
-            f"{name!r} of shape {shape} has fsdp_pre_all_gather, for which each of the {num_ranks} "
-            "ranks must have as many rows. Remedy: a number of rows that the ranks divide, or a "
-            "plain parameter"
+def _equal_rows(name: str, param: ParameterKind, num_ranks: int) -> BufferLayout:
+    """UnevenError: ranks would have other numbers of rows."""
+    slot = Slot(0, 0, param.shape, param.dim)
+    if not param.shape or slot.num_rows % num_ranks:
+        why = "fsdp_pre_all_gather" if param.extended else f"shard_placement_fn=Shard({param.dim})"
+        raise UnevenError(
+            f"{name!r} of shape {param.shape} has {why}, for which each of the {num_ranks} ranks "
+            "must have as much. Remedy: a size that the ranks divide, or a plain parameter that is "
+            "cut by its first dimension"
         )
-    return BufferLayout(num_ranks, 1, math.prod(shape) // num_ranks, (Slot(0, 0, shape),))
+    return BufferLayout(num_ranks, 1, slot.numel // num_ranks, (slot,))
 
 
 def _gather_format(

@@ -253,7 +253,7 @@ def test_what_is_refused_by_name() -> None:
         (
             graphfsdp.ConfigError,
             lambda: words(make(), shard_placement_fn=lambda param: Shard(param.ndim - 1)),
-            ("'0.0.weight'", "Shard(dim=1)"),
+            ("'0.2.weight' of shape (8, 5)", "2 ranks"),
         ),
         (graphfsdp.ConfigError, lambda: words(make(), dp_mesh_dims=3), ("shard_axis",)),
         (graphfsdp.ConfigError, lambda: words(make(), offload_policy=3), ("got int",)),
@@ -298,6 +298,8 @@ def mistakes(package: Any) -> dict[str, Callable[[], object]]:
         "word": lambda: words(make(), reshard_after_forward="a"),
         "later": lambda: wide.set_reshard_after_forward(2),
         "meta": lambda: empty(torch.ones(1, 2)),
+        "uneven": lambda: words(nn.Linear(3, 4), shard_placement_fn=lambda p: Shard(p.ndim - 1)),
+        "depth": lambda: words(make(), shard_placement_fn=lambda param: Shard(5)),
         "place": lambda: words(make(), shard_placement_fn=lambda param: Replicate()),
         "ahead": lambda: wide.set_modules_to_forward_prefetch([make()]),
         "method": lambda: package.register_fsdp_forward_method(wide, "none"),

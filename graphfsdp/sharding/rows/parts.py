@@ -99,12 +99,14 @@ def common_rows(operands: Sequence[Tensor], written: set[int]) -> CommonRows | N
     cut = [tensor for tensor in spread if is_cut(tensor)]
     if not spread:
         return CommonRows(None, shape)
-    spec = known_spec((cut or spread)[0])
+    spec = known_spec((cut or sorted(spread, key=lambda tensor: -tensor.dim()))[0])
     if any(tensor.device_mesh != spec.mesh for tensor in spread):
         return None
     if not cut:
         alike = all(
-            tensor.placements == spec.placements and tensor.shape == shape for tensor in spread
+            (tensor.placements == spec.placements and tensor.shape == shape)
+            or (not tensor.dim() and all(place.is_replicate() for place in tensor.placements))
+            for tensor in spread
         )
         partial = any(isinstance(place, Partial) for place in spec.placements)
         return CommonRows(spec, shape) if alike and not partial else None
