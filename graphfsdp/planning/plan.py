@@ -91,11 +91,6 @@ class UnitPlan:
     num_holders: int = 1
 
     @property
-    def num_parts(self) -> int:
-        """Into how many parts main weights and the optimizer's state are cut."""
-        return self.num_inner * (self.num_outer if self.cuts_outside else 1)
-
-    @property
     def grad_bytes(self) -> int:
         """Bytes of whole gradients on their way to the main grads."""
         return sum(

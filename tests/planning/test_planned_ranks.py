@@ -213,16 +213,6 @@ def test_a_plan_is_what_ranks_that_share_experts_out_really_hold(ranks4: RankPoo
     assert plan.num_parameters == whole
 
 
-def test_units_hold_more_the_less_is_cut() -> None:
-    plans = [
-        plan_training(World(strategy).config(2), num_ranks=2)
-        for strategy in ("no_shard", "optim_grads_params", "optim")
-    ]
-    sizes = [num_bytes(plan, "whole weights and grads") for plan in plans]
-    assert sizes[0] == 0
-    assert sizes == sorted(set(sizes))
-
-
 def test_a_plan_takes_no_ranks_and_more_microbatches_than_two_take_no_more() -> None:
     few, many = (
         plan_training(World("optim_grads_params", "--bf16", n).config(64), num_ranks=64)

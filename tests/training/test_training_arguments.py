@@ -213,6 +213,13 @@ def test_precision_flags_become_a_policy() -> None:
         ("--expert-model-parallel-size 2", "--expert-model-parallel-size needs --num-experts"),
         ("--num-experts 3 --expert-model-parallel-size 2", "does not divide --num-experts 3"),
         ("--num-experts 4 --moe-skip-overflow", "needs --moe-expert-capacity-factor"),
+        ("--num-experts 4 --moe-router-topk 5", "--moe-router-topk must be in 1..--num-experts"),
+        ("--num-experts 4 --moe-expert-capacity-factor 0", "-factor must be greater than 0"),
+        ("--num-experts 4 --moe-aux-loss-coeff -1", "--moe-aux-loss-coeff must be at least 0"),
+        ("--num-experts 4 --expert-model-parallel-size 2 --fp8-param-gather", "does not go with"),
+        (PIPELINE.replace("16", "8"), "--global-batch-size 16, or more"),
+        ("--split 95", "--split 95 must be two numbers greater than 0"),
+        ("--split 90,5,5", "which is Megatron's test data, must be 0"),
     ],
 )
 def test_bad_input_is_refused_by_the_flag_s_name(line: str, message: str) -> None:
