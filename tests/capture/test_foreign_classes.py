@@ -95,7 +95,7 @@ def adam(params: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
 
 def scripted(value: Any) -> Any:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)
+        warnings.simplefilter("ignore")  # it is deprecated, in words and kinds that torch changes
         return torch.jit.script(value)
 
 
