@@ -99,6 +99,7 @@ wheel: $(VENV)/.release  ## build source archive and wheel into DIST, and have w
 	rm -rf build "$(DIST)"/graphfsdp-*
 	$(bin)/python -m build --outdir "$(DIST)" .
 	$(bin)/python -m twine check --strict "$(DIST)"/*
+	$(bin)/check-wheel-contents "$(DIST)"/*.whl
 
 docs: $(VENV_DOCS)/.stamp  ## build the site into SITE; warnings are errors, and nothing is fetched
 	NO_MKDOCS_2_WARNING=1 $(VENV_DOCS)/bin/python -m mkdocs build --quiet --strict --site-dir "$(abspath $(SITE))"
@@ -122,7 +123,7 @@ $(VENV)/.dev: pyproject.toml constraints.txt | $(bin)/python
 	@touch $@ $(VENV)/.train
 
 $(VENV)/.release: pyproject.toml constraints.txt | $(VENV)/.train
-	$(bin)/python -m pip install --quiet --constraint constraints.txt "build" "twine"
+	$(bin)/python -m pip install --quiet --constraint constraints.txt "build" "check-wheel-contents" "twine"
 	@touch $@
 
 $(VENV_LIBRARIES)/.stamp: pyproject.toml constraints.txt tests/integrations/requirements.txt
