@@ -182,7 +182,6 @@ class Engine:
     def unpack(self, recording: Recording, results: list[Tensor]) -> object:
         """Return what the user's function returned, and keep the gradient norm."""
         output, grad_norm = recording.results.unflatten(results)
-        recording.inputs.forget()
         if grad_norm is not None:
             self.grad_norm = grad_norm
         return output

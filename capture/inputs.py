@@ -260,10 +260,9 @@ class StaticInputs:
         return writes if writes else None
 
     def put_back(self, writes: BatchWrites, tensors: Sequence[Tensor]) -> None:
-        """Write results into the caller's batch, once."""
+        """Write results into the caller's batch."""
         if self._own is not None:
             writes.put_back(*self._own, tensors)
-        self.forget()
 
     def forget(self) -> None:
         """Let go of the caller's batch."""

@@ -51,7 +51,7 @@ class Results:
         # By leaf of the output, how many tensors are in it; those that are none are None.
         self._parts: list[tuple[Wrapping | None, int]] = []
         self._is_single = False
-        self._inputs: StaticInputs | None = None  # into whose batch something was written
+        self._inputs: StaticInputs | None = None
         self._writes: BatchWrites | None = None
 
     def flatten(self, output: Any, inputs: StaticInputs) -> list[Tensor]:
@@ -80,7 +80,9 @@ class Results:
         What the iteration has written into its batch is written into the caller's, once.
         """
         assert self._spec is not None
+        assert self._inputs is not None
         if self._is_single:
+            self._inputs.forget()
             return results[0], results[1] if len(results) > 1 else None
         tensors = iter(results)
         leaves: list[Tensor | None] = []
@@ -90,9 +92,9 @@ class Results:
             leaves.append(whole if wrapping is None else wrapping.around(inside))
         output = tree_unflatten(leaves, self._spec)
         if self._writes is not None:
-            assert self._inputs is not None
             output, written = output
             self._inputs.put_back(self._writes, written)
+        self._inputs.forget()
         return output, next(tensors, None)
 
 

@@ -1,6 +1,7 @@
 """An iteration that writes into its batch: the caller sees what a loop without a graph leaves."""
 
 import copy
+import weakref
 from collections import OrderedDict, UserDict, defaultdict, deque
 from collections.abc import Callable, Iterator, MutableMapping
 from dataclasses import dataclass, field
@@ -403,6 +404,21 @@ def test_evaluation_writes_into_its_batch(device: torch.device) -> None:
         step.evaluate({"x": x}, log)
         assert same_bits(log["mean"], log["parts"][1][0].new_tensor(float(log["mean"])))
     assert set(log) == {"mean", "parts"}
+
+
+def test_no_batch_outlives_its_call(device: torch.device) -> None:
+    def loss_fn(model: nn.Module, x: Tensor) -> Any:
+        y = model(x)
+        return mean_square(y), y
+
+    for one in (lambda model, x: mean_square(model(x)), loss_fn):
+        step = step_over(device, one)
+        for call in (step, step.evaluate) * 6:
+            x = torch.ones(6, 4, device=device)
+            held = weakref.ref(x)
+            call(x)
+            del x
+            assert held() is None
 
 
 def test_a_call_that_fails_and_an_example_leave_the_batch_as_it_was(device: torch.device) -> None:
