@@ -25,6 +25,7 @@ from torch.distributed.fsdp import (
 from torch.distributed.fsdp._fully_shard._fsdp_state import _get_module_fsdp_state
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
+from torch.distributed.tensor.experimental import implicit_replication
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 NUM_STEPS = 3
@@ -122,6 +123,11 @@ def modules_that_ddp_replicates_inside_a_sharded_one() -> None:
     replicate(model[0])
     fully_shard(model)
     train(model)
+    model = whole_model()
+    fully_shard(model[0])
+    replicate(model)
+    with implicit_replication():
+        train(model, foreach=True)
 
 
 def what_other_libraries_ask_for() -> None:

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 from typing import Any, NoReturn
 
 from torch import nn
-from torch.distributed._composable.contract import STATE_KEY
+from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY, RegistryItem
 from torch.distributed._composable_state import _insert_module_state
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
@@ -49,12 +49,13 @@ class ShardState(FSDPState):
 
 
 def give_state(module: nn.Module) -> None:
-    """Let torch's own ``fully_shard`` find the state of a module."""
+    """Let torch's own ``fully_shard`` find the state of a module, and ``replicate`` leave it be."""
     assert isinstance(module, FSDPModule)
     torch_function: Any = torch_fully_shard
     states = module.__dict__.setdefault(STATE_KEY, {})
     states[torch_function.__wrapped__] = state = ShardState(module)
     _insert_module_state(module, state)
+    module.__dict__.setdefault(REGISTRY_KEY, {})[torch_function.__name__] = RegistryItem()
 
 
 def state_of(module: nn.Module) -> ShardState | None:

@@ -156,7 +156,9 @@ def _run_on_rows(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
     else:
         calls = [single]
     written = {id(tensor) for tensor in OpCall(func, args, kwargs).written}
-    _refuse_plain(func, [tensor for call in calls for tensor in call])
+    for call in calls:  # lists may hold plain tensors as well, which have theirs beside them
+        if any(isinstance(tensor, DTensor) for tensor in call):
+            _refuse_plain(func, call)
     places = [common_rows(call, written) for call in calls]
     if None in places:
         raise _refusal(func, ", with operands that have other rows")
