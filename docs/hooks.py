@@ -1,7 +1,7 @@
 """Makes the site of the Markdown as it stands: links out of docs/ keep their meaning.
 
-A page of the root that the navigation names becomes a page of the site, a picture is copied, and
-of a link to anything else in the checkout its path remains.
+A page of the root that the navigation names becomes a page of the site, and of a link to anything
+else in the checkout its path remains.
 """
 
 import pathlib
@@ -17,12 +17,10 @@ LINK = re.compile(r"(!?)\[((?:[^\[\]]|\[[^\]]*\])*)\]\(([^)\s]+)\)")
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """Add the pages of the root, and pictures of results."""
+    """Add the pages of the root."""
     for name in PAGES:
         text = (ROOT / name).read_text(encoding="utf-8")
         files.append(File.generated(config, name, content=text))
-    for path in (ROOT / "benchmarks" / "results").glob("*.png"):
-        files.append(File.generated(config, f"pictures/{path.name}", content=path.read_bytes()))
     return files
 
 
@@ -43,8 +41,6 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
             inside = path.as_posix()
         elif path.parts[:1] == ("docs",) and target.is_file():
             inside = path.relative_to("docs").as_posix()
-        elif picture:
-            inside = f"pictures/{path.name}"
         elif path.as_posix() == "README.md":
             inside = "index.md"
         else:
