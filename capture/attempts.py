@@ -3,18 +3,14 @@
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
 
 from graphfsdp._capture.engine import Engine
-from graphfsdp._capture.python.future import Future, tell_of, undone_run
-from graphfsdp._capture.python.places import Move, Snapshot
-from graphfsdp._capture.python.watch import PythonWatch
+from graphfsdp._capture.guards.moves import Move, tell_of
 from graphfsdp._capture.ranks.ranks import Ranks, WarmUpAgainError
 from graphfsdp._capture.recording import Recording, Recordings, Results, kept_by, new_of
-from graphfsdp._capture.rules.constants import Program, may_run_compiled_code, noting_program
 from graphfsdp._capture.undo.host_state import Attempt, save_random_states
 from graphfsdp._capture.undo.interrupts import (
     DeferredInterrupts,
@@ -22,7 +18,6 @@ from graphfsdp._capture.undo.interrupts import (
     deliver_waiting,
 )
 from graphfsdp.base.changes import Change, ChangeKind
-from graphfsdp.base.collector import without_collector
 from graphfsdp.base.nvtx import nvtx_range
 from graphfsdp.base.op_tensors import as_written
 from graphfsdp.base.streams import in_turn
@@ -51,51 +46,39 @@ class Attempts:
         with InterruptibleIteration(asks=asks), in_turn(deliver_waiting):
             return self._run_in_turn(recording, captures=captures, notes=notes)
 
-    def _run_in_turn(
-        self, recording: Recording, *, captures: bool, notes: bool, tried: bool = False
-    ) -> list[Tensor]:
-        """``tried``: what it moves in Python was tried further on, and does not matter."""
+    def _run_in_turn(self, recording: Recording, *, captures: bool, notes: bool) -> list[Tensor]:
         try:
-            results = self._run(recording, captures=captures, notes=notes, tried=tried)
-            if recording.graph is not None:
-                recording.graph.compile()
-            return results
-        except _PythonMovedError as moved:
-            stands_still = self._try_future(recording, moved)
+            results = self._run(recording, captures=captures, notes=notes)
         except _WarmUpOnceMoreError:
             return self._run_in_turn(recording, captures=False, notes=True)
-        # Outside of the clause: nobody holds what was there before while it is recorded.
-        results = self._run_in_turn(recording, captures=True, notes=notes, tried=True)
-        tell_of(stands_still)
+        if recording.graph is not None:
+            recording.graph.compile()
+        if recording.guards is not None:
+            tell_of(recording.guards.stands_still())
         return results
 
-    def _run(
-        self, recording: Recording, *, captures: bool, notes: bool, tried: bool
-    ) -> list[Tensor]:
+    def _run(self, recording: Recording, *, captures: bool, notes: bool) -> list[Tensor]:
         engine = self._engine
         on_cpu = engine.backend.device.type == "cpu"
         # CUDA rule: a capture runs nothing. On a CPU it is an iteration that may be repeated.
         copies = engine.undoes or not self._trains or (captures and on_cpu)
         attempt = engine.attempt(copies=copies)
-        watches = captures and not tried
-        python = PythonWatch(partial(engine.python, weakly=True)) if watches else None
         grad_norm, results = engine.grad_norm, recording.results
         recording.results = Results()
         try:
-            clocks = nullcontext() if python is None else python.watching()
-            with self._as_written(), attempt.watching(), clocks, self._modes() as own_modes:
+            with self._as_written(), attempt.watching(), self._modes() as own_modes:
                 if captures:
-                    return self._capture(recording, attempt, own_modes, python)
+                    return self._capture(recording, attempt, own_modes)
                 return self._warm_up(recording, notes=notes)
         except BaseException as first:  # whatever ends it, it must leave no trace
             refused = recording.refused_values(first)
-            moves = python.end()[1] if refused and python is not None else []
+            guards = recording.guards
+            moves = guards.moved() if refused and guards is not None else []
             with DeferredInterrupts():
                 try:
                     attempt.roll_back()
-                except Exception:  # nothing else has failed yet, if only Python has moved
-                    attempt.roll_back()
-                    raise
+                    if guards is not None:
+                        guards.put_back()
                 finally:
                     engine.grad_norm, recording.results = grad_norm, results
                     recording.drop_graph()
@@ -104,8 +87,6 @@ class Attempts:
                     f"a warm-up failed ({type(first).__name__}: {first}), and with undo='none' "
                     "nobody has kept what weights and optimizer state were before it"
                 )
-            if isinstance(first, _PythonMovedError):
-                raise
             error = self._ranks.repeat(first) if refused and not recording.has_waited else first
             waits = isinstance(error, WarmUpAgainError) and recording.wait_once()
             # Where there are others, the ones that were not refused keep theirs.
@@ -138,21 +119,16 @@ class Attempts:
         recording: Recording,
         attempt: Attempt,
         own_modes: Callable[[], None],
-        python: PythonWatch | None,
     ) -> list[Tensor]:
         engine = self._engine
-        recording.guards = guards = engine.guards(trains=self._trains)
+        recording.guards = guards = engine.guards(recording.ran, trains=self._trains)
 
         def check(was_read: Callable[[Tensor], bool]) -> None:
-            if python is not None:
-                python.let_go()
             attempt.host_state.check_unchanged(was_read)
             recording.check_memory()
             own_modes()  # those that every later call will find
             guards.arm(was_read)
-            before, moves = (None, []) if python is None else python.end()
-            if self._ranks.settle(moved=bool(moves)):
-                raise _PythonMovedError(before, moves)
+            self._ranks.settle()
 
         scratch = recording.inputs.tensors()
         if self._trains:
@@ -173,45 +149,12 @@ class Attempts:
                 collective=self._ranks.is_collective,
                 scratch=scratch,
             )
-        recording.constants = None
+        recording.keep_log(engine.gradients.num_hooks())
         if self._trains:
             recording.landed = engine.gradients.landed()
             recording.kept = new_of(kept_by(engine.model), before)
         self._step_outside()
         return results
-
-    def _try_future(self, recording: Recording, moved: "_PythonMovedError") -> list[str]:
-        """Return what stands still from now on; see Note [The future].
-
-        CaptureError if the iteration would be another one day.
-        """
-        engine = self._engine
-        before = moved.before or engine.python()
-        before.restore()
-        watches = not may_run_compiled_code(engine.model, engine.backend.device)
-        without_optimizer = engine.steps_inside and self._trains
-
-        def noting() -> AbstractContextManager[Program | None]:
-            if not watches:
-                return nullcontext()
-            return noting_program(engine.model, without_optimizer=without_optimizer)
-
-        def iterate() -> None:
-            with engine.backend.on_capture_stream():
-                self._iterate(recording.again(), None)
-
-        with without_collector(), self._as_written(), self._modes():
-            attempt = engine.attempt()
-            try:
-                run = partial(undone_run, iterate, attempt, engine.python, noting)
-                return Future(engine.python, run, self._ranks.tell).rehearse(moved.moves)
-            except BaseException:
-                with DeferredInterrupts():
-                    attempt.roll_back()
-                    before.restore()
-                if not recording.num_eager:
-                    self._recordings.remove(recording)
-                raise
 
     def _iterate(
         self, recording: Recording, watch: AbstractContextManager[None] | None
@@ -237,15 +180,6 @@ class Attempts:
             return
         with _evaluating(self._engine.model) as own_modes:
             yield own_modes
-
-
-class _PythonMovedError(Exception):
-    """A capture has moved Python: it is undone, and repeated once the future was tried."""
-
-    def __init__(self, before: Snapshot | None, moves: Sequence[Move]) -> None:
-        super().__init__("; ".join(map(str, moves)))
-        self.before = before
-        self.moves = moves
 
 
 def _naming(error: BaseException, moves: Sequence[Move]) -> BaseException:

@@ -10,16 +10,14 @@ from torch import Tensor, nn
 from graphfsdp._capture.cuda.regions import CompiledRegions
 from graphfsdp._capture.gradients import PersistentGradients
 from graphfsdp._capture.guards.guards import Guards
-from graphfsdp._capture.guards.hooks import users_hooks
 from graphfsdp._capture.inputs import TensorLeaf
 from graphfsdp._capture.iteration import AnyIteration
 from graphfsdp._capture.messages import messages_as_operators
-from graphfsdp._capture.python.places import Snapshot
-from graphfsdp._capture.python.walk import take_snapshot
 from graphfsdp._capture.recording import Recording, kept_by
 from graphfsdp._capture.rules.constants import ConstantWatch
 from graphfsdp._capture.trace.backend import GraphBackend
 from graphfsdp._capture.trace.landing import Landing
+from graphfsdp._capture.trace.ran import Ran
 from graphfsdp._capture.undo.host_state import Attempt
 from graphfsdp.base.capturable import CapturableOptimizer
 from graphfsdp.base.changes import Change, ChangeKind
@@ -233,13 +231,6 @@ class Engine:
             names_idle=self._has_one_graph,
         )
 
-    def python(self, *, weakly: bool = False) -> Snapshot:
-        """Return all Python that the iteration can name, as it is now; ``weakly``: no tensor."""
-        optimizers = self.optimizer.optimizers
-        hooks = users_hooks(self.model, self._named_params, optimizers)
-        functions = (*self._iteration.functions, *hooks)
-        return take_snapshot(self.model, functions, optimizers, weakly=weakly)
-
     def attempt(self, *, copies: bool = True) -> Attempt:
         """Return what undoes an iteration that runs from now on and fails.
 
@@ -263,8 +254,11 @@ class Engine:
         yield from self.gradients.storages()
         yield from (tensor for _, tensor in self.optimizer.state_tensors())
 
-    def guards(self, *, trains: bool = True) -> Guards:
-        """Return what is to be armed when an iteration, or its forward alone, was recorded."""
+    def guards(self, ran: Ran, *, trains: bool = True) -> Guards:
+        """Return what is to be armed when an iteration, or its forward alone, was recorded.
+
+        ``ran``: the code of its warm-up.
+        """
         return Guards(
             self.model,
             self._named_params,
@@ -273,6 +267,7 @@ class Engine:
             counts=self.optimizer.counts,
             functions=self._iteration.functions,
             device=self.backend.device,
+            ran=ran,
         )
 
     def baked_changes(self) -> Sequence[Change]:

@@ -413,6 +413,11 @@ class PersistentGradients:
     def named_views(self) -> Iterator[tuple[str, Tensor]]:
         return ((entry.name, entry.view) for entry in self._entries)
 
+    def num_hooks(self) -> int:
+        """Count what is called behind each gradient, of this step's, of others' and of users'."""
+        hooks = (entry.param._post_accumulate_grad_hooks or {} for entry in self._entries)
+        return sum(map(len, hooks))
+
     @property
     def num_bytes(self) -> int:
         """Bytes of the persistent buffers, and of this rank's rows in those of a sharded model."""

@@ -14,8 +14,10 @@ from graphfsdp._capture.batch_writes import BatchWrites
 from graphfsdp._capture.gradients import Landed
 from graphfsdp._capture.guards.guards import Guards
 from graphfsdp._capture.inputs import StaticInputs
-from graphfsdp._capture.rules.constants import ConstantWatch
+from graphfsdp._capture.rules.constants import ConstantLog, ConstantWatch
 from graphfsdp._capture.trace.backend import Graph
+from graphfsdp._capture.trace.ran import Ran
+from graphfsdp._capture.trace.source import SiteTable
 from graphfsdp.base.collector import YOUNG, without_collector
 from graphfsdp.base.dtensors import Wrapping
 from graphfsdp.base.torch_internals import TreeSpec, tree_flatten, tree_unflatten
@@ -107,6 +109,8 @@ class Recording:
         num_eager: Calls with such batches that ran eagerly.
         results: The form of what the iteration returns.
         num_verified: Replays that were compared with an eager run.
+        num_replays: Calls since the capture, and ``num_audited`` of them at the last audit.
+        log: What the recorded iteration has done, and ``sites`` where; None if nobody could see.
         guards: What must be as it was when the graph was made; None before that.
         constants: Compares the last warm-up with the capture; None before the last warm-up.
         has_waited: Its warm-up has begun anew once, for other values than before.
@@ -119,6 +123,11 @@ class Recording:
         self.num_microbatches = num_microbatches
         self.num_eager = 0
         self.num_verified = 0
+        self.num_replays = 0
+        self.num_audited = 0
+        self.num_hooks = 0
+        self.log: ConstantLog | None = None
+        self.sites: SiteTable | None = None
         self.graph: Graph | None = None
         self.guards: Guards | None = None
         self.constants: ConstantWatch | None = None
@@ -135,6 +144,17 @@ class Recording:
     def again(self) -> "Recording":
         """Return one with the same inputs and no graph, for a run beside this one's."""
         return Recording(self.inputs, self.num_microbatches)
+
+    def keep_log(self, num_hooks: int) -> None:
+        """Keep what the capture has done for audits, and let go of what compared it.
+
+        ``num_hooks``: of gradients, when it was made.
+        """
+        self.num_hooks = num_hooks
+        if self.constants is not None:
+            self.log, self.sites = self.constants.log, self.constants.sites
+        self.num_replays = self.num_audited = 0
+        self.constants = None
 
     def refused_values(self, error: BaseException) -> bool:
         return self.constants is not None and self.constants.failure is error
@@ -159,6 +179,11 @@ class Recording:
         with without_collector(YOUNG), constants.noting(is_first=is_first):
             yield
 
+    @property
+    def ran(self) -> Ran:
+        """The code of its warm-ups, to which a capture adds its own."""
+        return self.constants.ran if self.constants is not None else Ran()
+
     def comparing(self) -> AbstractContextManager[None]:
         return nullcontext() if self.constants is None else self.constants.comparing()
 
@@ -170,7 +195,7 @@ class Recording:
     def drop_graph(self) -> None:
         """Give the graph back; another attempt may follow, and is compared as well."""
         graph, self.graph = self.graph, None
-        self.guards, self.landed, self.kept = None, [], []
+        self.guards, self.landed, self.kept, self.log = None, [], [], None
         if graph is not None:
             graph.close()
 

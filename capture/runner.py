@@ -13,6 +13,7 @@ from torch import Tensor
 
 from graphfsdp._capture.ahead_of_time import FirstStates, capture_ahead
 from graphfsdp._capture.attempts import Attempts, Evaluator
+from graphfsdp._capture.audit import Auditor
 from graphfsdp._capture.engine import Engine
 from graphfsdp._capture.phase import Phase
 from graphfsdp._capture.ranks.ranks import Ranks
@@ -28,7 +29,7 @@ from graphfsdp.base.nvtx import nvtx_range
 from graphfsdp.base.progress import shown_when_slow
 from graphfsdp.base.torch_internals import tree_unflatten
 from graphfsdp.config import CaptureOptions, OnChange, Scope
-from graphfsdp.errors import PhaseError, VerificationError
+from graphfsdp.errors import GuardError, PhaseError, VerificationError, split_remedy
 
 _LOG = logging.getLogger("graphfsdp")
 # A graph that a number of the optimizer ends before so many replays has not paid for its capture;
@@ -68,6 +69,8 @@ class StepRunner:
         self._attempts = Attempts(engine, self._ranks, self._recordings, trains=True)
         self._evaluator = Evaluator(engine, self._ranks, options.max_graphs)
         self._verifier = Verifier(engine, self._ranks)
+        self._outdated = ""  # why the graphs are to be given up
+        self._auditor = Auditor(engine, options.audit, collective=self._ranks.is_collective)
         self._tally = Tally()
         self._num_warm_ups = 0  # that have taken effect
         self._num_short_lived = 0  # graphs in a row; see _MOST_SHORT_LIVED
@@ -90,6 +93,7 @@ class StepRunner:
             self._break(self._ranks.lost)
 
     def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        self._follow_audit()
         if self.phase is not Phase.EAGER:
             self._engine.put_back_units()
         if self.phase is Phase.WARMUP:  # later guards notice it
@@ -97,6 +101,8 @@ class StepRunner:
         recording = self._prepare(args, kwargs)
         if self._first_states is not None and self._first_states.are_missing:
             return self._finish_first(recording, self._first_states)
+        if recording.graph is not None and self._auditor.is_due(recording):
+            return self._audit(recording)
         if recording.graph is not None:
             return self._engine.unpack(recording, self._replay(recording, recording.graph))
         if self.phase is Phase.EAGER:
@@ -119,6 +125,30 @@ class StepRunner:
         elif self._recordings.num_graphs and self._engine.baked_changes():
             self._after_changes(recording, self._engine.baked_changes())  # graphs of other kinds
         return recording
+
+    def _audit(self, recording: Recording) -> Any:
+        """Run an iteration as written; GuardError if it is no longer the recorded one."""
+        try:
+            with InterruptibleIteration(asks=False), self._backend.on_capture_stream():
+                audited, results, difference = self._auditor.run(recording)
+            self._engine.step_outside()
+        except BaseException:  # also Ctrl-C, of which torch tells no forward hook
+            self._engine.abandon()
+            raise
+        self._tally.num_calls["audit"] += 1
+        output = self._engine.unpack(audited, results)
+        if difference and self._options.on_change is OnChange.RAISE:
+            raise GuardError(difference)
+        self._outdated = split_remedy(difference)[0]
+        return output
+
+    def _follow_audit(self) -> None:
+        """Do what ``on_change`` says of what an audit has found, once its gradients were seen."""
+        why, self._outdated = self._outdated, ""
+        if why:
+            self._give_up_graphs(why)
+            if self._options.on_change is OnChange.EAGER:
+                self._go_to(Phase.EAGER)
 
     def capture_ahead(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Capture on made-up data; see ``example_batch`` of ``graphfsdp.capture``."""
@@ -156,14 +186,14 @@ class StepRunner:
         with self._together("evaluation"):
             return self._evaluator.run(args, kwargs, self.num_microbatches, eager=eager)
 
-    def verify(self, num_iterations: int, *, advance_python: bool = False) -> None:
+    def verify(self, num_iterations: int) -> None:
         self.graph_to("verify")
         recording = self._recordings.latest
         assert recording is not None
         refuse(self._engine.changes(recording))
         asks = self.device.type == "cpu"  # the undo mode does, where an operator begins
         with InterruptibleIteration(asks=asks), self._together("verification"):
-            self._verifier.run(recording, num_iterations, advance_python=advance_python)
+            self._verifier.run(recording, num_iterations)
 
     def report(self, *, measure: bool) -> CaptureReport:
         return make_report(
@@ -314,6 +344,7 @@ class StepRunner:
             self._after_failure(graph.effect, error)
             raise
         recording.num_verified += verifies
+        recording.num_replays += 1
         self._tally.add_replay(started, self._backend.name)
         self._engine.after_replay()
         return results

@@ -107,30 +107,27 @@ class CapturedStep:
         with DeferredInterrupts(), self._gate:
             return self._runner.evaluate(args, kwargs)
 
-    def verify(self, num_iterations: int = 1, *, advance_python: bool = False) -> None:
+    def verify(self, num_iterations: int = 1) -> None:
         """Prove that a replay does what the same Python does eagerly, and change nothing.
 
         On the last batch, from the present state: each iteration runs eagerly and by replay, and
         results, gradients, buffers, optimizer state, parameters and generators are compared bit
         for bit. Then everything is put back, so that training goes on as if nothing had been.
-        Where there are several ranks, all must call it.
+        What the iteration moves in Python beside the model (a counter of the loss function's) goes
+        on meanwhile, as in any eager run. Where there are several ranks, all must call it.
 
         Args:
             num_iterations: Iterations, one following from the other.
-            advance_python: The eager side goes on with plain Python (counters, lists) as the
-                iteration before has left it, as a training without graphs would; else each
-                begins with Python as it is.
 
         Raises:
             VerificationError: something differs; it names the first tensor, the size of the
-                difference, and on a CPU the first operator that computed something else, or what
-                has moved in Python.
+                difference, and on a CPU the first operator that computed something else.
             GuardError: something has changed that the graph has baked in.
             PhaseError: there is no graph yet.
         """
         at_least("num_iterations", num_iterations, 1)
         with DeferredInterrupts(), self._gate:
-            self._runner.verify(num_iterations, advance_python=advance_python)
+            self._runner.verify(num_iterations)
 
     @property
     def phase(self) -> Phase:

@@ -2,8 +2,7 @@
 
 import logging
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 
@@ -12,8 +11,6 @@ from torch import Tensor
 
 from graphfsdp._capture.compiled.bounds import allowances, beyond, is_rounded, is_weight, wide
 from graphfsdp._capture.engine import Engine
-from graphfsdp._capture.python.future import REMEDY as MOVING_REMEDY
-from graphfsdp._capture.python.places import Move
 from graphfsdp._capture.ranks.ranks import Ranks
 from graphfsdp._capture.recording import Recording
 from graphfsdp._capture.trace.backend import Graph
@@ -84,10 +81,8 @@ class Verifier:
         self._ranks = ranks
         self._has_named = False  # what is not deterministic
 
-    def replay(self, recording: Recording, python: "_EagerPython | None" = None) -> list[Tensor]:
+    def replay(self, recording: Recording) -> list[Tensor]:
         """Replay the batch in the static inputs, after an eager run that is undone.
-
-        ``python``: where Python is on the eager side; None: where it is.
 
         A VerificationError leaves everything as it was before.
         """
@@ -97,12 +92,12 @@ class Verifier:
         bound = graph.facts.bound
         before = _weights_of(self._engine) if bound else {}
         try:
-            expected = self._run_eagerly(recording, python)
+            expected = self._run_eagerly(recording)
             allowed = allowances(expected, before, bound) if bound else {}
             # Compiled replays have a bound of their own.
             noise = _Noise(expected) if self._engine.backend.name == "cuda" and not bound else None
             if noise is not None:
-                self._listen_to(noise, recording, python, num_runs=1)
+                self._listen_to(noise, recording, num_runs=1)
                 allowed = noise.allowed()
             with attempt.watching():
                 results = graph.replay()
@@ -110,7 +105,7 @@ class Verifier:
             difference = first_difference(expected, found, allowed)
             if noise is not None and _DIFFERS in self._ranks.tell(_DIFFERS * bool(difference)):
                 attempt.roll_back()
-                self._listen_to(noise, recording, python, num_runs=_NUM_MORE_RUNS)
+                self._listen_to(noise, recording, num_runs=_NUM_MORE_RUNS)
                 difference = first_difference(expected, found, noise.allowed())
                 attempt = self._engine.attempt()
                 with attempt.watching():
@@ -119,19 +114,15 @@ class Verifier:
                 self._ranks.settle()
                 return results
             attempt.roll_back()
-            if python is not None and python.moves:
-                raise _drift(difference, python.moves)
             raise _error(difference, self._first_other_node(recording, graph))
         except BaseException:  # also Ctrl-C: nothing may stay half done
             attempt.roll_back()
             raise
 
-    def _listen_to(
-        self, noise: "_Noise", recording: Recording, python: "_EagerPython | None", num_runs: int
-    ) -> None:
+    def _listen_to(self, noise: "_Noise", recording: Recording, num_runs: int) -> None:
         """Run the iteration so many times more eagerly, and note what differs."""
         for _ in range(num_runs):
-            noise.add(self._run_eagerly(recording, python, again=True))
+            noise.add(self._run_eagerly(recording))
         if self._has_named or _DIFFERS not in self._ranks.tell(_DIFFERS * bool(noise.gaps)):
             return
         self._has_named = True
@@ -144,32 +135,16 @@ class Verifier:
             program = None if graph is None else graph.facts.program
             _LOG.warning(_UNORDERED, ", ".join(list(noise.gaps)[:4]), _first(one, other, program))
 
-    def run(
-        self, recording: Recording, num_iterations: int, *, advance_python: bool = False
-    ) -> None:
-        """Verify some iterations, one after the other, on the last batch; then undo them.
+    def run(self, recording: Recording, num_iterations: int) -> None:
+        """Verify some iterations, one after the other, on the last batch; then undo them."""
+        with self._engine.attempt().undone():
+            for _ in range(num_iterations):
+                self._engine.before_replay(recording)
+                self.replay(recording)
+                self._engine.after_replay()
 
-        ``advance_python``: the eager side goes on with Python as the one before has left it.
-        """
-        before = self._engine.python()
-        python = _EagerPython(self._engine) if advance_python else None
-        try:
-            with self._engine.attempt().undone():
-                for _ in range(num_iterations):
-                    self._engine.before_replay(recording)
-                    self.replay(recording, python)
-                    self._engine.after_replay()
-        finally:
-            before.restore()
-
-    def _run_eagerly(
-        self, recording: Recording, python: "_EagerPython | None", *, again: bool = False
-    ) -> dict[str, Tensor]:
-        attempt = self._engine.attempt()
-        aside = (
-            nullcontext() if python is None else python.moving_on(attempt.roll_back, again=again)
-        )
-        with attempt.undone(), aside, self._engine.backend.on_capture_stream():
+    def _run_eagerly(self, recording: Recording) -> dict[str, Tensor]:
+        with self._engine.attempt().undone(), self._engine.backend.on_capture_stream():
             return _state_of(self._engine, self._engine.iterate(recording.again()))
 
     def _first_other_node(self, recording: Recording, graph: Graph) -> NodeFacts | None:
@@ -241,47 +216,6 @@ def _first(one: OpDigests, other: OpDigests, program: ProgramFacts | None) -> st
     alike = [node for node in nodes if base_name(node.op.partition(".")[2]) == name]
     where = _place(alike[earlier]) if earlier < len(alike) else ""
     return f"in operator {name}{where}"
-
-
-class _EagerPython:
-    """Python on the eager side of a verification, which moves on while the replay's stands still.
-
-    Attributes:
-        moves: What it has moved so far.
-    """
-
-    def __init__(self, engine: Engine) -> None:
-        self.moves: list[Move] = []
-        self._take = engine.python
-        self._now = self._start = self._began = engine.python()
-
-    @contextmanager
-    def moving_on(self, undo: Callable[[], None], *, again: bool) -> Iterator[None]:
-        """Run the body, which ``undo`` undoes, with Python where the last one has left it.
-
-        ``again``: with Python where the last one has begun, and nothing moves on.
-        """
-        if not again:
-            self._began = self._now
-        self._began.restore()
-        try:
-            yield
-        finally:
-            if not again:
-                self._now = self._take()
-                self.moves = self._start.moves_to(self._now)
-            undo()
-            self._start.restore()
-
-
-def _drift(difference: Difference, moves: Sequence[Move]) -> VerificationError:
-    return VerificationError(
-        f"replays and eager runs part, since the iteration moves Python, which no replay runs: "
-        f"{'; '.join(map(str, moves[:4]))}. By then {difference}. Remedy: {MOVING_REMEDY}. "
-        "Everything is as it was before this call",
-        tensor=difference.name,
-        max_difference=difference.max_difference,
-    )
 
 
 def _match(

@@ -71,6 +71,7 @@ def capture(
     max_graphs: int = 16,
     example_batch: object = None,
     verify: int = 0,
+    audit: int | str = "auto",
     undo: str | Undo = "auto",
     backend: str = "auto",
     compile: bool | str = False,  # noqa: A002 (as torch has it)
@@ -122,6 +123,9 @@ def capture(
             since only their first step knows how their state begins.
         verify: Compare this many replays of each graph with an eager run from the same state, bit
             for bit; see ``CapturedStep.verify``.
+        audit: "auto": after 1, 2, 4, ... 1,024 replays, and then after each 1,024, an iteration
+            runs as written, which trains with the same bits, and what it does is compared with
+            what was recorded; a difference is a GuardError. A number: after each so many; 0: never.
         undo: "auto": a warm-up or a capture that fails leaves no trace. For that copies of weights,
             gradients and optimizer state are kept while they run; on a GPU in memory of the host,
             as much as they take on the device. "none" keeps none: a warm-up that fails leaves the
@@ -162,6 +166,7 @@ def capture(
         on_change=OnChange.parse(on_change),
         max_graphs=max_graphs,
         verify=verify,
+        audit=audit,
         undo=Undo.parse(undo),
     )
     compiles = Compile.parse(compile)

@@ -161,6 +161,7 @@ class CaptureOptions:
     on_change: OnChange = OnChange.RAISE
     max_graphs: int = 16
     verify: int = 0
+    audit: int | str = "auto"
     undo: Undo = Undo.AUTO
 
     def __post_init__(self) -> None:
@@ -169,6 +170,12 @@ class CaptureOptions:
         at_least("microbatches", self.microbatches, 1)
         at_least("max_graphs", self.max_graphs, 1)
         at_least("verify", self.verify, 0)
+        if self.audit != "auto" or not isinstance(self.audit, str):
+            audit = self.audit
+            if isinstance(audit, bool) or not isinstance(audit, int) or audit < 0:
+                raise ConfigError(
+                    f"audit must be 'auto', or a number of replays (0 for none), got {audit!r}"
+                )
         norm = self.max_grad_norm
         if norm is None:
             return

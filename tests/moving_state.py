@@ -1,10 +1,9 @@
-"""Ways in which Python holds a count, and ways in which a loss makes use of one."""
+"""Ways in which Python holds a count, and a loss that makes use of one."""
 
 import argparse
 import collections
 import contextvars
 import functools
-import math
 import queue
 import sys
 import threading
@@ -280,91 +279,57 @@ def of_context() -> Count:
     return counted
 
 
-# How a count is held, and what its name must have in it.
-HELD: dict[str, tuple[Callable[[], Count], str]] = {
-    "attribute": (lambda: of_attribute(argparse.Namespace(calls=0)), "owner.calls"),
-    "float": (lambda: of_attribute(argparse.Namespace(calls=0.0), step=0.5), "owner.calls"),
-    "decimal": (
-        lambda: of_attribute(argparse.Namespace(calls=Decimal(0)), step=Decimal("0.5")),
-        "owner.calls",
+# How a count is held.
+HELD: dict[str, Callable[[], Count]] = {
+    "attribute": lambda: of_attribute(argparse.Namespace(calls=0)),
+    "float": lambda: of_attribute(argparse.Namespace(calls=0.0), step=0.5),
+    "decimal": lambda: of_attribute(argparse.Namespace(calls=Decimal(0)), step=Decimal("0.5")),
+    "module": lambda: of_attribute(CountingNet()),
+    "tensor": lambda: of_attribute(counting_tensor()),
+    "property": lambda: of_attribute(Hidden()),
+    "slots": lambda: of_attribute(Slots()),
+    "class": lambda: of_attribute(type("Mine", (OfAClass,), {"calls": 0})),
+    "numpy_scalar": lambda: of_attribute(types.SimpleNamespace(calls=np.int64(0))),
+    "item": lambda: of_item(TABLE),
+    "user_dict": lambda: of_item(collections.UserDict(calls=0)),
+    "own_dict": lambda: of_item(Own(calls=0)),
+    "counter": lambda: of_item(COUNTS),
+    "list_item": lambda: of_item([0], 0),
+    "numpy_array": lambda: of_item(np.zeros(3, dtype=np.int64), 1),
+    "array": lambda: of_item(array("q", [0, 0]), 1),
+    "closure": of_closure,
+    "global": of_global,
+    "globals_by_name": of_globals_by_name,
+    "loaded_module": of_loaded_module,
+    "imported_module": of_imported_module,
+    "inner_module": of_inner_module,
+    "registered_function": of_registered_function,
+    "reference": of_reference,
+    "proxy": lambda: of_attribute(weakref.proxy(kept(Hidden()))),
+    "thread": of_this_thread,
+    "default": of_default,
+    "function": of_function,
+    "tuple": lambda: of_replaced((0, "a"), lambda old: (old[0] + 1, "a")),
+    "named_tuple": lambda: of_replaced(Pair(0, "a"), lambda old: old._replace(calls=old.calls + 1)),
+    "nested_tuple": of_nested_tuple,
+    "frozen": lambda: of_replaced(Frozen(), lambda old: Frozen(old.calls + 1)),
+    "text": lambda: of_text("call {}"),
+    "length_of_a_list": lambda: of_holder([], lambda items: items.append(0)),
+    "length_of_a_set": lambda: of_holder(set(), lambda seen: seen.add(len(seen))),
+    "queue": lambda: of_holder(queue.Queue(), lambda items: items.put(1), queue.Queue.qsize),
+    "deque": lambda: of_holder(
+        collections.deque([0], maxlen=3),
+        lambda recent: recent.append(recent[-1] + 1),
+        lambda recent: int(recent[-1]),
     ),
-    "module": (lambda: of_attribute(CountingNet()), "owner.calls"),
-    "tensor": (lambda: of_attribute(counting_tensor()), "owner.calls"),
-    "property": (lambda: of_attribute(Hidden()), "owner._calls"),
-    "slots": (lambda: of_attribute(Slots()), "owner.calls"),
-    "class": (lambda: of_attribute(type("Mine", (OfAClass,), {"calls": 0})), "Mine.calls"),
-    "numpy_scalar": (lambda: of_attribute(types.SimpleNamespace(calls=np.int64(0))), "owner.calls"),
-    "item": (lambda: of_item(TABLE), "table['calls']"),
-    "user_dict": (lambda: of_item(collections.UserDict(calls=0)), "table.data['calls']"),
-    "own_dict": (lambda: of_item(Own(calls=0)), "table['calls']"),
-    "counter": (lambda: of_item(COUNTS), "table['calls']"),
-    "list_item": (lambda: of_item([0], 0), "table[0]"),
-    "numpy_array": (lambda: of_item(np.zeros(3, dtype=np.int64), 1), "table"),
-    "array": (lambda: of_item(array("q", [0, 0]), 1), "table"),
-    "closure": (of_closure, "calls"),
-    "global": (of_global, "CALLS"),
-    "globals_by_name": (of_globals_by_name, "CALLS"),
-    "loaded_module": (of_loaded_module, "moving_settings.calls"),
-    "imported_module": (of_imported_module, "moving_settings.calls"),
-    "inner_module": (of_inner_module, "moving_settings.inner.calls"),
-    "registered_function": (of_registered_function, "table['calls']"),
-    "reference": (of_reference, "reference()._calls"),
-    "proxy": (lambda: of_attribute(weakref.proxy(kept(Hidden()))), "owner._calls"),
-    "thread": (of_this_thread, "owner.calls"),
-    "default": (of_default, "(default 0)[0]"),
-    "function": (of_function, "counted.calls"),
-    "tuple": (lambda: of_replaced((0, "a"), lambda old: (old[0] + 1, "a")), "state.value[0]"),
-    "named_tuple": (
-        lambda: of_replaced(Pair(0, "a"), lambda old: old._replace(calls=old.calls + 1)),
-        "state.value.calls",
-    ),
-    "nested_tuple": (of_nested_tuple, "table['state'][1][0]"),
-    "frozen": (
-        lambda: of_replaced(Frozen(), lambda old: Frozen(old.calls + 1)),
-        "state.value.calls",
-    ),
-    "text": (lambda: of_text("call {}"), "state.word"),
-    "length_of_a_list": (lambda: of_holder([], lambda items: items.append(0)), "holder"),
-    "length_of_a_set": (lambda: of_holder(set(), lambda seen: seen.add(len(seen))), "holder"),
-    "queue": (
-        lambda: of_holder(queue.Queue(), lambda items: items.put(1), queue.Queue.qsize),
-        "holder",
-    ),
-    "deque": (
-        lambda: of_holder(
-            collections.deque([0], maxlen=3),
-            lambda recent: recent.append(recent[-1] + 1),
-            lambda recent: int(recent[-1]),
-        ),
-        "holder",
-    ),
-    "bytearray": (lambda: of_holder(bytearray(), lambda content: content.append(1)), "holder"),
-    "method": (of_method, "Meter.total"),
-    "context_variable": (of_context, "SCALE.get()"),
+    "bytearray": lambda: of_holder(bytearray(), lambda content: content.append(1)),
+    "method": of_method,
+    "context_variable": of_context,
 }
 
 
-def every(count: int, period: int) -> bool:
-    return count % period == 0
-
-
-def indexed(loss: Tensor, count: int) -> Tensor:
-    return loss * WEIGHTS[min(count // 12, 50)]
-
-
-WEIGHTS = [float(2 if index > 4 else 1) for index in range(51)]
-
-# What a loss does with its count: none of them can be seen while it is recorded.
-USES: dict[str, Callable[[Tensor, int], Tensor]] = {
-    "decays": lambda loss, count: loss * math.exp(-0.1 * (count // 10)),
-    "ramps_up": lambda loss, count: loss * (1 + max(0.0, (count - 8) / 10)),
-    "is_late": lambda loss, count: loss * 2 if count > 1_000 else loss,
-    "runs_out": lambda loss, count: loss if max(0, 500 - count) else loss * 2,
-    "at_once": lambda loss, count: loss * 2 if count == 500 else loss,
-    "every_so_many": lambda loss, count: loss * 2 if every(count, 7) else loss,
-    "looks_up": indexed,
-    "interpolates": lambda loss, count: loss * float(np.interp(count, [0, 40, 80], [1, 1, 2])),
-}
+def is_late(loss: Tensor, count: int) -> Tensor:
+    return loss * 2 if count > 1_000 else loss
 
 
 def loss_with(count: Count, use: Callable[[Tensor, int], Tensor] | None) -> Callable[..., Tensor]:

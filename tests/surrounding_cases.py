@@ -226,7 +226,7 @@ def of_an_item(items: Any, key: Any, new: Any, named: str, weigh: Weigh = operat
 
 def of_a_trainer() -> Around:
     trainer = Trainer()
-    named = "attribute 'weight' of Trainer.loss was 1.0"
+    named = "'weight' of Trainer was 1.0"
     return Around(trainer, *sets(trainer, "weight", 2.0), named)
 
 

@@ -1,12 +1,18 @@
 """How guards ask: many things in one call, compared with what they were."""
 
 import contextvars
+import datetime
+import enum
 import operator
 import types
+import uuid
+import weakref
 from array import array
 from collections import ChainMap, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from decimal import Decimal
+from fractions import Fraction
 from functools import partial
 from itertools import chain
 from typing import Any, Protocol
@@ -16,14 +22,24 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from graphfsdp._capture.trace.reach import MISSING, SCALARS, VALUES, WeakTensor
 from graphfsdp.base.changes import Change, ChangeKind
 from graphfsdp.base.torch_internals import dict_version
 
+MISSING = object()
+_SCALARS = (
+    *(int, float, bool, str, complex, bytes, type(None), range, slice),
+    *(torch.dtype, torch.device),
+)
+# Of these classes, too, what is the same is equal, and nothing else is in it.
+_VALUES = (
+    *(enum.Enum, np.generic, Decimal, Fraction, uuid.UUID),
+    *(datetime.date, datetime.time, datetime.timedelta),
+)
 FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType, types.MethodType, type)
 CONTAINERS = (dict, list, set, deque, bytearray, array)
-_PLAIN: tuple[type, ...] = (*SCALARS, *VALUES, torch.Generator)
-_IDENTITIES = (*FUNCTIONS, types.CodeType, types.ModuleType, Tensor, nn.Module)
+_PLAIN: tuple[type, ...] = (*_SCALARS, *_VALUES, torch.Generator)
+_OF_CLASSES = (classmethod, staticmethod, property)
+_IDENTITIES = (*FUNCTIONS, *_OF_CLASSES, types.CodeType, types.ModuleType, Tensor, nn.Module)
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,6 +172,8 @@ class Place:
         value: What was found; with ``live``, a copy of what that held.
         live: What is looked at itself; see ``copy_of``.
         is_exact: Another object in its place is a change, equal or not.
+        name: By which code comes to it: of a variable, or of an attribute with a dot before it.
+        owner: The object whose attribute it is, if it is one.
     """
 
     title: str
@@ -164,6 +182,8 @@ class Place:
     value: Any
     live: Any = None
     is_exact: bool = False
+    name: str = ""
+    owner: Any = None
 
     def look(self) -> Any:
         """Return what is found now."""
@@ -239,6 +259,17 @@ class Places:
         return found
 
 
+class WeakTensor(weakref.ref[Tensor]):
+    """None of the users' own weak references."""
+
+
+def without_tensors(value: Any) -> Any:
+    """Return a weak reference to a tensor, also in a list; other values are what they are."""
+    if type(value) is list and any(isinstance(item, Tensor) for item in value):
+        return list(map(without_tensors, value))
+    return WeakTensor(value) if issubclass(type(value), Tensor) else value
+
+
 def _way_to(place: Place) -> Callable[..., Any]:
     if place.live is not None:
         return operator.getitem if isinstance(place.live, CONTAINERS) else copy_of
@@ -297,6 +328,8 @@ def same(old: Any, new: Any) -> bool:
         old = old()
     if old is new:
         return True
+    if type(old) is list and type(new) is list and any(map(_is_weak, old)):
+        return len(old) == len(new) and all(map(same, old, new))
     if isinstance(old, types.MethodType) and isinstance(new, types.MethodType):
         return old.__func__ is new.__func__ and old.__self__ is new.__self__
     if isinstance(old, Tensor) and isinstance(new, Tensor):
@@ -310,13 +343,20 @@ def same(old: Any, new: Any) -> bool:
     return not isinstance(old, (*CONTAINERS, tuple)) or same_objects(old, new)
 
 
+def _is_weak(value: object) -> bool:
+    return isinstance(value, WeakTensor)
+
+
 def _is_same_memory(old: Tensor, new: Tensor) -> bool:
     """Tell whether two tensors are one and the same to a kernel."""
     if type(old) is not type(new) or type(old) not in (Tensor, nn.Parameter):
         return False
     if old.layout is not torch.strided or new.layout is not torch.strided:
         return False
-    facts = [(t.data_ptr(), t.shape, t.stride(), t.dtype, t.requires_grad) for t in (old, new)]
+    try:
+        facts = [(t.data_ptr(), t.shape, t.stride(), t.dtype, t.requires_grad) for t in (old, new)]
+    except RuntimeError:  # of a wrapper that vmap or grad has made
+        return False
     return facts[0] == facts[1]
 
 

@@ -10,20 +10,17 @@ import torch
 from torch import Tensor, nn
 
 from graphfsdp._capture.guards.asks import Ask, Asked, Guard, hold
-from graphfsdp._capture.guards.closures import ClosureGuard, Closures
 from graphfsdp._capture.guards.hooks import HookGuard, tables_of, tables_of_modules, users_hooks
-from graphfsdp._capture.guards.modules import (
-    AttributeGuard,
-    NamedModules,
-    StructureGuard,
-    contents,
-    join,
-)
+from graphfsdp._capture.guards.modules import ModeGuard, NamedModules, StructureGuard, join
+from graphfsdp._capture.guards.moves import Before, Move, refuse_deciding, refuse_draws
+from graphfsdp._capture.guards.names import ReadNames
 from graphfsdp._capture.guards.optimizer import OptimizerGuard
+from graphfsdp._capture.guards.read import ReadGuard
 from graphfsdp._capture.guards.settings import SettingsGuard, UnitSettingsGuard, settings_of
 from graphfsdp._capture.guards.tensors import TensorGuard
-from graphfsdp._capture.trace.attribute_log import AttributeLog
-from graphfsdp._capture.trace.source import definition_of
+from graphfsdp._capture.guards.walk import Walk, walk
+from graphfsdp._capture.trace.assignments import Assignments
+from graphfsdp._capture.trace.ran import Ran
 from graphfsdp.base.changes import Change, ChangeKind
 from graphfsdp.base.sharded import units_of
 from graphfsdp.base.torch_internals import buffers_of, parameters_of
@@ -35,7 +32,8 @@ class Guards:
     A replay goes on with the memory, the modules, the numbers and the switches that it was
     recorded with, without an error. So each difference has to be found before it runs.
 
-    Not seen is what lies further around functions than ``closures.py`` says.
+    Attributes:
+        moves: What the recorded iteration has moved in Python, once it is armed.
     """
 
     def __init__(
@@ -48,6 +46,7 @@ class Guards:
         counts: Callable[[str], bool],
         functions: Sequence[Callable[..., Any]],
         device: torch.device,
+        ran: Ran,
     ) -> None:
         """Prepare; ``arm`` comes when the iteration has been recorded.
 
@@ -59,6 +58,7 @@ class Guards:
             counts: Tells whether replays go on with a number that their state has under a key.
             functions: The loss function, or the user's iteration.
             device: Where everything lies.
+            ran: The code of a warm-up, to which that of the recording is added.
         """
         self._model = model
         self._named_params = named_params
@@ -66,11 +66,12 @@ class Guards:
         self._optimizers = optimizers
         self._counts = counts
         self._device = device
-        self._log = AttributeLog()
-        functions = [*functions, *users_hooks(model, named_params, optimizers)]
-        self._closures = Closures(functions, model)
-        self._values: dict[str, object] = {}  # around functions, before the recording
-        self._before: dict[int, tuple[Any, Any]] = {}  # containers of modules, with copies
+        self._functions = [*functions, *users_hooks(model, named_params, optimizers)]
+        self._ran = ran
+        self._names = ReadNames(ran)
+        self._began: Before | None = None
+        self._assignments = Assignments()
+        self.moves: Sequence[Move] = ()
         self._units = units_of(model)
         self._unit_settings: list[Any] = []  # before the recording
         # Of modules and tensors that the iteration reads beside the model: a frozen teacher, a
@@ -82,59 +83,47 @@ class Guards:
     @contextmanager
     def recording(self) -> Iterator[None]:
         """Enter while the iteration is recorded."""
-        self._before = contents(self._model)
         self._unit_settings = settings_of(self._units)
-        self._values = self._closures.values()
-        own = set(map(id, self._model.modules()))
-        kinds: set[type[nn.Module]] = set()
-
-        def meet(module: nn.Module) -> None:
-            if id(module) in own or "_modules" not in vars(module):  # it is being made
-                return
-            self._before |= contents(module)
-            if type(module) not in kinds and definition_of(module) is not None:
-                kinds.add(type(module))
-                # What was there before is older than what is there now.
-                self._values = self._closures.values([module]) | self._values
-
-        with self._log.noting(meet):
+        self._began = self.python()
+        with self._assignments.noting():
             yield
 
     def arm(self, was_read: Callable[[Tensor], bool]) -> None:
-        """Remember everything as it is now.
+        """Remember everything as it is now; CaptureError if the recording has moved what decides.
 
         Args:
             was_read: Tells whether the recording has touched a tensor's storage.
         """
-        self._log.stop()
+        before = self._began
+        assert before is not None
+        found = self._walk()
+        refuse_draws(before, self._ran)
+        self.moves = before.moves_to(found)
+        refuse_deciding(self.moves, self._ran)
         modules = list(self._model.named_modules())
-        attributes = AttributeGuard(modules, self._log, was_read, self._before)
-        outside = _modules_outside(self._model, self._log)
-        find = partial(self._closures.find, [module for _, module in outside])
-        closures = ClosureGuard(find, self._values, self._log, was_read)
-        beside = AttributeGuard(outside, self._log, was_read, self._before, every_mode=False)
+        # Not a method of this: what a dropped step holds is to be freed without the collector.
+        take = partial(walk, self._names, self._model, self._functions)
+        outside = found.outside(self._model)
+        read = ReadGuard(take, found, before, self._assignments, was_read)
         weights = [each for each in _weights(outside) if was_read(each[1])]
         self._outside = (
             StructureGuard(outside),
-            beside,
+            ModeGuard(outside, found.reads_mode),
             HookGuard(list(tables_of_modules(outside))),
-            TensorGuard(
-                [*weights, *beside.places.named_tensors(), *closures.places.named_tensors()]
-            ),
+            TensorGuard(weights),
         )
-        self._values, self._before = {}, {}
         names = {id(param): name for name, param in self._named_params.items()}
         guards: tuple[Guard, ...] = (
             StructureGuard(modules),
-            TensorGuard([*self._named_tensors(), *attributes.places.named_tensors()]),
+            TensorGuard([*self._named_tensors(), *read.places.named_tensors()]),
             TensorGuard(
                 ((f"gradient of {name!r}", view) for name, view in self._named_gradients()),
                 addresses_only=True,
             ),
-            attributes,
+            ModeGuard(modules, lambda module: not self._assignments.has(vars(module), "training")),
             HookGuard(list(tables_of(self._model, self._named_params, self._optimizers))),
             *self._outside,
-            closures,
+            read,
             SettingsGuard(self._device.type),
             UnitSettingsGuard(self._units, self._unit_settings),
             *(OptimizerGuard(each, names, self._counts) for each in self._optimizers),
@@ -158,9 +147,51 @@ class Guards:
             self._ask(doubted)
         return list(dict.fromkeys(found))
 
+    def let_go_of_moves(self) -> None:
+        """Ask no more for what an iteration has just moved, as counters now and then.
+
+        CaptureError names what has more following from it.
+        """
+        if self._asked.hold():
+            return
+        read = next(guard for guard in self._asks if isinstance(guard, ReadGuard))
+        refuse_deciding(read.let_go_of_moves(), self._ran)
+        self._ask([read])
+
+    def stands_still(self) -> list[str]:
+        """Return, once, what the recording has moved and which clocks it has read, in words.
+
+        From now on it is not put back any more.
+        """
+        told = [*map(str, self.moves), *self._ran.clocks]
+        self._began = None
+        self._ran.clocks.clear()
+        return told
+
+    def moved(self) -> list[Move]:
+        """Return what a recording has moved that is over, and was not armed."""
+        return [] if self._began is None else self._began.moves_to(self._walk())
+
+    def python(self) -> Before:
+        """Return Python as it is now."""
+        return Before(self._walk())
+
+    def moved_since(self, before: Before) -> list[Move]:
+        return before.moves_to(self._walk())
+
+    def put_back(self, before: Before | None = None) -> None:
+        """Put back what has moved in Python since then, or since the recording began."""
+        before = before or self._began
+        if before is not None:
+            before.put_back(self._walk())
+
     def close(self) -> None:
         """Let go of everything."""
         self._asks, self._asked, self._outside = {}, Asked(()), ()
+        self._began = None
+
+    def _walk(self) -> Walk:
+        return walk(self._names, self._model, self._functions)
 
     def _ask(self, guards: Iterable[Guard]) -> None:
         self._asks |= {guard: list(guard.asks()) for guard in guards}
@@ -176,20 +207,6 @@ def _beside(change: Change) -> Change:
     # It has no part in what the model's own modules decide: which gradients there are, and in which
     # mode an evaluation runs.
     return replace(change, kind=ChangeKind.ATTRIBUTE, name=f"{change.name} outside of the model")
-
-
-def _modules_outside(model: nn.Module, log: AttributeLog) -> NamedModules:
-    """Return those that the log has seen reads of, named by the class of the outermost one."""
-    inside = set(map(id, model.modules()))
-    read = {id(module): module for module in log.modules() if id(module) not in inside}
-    below = {id(child) for module in read.values() for child in module.children()}
-    roots = [module for key, module in read.items() if key not in below]
-    found: dict[int, tuple[str, nn.Module]] = {}
-    for root in roots or read.values():
-        for path, module in root.named_modules():
-            if id(module) in read:
-                found.setdefault(id(module), (f"{type(root).__name__}.{path}".rstrip("."), module))
-    return list(found.values())
 
 
 def _weights(around: NamedModules) -> Iterator[tuple[str, Tensor]]:

@@ -24,7 +24,7 @@ _CAUSE_S = 1.0  # after a collective's error, for the rank that has caused it to
 _SILENT_S = 10.0  # that ranks may be after a failure, before the groups are given up
 _GRACE_S = 2.0  # the same, where the failure may be the end of another process
 _ITERATION = "iteration"  # what a call of the step is called
-_AGAIN, _MOVED = "again", "moved"
+_AGAIN = "again"
 # Of gloo's worker threads: their name, where Linux lists them, and how they are waited for.
 _GLOO = "pt_gloo_runloop"
 _TASKS = Path("/proc/self/task")
@@ -121,16 +121,14 @@ class Ranks:
         if self._heard:
             raise RankFailedError(self._heard)
 
-    def settle(self, *, again: bool = False, moved: bool = False) -> bool:
-        """Wait until every rank has come as far as this one; tell whether any says ``moved``.
+    def settle(self, *, again: bool = False) -> None:
+        """Wait until every rank has come as far as this one.
 
         CaptureError names another rank that failed and says why. RankFailedError: the groups were
         given up as well. WarmUpAgainError: a rank wants the attempt repeated; all ranks raise it.
         """
-        told = self.tell(_AGAIN if again else _MOVED if moved else "")
-        if _AGAIN in told:
+        if _AGAIN in self.tell(_AGAIN if again else ""):
             raise WarmUpAgainError("a rank was given other numbers than in the warm-up")
-        return _MOVED in told
 
     def tell(self, mine: str) -> list[str]:
         """Wait until every rank has come as far; return what each has told, by rank."""

@@ -18,10 +18,10 @@ from torch.overrides import TorchFunctionMode
 
 from graphfsdp._capture.rules.functions import is_fixed_one_hot, one_hot
 from graphfsdp._capture.rules.refusals import Refusal, running_optimizer
-from graphfsdp._capture.rules.watcher import Watcher, watcher_here
+from graphfsdp._capture.rules.watcher import Watcher, noting_code, watcher_here
 from graphfsdp._capture.trace.landing import Landing, Trace
+from graphfsdp._capture.trace.ran import Ran
 from graphfsdp._capture.trace.source import (
-    ModuleTracker,
     SiteTable,
     has_compiled,
     has_compiled_regions,
@@ -66,11 +66,13 @@ class ConstantDifference:
     Attributes:
         op: The operator's name.
         site: Number of its place in the second run; None at the end of that run.
+        earlier_site: Number of its place in the first run; None at the end of that one.
     """
 
     op: str
     site: int | None
     refusal: Refusal
+    earlier_site: int | None = None
 
 
 class ConstantLog:
@@ -111,10 +113,11 @@ class ConstantLog:
             refusal = _difference(mine, its)
             if refusal is not None and (its.op, its.site) not in told:
                 told.add((its.op, its.site))
+                earlier = None if mine is _NOTHING else mine.site
                 if its is _NOTHING:
-                    yield ConstantDifference(mine.op, None, refusal)
+                    yield ConstantDifference(mine.op, None, refusal, earlier)
                 else:
-                    yield ConstantDifference(its.op, its.site, refusal)
+                    yield ConstantDifference(its.op, its.site, refusal, earlier)
             if mine.op != its.op:
                 return
 
@@ -206,6 +209,8 @@ class ConstantWatch:
 
     Attributes:
         failure: Why the last capture was refused here; None if it was not.
+        ran: All Python code that ran in warm-ups and captures.
+        sites: Where in the program the operators of the last capture are; None before one.
     """
 
     def __init__(
@@ -224,6 +229,8 @@ class ConstantWatch:
         was given up, say. ``landing`` runs the operators of a capture that may land elsewhere.
         """
         self.failure: CaptureError | None = None
+        self.ran = Ran()
+        self.sites: SiteTable | None = None
         self._model = model
         self._device = device
         self._optimizers = optimizers
@@ -238,6 +245,7 @@ class ConstantWatch:
     def follow(self, other: "ConstantWatch") -> None:
         """Go on from what another one has seen of the same iteration before."""
         self._most_steps = other._most_steps
+        self.ran = other.ran
 
     @contextmanager
     def noting(self, *, is_first: bool, given: Iterable[Tensor] = ()) -> Iterator[None]:
@@ -247,12 +255,13 @@ class ConstantWatch:
         inputs, which lie elsewhere in each run.
         """
         if self._may_run_compiled_code(is_first=is_first):
-            yield
+            with self.ran.noting():
+                yield
             return
         # What was made once is none of what a capture does.
         trace = None if self._landing is None or is_first else self._landing.noting()
         mode = _ConstantMode(without_optimizer=bool(self._optimizers), trace=trace, given=given)
-        with _SameFunctions(), mode:
+        with _SameFunctions(), self.ran.noting(), mode:
             yield
         self._expected, self._is_settled = mode.log, not is_first
         self._count_steps(mode.log)
@@ -267,7 +276,8 @@ class ConstantWatch:
         self.failure = None
         expected, follows_path = self._expected, self._is_settled
         if expected is None:
-            yield
+            with noting_code(self.ran):
+                yield
             return
         watcher = watcher_here()  # none where compiled code runs
         trace = None if self._landing is None else self._landing.redirecting()
@@ -276,7 +286,7 @@ class ConstantWatch:
         )
         self._is_settled = False  # if it fails, somebody may mend it, and that is another path
         try:
-            with mode:
+            with noting_code(self.ran), mode:
                 yield
             if trace is not None:
                 trace.finish()
@@ -290,7 +300,7 @@ class ConstantWatch:
         # Operators that only the first run has called shift all that follow: then a value was
         # compared with one of another place.
         is_aligned = HazardKind.CONTROL_FLOW not in found
-        sites = None if watcher is None else watcher.sites
+        self.sites = sites = None if watcher is None else watcher.sites
         first = found.get(HazardKind.BAKED_NUMBER, found.get(HazardKind.CONTROL_FLOW))
         if first is not None and (is_aligned or follows_path):
             self.failure = _error(first, sites)
@@ -300,6 +310,11 @@ class ConstantWatch:
             raise self.failure
         self._elsewhere = _error(memory, sites) if memory is not None and is_aligned else None
         self._name_idle(mode.log)
+
+    @property
+    def log(self) -> ConstantLog | None:
+        """What the last run that was noted or compared has done."""
+        return self._expected
 
     def check_memory(self) -> None:
         """Refuse what read other memory; for when nobody knows better which tensor that is."""
@@ -341,27 +356,13 @@ def may_run_compiled_code(
     )
 
 
-@dataclass(frozen=True)
-class Program:
-    """What one run of an iteration did, and where in the users' program."""
-
-    log: ConstantLog
-    sites: SiteTable
-
-    def difference(self, other: "Program") -> CaptureError | None:
-        """Return where another run from the same state was another program first."""
-        first = next(self.log.differences(other.log), None)
-        return None if first is None else _error(first, other.sites)
-
-
 @contextmanager
-def noting_program(model: nn.Module, *, without_optimizer: bool) -> Iterator[Program]:
-    """Note what the body does; ``without_optimizer``: but for the operators of optimizers."""
-    tracker = ModuleTracker(model)
-    sites = SiteTable(model, tracker)
-    mode = _ConstantMode(without_optimizer=without_optimizer, sites=sites)
-    with _SameFunctions(), tracker.tracking(), mode:
-        yield Program(mode.log, sites)
+def noting_constants(log: ConstantLog, *, without_optimizer: bool) -> Iterator[None]:
+    """Note in ``log`` what the body does; ``without_optimizer``: but for what optimizers do."""
+    mode = _ConstantMode(without_optimizer=without_optimizer)
+    mode.log = log
+    with _SameFunctions(), mode:
+        yield
 
 
 def _error(found: ConstantDifference, table: SiteTable | None) -> CaptureError:

@@ -1,11 +1,13 @@
 """Sees and judges calls on the host that neither a dispatch mode nor a function mode sees."""
 
+import datetime
 import random
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from types import FrameType
+from types import CodeType, FrameType
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -24,6 +26,7 @@ from graphfsdp._capture.rules.refusals import (
     Refusal,
 )
 from graphfsdp._capture.trace.source import frames, is_users_file
+from graphfsdp.base.hazards import SourceLine
 
 _ENGINE_FILE = "autograd/graph.py"
 _STREAMS_FILE = "torch/cuda/streams.py"
@@ -96,6 +99,17 @@ _FILES = (_ENGINE_FILE, _STREAMS_FILE, *(rule.file for rule in _PYTHON_RULES))
 _C_NAMES = frozenset(
     (*(name for rule in _C_RULES for name in rule.names), *(rule.name for rule in _ENTROPY))
 )
+# What tells the time: functions of the module time, and class methods of dates.
+_CLOCKS = frozenset(
+    {
+        *(time.time, time.time_ns, time.monotonic, time.monotonic_ns),
+        *(time.perf_counter, time.perf_counter_ns, time.process_time, time.process_time_ns),
+        *(time.thread_time, time.thread_time_ns, time.localtime, time.gmtime),
+        *(time.ctime, time.asctime, time.strftime),
+    }
+)
+_OF_DATES = ("now", "utcnow", "today")
+_C_CLOCKS = frozenset((*(clock.__name__ for clock in _CLOCKS), *_OF_DATES))
 _Judged = tuple[str, Refusal] | None
 
 
@@ -203,6 +217,8 @@ class HostWatch:
 
     Attributes:
         leaves_out_modes: It may pause there; nobody else has a profiler that is told of all.
+        ran: All Python code that was called.
+        clocks: Calls of users' code that have told the time, in words.
     """
 
     def __init__(
@@ -219,6 +235,8 @@ class HostWatch:
         self._thread = threading.get_ident()
         self._num_engines: dict[int, int] = {}  # by thread, since modes belong to threads
         self._is_judged: dict[str, bool] = {}  # by file name
+        self.ran: set[CodeType] = set()
+        self.clocks: dict[str, None] = {}
         self._is_over = False
 
     def follow(self) -> None:
@@ -269,13 +287,25 @@ class HostWatch:
         if event == "c_call":
             if arg.__name__ in _C_NAMES:
                 self._report(_judge_c_call(arg, frame))
+            elif arg.__name__ in _C_CLOCKS:
+                self._note_clock(arg, frame)
         elif event in ("call", "return"):
+            self.ran.add(frame.f_code)
             file = frame.f_code.co_filename
             is_judged = self._is_judged.get(file)
             if is_judged is None:
                 is_judged = self._is_judged[file] = file.endswith(_FILES)
             if is_judged:
                 self._on_python(frame, begins=event == "call")
+
+    def _note_clock(self, function: Any, frame: FrameType) -> None:
+        owner: Any = getattr(function, "__self__", None)
+        is_date = isinstance(owner, type) and issubclass(owner, datetime.date)
+        code = frame.f_code
+        if (is_date or function in _CLOCKS) and is_users_file(code.co_filename):
+            line = SourceLine(code.co_filename, frame.f_lineno, code.co_qualname)
+            of = owner.__name__ if is_date else "time"
+            self.clocks[f"{of}.{function.__name__} ({line}) was read"] = None
 
     def _on_python(self, frame: FrameType, *, begins: bool) -> None:
         name, file = frame.f_code.co_name, frame.f_code.co_filename

@@ -29,6 +29,7 @@ from graphfsdp._capture.rules.refusals import (
     running_optimizer,
 )
 from graphfsdp._capture.rules.streams import StreamWatch
+from graphfsdp._capture.trace.ran import Ran
 from graphfsdp._capture.trace.source import (
     ModuleTracker,
     SiteTable,
@@ -369,6 +370,22 @@ class _FunctionMode(TorchFunctionMode):
 
 def is_watching_mode(mode: object) -> bool:
     return isinstance(mode, DispatchMode)
+
+
+@contextmanager
+def noting_code(ran: Ran) -> Iterator[None]:
+    """Note what code runs in the body: a recording's hook is told of every call already."""
+    watcher = watcher_here()
+    host = None if watcher is None else watcher.host
+    if host is None:
+        with ran.noting():
+            yield
+        return
+    try:
+        yield
+    finally:
+        ran.codes |= host.ran
+        ran.clocks |= host.clocks
 
 
 def watcher_here() -> Watcher | None:

@@ -30,7 +30,6 @@ from torch.autograd.graph import Node, saved_tensors_hooks
 
 from graphfsdp._capture.batch_writes import BatchWrites, Handed
 from graphfsdp._capture.guards.guards import Guards
-from graphfsdp._capture.python.walk import take_snapshot
 from graphfsdp._capture.recording import kept_by
 from graphfsdp._capture.rules.constants import ConstantWatch
 from graphfsdp._capture.trace.backend import GraphBackend
@@ -129,7 +128,6 @@ class PartGraphs:
         module, backend = self._module, self._backend
         params = dict(module.named_parameters())
         states = [generator.get_state() for generator in generators_of(module, backend.device)]
-        before = take_snapshot(module, (), weakly=True)
         held = [dict(vars(each)) for each in module.modules()]
         state = [*params.values(), *module.buffers(), *(each for *_, each in kept_by(module))]
         attempt = Attempt(
@@ -147,6 +145,7 @@ class PartGraphs:
             counts=lambda key: False,
             functions=(),
             device=backend.device,
+            ran=constants.ran,
         )
 
         def check(was_read: Callable[[Tensor], bool]) -> None:
@@ -154,9 +153,8 @@ class PartGraphs:
             constants.check_memory()
             self._check_attributes(held)
             self.guards.arm(was_read)
-            moves = before.moves_to(take_snapshot(module, (), weakly=True))
-            if moves:
-                raise NotAPartError(f"it moves Python: {moves[0]}")
+            if self.guards.moves:
+                raise NotAPartError(f"it moves Python: {self.guards.moves[0]}")
 
         is_cpu = backend.device.type == "cpu"
         try:
@@ -177,7 +175,7 @@ class PartGraphs:
         except BaseException as error:
             self.close()
             attempt.roll_back()
-            before.restore()
+            self.guards.put_back()
             if isinstance(error, (KeyboardInterrupt, SystemExit, NotAPartError)):
                 raise
             raise NotAPartError(_reason(error)) from error
@@ -386,7 +384,7 @@ class PartGraphs:
     def _record_backward(
         self, key: Any, results: Sequence[Tensor], grads: Sequence[Tensor]
     ) -> list[Tensor | None]:
-        before = take_snapshot(self._module, (), weakly=True)
+        before = self.guards.python()
         held = list(map(StaticGradient, grads))
         found: list[Tensor | None] = []
 
@@ -395,7 +393,7 @@ class PartGraphs:
             return [grad for grad in found if grad is not None]
 
         def check(was_read: Callable[[Tensor], bool]) -> None:
-            moves = before.moves_to(take_snapshot(self._module, (), weakly=True))
+            moves = self.guards.moved_since(before)
             if moves:
                 raise NotAPartError(str(moves[0]))
 
@@ -406,7 +404,7 @@ class PartGraphs:
                 iterate, self._module, check, collective=False, scratch=()
             )
         except Exception as error:
-            before.restore()
+            self.guards.put_back(before)
             _LOG.info("the backward pass of a part stays eager: %s", _reason(error))
             return self._go_backward(results, grads)
         is_there = [grad is not None for grad in found]

@@ -3,7 +3,6 @@
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import torch
@@ -12,19 +11,18 @@ from torch import nn
 from graphfsdp._capture.choose_backend import make_backend
 from graphfsdp._capture.gradients import PersistentGradients
 from graphfsdp._capture.guards.hooks import users_hooks
+from graphfsdp._capture.guards.moves import Before, refuse_deciding, refuse_draws, tell_of
+from graphfsdp._capture.guards.names import ReadNames
+from graphfsdp._capture.guards.walk import walk
 from graphfsdp._capture.inputs import StaticInputs
 from graphfsdp._capture.iteration import AnyIteration, CustomIteration, Iteration, default_loss
-from graphfsdp._capture.python.future import Future, tell_of, undone_run
-from graphfsdp._capture.python.walk import take_snapshot
-from graphfsdp._capture.python.watch import PythonWatch
-from graphfsdp._capture.rules.constants import noting_program
+from graphfsdp._capture.trace.ran import Ran
 from graphfsdp._capture.undo.copy_on_write import CopyOnWrite
 from graphfsdp._capture.undo.host_state import Attempt
 from graphfsdp.base.capturable import CapturableOptimizer
 from graphfsdp.base.hazards import Hazard, HazardKind, HazardLog
-from graphfsdp.base.rank_agreement import RankAgreement
 from graphfsdp.base.recomputation import torchs_checkpoints_as_ours
-from graphfsdp.base.sharded import main_grads_of, pipeline_stages, sharded_roots
+from graphfsdp.base.sharded import main_grads_of, pipeline_stages
 from graphfsdp.config import CaptureOptions, MixedPrecisionPolicy, Scope
 from graphfsdp.errors import CaptureError, ConfigError, PrecisionError, split_remedy
 from graphfsdp.optim.adapters.backends import JointOptimizer, adapt
@@ -309,41 +307,33 @@ class Preflight:
                     device=device,
                     restore_gradients=gradients.save_bindings(),
                 )
-                self._try_future(iterate, attempt, functions)
+                self._note_moves(iterate, attempt, functions)
         members = adapted.members if isinstance(adapted, JointOptimizer) else [adapted]
         for adapter in members if steps else ():
             if isinstance(adapter, BakedAdapter) and adapter.bakes_lr:
                 self._note_baked_lr(adapter.optimizer)
 
-    def _try_future(
+    def _note_moves(
         self, iterate: Callable[[], None], attempt: Attempt, functions: Sequence[Callable[..., Any]]
     ) -> None:
-        """Note what Python that the iteration moves makes different one day; on all ranks alike."""
-        groups = [g for root in sharded_roots(self.model) for g in root.process_groups()]
-        ranks = RankAgreement(groups, "future")
-
-        def tell(text: str) -> list[str]:
-            return list(ranks.exchange(text).values())
-
-        if any(tell("told" if {hazard.kind for hazard in self.hazards} & _TOLD else "")):
+        """Note what the iteration moves in Python, and draws from there."""
+        if {hazard.kind for hazard in self.hazards} & _TOLD:
             return  # what differs from run to run by itself
-        python = partial(take_snapshot, self.model, functions, self.optimizers)
-        noting = partial(noting_program, self.model, without_optimizer=False)
-        run = partial(undone_run, iterate, attempt, python, noting)
-        watch = PythonWatch(python)
-        with watch.watching():
-            run()
-        before, moves = watch.end()
-        if not any(tell("moved" if moves else "")):
-            return
+        ran = Ran()
+        with attempt.undone(), ran.noting():
+            iterate()
+        names = ReadNames(ran)
+        before = Before(walk(names, self.model, functions))
+        with attempt.undone():
+            iterate()
+        moves = before.moves_to(walk(names, self.model, functions))
         try:
-            tell_of(Future(python, run, tell).rehearse(moves))
+            refuse_draws(before, ran)
+            refuse_deciding(moves, ran)
         except CaptureError as error:
             self.hazards.add(error.hazard)
-        finally:
-            attempt.roll_back()
-            if before is not None:
-                before.restore()
+        else:
+            tell_of(list(map(str, moves)))
 
     def _adapt(self) -> tuple[CapturableOptimizer, bool]:
         members: list[CapturableOptimizer] = []

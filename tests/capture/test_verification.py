@@ -43,14 +43,14 @@ def test_training_is_the_same_with_verification(scope: str, device: torch.device
         assert_same_states(expected, run(verify, by_hand))
 
 
-NAME = ("num", "ber")
+NAME = ("name", "less")
 
 
 class Hidden:
     """Holds a number that is asked for by a name that the code does not show."""
 
     def __init__(self) -> None:
-        self.number = 1.0
+        self.nameless = 1.0
 
 
 def test_a_number_that_the_graph_cannot_see_is_named_to_the_line(device: torch.device) -> None:
@@ -67,7 +67,7 @@ def test_a_number_that_the_graph_cannot_see_is_named_to_the_line(device: torch.d
     with graphfsdp.capture(model, optimizer, loss_fn=loss_fn, verify=8) as step:
         for _ in range(6):
             step(torch.randn(6, 5).to(device))
-        factor.number = 1.5
+        factor.nameless = 1.5
         x = torch.randn(6, 5).to(device)
         before = snapshot(model, optimizer)
         with pytest.raises(graphfsdp.VerificationError, match="result 0 differs in 1 of 1") as info:
@@ -78,7 +78,7 @@ def test_a_number_that_the_graph_cannot_see_is_named_to_the_line(device: torch.d
             assert info.value.op == "aten.mul.Tensor"
             assert info.value.source is not None
             assert 'getattr(factor, "".join(NAME))' in info.value.source.text
-        factor.number = 1.0
+        factor.nameless = 1.0
         step(x)  # the step is as it was
 
 
@@ -101,7 +101,7 @@ def test_a_number_behind_the_optimizer_is_named_to_the_line(device: torch.device
     with graphfsdp.capture(model, optimizer, **options) as step:
         for _ in range(3):
             step(torch.randn(6, 5, device=device))
-        factor.number = 0.5
+        factor.nameless = 0.5
         with pytest.raises(graphfsdp.VerificationError, match="'average'") as info:
             step(torch.randn(6, 5, device=device))
         if device.type == "cpu":
@@ -211,7 +211,7 @@ def test_an_iteration_that_differs_from_itself_is_named_and_passes(
         assert f"{__file__}:" in told or "test_verification.py" in told
         assert "torch.use_deterministic_algorithms(True)" in told
         # What is wrong by more than eager runs differ is found all the same.
-        factor.number = 1.01
+        factor.nameless = 1.01
         with pytest.raises(graphfsdp.VerificationError, match="result 0 differs"):
             step.verify(1)
 

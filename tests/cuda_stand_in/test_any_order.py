@@ -8,7 +8,6 @@ them by chance is found by the memory that nodes touch (`_no_races` in tests/con
 
 import contextlib
 import functools
-import itertools
 import os
 import sys
 import warnings
@@ -50,6 +49,7 @@ from sharding_helpers import (
     shard,
     train,
 )
+from unseen import Unseen
 from zoo import ZOO
 
 pytestmark = [
@@ -177,7 +177,7 @@ def test_sharded_loops_run_in_any_interleaving(strategy: str, gpu_ranks: RankPoo
 def without_waits(leaves_out: Callable[[int], bool]) -> Iterator[None]:
     """Leave out waits for collectives that are under way, by their numbers."""
     wait_event = torch.cuda.Stream.wait_event
-    count = itertools.count()
+    count = Unseen(*range(10_000))
 
     def wait_unless(stream: torch.cuda.Stream, event: torch.cuda.Event) -> None:
         is_ours = sys._getframe(1).f_code.co_name == "_wait"  # of graphfsdp.base.collectives
@@ -198,7 +198,7 @@ def races_without_a_wait() -> str:
 
     Before the first one nothing has run that it could be late for.
     """
-    captured = itertools.count()
+    captured = Unseen(*range(10_000))
 
     def leaves_out(number: int) -> bool:
         return torch.cuda.is_current_stream_capturing() and next(captured) == 1

@@ -40,14 +40,9 @@ MAY_IMPORT = {
     "graphfsdp.sharding.materialize": BASE | {"graphfsdp.sharding"},
     TRACE: BASE,
     **dict.fromkeys((*CHECKS, COMPILED), BASE | {TRACE}),
-    f"{CAPTURE}.python": BASE | {TRACE, f"{CAPTURE}.rules"},
     **dict.fromkeys(UNDO_AND_REPORT, BASE | {TRACE} | CHECKS),
     **dict.fromkeys(BACKENDS, BASE | {TRACE, COMPILED} | CHECKS | UNDO_AND_REPORT),
-    CAPTURE: BASE
-    | {TRACE, f"{CAPTURE}.compiled", f"{CAPTURE}.python"}
-    | CHECKS
-    | UNDO_AND_REPORT
-    | BACKENDS,
+    CAPTURE: BASE | {TRACE, f"{CAPTURE}.compiled"} | CHECKS | UNDO_AND_REPORT | BACKENDS,
     f"{OPTIM}.fused": BASE,
     f"{OPTIM}.whole": BASE | {f"{OPTIM}.fused"},
     f"{OPTIM}.adapters": BASE | {OPTIM, f"{OPTIM}.fused", f"{OPTIM}.whole"},

@@ -1,6 +1,6 @@
 """Numbers that an iteration counts in Python, and by which it decides nothing that can turn.
 
-Those that decide what runs are in python/test_future.py.
+Those that decide what runs are in test_moves.py.
 """
 
 import sys
@@ -13,28 +13,9 @@ import torch
 from torch import Tensor, nn
 
 import graphfsdp
-from counting_net import CountingNet, Loss, make_by_criterion, mean_square
+from counting_net import CountingNet, Loss, mean_square
 from graphfsdp.optim import FusedAdam
 from helpers import assert_same_states, snapshot
-
-
-class Initialises(CountingNet):
-    """As data-dependent initialisation does."""
-
-    def decide(self, y: Tensor) -> Tensor:
-        if self.calls == 1:
-            with torch.no_grad():
-                self.layer.weight.mul_(0.5)
-        return y
-
-
-class Passed(CountingNet):
-    def decide(self, y: Tensor) -> Tensor:
-        calls = self.calls
-        assert self.calls < 10**9, "no decision, as long as it holds"
-        if calls > 1 and self.calls > 1 and self.calls >= self.early and self.calls > -1:
-            return y * 2
-        return y
 
 
 class Reads(CountingNet):
@@ -121,7 +102,7 @@ def linear() -> nn.Module:
     return nn.Linear(4, 4)
 
 
-@pytest.mark.parametrize("make_model", [CountingNet, Initialises, Passed, Reads, Counts, SameName])
+@pytest.mark.parametrize("make_model", [CountingNet, Reads, Counts, SameName])
 def test_a_model_that_only_counts_or_decides_for_ever_is_captured(
     make_model: Callable[[], nn.Module],
 ) -> None:
@@ -130,8 +111,8 @@ def test_a_model_that_only_counts_or_decides_for_ever_is_captured(
 
 @pytest.mark.parametrize(
     "make_loss",
-    [make_counting, lambda: make_by_criterion(1), lambda: by_built_in_modules],
-    ids=["counting", "criterion", "built-in modules"],
+    [make_counting, lambda: by_built_in_modules],
+    ids=["counting", "built-in modules"],
 )
 def test_a_loss_that_only_counts_or_decides_for_ever_is_captured(
     make_loss: Callable[[], Loss],

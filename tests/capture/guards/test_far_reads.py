@@ -240,7 +240,7 @@ def of_its_own(name: str, value: Any) -> Around:
         criterion.loss,
         lambda: setattr(criterion, name, value),
         lambda: delattr(criterion, name),
-        f"attribute '{name}' of .* was missing",
+        f"'{name}' of .* was missing",
     )
 
 

@@ -85,7 +85,7 @@ CHANGES: dict[str, tuple[Callable[[Around], object], str]] = {
     ),
     "a criterion's setting": (
         lambda a: setattr(a.criterion, "reduction", "sum"),
-        "attribute 'BCEWithLogitsLoss.reduction' outside of the model was 'mean' .* now 'sum'",
+        "attribute 'BCEWithLogitsLoss.reduction' was 'mean' .* now 'sum'",
     ),
     "a criterion's weight": (
         lambda a: setattr(a.criterion, "pos_weight", torch.full((1,), 5.0)),

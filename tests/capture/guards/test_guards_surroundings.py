@@ -122,7 +122,7 @@ def test_a_dict_of_the_model_with_methods_of_its_own_is_seen(
     for _ in range(5):
         step(inputs(CPU))
     registry["Net"] = 2.0
-    with pytest.raises(graphfsdp.GuardError, match="'Net' of 'registry' was"):
+    with pytest.raises(graphfsdp.GuardError, match="'Net' of attribute 'registry' was"):
         step(inputs(CPU))
 
 

@@ -210,13 +210,21 @@ def test_a_decay_of_averaged_weights_that_python_computes_is_refused(
     kind = FusedAdam if name == "fused_adam" else functools.partial(torch.optim.SGD, momentum=0.9)
     num_calls = 0
 
+    def growing() -> float:
+        return (1 + num_calls) / (10 + num_calls)
+
+    def constant() -> float:
+        return 0.9
+
+    decay_of = growing if decays else constant
+
     def iteration(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor) -> Tensor:
         nonlocal num_calls
         num_calls += 1
         loss: Tensor = model(x)
         loss.backward()
         optimizer.step()
-        decay = (1 + num_calls) / (10 + num_calls) if decays else 0.9
+        decay = decay_of()
         with torch.no_grad():
             for mean, param in zip(average, model.parameters(), strict=True):
                 mean.lerp_(param, 1 - decay)

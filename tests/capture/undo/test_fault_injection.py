@@ -15,8 +15,7 @@ def test_a_fault_at_any_operator_of_warm_up_and_capture_leaves_no_trace(name: st
     for index, (loss, state) in enumerate(reference):
         if index <= 2:  # two warm-ups and the capture
             # Of the larger models, whose recordings take longer, a part.
-            # What counts in Python is tried further on: some fifty runs in one call.
-            stride = 1 if name == "tiny" else (7, 7, 499 if name == "fused" else 17)[index]
+            stride = 1 if name == "tiny" else (7, 7, 17)[index]
             got, count = fail_everywhere(training, index, stride)
             num_faults.append(count)
         else:

@@ -1,0 +1,208 @@
+"""Python that an iteration moves: refused where something follows from it, else told of once."""
+
+import contextlib
+import contextvars
+import logging
+from array import array
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from types import FunctionType
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from graphfsdp._capture.guards.asks import (
+    MISSING,
+    Place,
+    WeakTensor,
+    change_of,
+    same,
+    without_tensors,
+)
+from graphfsdp._capture.guards.draws import of_everybody, state_of, words_for
+from graphfsdp._capture.guards.uses import Uses
+from graphfsdp._capture.guards.walk import Walk
+from graphfsdp._capture.trace.ran import Ran
+from graphfsdp.base.hazards import HazardKind
+from graphfsdp.errors import CaptureError
+
+_LOG = logging.getLogger("graphfsdp")
+_MOST_TOLD = 8
+REMEDY = (
+    "keep what counts in a buffer on the device and change it in place (add_, torch.where decides "
+    "by it), pass it as an argument of the step, or do it outside of the iteration"
+)
+_DRAWS = (
+    "draw on the device (torch.rand), or draw and advance outside of the iteration, and pass what "
+    "comes of it as a tensor of the batch"
+)
+
+
+@dataclass(frozen=True)
+class Move:
+    """A value that an iteration has moved.
+
+    Attributes:
+        title: What it is, for messages.
+        words: From what to what it has moved.
+        name: By which code comes to it; see ``Uses.deciding``, also for ``key`` and ``owner``.
+    """
+
+    title: str
+    words: str
+    name: str
+    key: object = None
+    owner: type | None = None
+
+    def __str__(self) -> str:
+        return f"{self.title}: {self.words}" if self.words else self.title
+
+
+class Before:
+    """Python as it was before an iteration; no tensor is held that the iteration may let go."""
+
+    def __init__(self, walk: Walk) -> None:
+        self.values = {title: without_tensors(place.value) for title, place in walk.places.items()}
+        self._places = {
+            title: replace(place, value=self.values[title]) for title, place in walk.places.items()
+        }
+        self._drawn = of_everybody() | walk.drawn
+        self._states = {title: state_of(each) for title, (each, _) in self._drawn.items()}
+
+    def stands(self, title: str, place: Place) -> bool:
+        """Tell whether a place holds what it held."""
+        return same(self.values.get(title, MISSING), place.value)
+
+    def moves_to(self, walk: Walk) -> list[Move]:
+        """Return what has moved; tensors are the business of whoever undoes an iteration."""
+        found = []
+        for title, old in self._places.items():
+            place = walk.places.get(title)
+            if place is None or same(old.value, place.value) or _are_of_others(old, place):
+                continue
+            if not _are_tensors(old.value, place.value):
+                found.append(move_of(old, place))
+        return list(dict.fromkeys(found))
+
+    def put_back(self, walk: Walk) -> None:
+        """Put back what has moved, into the objects that it was in."""
+        for title, place in self._places.items():
+            now = walk.places.get(title)
+            if now is None or not same(place.value, now.value):
+                with contextlib.suppress(Exception):  # of users' own classes, of what is gone
+                    _put_back(place)
+
+    def draws(self) -> list[tuple[str, str]]:
+        """Say which generators and iterators have gone on, and by which name code has them."""
+        return [
+            (words_for(title, each), name)
+            for title, (each, name) in self._drawn.items()
+            if state_of(each) != self._states[title]
+        ]
+
+
+def move_of(old: Place, new: Place) -> Move:
+    change = change_of(old.title, old.value, new.value, "")
+    words = f"{change.old} -> {change.new}"
+    is_item = new.owner is None and isinstance(new.holder, dict) and new.key != new.name
+    key = new.key if is_item else _first_key(old.value, new.value)
+    return Move(change.name, words, new.name, key, None if new.owner is None else type(new.owner))
+
+
+def _put_back(place: Place) -> None:
+    holder, key, live = place.holder, place.key, place.live
+    value = place.value
+    old: Any = list(map(_strong, value)) if type(value) is list else _strong(value)
+    if isinstance(live, partial) and isinstance(live.args[0], list):  # the length of a list
+        del live.args[0][old:]
+    elif isinstance(live, (list, bytearray, array)):
+        live[:] = old
+    elif isinstance(live, dict):
+        dict.clear(live)
+        dict.update(live, old)
+    elif isinstance(live, set):
+        live.clear()
+        live.update(old)
+    elif isinstance(live, deque):
+        live.clear()
+        live.extend(old)
+    elif isinstance(live, np.ndarray):
+        content, shape, dtype = old
+        live[...] = np.frombuffer(content, dtype).reshape(shape)
+    elif isinstance(live, contextvars.ContextVar):
+        live.set(old)
+    elif isinstance(holder, dict):
+        if old is MISSING:
+            dict.pop(holder, key, None)
+        else:
+            dict.__setitem__(holder, key, old)
+    elif old is MISSING:
+        delattr(holder, key)
+    elif live is None:
+        setattr(holder, key, old)
+
+
+def _strong(value: Any) -> Any:
+    if not isinstance(value, WeakTensor):
+        return value
+    found = value()
+    if found is None:
+        raise LookupError("a tensor that is gone")
+    return found
+
+
+def _first_key(old: Any, new: Any) -> object:
+    """Return the key of the first item of a dict that has moved."""
+    if not (isinstance(old, dict) and isinstance(new, dict)):
+        return None
+    keys = dict.fromkeys((*old, *new))
+    return next((k for k in keys if not same(old.get(k, MISSING), new.get(k, MISSING))), None)
+
+
+def _are_of_others(old: Place, new: Place) -> bool:
+    """Tell whether two places belong to two functions that merely are called alike."""
+    return isinstance(old.holder, FunctionType) and old.holder is not new.holder
+
+
+def _are_tensors(old: Any, new: Any) -> bool:
+    return isinstance(old, (Tensor, WeakTensor)) and isinstance(new, (Tensor, type(None)))
+
+
+def refuse_draws(before: Before, ran: Ran) -> None:
+    """CaptureError names what has given another value than it did before."""
+    for words, name in before.draws():
+        raise CaptureError(
+            f"the iteration {words}; a replay runs no Python, so it would go on with what came "
+            f"while it was recorded. Remedy: {_DRAWS}",
+            source=Uses(ran.near()).deciding(name)[1],
+            kind=HazardKind.BAKED_NUMBER,
+        )
+
+
+def refuse_deciding(moves: Sequence[Move], ran: Ran) -> None:
+    """CaptureError names the first move from which more follows than other moves and log lines."""
+    if not moves:
+        return
+    uses = Uses(ran.readable())
+    for move in moves:
+        decides, source = uses.deciding(move.name, move.key, move.owner)
+        if decides:
+            raise CaptureError(
+                f"the iteration moves Python, which no replay runs, and reads it for more than "
+                f"that: {move}. Remedy: {REMEDY}",
+                source=source,
+                kind=HazardKind.BAKED_NUMBER,
+            )
+
+
+def tell_of(stands_still: Sequence[str]) -> None:
+    """Warn, once, of what no replay will move."""
+    if stands_still:
+        _LOG.warning(
+            "a replay runs no Python, so this stands still from now on: %s. Do it outside of the "
+            "iteration if it is to go on",
+            "; ".join(stands_still[:_MOST_TOLD]),
+        )

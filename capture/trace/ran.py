@@ -1,0 +1,72 @@
+"""Which Python code an iteration has run."""
+
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import CodeType, FrameType
+from typing import Any
+
+from graphfsdp._capture.trace.source import (
+    is_installed_file,
+    is_our_file,
+    is_torchs_file,
+    is_users_file,
+)
+
+
+class Ran:
+    """The code objects that ran: of functions, methods, hooks, and what Python calls by itself.
+
+    Note [What ran is known]: a replay runs no Python, so what Python reads is baked into a
+    recording. Which code that is can only be guessed from outside, since calls go through
+    wrappers, registries, operators, hooks and autograd. But each call is told to a profile hook,
+    and a recording has one. So nobody follows calls: the code that ran is known, and what it reads
+    by name is in it.
+
+    Attributes:
+        codes: All of it.
+        clocks: Calls of users' code that have told the time, in words.
+    """
+
+    def __init__(self) -> None:
+        self.codes: set[CodeType] = set()
+        self.clocks: dict[str, None] = {}
+
+    def by_users(self) -> set[CodeType]:
+        """Return what users wrote, or what they have installed, but for torch."""
+        return {code for code in self.codes if is_users_file(code.co_filename)}
+
+    def near(self) -> set[CodeType]:
+        """Return what users wrote themselves."""
+        return {code for code in self.by_users() if not is_installed_file(code.co_filename)}
+
+    def not_ours(self) -> set[CodeType]:
+        return {code for code in self.codes if not is_our_file(code.co_filename)}
+
+    def readable(self) -> list[CodeType]:
+        """Return all but torch's and graphfsdp's own, what users wrote first."""
+        near = self.near()
+        others = self.not_ours() - near
+        return [*near, *(code for code in others if not is_torchs_file(code.co_filename))]
+
+    @contextmanager
+    def noting(self) -> Iterator[None]:
+        """Note what this thread runs in the body; beside a profiler in C, nothing."""
+        previous = sys.getprofile()
+        if previous is not None and not callable(previous):
+            yield
+            return
+        codes, thread = self.codes, threading.get_ident()
+
+        def hook(frame: FrameType, event: Any, arg: Any) -> None:
+            if event == "call":
+                codes.add(frame.f_code)
+            if previous is not None and threading.get_ident() == thread:
+                previous(frame, event, arg)
+
+        sys.setprofile(hook)
+        try:
+            yield
+        finally:
+            sys.setprofile(previous)

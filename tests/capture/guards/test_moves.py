@@ -1,0 +1,278 @@
+"""Python that an iteration moves: refused where something follows from it, else warned of once."""
+
+import collections
+import logging
+import types
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import graphfsdp
+from counting_net import CountingNet, mean_square
+from graphfsdp import CaptureError
+from graphfsdp.base.hazards import HazardKind
+from graphfsdp.optim import FusedAdam
+from helpers import assert_same_states, snapshot
+from moving_state import HELD, is_late, loss_with, refusal_of
+
+Loss = Callable[[nn.Module, Tensor], Tensor]
+NUM_CALLS = 40
+LOG = logging.getLogger("moves")
+
+
+@pytest.mark.parametrize("held", HELD)
+def test_a_count_that_one_day_decides_is_refused_at_once(held: str) -> None:
+    error = refusal_of(loss_with(HELD[held](), is_late))
+    assert "moves Python" in str(error)
+    assert "reads it for more" in str(error)
+    assert " -> " in str(error)
+    assert error.kind is HazardKind.BAKED_NUMBER
+
+
+class Late(CountingNet):
+    """Decides in its own forward pass by its own count."""
+
+    def decide(self, y: Tensor) -> Tensor:
+        return y * 2 if self.calls > 8 else y
+
+
+def by_count_of_the_model(model: Any, x: Tensor) -> Tensor:
+    loss = mean_square(model, x)
+    return loss * 2 if model.calls > 1000 else loss
+
+
+@pytest.mark.parametrize(("model", "loss_fn"), [(Late, None), (CountingNet, by_count_of_the_model)])
+def test_a_count_of_the_model_is_refused_with_its_name_values_and_line(
+    model: type[CountingNet], loss_fn: Any
+) -> None:
+    error = refusal_of(loss_fn, model())
+    assert "attribute 'calls': 3 -> 4" in str(error)
+    assert error.source is not None
+    assert error.source.file == __file__
+
+
+CALLS = 0
+
+
+def of_global() -> Loss:
+    def loss_fn(model: nn.Module, x: Tensor) -> Tensor:
+        global CALLS
+        CALLS = CALLS + 1
+        return mean_square(model, x)
+
+    return loss_fn
+
+
+def of_closure() -> Loss:
+    calls = total = 0
+
+    def loss_fn(model: nn.Module, x: Tensor) -> Tensor:
+        nonlocal calls, total
+        calls += 1
+        total += calls  # which moves as well
+        return mean_square(model, x)
+
+    return loss_fn
+
+
+def of_items() -> Loss:
+    counts: Any = collections.Counter(calls=0)
+    seen: list[float] = []
+
+    def loss_fn(model: nn.Module, x: Tensor) -> Tensor:
+        counts["calls"] += 1
+        counts["twice"] = 2 * counts["calls"]
+        seen.append(counts["calls"])
+        return mean_square(model, x)
+
+    return loss_fn
+
+
+class Meter:
+    """As training loops have them."""
+
+    def __init__(self) -> None:
+        self.total = self.count = 0
+        self.average = 0.0
+
+    def update(self, value: float) -> None:
+        self.total += int(value)
+        self.count += 1
+        self.average = self.total / self.count
+
+
+def of_a_meter() -> Loss:
+    meter = Meter()
+
+    def loss_fn(model: nn.Module, x: Tensor) -> Tensor:
+        meter.update(3.0)
+        return mean_square(model, x)
+
+    return loss_fn
+
+
+def that_prints() -> Loss:
+    state = types.SimpleNamespace(calls=0, lines=0)
+
+    def loss_fn(model: nn.Module, x: Tensor) -> Tensor:
+        state.calls += 1
+        if state.calls % 3 == 0:
+            print("step", state.calls)
+            LOG.info("step %d", state.calls)
+            state.lines += 1
+        calls = state.calls
+        print(f"{calls} calls")
+        return mean_square(model, x)
+
+    return loss_fn
+
+
+def of_losses() -> Loss:
+    losses: list[Tensor] = []
+
+    def loss_fn(model: nn.Module, x: Tensor) -> Tensor:
+        loss = mean_square(model, x)
+        losses.append(loss.detach())
+        return loss
+
+    return loss_fn
+
+
+# What only counts, logs or collects, and how the warning names it.
+HARMLESS: dict[str, tuple[Callable[[], Loss], str]] = {
+    "global": (of_global, "'CALLS'"),
+    "closure": (of_closure, "'total'"),
+    "items": (of_items, "'calls' of closure variable 'counts'"),
+    "meter": (of_a_meter, "'count' of closure variable 'meter'"),
+    "prints": (that_prints, "'calls' of closure variable 'state'"),
+    "losses": (of_losses, "losses"),
+}
+
+
+def train(make_loss: Callable[[], Any], scope: str) -> list[Any]:
+    torch.manual_seed(0)
+    model = nn.Linear(4, 4)
+    optim = FusedAdam(model.parameters(), lr=0.01)
+    states = []
+    with graphfsdp.capture(model, optim, loss_fn=make_loss(), scope=scope) as step:
+        for index in range(NUM_CALLS):
+            optim.param_groups[0]["lr"] = 0.01 / (1 + index)
+            states.append({"loss": step(torch.randn(3, 4)), **snapshot(model, optim)})
+        phase = graphfsdp.Phase.EAGER if scope == "none" else graphfsdp.Phase.REPLAY
+        assert step.phase is phase
+    return states
+
+
+@pytest.mark.parametrize("name", HARMLESS)
+def test_what_decides_nothing_is_warned_of_once_and_replays_are_right(
+    name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    make, named = HARMLESS[name]
+    with caplog.at_level(logging.WARNING, "graphfsdp"):
+        replayed = train(make, "full_iteration")
+    told = [record.getMessage() for record in caplog.records if record.name == "graphfsdp"]
+    assert len(told) == 1
+    assert "stands still from now on" in told[0]
+    assert named in told[0]
+    assert_same_states(train(make, "none"), replayed)
+
+
+STATE: Any = types.SimpleNamespace(calls=0, table={"calls": 0, "best": 0})
+
+
+def twice(loss: Tensor, calls: int) -> Tensor:
+    return loss * 2 if calls > 1_000 else loss
+
+
+def returned() -> int:
+    calls: int = STATE.calls
+    return calls
+
+
+# What makes more of a count than that, after it was moved.
+FOLLOWS: dict[str, Callable[[Tensor], Any]] = {
+    "branch": lambda loss: loss * 2 if STATE.calls > 1_000 else loss,
+    "factor": lambda loss: loss * max(STATE.calls, 10**9),
+    "argument": lambda loss: twice(loss, STATE.calls),
+    "returned": lambda loss: loss * (2 if returned() > 1_000 else 1),
+    "item": lambda loss: loss * (2 if STATE.table["calls"] > 1_000 else 1),
+    "loop": lambda loss: sum(loss for _ in range(min(STATE.calls, 1))),
+}
+
+
+@pytest.mark.parametrize("name", FOLLOWS)
+def test_what_follows_from_a_count_is_refused_with_its_line(name: str) -> None:
+    def loss_fn(model: nn.Module, x: Tensor) -> Tensor:
+        STATE.calls += 1
+        STATE.table["calls"] += 1
+        loss: Tensor = FOLLOWS[name](mean_square(model, x))
+        return loss
+
+    error = refusal_of(loss_fn)
+    assert "calls" in str(error)
+    assert error.source is not None
+    assert error.source.file == __file__
+
+
+def test_a_branch_that_does_more_than_to_print_is_refused() -> None:
+    def loss_fn(model: nn.Module, x: Tensor) -> Tensor:
+        STATE.calls += 1
+        if STATE.calls % 1_000_000 == 0:
+            print("a million")
+            model.zero_grad()
+        return mean_square(model, x)
+
+    assert "reads it for more" in str(refusal_of(loss_fn))
+
+
+def test_other_items_of_a_dict_that_counts_may_decide() -> None:
+    def loss_fn(model: nn.Module, x: Tensor) -> Tensor:
+        STATE.table["calls"] += 1
+        return mean_square(model, x) * (2 if STATE.table["best"] == 7 else 1)
+
+    model = nn.Linear(4, 4)
+    with graphfsdp.capture(model, FusedAdam(model.parameters()), loss_fn=loss_fn) as step:
+        for _ in range(6):
+            step(torch.ones(3, 4))
+        assert step.phase is graphfsdp.Phase.REPLAY
+
+
+def test_a_refused_capture_leaves_what_it_has_moved_as_it_was() -> None:
+    state = types.SimpleNamespace(calls=0, seen=[], table={"calls": 0})
+
+    def loss_fn(model: nn.Module, x: Tensor) -> Tensor:
+        state.calls += 1
+        state.seen.append(state.calls)
+        state.table["calls"] += 1
+        loss = mean_square(model, x)
+        return loss * 2 if state.calls > 1_000 else loss
+
+    model = nn.Linear(4, 4)
+    seen, table = state.seen, state.table
+    with graphfsdp.capture(model, FusedAdam(model.parameters()), loss_fn=loss_fn) as step:
+        for _ in range(3):
+            step(torch.ones(3, 4))
+        for _ in range(2):
+            with pytest.raises(CaptureError):
+                step(torch.ones(3, 4))
+    assert (state.calls, state.seen, state.table) == (3, [1, 2, 3], {"calls": 3})
+    assert state.seen is seen
+    assert state.table is table
+
+
+def test_the_check_says_the_same_without_training(caplog: pytest.LogCaptureFixture) -> None:
+    model = nn.Linear(4, 4)
+    optim = FusedAdam(model.parameters())
+    before = model.weight.detach().clone()
+    held = HELD["closure"]
+    batch = torch.ones(3, 4)
+    refused = graphfsdp.check(model, optim, batch, loss_fn=loss_with(held(), is_late), target="cpu")
+    assert [hazard.kind for hazard in refused.hazards] == [HazardKind.BAKED_NUMBER]
+    assert "'calls' of" in refused.hazards[0].why
+    assert "stands still" not in caplog.text
+    assert graphfsdp.check(model, optim, batch, loss_fn=of_a_meter(), target="cpu").ok
+    assert "'count' of" in caplog.text
+    assert torch.equal(model.weight, before)

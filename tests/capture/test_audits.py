@@ -1,0 +1,203 @@
+"""Audits: an iteration as written trains like a replay, and tells where Python decides unseen."""
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import graphfsdp
+from counting_net import mean_square
+from graphfsdp import CaptureError, ConfigError, GuardError, Phase
+from graphfsdp._capture.audit import Auditor
+from graphfsdp._capture.recording import Recording
+from graphfsdp.optim import FusedAdam
+from helpers import assert_alive, assert_same_run, assert_same_states, run, snapshot
+from ranks import on_ranks
+from sharding_helpers import batches as token_batches
+from sharding_helpers import make_net, my_part
+from zoo import ZOO
+
+
+@pytest.mark.parametrize("optimizer", ["fused_adam", "adamw"])
+@pytest.mark.parametrize("name", ZOO)
+def test_audited_iterations_train_with_the_same_bits(
+    name: str, optimizer: str, device: torch.device
+) -> None:
+    if optimizer == "adamw" and name not in ("mlp", "gpt"):
+        pytest.skip("the operators of an optimizer are not audited")
+    expected = run(ZOO[name], "none", device, optimizer=optimizer)
+    got = run(ZOO[name], "full_iteration", device, optimizer=optimizer, audit=2)
+    assert_alive(expected)
+    assert_same_run(expected, got)
+    calls = got.report.num_calls
+    assert got.report.num_captures == 1
+    assert calls["replay"] + calls["audit"] == len(got.outputs) - 4
+    assert calls["audit"] == (len(got.outputs) - 5) // 2
+
+
+@on_ranks("ranks2")
+@pytest.mark.parametrize("strategy", ["no_shard", "optim_grads_params"])
+def test_ranks_audit_together_and_train_with_the_same_bits(strategy: str) -> None:
+    def train(**options: Any) -> list[dict[str, Tensor]]:
+        torch.manual_seed(1)
+        model = make_net(strategy)
+        optim = FusedAdam([p for p in model.parameters() if p.requires_grad], lr=0.1)
+        states = []
+        with graphfsdp.capture(model, optim, **options) as step:
+            for batch in token_batches(12):
+                states.append({"loss": step(*my_part(batch))})
+            states.append(snapshot(model, optim))
+            if step.phase is Phase.REPLAY:
+                assert step.report().num_calls["audit"] == 7
+        return states
+
+    assert_same_states(train(scope="none"), train(audit=1))
+
+
+def of_a_file(file: Path) -> Callable[[nn.Module, Tensor], Tensor]:
+    def loss_fn(model: nn.Module, x: Tensor) -> Tensor:
+        return mean_square(model, x) * float(file.read_text())
+
+    return loss_fn
+
+
+def train_by_a_file(file: Path, scope: str, **options: Any) -> list[dict[str, Tensor]]:
+    """Train with a factor that a file holds and that becomes another one."""
+    torch.manual_seed(0)
+    model = nn.Linear(4, 4)
+    optim = FusedAdam(model.parameters(), lr=0.01)
+    file.write_text("2.0")
+    states = []
+    with graphfsdp.capture(model, optim, loss_fn=of_a_file(file), scope=scope, **options) as step:
+        for index in range(24):
+            if index == 12:
+                file.write_text("3.0")
+            states.append({"loss": step(torch.randn(3, 4)), **snapshot(model, optim)})
+    return states
+
+
+def test_what_a_file_decides_is_found_and_named_by_the_next_audit(
+    tmp_path: Path, device: torch.device
+) -> None:
+    file = tmp_path / "factor"
+    file.write_text("2.0")
+    model = nn.Linear(4, 4).to(device)
+    twin = nn.Linear(4, 4).to(device)
+    twin.load_state_dict(model.state_dict())
+    x = torch.ones(3, 4, device=device)
+    optim, its = FusedAdam(model.parameters()), FusedAdam(twin.parameters())
+    eager = graphfsdp.capture(twin, its, loss_fn=of_a_file(file), scope="none")
+    with graphfsdp.capture(model, optim, loss_fn=of_a_file(file), audit=4) as step:
+        for _ in range(10):  # audited are the ninth and the thirteenth call
+            assert torch.equal(step(x), eager(x))
+        assert step.report().num_calls["audit"] == 1
+        step(x), step(x)
+        eager(x), eager(x)
+        file.write_text("3.0")
+        eager(x)
+        with pytest.raises(GuardError, match=r"aten\.mul.* was given 2\.0 .* and 3\.0") as caught:
+            step(x)
+        message = str(caught.value)
+        assert "after 8 replays" in message
+        assert "since replay 5" in message
+        assert f"{__file__}:" in message
+        assert "Remedy:" in message
+        assert torch.equal(model.weight, twin.weight)  # the audited call has trained as written
+    eager.close()
+
+
+@pytest.mark.parametrize("on_change", ["recapture", "eager"])
+def test_training_goes_on_as_on_change_says(tmp_path: Path, on_change: str) -> None:
+    file = tmp_path / "factor"
+    got = train_by_a_file(file, "full_iteration", audit=1, on_change=on_change)
+    assert_same_states(train_by_a_file(file, "none"), got)
+
+
+def test_what_moves_now_and_then_is_let_go_of_or_refused() -> None:
+    state: dict[str, int] = {"calls": 0, "epochs": 0}
+
+    def counts(model: nn.Module, x: Tensor) -> Tensor:
+        state["calls"] += 1
+        if state["calls"] % 5 == 0:
+            logging.getLogger("audits").info("five more")
+            state["epochs"] += 1
+        return mean_square(model, x)
+
+    def decides(model: nn.Module, x: Tensor) -> Tensor:
+        return counts(model, x) * (2 if state["epochs"] > 1_000 else 1)
+
+    def train(loss_fn: Callable[[nn.Module, Tensor], Tensor]) -> int:
+        state.update(calls=0, epochs=0)
+        model = nn.Linear(4, 4)
+        optim = FusedAdam(model.parameters())
+        options: Any = {"loss_fn": loss_fn, "audit": 1, "warmup_steps": 2}
+        with graphfsdp.capture(model, optim, **options) as step:
+            for _ in range(12):
+                step(torch.ones(3, 4))
+            return step.report().num_calls["audit"]
+
+    assert train(counts) == 8
+    with pytest.raises((GuardError, CaptureError), match="'epochs'"):
+        train(decides)
+
+
+def test_another_step_over_the_same_model_is_no_difference() -> None:
+    model = nn.Linear(4, 4)
+    x = torch.ones(3, 4)
+    optim = FusedAdam(model.parameters())
+    with graphfsdp.capture(model, optim, loss_fn=mean_square, audit=1) as first:
+        for _ in range(6):
+            first(x)
+        with graphfsdp.capture(model, optim, loss_fn=mean_square, audit=1) as second:
+            for _ in range(6):
+                second(x)
+                first(x)
+        before = first.report().num_calls["audit"]
+        first(x)
+        assert first.report().num_calls["audit"] == before + 1
+
+
+def test_when_audits_are_due(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Gradients:
+        def num_hooks(self) -> int:
+            return 0
+
+    class Engine:
+        gradients = Gradients()
+
+    def due(every: Any) -> list[int]:
+        auditor = Auditor(Engine(), every, collective=False)  # type: ignore[arg-type]
+        recording = Recording(None, 1)  # type: ignore[arg-type]
+        recording.log = object()  # type: ignore[assignment]
+        found = []
+        for done in range(4_100):
+            recording.num_replays = done
+            if auditor.is_due(recording):
+                found.append(done)
+        return found
+
+    assert due(0) == []
+    assert due(1_000) == [1_000, 2_000, 3_000, 4_000]
+    monkeypatch.delenv("GRAPHFSDP_AUDIT")
+    assert due("auto") == [*(2**n for n in range(11)), 2_048, 3_072, 4_096]
+    monkeypatch.setenv("GRAPHFSDP_AUDIT", "2000")
+    assert due("auto") == [2_000, 4_000]
+    assert due(0) == []
+
+
+@pytest.mark.parametrize("audit", [-1, True, "always", 1.5])
+def test_other_values_are_refused(audit: Any) -> None:
+    model = nn.Linear(2, 2)
+    with pytest.raises(ConfigError, match="audit must be 'auto', or a number of replays"):
+        graphfsdp.capture(model, FusedAdam(model.parameters()), audit=audit)
+
+
+def test_another_value_of_the_environment_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GRAPHFSDP_AUDIT", "often")
+    model = nn.Linear(2, 2)
+    with pytest.raises(ConfigError, match="GRAPHFSDP_AUDIT must be 'auto' or a number"):
+        graphfsdp.capture(model, FusedAdam(model.parameters()))
