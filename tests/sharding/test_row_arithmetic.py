@@ -17,10 +17,11 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 from torch.utils import _pytree as pytree
 
+import graphfsdp
 from graphfsdp.errors import ConfigError
 from graphfsdp.sharding.placement import RowShard
 from graphfsdp.sharding.rows.tensors import make_dtensor
-from ranks import on_ranks
+from ranks import on_ranks, rank_device
 from sharding_helpers import raises_on_rank
 
 NUM_SAMPLES = 4
@@ -203,7 +204,23 @@ REDUCTIONS: dict[str, Callable[[Any], Any]] = {
     "norm(1)": lambda p: p.norm(1),
     "norm(inf)": lambda p: torch.linalg.vector_norm(p, math.inf),
     "abs().max()": lambda p: p.abs().max(),
+    "any": lambda p: (p > 2).any(),
+    "all(0)": lambda p: (p < 2).all(0),
+    "all": lambda p: (p == p).all(),
 }
+
+
+@on_ranks("ranks2")
+def test_a_truncated_normal_distribution() -> None:
+    """torch draws anew as long as some number on some rank is outside."""
+    model: Any = graphfsdp.fully_shard(torch.nn.Linear(7, 5).to(rank_device()))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of random numbers on a CPU's mesh
+        for limit in (2.0, 0.5):
+            torch.nn.init.trunc_normal_(model.weight, std=1.0, a=-limit, b=limit)
+            whole = model.weight.full_tensor()
+            assert limit / 2 < float(whole.abs().max()) <= limit
+            assert len(whole.unique()) == whole.numel()
 
 
 @on_ranks("ranks2")

@@ -94,9 +94,9 @@ def run(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 def _refusal(func: OpOverload, why: str = "") -> ConfigError:
     return ConfigError(
         f"{func} is not done on a sharded parameter, whose rows lie on several ranks{why}. What is "
-        "done there is what works element by element on the same rows, equal, sum, mean, norm, "
-        "min, max, var and std. Remedy: on all ranks param.full_tensor(), which is whole, and the "
-        "operator on that"
+        "done there is what works element by element on the same rows, equal, any, all, sum, mean, "
+        "norm, min, max, var and std. Remedy: on all ranks param.full_tensor(), which is whole, and "
+        "the operator on that"
     )
 
 
@@ -417,6 +417,13 @@ def _extreme(func: OpOverload, rows: DTensor, named: _Named) -> Any:
     return _call(_aten.masked_fill.Scalar, found, unknown, math.nan)
 
 
+def _any_or_all(func: OpOverload, rows: DTensor, named: _Named) -> Any:
+    count = _total(_call(_aten.ne.Scalar, rows, 0), named)
+    if schema_of(func).name == "aten::any":
+        return _call(_aten.gt.Scalar, count, 0)
+    return _call(_aten.eq.Scalar, count, math.prod(rows.shape[dim] for dim in _dims(rows, named)))
+
+
 _REDUCTIONS: Mapping[str, Callable[[OpOverload, DTensor, _Named], Any]] = MappingProxyType(
     {
         "aten::sum": _sum,
@@ -424,6 +431,8 @@ _REDUCTIONS: Mapping[str, Callable[[OpOverload, DTensor, _Named], Any]] = Mappin
         "aten::mean": _mean,
         "aten::var": _variance,
         "aten::std": _variance,
+        "aten::any": _any_or_all,
+        "aten::all": _any_or_all,
         **dict.fromkeys(("aten::max", "aten::amax", "aten::min", "aten::amin"), _extreme),
     }
 )
