@@ -95,8 +95,8 @@ def _refusal(func: OpOverload, why: str = "") -> ConfigError:
     return ConfigError(
         f"{func} is not done on a sharded parameter, whose rows lie on several ranks{why}. What is "
         "done there is what works element by element on the same rows, equal, any, all, sum, mean, "
-        "norm, min, max, var and std. Remedy: on all ranks param.full_tensor(), which is whole, and "
-        "the operator on that"
+        "norm, min, max, var and std. Remedy: on all ranks param.full_tensor(), which is whole, "
+        "and the operator on that"
     )
 
 
