@@ -4,7 +4,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from types import CodeType, FrameType
+from types import CodeType, FrameType, FunctionType
 from typing import Any
 
 from graphfsdp._capture.trace.source import (
@@ -13,6 +13,7 @@ from graphfsdp._capture.trace.source import (
     is_torchs_file,
     is_users_file,
 )
+from graphfsdp.base.torch_internals import dispatch_mode_stack
 
 
 class Ran:
@@ -24,6 +25,8 @@ class Ran:
     and a recording has one. So nobody follows calls: the code that ran is known, and what it reads
     by name is in it.
 
+    What a dispatch mode does that is on around the iteration is none of it: it watches.
+
     Attributes:
         codes: All of it.
         clocks: Calls of users' code that have told the time, in words.
@@ -32,10 +35,12 @@ class Ran:
     def __init__(self) -> None:
         self.codes: set[CodeType] = set()
         self.clocks: dict[str, None] = {}
+        self._watching: set[CodeType] = set()  # of modes around it
 
     def by_users(self) -> set[CodeType]:
         """Return what users wrote, or what they have installed, but for torch."""
-        return {code for code in self.codes if is_users_file(code.co_filename)}
+        found = {code for code in self.codes if is_users_file(code.co_filename)}
+        return found - self._watching
 
     def near(self) -> set[CodeType]:
         """Return what users wrote themselves."""
@@ -50,6 +55,12 @@ class Ran:
         others = self.not_ours() - near
         return [*near, *(code for code in others if not is_torchs_file(code.co_filename))]
 
+    def leave_out_modes(self) -> None:
+        """Leave out the methods of the dispatch modes that are on."""
+        for mode in dispatch_mode_stack():
+            members = (each for base in type(mode).__mro__ for each in vars(base).values())
+            self._watching |= {each.__code__ for each in members if isinstance(each, FunctionType)}
+
     @contextmanager
     def noting(self) -> Iterator[None]:
         """Note what this thread runs in the body; beside a profiler in C, nothing."""
@@ -57,6 +68,7 @@ class Ran:
         if previous is not None and not callable(previous):
             yield
             return
+        self.leave_out_modes()
         codes, thread = self.codes, threading.get_ident()
 
         def hook(frame: FrameType, event: Any, arg: Any) -> None:

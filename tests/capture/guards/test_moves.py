@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import graphfsdp
 from counting_net import CountingNet, mean_square
@@ -238,6 +239,33 @@ def test_other_items_of_a_dict_that_counts_may_decide() -> None:
         for _ in range(6):
             step(torch.ones(3, 4))
         assert step.phase is graphfsdp.Phase.REPLAY
+
+
+class Counts(TorchDispatchMode):
+    """Counts operators, as profilers of people's own do."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.num_ops = 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        self.num_ops += 1
+        self.is_late = self.num_ops > 1_000_000
+        return func(*args, **(kwargs or {}))
+
+
+def test_what_a_mode_around_the_loop_counts_is_none_of_the_iterations() -> None:
+    model = nn.Linear(4, 4)
+    with (
+        graphfsdp.capture(model, FusedAdam(model.parameters()), loss_fn=mean_square) as step,
+        Counts() as counts,
+    ):
+        for _ in range(6):
+            step(torch.ones(3, 4))
+        assert step.phase is graphfsdp.Phase.REPLAY
+    assert counts.num_ops
 
 
 def test_a_refused_capture_leaves_what_it_has_moved_as_it_was() -> None:
