@@ -6,7 +6,6 @@ import enum
 import operator
 import types
 import uuid
-import weakref
 from array import array
 from collections import ChainMap, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -259,17 +258,6 @@ class Places:
         return found
 
 
-class WeakTensor(weakref.ref[Tensor]):
-    """None of the users' own weak references."""
-
-
-def without_tensors(value: Any) -> Any:
-    """Return a weak reference to a tensor, also in a list; other values are what they are."""
-    if type(value) is list and any(isinstance(item, Tensor) for item in value):
-        return list(map(without_tensors, value))
-    return WeakTensor(value) if issubclass(type(value), Tensor) else value
-
-
 def _way_to(place: Place) -> Callable[..., Any]:
     if place.live is not None:
         return operator.getitem if isinstance(place.live, CONTAINERS) else copy_of
@@ -324,12 +312,8 @@ def same(old: Any, new: Any) -> bool:
     Objects of the user's classes are, if they are of one class: what is read of them has places
     of its own.
     """
-    if isinstance(old, WeakTensor):
-        old = old()
     if old is new:
         return True
-    if type(old) is list and type(new) is list and any(map(_is_weak, old)):
-        return len(old) == len(new) and all(map(same, old, new))
     if isinstance(old, types.MethodType) and isinstance(new, types.MethodType):
         return old.__func__ is new.__func__ and old.__self__ is new.__self__
     if isinstance(old, Tensor) and isinstance(new, Tensor):
@@ -341,10 +325,6 @@ def same(old: Any, new: Any) -> bool:
             return repr(old) == repr(new)  # tells 0.0 from -0.0, and NaN is NaN
         return not isinstance(old, torch.Generator) and bool(old == new)
     return not isinstance(old, (*CONTAINERS, tuple)) or same_objects(old, new)
-
-
-def _is_weak(value: object) -> bool:
-    return isinstance(value, WeakTensor)
 
 
 def _is_same_memory(old: Tensor, new: Tensor) -> bool:

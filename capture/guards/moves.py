@@ -12,19 +12,17 @@ from types import FunctionType
 from typing import Any
 
 import numpy as np
-from torch import Tensor
 
 from graphfsdp._capture.guards.asks import (
     MISSING,
     Place,
-    WeakTensor,
     change_of,
     same,
-    without_tensors,
 )
 from graphfsdp._capture.guards.draws import of_everybody, state_of, words_for
 from graphfsdp._capture.guards.uses import Uses
 from graphfsdp._capture.guards.walk import Walk
+from graphfsdp._capture.guards.weakened import Weakened, WeakTensor, is_alike, restored, weakened
 from graphfsdp._capture.trace.ran import Ran
 from graphfsdp.base.hazards import HazardKind
 from graphfsdp.errors import CaptureError
@@ -65,7 +63,7 @@ class Before:
     """Python as it was before an iteration; no tensor is held that the iteration may let go."""
 
     def __init__(self, walk: Walk) -> None:
-        self.values = {title: without_tensors(place.value) for title, place in walk.places.items()}
+        self.values = {title: weakened(place.value) for title, place in walk.places.items()}
         self._places = {
             title: replace(place, value=self.values[title]) for title, place in walk.places.items()
         }
@@ -74,16 +72,16 @@ class Before:
 
     def stands(self, title: str, place: Place) -> bool:
         """Tell whether a place holds what it held."""
-        return same(self.values.get(title, MISSING), place.value)
+        return is_alike(self.values.get(title, MISSING), place.value)
 
     def moves_to(self, walk: Walk) -> list[Move]:
         """Return what has moved; tensors are the business of whoever undoes an iteration."""
         found = []
         for title, old in self._places.items():
             place = walk.places.get(title)
-            if place is None or same(old.value, place.value) or _are_of_others(old, place):
+            if place is None or _are_of_others(old, place):
                 continue
-            if not _are_tensors(old.value, place.value):
+            if not is_alike(old.value, place.value, but_for_tensors=True):
                 found.append(move_of(old, place))
         return list(dict.fromkeys(found))
 
@@ -91,7 +89,7 @@ class Before:
         """Put back what has moved, into the objects that it was in."""
         for title, place in self._places.items():
             now = walk.places.get(title)
-            if now is None or not same(place.value, now.value):
+            if now is None or not is_alike(place.value, now.value):
                 with contextlib.suppress(Exception):  # of users' own classes, of what is gone
                     _put_back(place)
 
@@ -105,7 +103,11 @@ class Before:
 
 
 def move_of(old: Place, new: Place) -> Move:
-    change = change_of(old.title, old.value, new.value, "")
+    before = old.value
+    if isinstance(before, (Weakened, WeakTensor)):
+        with contextlib.suppress(LookupError):
+            before = restored(before)
+    change = change_of(old.title, before, new.value, "")
     words = f"{change.old} -> {change.new}"
     is_item = new.owner is None and isinstance(new.holder, dict) and new.key != new.name
     key = new.key if is_item else _first_key(old.value, new.value)
@@ -114,8 +116,7 @@ def move_of(old: Place, new: Place) -> Move:
 
 def _put_back(place: Place) -> None:
     holder, key, live = place.holder, place.key, place.live
-    value = place.value
-    old: Any = list(map(_strong, value)) if type(value) is list else _strong(value)
+    old: Any = restored(place.value)
     if isinstance(live, partial) and isinstance(live.args[0], list):  # the length of a list
         del live.args[0][old:]
     elif isinstance(live, (list, bytearray, array)):
@@ -145,15 +146,6 @@ def _put_back(place: Place) -> None:
         setattr(holder, key, old)
 
 
-def _strong(value: Any) -> Any:
-    if not isinstance(value, WeakTensor):
-        return value
-    found = value()
-    if found is None:
-        raise LookupError("a tensor that is gone")
-    return found
-
-
 def _first_key(old: Any, new: Any) -> object:
     """Return the key of the first item of a dict that has moved."""
     if not (isinstance(old, dict) and isinstance(new, dict)):
@@ -165,10 +157,6 @@ def _first_key(old: Any, new: Any) -> object:
 def _are_of_others(old: Place, new: Place) -> bool:
     """Tell whether two places belong to two functions that merely are called alike."""
     return isinstance(old.holder, FunctionType) and old.holder is not new.holder
-
-
-def _are_tensors(old: Any, new: Any) -> bool:
-    return isinstance(old, (Tensor, WeakTensor)) and isinstance(new, (Tensor, type(None)))
 
 
 def refuse_draws(before: Before, ran: Ran) -> None:

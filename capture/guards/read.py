@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from graphfsdp._capture.guards.asks import FUNCTIONS, MISSING, Ask, Places, change_of, same
 from graphfsdp._capture.guards.moves import Before, Move, move_of
 from graphfsdp._capture.guards.walk import Walk
+from graphfsdp._capture.guards.weakened import is_alike, weakened
 from graphfsdp._capture.trace.assignments import Assignments
 from graphfsdp.base.changes import Change
 
@@ -60,9 +61,14 @@ class ReadGuard:
             for title, place in self.places.places.items()
             if title in now and not same(place.value, now[title].value)
         }
+        loose = {title: weakened(self.places.places[title].value) for title in found}
         for title in found:
             del self.places.places[title]
-        return list(found.values())
+        return [
+            move
+            for title, move in found.items()
+            if not is_alike(loose[title], now[title].value, but_for_tensors=True)
+        ]
 
     def changes(self) -> list[Change]:
         """Walk again, compare each place and name what has changed."""

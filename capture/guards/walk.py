@@ -40,6 +40,7 @@ _MAX_ITEMS = 10_000  # of longer containers, only the length is looked at
 _MAX_OBJECTS = 1_000  # in one container
 _MAX_KEYS = 100  # of a dict whose items are looked at one by one
 _MAX_DEPTH = 6
+_SHOWING = frozenset({"logging", "loguru", "rich", "tensorboard", "tensorboardX", "tqdm", "wandb"})
 # What every module has; its mode is set by whoever calls the iteration.
 OWN = frozenset((*vars(nn.Module()), *dir(nn.Module))) - {"forward"}
 _OF_UNITS = ("gradient_divide_factor",)  # what graphfsdp's own code reads of sharded modules
@@ -321,7 +322,7 @@ class Walk:
     ) -> None:
         """Note the items of a container, and what is read of an object."""
         read, deeper = frozenset(read), frozenset(deeper)
-        if is_plain(value) or value is MISSING:
+        if is_plain(value) or value is MISSING or _shows(value):
             return
         if isinstance(value, nn.Module):
             if id(value) not in self.modules:
@@ -442,6 +443,11 @@ class Walk:
         self._alive.extend(parts)
         self._seen.add(key)
         return True
+
+
+def _shows(value: Any) -> bool:
+    """Tell whether something only logs, or shows progress: nothing follows from what it counts."""
+    return type(value).__module__.partition(".")[0] in _SHOWING
 
 
 def _with_defaults(code: types.CodeType, defaults: Sequence[Any]) -> Sequence[str]:

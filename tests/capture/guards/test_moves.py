@@ -1,6 +1,7 @@
 """Python that an iteration moves: refused where something follows from it, else warned of once."""
 
 import collections
+import io
 import logging
 import types
 from collections.abc import Callable
@@ -8,6 +9,8 @@ from typing import Any
 
 import pytest
 import torch
+from rich.console import Console
+from rich.progress import Progress
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -239,6 +242,71 @@ def test_other_items_of_a_dict_that_counts_may_decide() -> None:
         for _ in range(6):
             step(torch.ones(3, 4))
         assert step.phase is graphfsdp.Phase.REPLAY
+
+
+class Remakes(nn.Module):
+    """Makes its containers anew in each call, and reads what it has put into them."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.kind = kind
+        self.kept: Any = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.first(x)
+        one, other = hidden.square().mean(), self.second(hidden).square().mean()
+        loss: Tensor
+        if self.kind == "list":
+            self.kept = []
+            self.kept.append(one)
+            self.kept.append(other)
+            loss = self.kept[0] + self.kept[1]
+        elif self.kind == "dict":
+            self.kept = {"one": one}
+            loss = self.kept["one"] + other
+        elif self.kind == "tuple":
+            self.kept = (one, other)
+            loss = self.kept[0] + self.kept[1]
+        else:
+            self.kept = {"losses": [one, (other,)], "factor": 2.0}
+            loss = self.kept["losses"][0] * self.kept["factor"] + self.kept["losses"][1][0]
+        return loss
+
+
+@pytest.mark.parametrize("kind", ["list", "dict", "tuple", "nested"])
+def test_containers_that_are_made_anew_are_no_state(
+    kind: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    def train(**options: Any) -> list[Any]:
+        torch.manual_seed(0)
+        model = Remakes(kind)
+        optim = FusedAdam(model.parameters(), lr=0.01)
+        states = []
+        with graphfsdp.capture(model, optim, **options) as step:
+            for _ in range(16):
+                states.append({"loss": step(torch.randn(3, 4)), **snapshot(model, optim)})
+        return states
+
+    expected = train(scope="none")
+    for audit in (0, 2):
+        assert_same_states(expected, train(audit=audit))
+    assert "stands still" not in caplog.text
+
+
+def test_progress_that_an_iteration_shows_is_none_of_it() -> None:
+    model = nn.Linear(4, 4)
+    with Progress(console=Console(file=io.StringIO())) as progress:
+        task = progress.add_task("training", total=10)
+
+        def loss_fn(model: nn.Module, x: Tensor) -> Tensor:
+            progress.advance(task)
+            return mean_square(model, x)
+
+        with graphfsdp.capture(model, FusedAdam(model.parameters()), loss_fn=loss_fn) as step:
+            for _ in range(6):
+                step(torch.ones(3, 4))
+            assert step.phase is graphfsdp.Phase.REPLAY
 
 
 class Counts(TorchDispatchMode):
