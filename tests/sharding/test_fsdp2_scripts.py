@@ -45,8 +45,11 @@ ON_FOUR = (
     *("copies_and_files", "pipelines", "uneven_tensor_parallelism"),
 )
 # Gradients of operators on sharded parameters are refused below torch 2.13, whose own fully_shard
-# fails on the other one.
-IN_NEWER = ("gradients_of_functions_of_a_weight", "several_modules_in_one_unit")
+# fails on the others.
+IN_NEWER = (
+    *("gradients_of_functions_of_a_weight", "several_modules_in_one_unit"),
+    "frozen_weights_of_every_dtype_in_one_group",
+)
 TABLE = pathlib.Path(__file__).resolve().parents[2] / "docs" / "fsdp2.md"
 
 
@@ -311,6 +314,8 @@ def mistakes(package: Any) -> dict[str, Callable[[], object]]:
 def test_mistakes_raise_what_torch_raises() -> None:
     theirs, ours = mistakes(torch_fsdp), mistakes(graphfsdp)
     for name, mistake in theirs.items():
+        if name == "place" and not ASKS_SUBCLASSES:
+            continue  # torch takes it for another mistake
         with pytest.raises(Exception) as torchs:  # noqa: PT011 (whichever it is)
             mistake()
         with raises_on_rank(graphfsdp.ConfigError):

@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 from torch.utils import _pytree as pytree
 
 import graphfsdp
+from graphfsdp.base.torch_internals import ASKS_SUBCLASSES
 from graphfsdp.errors import ConfigError
 from graphfsdp.sharding.placement import RowShard
 from graphfsdp.sharding.rows.tensors import make_dtensor
@@ -220,7 +221,8 @@ def test_a_truncated_normal_distribution() -> None:
             torch.nn.init.trunc_normal_(model.weight, std=1.0, a=-limit, b=limit)
             whole = model.weight.full_tensor()
             assert limit / 2 < float(whole.abs().max()) <= limit
-            assert len(whole.unique()) == whole.numel()
+            # Below 2.13 torch draws once, and on a CPU's mesh the same on each rank.
+            assert len(whole.unique()) == whole.numel() or not ASKS_SUBCLASSES
 
 
 @on_ranks("ranks2")
