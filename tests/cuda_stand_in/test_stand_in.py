@@ -118,10 +118,14 @@ with graphfsdp.capture(model, FusedAdam(model.parameters())) as step:
 """
 
 
+# A pool of processes that compile may wait for ever for one of them when its program ends.
+ALONE = {"CUDA_STAND_IN_KERNELS": "none", "TORCHINDUCTOR_COMPILE_THREADS": "1"}
+
+
 @pytest.mark.time_limit(300)
 def test_inductors_kernels_are_nodes_of_the_graph() -> None:
     """In a process whose kernels compute nothing: these belong to no operator."""
-    environment = {**os.environ, "CUDA_STAND_IN_KERNELS": "none"}
+    environment = {**os.environ, **ALONE}
     command = [sys.executable, "-c", COMPILED]
     found = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
     assert "triton_" in found.stdout
@@ -130,7 +134,7 @@ def test_inductors_kernels_are_nodes_of_the_graph() -> None:
 @pytest.mark.time_limit(300)
 def test_what_inductor_says_fails_no_test_for_a_gpu() -> None:
     """It warns, of a GPU's speed for one, and no other test above the stand-in has it compile."""
-    environment = {**os.environ, "CUDA_STAND_IN_KERNELS": "none"}
+    environment = {**os.environ, **ALONE}
     options = ["-q", "-k", "inductor and model", "-p", "no:cacheprovider"]
     command = [sys.executable, "-m", "pytest", *options, str(COMPILED_TESTS)]
     found = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
@@ -151,7 +155,7 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
 
 
 def test_where_kernels_compute_nothing_large_copies_touch_no_memory() -> None:
-    environment = {**os.environ, "CUDA_STAND_IN_KERNELS": "none"}
+    environment = {**os.environ, **ALONE}
     command = [sys.executable, "-c", COPIES]
     found = subprocess.run(command, env=environment, check=True, capture_output=True, text=True)
     assert int(found.stdout) < 100_000  # KiB
