@@ -93,7 +93,8 @@ class StepRunner:
             self._break(self._ranks.lost)
 
     def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        self._follow_audit()
+        if self._outdated:
+            self._follow_audit()
         if self.phase is not Phase.EAGER:
             self._engine.put_back_units()
         if self.phase is Phase.WARMUP:  # later guards notice it
@@ -144,11 +145,10 @@ class StepRunner:
 
     def _follow_audit(self) -> None:
         """Do what ``on_change`` says of what an audit has found, once its gradients were seen."""
-        why, self._outdated = self._outdated, ""
-        if why:
-            self._give_up_graphs(why)
-            if self._options.on_change is OnChange.EAGER:
-                self._go_to(Phase.EAGER)
+        self._give_up_graphs(self._outdated)
+        self._outdated = ""
+        if self._options.on_change is OnChange.EAGER:
+            self._go_to(Phase.EAGER)
 
     def capture_ahead(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Capture on made-up data; see ``example_batch`` of ``graphfsdp.capture``."""

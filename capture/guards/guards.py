@@ -168,16 +168,14 @@ class Guards:
         self._ran.clocks.clear()
         return told
 
-    def moved(self) -> list[Move]:
-        """Return what a recording has moved that is over, and was not armed."""
-        return [] if self._began is None else self._began.moves_to(self._walk())
-
     def python(self) -> Before:
         """Return Python as it is now."""
         return Before(self._walk())
 
-    def moved_since(self, before: Before) -> list[Move]:
-        return before.moves_to(self._walk())
+    def moved(self, before: Before | None = None) -> list[Move]:
+        """Return what has moved in Python since then, or since the recording began."""
+        before = before or self._began
+        return [] if before is None else before.moves_to(self._walk())
 
     def put_back(self, before: Before | None = None) -> None:
         """Put back what has moved in Python since then, or since the recording began."""

@@ -63,16 +63,17 @@ class Before:
     """Python as it was before an iteration; no tensor is held that the iteration may let go."""
 
     def __init__(self, walk: Walk) -> None:
-        self.values = {title: weakened(place.value) for title, place in walk.places.items()}
         self._places = {
-            title: replace(place, value=self.values[title]) for title, place in walk.places.items()
+            title: replace(place, value=weakened(place.value))
+            for title, place in walk.places.items()
         }
         self._drawn = of_everybody() | walk.drawn
         self._states = {title: state_of(each) for title, (each, _) in self._drawn.items()}
 
     def stands(self, title: str, place: Place) -> bool:
-        """Tell whether a place holds what it held."""
-        return is_alike(self.values.get(title, MISSING), place.value)
+        """Tell whether a place holds what it held, or was not met before."""
+        old = self._places.get(title)
+        return old is None or is_alike(old.value, place.value)
 
     def moves_to(self, walk: Walk) -> list[Move]:
         """Return what has moved; tensors are the business of whoever undoes an iteration."""

@@ -44,7 +44,7 @@ class ReadGuard:
             title: place
             for title, place in found.places.items()
             if (not isinstance(place.value, Tensor) or was_read(place.value))
-            and (title not in before.values or before.stands(title, place))
+            and before.stands(title, place)
             and not assignments.has(place.holder, place.key)
         }
         self.places = Places(_remedy, used)

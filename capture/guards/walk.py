@@ -121,7 +121,7 @@ class Walk:
                     self._variable(what, given, key, value, read, read, depth)
         elif isinstance(function, types.MethodType):
             self._callable(title, function.__func__, depth)
-            self._contents(_owner_title(function, title), function.__self__, (), (), depth)
+            self._contents(_owner_title(function), function.__self__, (), (), depth)
         elif isinstance(function, types.FunctionType):
             inner = inspect.unwrap(function)
             if isinstance(inner, types.FunctionType):
@@ -455,7 +455,7 @@ def _with_defaults(code: types.CodeType, defaults: Sequence[Any]) -> Sequence[st
     return names[len(names) - len(defaults) :]
 
 
-def _owner_title(method: types.MethodType, title: str) -> str:
+def _owner_title(method: types.MethodType) -> str:
     owner = method.__self__
     return owner.__qualname__ if isinstance(owner, type) else type(owner).__qualname__
 

@@ -145,16 +145,6 @@ def called_by_user() -> bool:
     return is_users_file(next((f for f in files if not f.startswith(_CAPTURE)), "<none>"))
 
 
-def called_by_us() -> bool:
-    """Tell whether the caller's caller is capture or check, maybe through Python's library."""
-    frame: FrameType | None = sys._getframe(2)
-    while frame is not None and frame.f_code.co_filename.startswith(_PYTHON):
-        if is_installed_file(frame.f_code.co_filename):
-            return False
-        frame = frame.f_back
-    return frame is not None and frame.f_code.co_filename.startswith(_CAPTURE)
-
-
 def compiled_modules(model: nn.Module) -> Iterator[str]:
     """Yield the names of modules that torch.compile has made, or compiled in place."""
     for name, module in model.named_modules():

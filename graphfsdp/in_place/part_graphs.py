@@ -393,7 +393,7 @@ class PartGraphs:
             return [grad for grad in found if grad is not None]
 
         def check(was_read: Callable[[Tensor], bool]) -> None:
-            moves = self.guards.moved_since(before)
+            moves = self.guards.moved(before)
             if moves:
                 raise NotAPartError(str(moves[0]))
 
