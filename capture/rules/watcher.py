@@ -381,6 +381,9 @@ def noting_code(ran: Ran) -> Iterator[None]:
         with ran.noting():
             yield
         return
+    # What runs around the body is none of it: torch calls hooks of profilers as a capture begins.
+    host.ran.clear()
+    host.clocks.clear()
     try:
         yield
     finally:
