@@ -1,8 +1,16 @@
-"""A model and a criterion that count their calls in Python."""
+"""A model that counts its calls in Python, and how a capture refuses what follows from a count."""
 
 from collections.abc import Callable
+from typing import Any
 
+import pytest
+import torch
 from torch import Tensor, nn
+
+import graphfsdp
+from faults import World
+from graphfsdp import CaptureError
+from graphfsdp.optim import FusedAdam
 
 Loss = Callable[[nn.Module, Tensor], Tensor]
 
@@ -37,24 +45,19 @@ def mean_square(model: nn.Module, x: Tensor) -> Tensor:
     return loss
 
 
-class CountingCriterion(nn.Module):
-    """A criterion that is a module, and none of the model's."""
-
-    def __init__(self, limit: int) -> None:
-        super().__init__()
-        self.step = 0
-        self.limit = limit
-
-    def forward(self, loss: Tensor) -> Tensor:
-        self.step += 1
-        return loss * 2 if self.step > self.limit else loss  # late
-
-
-def make_by_criterion(limit: int = 1000) -> Loss:
-    criterion = CountingCriterion(limit)
-
-    def loss_fn(model: nn.Module, x: Tensor) -> Tensor:
-        loss: Tensor = criterion(mean_square(model, x))
-        return loss
-
-    return loss_fn
+def refusal_of(loss_fn: Any, model: nn.Module | None = None) -> CaptureError:
+    """Train until the capture refuses, and see that nothing has come of that call."""
+    torch.manual_seed(0)
+    model = nn.Linear(4, 4) if model is None else model
+    optim = FusedAdam(model.parameters(), lr=0.01)
+    with graphfsdp.capture(model, optim, loss_fn=loss_fn) as step:
+        for _ in range(3):
+            step(torch.ones(3, 4))
+        for _ in range(2):  # what reaches an operator at once may have settled one call later
+            world = World(model, optim)
+            try:
+                step(torch.ones(3, 4))
+            except CaptureError as error:
+                world.assert_unchanged("refused")
+                return error
+    pytest.fail("not refused")

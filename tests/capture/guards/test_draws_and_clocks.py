@@ -20,9 +20,8 @@ import torch
 from torch import Tensor, nn
 
 import graphfsdp
-from counting_net import mean_square
+from counting_net import mean_square, refusal_of
 from graphfsdp.optim import FusedAdam
-from moving_state import refusal_of
 
 Loss = Callable[[nn.Module, Tensor], Tensor]
 START = time.time()
