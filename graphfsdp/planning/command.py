@@ -23,13 +23,10 @@ class _Options:
 
     world_size: Annotated[int, "number of ranks"] = 8
     strategy: Annotated[StrategyName | None, "short for --data-parallel-sharding-strategy"] = None
-    rank: Annotated[int, "whose stage of a pipeline; without one all ranks need as much"] = 0
     json: Annotated[bool, "print JSON instead of tables", "store_true"] = False
 
     def __post_init__(self) -> None:
         require("world_size", self.world_size, self.world_size >= 1, "at least 1")
-        last = self.world_size - 1
-        require("rank", self.rank, 0 <= self.rank <= last, f"in 0..{last}")
 
 
 def run_plan(arguments: Sequence[str], console: Console) -> None:
@@ -38,7 +35,7 @@ def run_plan(arguments: Sequence[str], console: Console) -> None:
     if options.strategy is not None:
         others += ["--data-parallel-sharding-strategy", options.strategy]
     config = parse_train_arguments(others)
-    plan = plan_training(config, num_ranks=options.world_size, rank=options.rank)
+    plan = plan_training(config, num_ranks=options.world_size)
     if options.json:
         console.print_json(json.dumps(plan.to_dict()))
         return
@@ -64,9 +61,8 @@ def _make_parser() -> Parser:
 
 def _memory_table(plan: TrainingPlan) -> Table:
     config = plan.config
-    of_stage = " of a stage" if config.pipeline_model_parallel_size > 1 else ""
     table = Table(
-        title=f"{config.preset}: memory of each of {plan.batch.num_ranks} ranks{of_stage}, "
+        title=f"{config.preset}: memory of each of {plan.batch.num_ranks} ranks, "
         f"{config.sharding.value}{_axes(plan)}",
         title_justify="left",
     )
@@ -108,21 +104,13 @@ def _equal_ones(calls: Sequence[Collective]) -> list[list[Collective]]:
 
 def _summary(plan: TrainingPlan) -> list[str]:
     padding = 100 * plan.num_padding / max(plan.num_parameters, 1)
-    lines = [
+    return [
         f"{plan.num_parameters:,} parameters in {len(plan.units)} units, "
         f"{plan.num_padding:,} elements of padding on all ranks ({padding:.3f} %)",
         f"{plan.batch.num_tokens:,} tokens in an iteration, {plan.batch.num_microbatches} "
         f"micro-batches on each rank, {plan.flops / 1e12:,.3g} TFLOP of arithmetic",
+        "~ marks estimates; everything else is what the layout decides, to the byte",
     ]
-    size = plan.config.pipeline_model_parallel_size
-    if size > 1:
-        place = plan.rank // plan.batch.num_ranks
-        lines.append(
-            f"stage {place} of a pipeline of {size} (--rank tells which); each waits for others "
-            f"{plan.bubble:.1%} of an iteration (the bubble)"
-        )
-    lines.append("~ marks estimates; everything else is what the layout decides, to the byte")
-    return lines
 
 
 def _axes(plan: TrainingPlan) -> str:

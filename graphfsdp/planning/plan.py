@@ -17,13 +17,12 @@ from graphfsdp.base.memory_plan import neighbour_starts
 from graphfsdp.config import ShardingStrategy
 from graphfsdp.data import BYTES_VOCAB_SIZE
 from graphfsdp.errors import ConfigError
-from graphfsdp.planning.activations import Activations, WholeUnit, run_without_numbers
+from graphfsdp.planning.activations import WholeUnit, run_without_numbers
 from graphfsdp.sharding.plan import BufferPlan, ParameterKind, linear_weights, plan_buffers
 from graphfsdp.training.build import make_model
 from graphfsdp.training.config import IterationBatch, TrainConfig
-from graphfsdp.training.gpt import GPT, token_loss
+from graphfsdp.training.gpt import GPT
 from graphfsdp.training.metrics import flops_per_token
-from graphfsdp.training.pipeline import GPTStage
 
 ROOT = "(root)"
 _TOKEN_BYTES, _COUNT_BYTES, _NORM_BYTES, _SCALE_BYTES = 8, 8, 8, 4
@@ -102,11 +101,9 @@ class UnitPlan:
 
 @dataclass(frozen=True)
 class TrainingPlan:
-    """``rank`` tells whose stage of a pipeline it is; without one all ranks need as much."""
+    """What each rank of a run needs; all need as much."""
 
     config: TrainConfig
-    num_ranks: int
-    rank: int
     batch: IterationBatch
     units: tuple[UnitPlan, ...]
     memory: tuple[MemoryLine, ...]
@@ -120,7 +117,7 @@ class TrainingPlan:
 
     @property
     def num_parameters(self) -> int:
-        """Elements of all parameters, on all ranks of a stage together."""
+        """Elements of all parameters, on all ranks together."""
         return sum(u.num_holders * sum(b.layout.numel for b in u.buffers) for u in self.units)
 
     @property
@@ -128,20 +125,10 @@ class TrainingPlan:
         """Elements that belong to no parameter, likewise."""
         return sum(u.num_holders * sum(b.layout.num_padding for b in u.buffers) for u in self.units)
 
-    @property
-    def bubble(self) -> float:
-        """The share of an iteration in which a rank of a pipeline waits for others.
-
-        Source: Narayanan et al. 2021, section 2.2 (arXiv:2104.04473).
-        """
-        waits = self.config.pipeline_model_parallel_size - 1
-        return waits / (self.batch.num_microbatches + waits)
-
     def to_dict(self) -> dict[str, Any]:
         return {
             "preset": self.config.preset,
-            "num_ranks": self.num_ranks,
-            "rank": self.rank,
+            "num_ranks": self.batch.num_ranks,
             "strategy": self.config.sharding.value,
             "num_units": len(self.units),
             "num_parameters": self.num_parameters,
@@ -154,34 +141,23 @@ class TrainingPlan:
                 asdict(call) | {"wire_bytes": call.wire_bytes} for call in self.collectives
             ],
             "flops": self.flops,
-            "bubble": self.bubble,
         }
 
 
-def plan_training(config: TrainConfig, *, num_ranks: int, rank: int = 0) -> TrainingPlan:
+def plan_training(config: TrainConfig, *, num_ranks: int) -> TrainingPlan:
     """Plan a run on ``num_ranks`` ranks, those of all machines; ConfigError if it cannot start."""
     batch = config.batch(num_ranks)
     vocab_size = config.vocab_size or BYTES_VOCAB_SIZE
     experts = cast(dist.ProcessGroup, _Ranks(config.expert_model_parallel_size))
     model = make_model(config, vocab_size, torch.device("meta"), config.main_dtype, experts)
     flops = flops_per_token(model) * batch.num_tokens // num_ranks
-    part: GPT | GPTStage = model
-    if config.pipeline_model_parallel_size > 1:
-        place = rank // batch.num_ranks
-        part = GPTStage(model, place, config.pipeline_model_parallel_size)
-    units = tuple(_plan_units(config, part, batch))
-    calls = (
-        *_collectives(config, units, batch),
-        *_of_experts(config, batch),
-        *_of_pipeline(config, batch),
-    )
-    memory = (*_kept(part, units, batch), *_made(config, part, units, batch, rank))
-    return TrainingPlan(config, num_ranks, rank, batch, units, memory, calls, flops)
+    units = tuple(_plan_units(config, model, batch))
+    calls = (*_collectives(config, units, batch), *_of_experts(config, batch))
+    memory = (*_kept(model, units, batch), *_made(config, model, units, batch))
+    return TrainingPlan(config, batch, units, memory, calls, flops)
 
 
-def _plan_units(
-    config: TrainConfig, part: GPT | GPTStage, batch: IterationBatch
-) -> Iterator[UnitPlan]:
+def _plan_units(config: TrainConfig, model: GPT, batch: IterationBatch) -> Iterator[UnitPlan]:
     """Yield units as the trainer makes them, in the order of their forward passes."""
     num_outer, num_holders = (
         config.num_distributed_optimizer_instances,
@@ -193,18 +169,18 @@ def _plan_units(
     ):
         if batch.num_ranks % count:
             raise ConfigError(f"--{flag} {count} does not divide the {batch.num_ranks} ranks")
-    blocks = [name for name, _ in part.blocks.named_children()]
+    blocks = [name for name, _ in model.blocks.named_children()]
     experts = [f"blocks.{name}.ffn.experts" for name in blocks] if num_holders > 1 else []
     chosen = {*experts, *(f"blocks.{name}" for name in blocks), ""}
-    linear = linear_weights(part.modules())
+    linear = linear_weights(model.modules())
     cuts_outside = config.outer_dp_sharding_strategy == "optim" and num_outer > 1
-    for name, module in part.named_modules():
+    for name, module in model.named_modules():
         if name not in chosen:
             continue
         inner = {f"{other}." for other in chosen if other.startswith(f"{name}." if name else "b")}
         params = {
             key: param
-            for key, param in part.named_parameters()
+            for key, param in model.named_parameters()
             if key.startswith(f"{name}." if name else "") and not key.startswith(tuple(inner))
         }
         axes = (batch.num_ranks // num_outer, num_outer, cuts_outside)
@@ -225,10 +201,7 @@ def _collectives(
     config: TrainConfig, units: tuple[UnitPlan, ...], batch: IterationBatch
 ) -> Iterator[Collective]:
     """Yield an iteration's: gathers as the units run, reductions the other way round."""
-    stage = config.sharding.stage
-    # Those of a pipeline gather and reduce once for all of its micro-batches.
-    is_cut = config.pipeline_model_parallel_size > 1
-    num_microbatches = 1 if is_cut else batch.num_microbatches
+    stage, num_microbatches = config.sharding.stage, batch.num_microbatches
     num_gathers = 2 * num_microbatches if stage == 3 else 1
     num_scales = 0
     for unit in units:
@@ -270,14 +243,6 @@ def _cut_axes(unit: UnitPlan) -> list[int]:
     return [unit.num_inner, *([unit.num_outer] if unit.cuts_outside else [])]
 
 
-def _of_pipeline(config: TrainConfig, batch: IterationBatch) -> Iterator[Collective]:
-    """Yield what a rank in the middle sends: activations, and gradients the other way."""
-    if config.pipeline_model_parallel_size > 1:
-        tokens = config.micro_batch_size * config.seq_length
-        num_bytes = tokens * config.hidden_size * config.param_dtype.itemsize
-        yield Collective("send", "between stages", 2 * batch.num_microbatches, num_bytes, 2)
-
-
 def _of_experts(config: TrainConfig, batch: IterationBatch) -> Iterator[Collective]:
     if config.num_experts is None:
         return
@@ -298,16 +263,14 @@ def _of_experts(config: TrainConfig, batch: IterationBatch) -> Iterator[Collecti
         yield Collective("all_reduce", routers, config.num_layers, num_counts, batch.num_ranks)
 
 
-def _kept(
-    part: nn.Module, units: tuple[UnitPlan, ...], batch: IterationBatch
-) -> Iterator[MemoryLine]:
+def _kept(model: GPT, units: tuple[UnitPlan, ...], batch: IterationBatch) -> Iterator[MemoryLine]:
     """Yield what stays from one iteration to the next."""
     buffers = [buffer for unit in units for buffer in unit.buffers]
     trained = [buffer for buffer in buffers if buffer.trainable]
     main_bytes = _together(buffers, lambda buffer: buffer.dtypes.main)
     grad_bytes = _together(trained, lambda buffer: buffer.dtypes.grad)
     state_bytes = _STATE_BYTES * sum(buffer.main_numel for buffer in trained)
-    module_bytes = sum(buffer.nbytes for buffer in part.buffers())
+    module_bytes = sum(buffer.nbytes for buffer in model.buffers())
     inputs = 2 * _TOKEN_BYTES * batch.num_tokens // batch.num_ranks
     yield MemoryLine("main weights", main_bytes, True, "what the optimizer updates")
     yield MemoryLine("main grads", grad_bytes, True, "persistent gradient buffers")
@@ -328,16 +291,11 @@ def _together(buffers: Iterable[BufferPlan], dtype_of: Any) -> int:
 
 
 def _made(
-    config: TrainConfig,
-    part: GPT | GPTStage,
-    units: tuple[UnitPlan, ...],
-    batch: IterationBatch,
-    rank: int,
+    config: TrainConfig, model: GPT, units: tuple[UnitPlan, ...], batch: IterationBatch
 ) -> Iterator[MemoryLine]:
     """Yield what an iteration takes besides."""
-    strategy, is_cut = config.sharding, config.pipeline_model_parallel_size > 1
-    num_microbatches = 1 if is_cut else batch.num_microbatches
-    for param in part.parameters():
+    strategy, num_microbatches = config.sharding, batch.num_microbatches
+    for param in model.parameters():
         param.data = param.data.to(config.param_dtype)
     whole_units = [
         WholeUnit(
@@ -349,12 +307,9 @@ def _made(
         for unit in units
     ]
 
-    def run(stage: int) -> Activations:
-        return run_without_numbers(
-            lambda: _forward(config, part), whole_units, stage, num_microbatches
-        )
-
-    found = run(strategy.stage)
+    found = run_without_numbers(
+        lambda: _forward(config, model), whole_units, strategy.stage, num_microbatches
+    )
     note = "gathered, or not reduced yet; the most at one time"
     yield MemoryLine("whole weights and grads", found.whole_bytes, False, note)
     if casts := _cast_bytes(config, units):
@@ -363,34 +318,16 @@ def _made(
     if waiting := _unreduced_outside_bytes(strategy, units, num_microbatches):
         note = "reduced over the inner axis alone"
         yield MemoryLine("grads for the outer axis", waiting, False, note)
-    if not is_cut:
-        num_bytes = found.peak_bytes - found.whole_bytes
-        yield MemoryLine("activations", num_bytes, False, "when all of it is most")
-        return
-    if strategy is not ShardingStrategy.NO_SHARD and batch.num_ranks > 1:
-        num_bytes = sum(param.nbytes for param in part.parameters())
-        note = "whole ones, reduced after the last micro-batch"
-        yield MemoryLine("grads of a pipeline", num_bytes, False, note)
-    # 1F1B: the earlier a stage, the more micro-batches are in flight.
-    behind = config.pipeline_model_parallel_size - rank // batch.num_ranks
-    alone, count = run(0), min(batch.num_microbatches, behind)
-    num_bytes = alone.saved_bytes * (count - 1) + alone.peak_bytes
-    note = f"of {count} micro-batches that wait for their backward pass"
-    yield MemoryLine("activations", num_bytes, False, note)
+    num_bytes = found.peak_bytes - found.whole_bytes
+    yield MemoryLine("activations", num_bytes, False, "when all of it is most")
 
 
-def _forward(config: TrainConfig, part: GPT | GPTStage) -> Tensor:
-    """Run a micro-batch on the meta device; return what its backward pass begins at."""
+def _forward(config: TrainConfig, model: GPT) -> Tensor:
+    """Run a micro-batch on the meta device; return its loss."""
     shape = (config.micro_batch_size, config.seq_length)
     tokens = torch.empty(shape, dtype=torch.int64, device="meta")
-    if isinstance(part, GPT):
-        loss: Tensor = part(tokens, tokens, *([tokens] if config.has_positions else []))
-        return loss
-    hidden = torch.empty(
-        (*shape, config.hidden_size), dtype=config.param_dtype, device="meta", requires_grad=True
-    )
-    out = part(tokens if part.is_first else hidden)
-    return token_loss(out, tokens) if part.is_last else out.sum().float()
+    loss: Tensor = model(tokens, tokens, *([tokens] if config.has_positions else []))
+    return loss
 
 
 def _cast_bytes(config: TrainConfig, units: Iterable[UnitPlan]) -> int:

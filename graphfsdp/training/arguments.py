@@ -46,7 +46,6 @@ _TAUGHT = frozenset(
         *("cuda_graph_scope", "cuda_graph_warmup_steps", "compile", "device"),
         *("data_parallel_sharding_strategy", "num_distributed_optimizer_instances"),
         *("outer_dp_sharding_strategy", "expert_model_parallel_size"),
-        "pipeline_model_parallel_size",
         *("save", "save_interval", "keep_last", "async_save", "load"),
         *("out", "log_interval", "eval_interval", "sample_tokens", "target_loss", "mllog"),
     )

@@ -28,7 +28,6 @@ from graphfsdp.training.config import DeviceChoice, IterationBatch, TrainConfig
 from graphfsdp.training.gpt import GPT
 from graphfsdp.training.hugging_face import load_weights
 from graphfsdp.training.mllog import RunLog
-from graphfsdp.training.pipeline import GPTStage, make_schedule, pipeline_mesh
 from graphfsdp.training.ranks import Ranks
 
 
@@ -41,20 +40,9 @@ class TrainingRun:
     corpus: Corpus
     batches: TokenBatches
     feed: Feed  # of these
-    model: GPT  # of a pipeline on the meta device
-    part: GPT | GPTStage  # what this rank trains: the model, or its stage of the pipeline
-    trained: Any  # what is captured, saved and loaded: the model, or the schedule of a pipeline
+    model: GPT
     optimizer: FusedAdam
     step: graphfsdp.CapturedStep
-
-    def train(self, tokens: Tensor, targets: Tensor, *others: Tensor) -> Tensor:
-        """Run one iteration; return the loss of this rank's sequences."""
-        loss: Tensor = (
-            self.step(tokens, targets, *others)
-            if self.trained is self.model
-            else self.step(tokens, target=targets)
-        )
-        return loss
 
 
 def build_run(config: TrainConfig, ranks: Ranks, device: torch.device, log: RunLog) -> TrainingRun:
@@ -72,8 +60,8 @@ def build_run(config: TrainConfig, ranks: Ranks, device: torch.device, log: RunL
             seq_length=config.seq_length,
             batch_size=batch.num_sequences,
             seed=config.seed,
-            rank=ranks.rank % batch.num_ranks,
-            num_ranks=batch.num_ranks,
+            rank=ranks.rank,
+            num_ranks=ranks.size,
             vocab_size=_vocab_size(config, corpus),
             eod_token=config.eod_token_id,
             positions=config.has_positions,
@@ -99,7 +87,7 @@ def build_run(config: TrainConfig, ranks: Ranks, device: torch.device, log: RunL
         except BaseException:  # whatever ends it, a graph must not outlive the process group
             step.close()
             raise
-    model, part, trained, optimizer, step = program
+    model, optimizer, step = program
     return TrainingRun(
         config=config,
         ranks=ranks,
@@ -109,8 +97,6 @@ def build_run(config: TrainConfig, ranks: Ranks, device: torch.device, log: RunL
         batches=batches,
         feed=Feed(batches, device),
         model=model,
-        part=part,
-        trained=trained,
         optimizer=optimizer,
         step=step,
     )
@@ -122,17 +108,12 @@ def _make_program(
     device: torch.device,
     vocab_size: int,
     example: tuple[Tensor, ...] | None,
-) -> tuple[GPT, GPT | GPTStage, Any, FusedAdam, graphfsdp.CapturedStep]:
+) -> tuple[GPT, FusedAdam, graphfsdp.CapturedStep]:
     dtype = config.main_dtype if ranks.launched else config.param_dtype
     if config.fp8_param_gather and not ranks.launched:
         raise ConfigError(
             "--fp8-param-gather is about what ranks gather from each other, and this is one "
             "process that holds all weights; start with torchrun, or leave it out"
-        )
-    if config.pipeline_model_parallel_size > 1 and not ranks.launched:
-        raise ConfigError(
-            f"--pipeline-model-parallel-size {config.pipeline_model_parallel_size} needs as many "
-            "processes; start with torchrun"
         )
     torch.manual_seed(config.seed)
     on_meta = config.init_model_with_meta_device
@@ -145,24 +126,14 @@ def _make_program(
         ranks.decide(lambda: load_weights(model, folder))
     if not on_meta:
         ranks.copy_first(model, None if experts is None else experts.get_group("edp"))
-    trained: Any = model
-    part: GPT | GPTStage = model
-    mesh = None
-    if config.pipeline_model_parallel_size > 1:
-        mesh = pipeline_mesh(config, device)
-        size = config.pipeline_model_parallel_size
-        part = stage = GPTStage(model, mesh.get_local_rank("pp"), size)
-        trained = ranks.decide(lambda: make_schedule(config, stage, mesh, device))
-        model = make_model(config, vocab_size, torch.device("meta"), dtype)
     with _precision_in_flags(config):
         if ranks.launched:
             shard_model(
-                part,
+                model,
                 config.sharding,
                 config.mp_policy,
                 num_instances=config.num_distributed_optimizer_instances,
                 outer_strategy=config.outer_dp_sharding_strategy,
-                mesh=None if mesh is None else mesh["dp"],
                 expert_mesh=experts,
             )
         if on_meta:
@@ -170,14 +141,13 @@ def _make_program(
         if ranks.rank > 0:
             # Other dropout than the other ranks; rank 0 draws what a single process would.
             torch.manual_seed(config.seed + ranks.rank)
-        optimizer = make_optimizer(config, part, sharded=ranks.launched)
-        num_microbatches = config.batch(ranks.size).num_microbatches
+        optimizer = make_optimizer(config, model, sharded=ranks.launched)
         step = graphfsdp.capture(
-            trained,
+            model,
             optimizer,
             scope=config.cuda_graph_scope,
             warmup_steps=config.cuda_graph_warmup_steps,
-            microbatches=num_microbatches if trained is model else 1,  # a schedule splits itself
+            microbatches=config.batch(ranks.size).num_microbatches,
             # An infinite limit measures the norm without clipping.
             max_grad_norm=config.clip_grad or float("inf"),
             skip_nonfinite=config.moe_skip_overflow,
@@ -185,17 +155,16 @@ def _make_program(
             compile="auto" if config.compile == "auto" else config.compile == "on",
             mp_policy=config.mp_policy,
         )
-    return model, part, trained, optimizer, step
+    return model, optimizer, step
 
 
 def shard_model(
-    model: "GPT | GPTStage",
+    model: GPT,
     strategy: ShardingStrategy,
     policy: MixedPrecisionPolicy,
     *,
     num_instances: int = 1,
     outer_strategy: str = "no_shard",
-    mesh: DeviceMesh | None = None,
     expert_mesh: DeviceMesh | None = None,
 ) -> None:
     """Make a unit of each block and one of the rest, which holds tied embeddings too.
@@ -209,7 +178,7 @@ def shard_model(
             f"--outer-dp-sharding-strategy {outer_strategy} needs several instances to cut over: "
             "add --num-distributed-optimizer-instances"
         )
-    mesh = mesh or _mesh_of(model, num_instances)
+    mesh = _mesh_of(model, num_instances)
     experts = [module for module in model.modules() if isinstance(module, Experts)]
     for each in experts if expert_mesh is not None else ():
         graphfsdp.fully_shard(

@@ -71,7 +71,7 @@ class RunCheckpoints:
             return Position(), []
         if config.load == config.save and not entries(Path(config.load)):
             return Position(), [f"{config.load} has no checkpoint yet: the run starts from nothing"]
-        loaded = load(config.load, run.trained, run.optimizer, objects=self._objects())
+        loaded = load(config.load, run.model, run.optimizer, objects=self._objects())
         position = self._state.position
         if position.iteration >= config.train_iters:
             raise ConfigError(
@@ -104,7 +104,7 @@ class RunCheckpoints:
         write = save if self._saver is None else self._saver.save
         write(
             config.save,
-            run.trained,
+            run.model,
             run.optimizer,
             objects=self._objects(),
             step=done,

@@ -192,11 +192,6 @@ class TrainConfig(GPTConfig):
     expert_model_parallel_size: Annotated[
         int, "ranks that share the experts out; must divide these and the number of ranks"
     ] = 1
-    pipeline_model_parallel_size: Annotated[
-        int,
-        "cut the layers into so many stages, each on ranks of its own, through which "
-        "micro-batches go one after the other (1F1B); the other ranks are data-parallel",
-    ] = 1
     init_model_with_meta_device: Annotated[
         bool,
         "build the model without memory, and draw its weights block by block on the device "
@@ -309,17 +304,10 @@ class TrainConfig(GPTConfig):
         return ShardingStrategy.parse(self.data_parallel_sharding_strategy)
 
     def batch(self, num_ranks: int) -> IterationBatch:
-        """Cut an iteration over ranks, those of all stages of a pipeline among them.
+        """Cut an iteration over ranks.
 
         ConfigError: it does not come out even; it names the flags.
         """
-        num_stages = self.pipeline_model_parallel_size
-        if num_ranks % num_stages:
-            raise ConfigError(
-                f"--pipeline-model-parallel-size {num_stages} does not divide the {num_ranks} "
-                "ranks; start a multiple of it, or choose another"
-            )
-        num_ranks //= num_stages
         together = self.micro_batch_size * num_ranks
         num_sequences = self.global_batch_size or together
         if num_sequences % together:
@@ -330,14 +318,9 @@ class TrainConfig(GPTConfig):
                 f"--global-batch-size {num_sequences} is not divisible by {divisor}: every rank "
                 f"runs the same whole number of micro-batches; make it a multiple"
             )
-        num_microbatches = num_sequences // together
-        if num_microbatches < num_stages:
-            raise ConfigError(
-                f"--pipeline-model-parallel-size {num_stages} needs at least as many "
-                f"micro-batches, and an iteration has {num_microbatches}; give --global-batch-size "
-                f"{together * num_stages}, or more"
-            )
-        return IterationBatch(self.micro_batch_size, num_microbatches, num_ranks, self.seq_length)
+        return IterationBatch(
+            self.micro_batch_size, num_sequences // together, num_ranks, self.seq_length
+        )
 
     @property
     def warmup_iters(self) -> float:
@@ -404,7 +387,6 @@ class TrainConfig(GPTConfig):
             *("micro_batch_size", "global_batch_size", "train_iters", "log_interval", "eval_iters"),
             *("lr_decay_iters", "distributed_timeout_minutes", "keep_last"),
             *("num_distributed_optimizer_instances", "expert_model_parallel_size"),
-            "pipeline_model_parallel_size",
         ):
             self._at_least(name, 1)
         for name in (
@@ -433,7 +415,7 @@ class TrainConfig(GPTConfig):
             _ = self.schedule, self.sharding, self.held_out_percent
         except ConfigError as error:
             raise ConfigError(_in_flags(str(error))) from None
-        self.batch(num_ranks=self.pipeline_model_parallel_size)
+        self.batch(num_ranks=1)
 
     def _check_together(self) -> None:
         needs = (
@@ -458,7 +440,6 @@ class TrainConfig(GPTConfig):
                 "out --init-model-with-meta-device and --num-experts"
             )
         self._check_experts()
-        self._check_pipeline()
         if self.fp8_param_gather and self.mllog is not None:
             raise ConfigError(
                 "--mllog has no word for gathers in 8 bits; leave out --fp8-param-gather"
@@ -490,29 +471,6 @@ class TrainConfig(GPTConfig):
                     f"{flag_name(name)} does not go with --expert-model-parallel-size yet; give "
                     "one of them"
                 )
-
-    def _check_pipeline(self) -> None:
-        size = self.pipeline_model_parallel_size
-        if size == 1:
-            return
-        if self.num_layers % size:
-            raise ConfigError(
-                f"--num-layers {self.num_layers} cannot be cut into equal stages; give a multiple "
-                f"of {size}"
-            )
-        problems = {
-            "--untie-embeddings-and-output-weights, since the first stage has the one and the "
-            "last stage the other": not self.untie_embeddings_and_output_weights,
-            "--num-distributed-optimizer-instances 1": self.num_distributed_optimizer_instances > 1,
-            "no --init-model-with-meta-device": self.init_model_with_meta_device,
-            "no --mllog": self.mllog is not None,
-            "no --num-experts": self.num_experts is not None,
-            "no --fp8-param-gather": self.fp8_param_gather,
-            "no --reset-position-ids and no --reset-attention-mask": self.has_positions,
-        }
-        for remedy, holds in problems.items():
-            if holds:
-                raise ConfigError(f"--pipeline-model-parallel-size {size} needs {remedy}")
 
     def _at_least(self, name: str, minimum: int) -> None:
         self._in_range(name, lambda value: value >= minimum, f"at least {minimum}")

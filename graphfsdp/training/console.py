@@ -91,8 +91,7 @@ def _facts(run: TrainingRun) -> list[tuple[str, str]]:
     if run.batch.num_microbatches > 1:
         batch += f" in {run.batch.num_microbatches} micro-batches"
     if run.batch.num_ranks > 1:
-        what = "ranks" if run.batch.num_ranks == run.ranks.size else "pipelines"
-        batch += f" on each of {run.batch.num_ranks} {what}"
+        batch += f" on each of {run.batch.num_ranks} ranks"
     shape = f"{config.num_layers} layers, width {config.hidden_size}, "
     shape += f"{config.num_attention_heads} heads, vocabulary {model.config.vocab_size}"
     scope: str = config.cuda_graph_scope
@@ -125,9 +124,9 @@ def _describe_ranks(run: TrainingRun) -> list[tuple[str, str]]:
     from torch.distributed.tensor import DTensor  # a second, which one process need not wait for
 
     backend = "nccl" if run.device.type == "cuda" else "gloo"
-    modules = [m for m in run.part.modules() if isinstance(m, graphfsdp.FSDPModule)]
+    modules = [m for m in run.model.modules() if isinstance(m, graphfsdp.FSDPModule)]
     # Of a sharded parameter this rank's rows, without the padding between them.
-    held = [param.detach() for param in run.part.parameters()]
+    held = [param.detach() for param in run.model.parameters()]
     rows = [each.to_local() if isinstance(each, DTensor) else each for each in held]
     weight_bytes = sum(each.nbytes for each in rows)
     grad_dtype = run.config.mp_policy.main_grads_dtype or torch.float32
@@ -136,11 +135,8 @@ def _describe_ranks(run: TrainingRun) -> list[tuple[str, str]]:
     instances = run.config.num_distributed_optimizer_instances
     if instances > 1:
         strategy += f" over {run.ranks.size // instances} ranks, {instances} times"
-    num_stages = run.config.pipeline_model_parallel_size
-    pipeline = ("pipeline", f"{num_stages} stages")
     return [
         ("ranks", f"{run.ranks.size} ({backend})"),
-        *([pipeline] if num_stages > 1 else []),
         (
             "sharding",
             f"{strategy}, {len(modules)} units; each rank keeps {weights} of main weights and "

@@ -100,7 +100,7 @@ def train(config: TrainConfig, console: Console) -> None:
 
 def _whole_weights(run: TrainingRun) -> dict[str, Tensor]:
     """Return what the model holds on rank 0, weights as it computes with them; a collective."""
-    state = full_state_dict(run.trained).get("model", {})
+    state = full_state_dict(run.model).get("model", {})
     weights = {name for name, _ in run.model.named_parameters(remove_duplicate=False)}
     dtype = run.config.param_dtype
     # By identity, so that tied weights stay one tensor.
@@ -136,7 +136,7 @@ def _iterate(
         for group in run.optimizer.param_groups:
             group["lr"] = lr
         phase_before = step.phase
-        loss = run.train(*batch)
+        loss = run.step(*batch)
         window.num_steps += 1
         captured = phase_before is not step.phase
         out.advance()
@@ -177,16 +177,13 @@ def _is_due(done: int, interval: int) -> bool:
 
 def _validate(run: TrainingRun, log: RunLog) -> float:
     log.block_stops()
-    if run.trained is run.model:
-        loss = validation_loss(
-            run.model,
-            run.batches,
-            num_batches=run.config.eval_iters,
-            batch_size=run.config.micro_batch_size,
-            ranks=run.ranks,
-        )
-    else:
-        loss = _pipeline_validation_loss(run)
+    loss = validation_loss(
+        run.model,
+        run.batches,
+        num_batches=run.config.eval_iters,
+        batch_size=run.config.micro_batch_size,
+        ranks=run.ranks,
+    )
     log.validated(loss)
     return loss
 
@@ -308,36 +305,12 @@ def validation_loss(
     return float(in_order.double().mean())
 
 
-def _pipeline_validation_loss(run: TrainingRun) -> float:
-    """Return the same of a pipeline, which splits what it is given into micro-batches.
-
-    Each pipeline runs all batches, as many at a time as an iteration has.
-    """
-    num_batches, width = run.config.eval_iters, run.batch.num_microbatches
-    size = run.config.micro_batch_size
-    found = list(run.batches.validation_batches(num_batches, size))
-    total, full = 0.0, num_batches - num_batches % width
-    groups = [found[first : first + width] for first in range(0, full, width)]
-    groups += [[batch] * width for batch in found[full:]]
-    for number, group in enumerate(groups):
-        tokens, targets = (torch.cat(parts) for parts in zip(*group, strict=True))
-        loss = run.step.evaluate(tokens, target=targets).double()
-        total += float(loss) * (width if number < full // width else 1)
-    return total / len(found)
-
-
 def _sample(run: TrainingRun) -> tuple[str, str]:
     """Continue the start of the held-out part; a collective.
 
-    Prompt and continuation are text for a corpus of bytes, else token numbers. Of a pipeline rank 0
-    makes a whole copy for it; what others draw with is not trained.
+    Prompt and continuation are text for a corpus of bytes, else token numbers.
     """
     model = run.model
-    if run.trained is not model:
-        state = _whole_weights(run)
-        model = GPT(model.config)
-        if state:
-            model.load_state_dict(state)
     generator = torch.Generator().manual_seed(run.config.seed)
     prompt = run.batches.prompt(min(_PROMPT_TOKENS, model.config.seq_length))
     prompt = prompt.to(next(model.parameters()).device)

@@ -42,7 +42,7 @@ from graphfsdp.bench.workloads import Case, find_workload  # noqa: E402
 from graphfsdp.config import ShardingStrategy  # noqa: E402
 from graphfsdp.optim import FusedAdam  # noqa: E402
 from graphfsdp.training.arguments import find_preset  # noqa: E402
-from graphfsdp.training.build import make_model, make_optimizer, shard_model  # noqa: E402
+from graphfsdp.training.build import make_model, make_optimizer  # noqa: E402
 from graphfsdp.training.ranks import Ranks  # noqa: E402
 from played_group import played_ranks  # noqa: E402
 
@@ -195,7 +195,8 @@ def _large(scope: str | None, num_graphs: int = 0) -> Train:
             torch_fsdp.fully_shard(module, mesh=mesh, mp_policy=policy)
         return Plain(num_graphs, model=model.to_empty(device=DEVICE))
     strategy = ShardingStrategy.OPTIM_GRADS_PARAMS
-    shard_model(model, strategy, config.mp_policy, mesh=mesh)
+    for module in (*model.blocks, model):
+        graphfsdp.fully_shard(module, mesh, strategy=strategy, mp_policy=config.mp_policy)
     model.to_empty(device=DEVICE)
     optimizer = make_optimizer(config, model, sharded=True)
     limit = contenders.MAX_GRAD_NORM

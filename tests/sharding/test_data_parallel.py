@@ -29,12 +29,11 @@ STAGE_3 = ["--data-parallel-sharding-strategy", "3"]
 PRECISIONS = {
     "fp32": ["--no-bf16"],
     "meta": ["--no-bf16", "--init-model-with-meta-device"],
-    "untied": ["--no-bf16", "--untie-embeddings-and-output-weights"],
     "decoupled": ["--bf16", "--main-grads-dtype", "bf16", "--use-precision-aware-optimizer"],
 }
 # Sums over ranks and micro-batches are taken in another order than in one process: a few units in
 # the last place per iteration (eps = 2^-23 or 2^-8), which Adam's quotient passes on.
-TOLERANCES = {"fp32": 5e-6, "meta": 5e-6, "untied": 5e-6, "decoupled": 1e-2}
+TOLERANCES = {"fp32": 5e-6, "meta": 5e-6, "decoupled": 1e-2}
 
 
 @pytest.fixture(scope="module")
@@ -54,8 +53,6 @@ def plan(tmp_path_factory: pytest.TempPathFactory, launched2: RankPool) -> Plan:
     plan.add("thirds", [number, "3"])
     plan.add("alone", [outer, "optim"])
     plan.add("fp32-instances", [*STAGE_3, number, "2", outer, "optim"])
-    pipeline = ["--pipeline-model-parallel-size", "2"]
-    plan.add("untied-pipeline", [*PRECISIONS["untied"], *pipeline])
     for scope in SCOPES:
         flags = [*PRECISIONS["decoupled"], *DROPOUT, "--cuda-graph-scope", scope, *ONE_LAYER]
         plan.add(f"dropout-{scope}", [*flags, *STAGE_3])
@@ -106,9 +103,7 @@ def references(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {name: single(folder / name, *flags) for name, flags in PRECISIONS.items()}
 
 
-@pytest.mark.parametrize(
-    ("precision", "strategy"), [*IN_TWO, ("fp32", "instances"), ("untied", "pipeline")]
-)
+@pytest.mark.parametrize(("precision", "strategy"), [*IN_TWO, ("fp32", "instances")])
 def test_two_ranks_train_as_one_process_does(
     precision: str, strategy: str, plan: Plan, references: dict[str, Path]
 ) -> None:
@@ -138,7 +133,7 @@ def test_a_log_of_two_ranks_is_written_once_and_changes_no_number(plan: Plan) ->
 
 
 @pytest.mark.parametrize(
-    "name", ["fp32-no_shard", "fp32-optim_grads_params", "decoupled-2", "meta-3", "untied-pipeline"]
+    "name", ["fp32-no_shard", "fp32-optim_grads_params", "decoupled-2", "meta-3"]
 )
 def test_the_kept_parameters_are_whole_and_those_of_one_process(
     name: str, plan: Plan, references: dict[str, Path]
