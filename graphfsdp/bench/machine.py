@@ -13,6 +13,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 import graphfsdp
+from graphfsdp.bench.experts import ExpertGPT
 from graphfsdp.bench.results import Row
 from graphfsdp.bench.workloads import Case, make_model
 from graphfsdp.data import Batch
@@ -123,7 +124,8 @@ def model_flops(case: Case, batch: Batch) -> tuple[float, str]:
         model = make_model(case.workload.model)
     if isinstance(model, GPT):
         num_tokens = case.batch_size * case.workload.items_per_sample
-        return float(flops_per_token(model) * num_tokens), PALM_FORMULA
+        num_idle = model.num_idle_weights if isinstance(model, ExpertGPT) else 0
+        return float((flops_per_token(model) - 6 * num_idle) * num_tokens), PALM_FORMULA
     with FlopCounterMode(display=False) as counter, torch.no_grad():
         model(*(tensor.to("meta") for tensor in batch))
     return 3.0 * counter.get_total_flops(), COUNTED

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from graphfsdp.bench import zoo
+from graphfsdp.bench.experts import ExpertConfig, ExpertGPT
 from graphfsdp.errors import ConfigError
 from graphfsdp.training.arguments import find_preset
 from graphfsdp.training.gpt import GPT, GPTConfig
@@ -77,7 +78,12 @@ class Case:
 
 def make_model(model: ModelConfig) -> nn.Module:
     """Return the model, which returns its loss; torch's global generator draws its weights."""
-    return model.architecture.make() if isinstance(model, ZooConfig) else GPT(model)
+    match model:
+        case ZooConfig():
+            return model.architecture.make()
+        case ExpertConfig():
+            return ExpertGPT(model)
+    return GPT(model)
 
 
 def _gpt(layers: int, width: int, seq_length: int, vocab_size: int = _BYTES) -> GPTConfig:
@@ -101,9 +107,9 @@ def _llama(layers: int, width: int, seq_length: int, vocab_size: int = _BYTES) -
     )
 
 
-def _moe(shape: GPTConfig, num_experts: int) -> GPTConfig:
-    balance = 0.01 / shape.num_layers
-    return replace(shape, num_experts=num_experts, swiglu=False, moe_aux_loss_coeff=balance)
+def _moe(shape: GPTConfig, ffn_size: int, num_experts: int) -> ExpertConfig:
+    ungated = replace(shape, ffn_hidden_size=ffn_size, swiglu=False)
+    return ExpertConfig(**vars(ungated), num_experts=num_experts)
 
 
 def _preset(name: str, seq_length: int | None = None) -> GPTConfig:
@@ -123,10 +129,10 @@ def workloads() -> Iterator[Workload]:
     yield Workload("llama-4m", "llama", "Llama style, 4 layers, width 256", _llama(4, 256, 128), 8)
     yield Workload("llama-160m", "llama", "Llama style, 12 layers", _preset("llama-160m", 1024), 8)
     yield Workload("llama-1b", "llama", "Llama style, 22 layers", _preset("llama-1b", 1024), 4)
-    tiny = replace(_llama(4, 64, 32), ffn_hidden_size=128)
-    yield Workload("moe-tiny", "moe", "8 experts, 2 per token, 4 layers", _moe(tiny, 8), 4)
-    small = replace(_llama(8, 512, 512, 32000), ffn_hidden_size=1024)
-    yield Workload("moe-180m", "moe", "16 experts, 2 per token, 8 layers", _moe(small, 16), 8)
+    tiny = _moe(_llama(4, 64, 32), 128, 8)
+    yield Workload("moe-tiny", "moe", "8 experts, 2 per token, 4 layers", tiny, 4)
+    small = _moe(_llama(8, 512, 512, 32000), 1024, 16)
+    yield Workload("moe-180m", "moe", "16 experts, 2 per token, 8 layers", small, 8)
     for name, found in zoo.architectures().items():
         about = f"{found.description}, width {zoo.WIDTH}"
         yield Workload(f"zoo-{name}", "zoo", about, ZooConfig(name), 4)

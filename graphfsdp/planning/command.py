@@ -114,11 +114,11 @@ def _summary(plan: TrainingPlan) -> list[str]:
 
 
 def _axes(plan: TrainingPlan) -> str:
-    root = plan.units[0]
-    if root.num_outer == 1:
+    axes = plan.axes
+    if axes.outer == 1:
         return ""
-    state = ", optimizer state cut over these too" if root.cuts_outside else ""
-    return f" over {root.num_inner}, {root.num_outer} times{state}"
+    state = ", optimizer state cut over these too" if axes.cuts_outside else ""
+    return f" over {axes.inner}, {axes.outer} times{state}"
 
 
 def _readable(num_bytes: int) -> str:

@@ -5,16 +5,15 @@ Activations, and the whole weights and gradients beside them, are an estimate (`
 Nothing here has memory or needs ranks.
 """
 
+import math
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
-from typing import Any, cast
+from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from graphfsdp.base.memory_plan import neighbour_starts
-from graphfsdp.config import ShardingStrategy
 from graphfsdp.data import BYTES_VOCAB_SIZE
 from graphfsdp.errors import ConfigError
 from graphfsdp.planning.activations import WholeUnit, run_without_numbers
@@ -25,7 +24,7 @@ from graphfsdp.training.gpt import GPT
 from graphfsdp.training.metrics import flops_per_token
 
 ROOT = "(root)"
-_TOKEN_BYTES, _COUNT_BYTES, _NORM_BYTES, _SCALE_BYTES = 8, 8, 8, 4
+_TOKEN_BYTES, _NORM_BYTES, _SCALE_BYTES = 8, 8, 4
 _STATE_BYTES = 8  # FusedAdam's two moments of an element, in float32
 
 
@@ -45,8 +44,6 @@ class Collective:
     @property
     def wire_bytes(self) -> int:
         """Bytes that each rank sends in one iteration, as a ring does it."""
-        if self.op == "send":
-            return self.count * self.buffer_bytes
         rounds = 2 if self.op == "all_reduce" else 1
         return self.count * rounds * self.buffer_bytes * (self.num_ranks - 1) // self.num_ranks
 
@@ -60,34 +57,41 @@ class MemoryLine:
 
 
 @dataclass(frozen=True)
-class _Ranks:
-    """What a model asks of the process group that shares its experts out; nothing is sent."""
+class Axes:
+    """The ranks that units are cut over, and how many times that is repeated.
 
-    num_ranks: int
-    group_name: str = "planned"
+    With ``cuts_outside`` the optimizer state is cut over the outer axis too.
+    """
 
-    def size(self) -> int:
-        return self.num_ranks
+    inner: int
+    outer: int
+    cuts_outside: bool
 
-    def rank(self) -> int:
-        return 0
+    @classmethod
+    def of(cls, config: TrainConfig, num_ranks: int) -> "Axes":
+        outer = config.num_distributed_optimizer_instances
+        if num_ranks % outer:
+            raise ConfigError(
+                f"--num-distributed-optimizer-instances {outer} does not divide the {num_ranks} "
+                "ranks"
+            )
+        cuts_outside = config.outer_dp_sharding_strategy == "optim" and outer > 1
+        return cls(num_ranks // outer, outer, cuts_outside)
+
+    @property
+    def cut(self) -> list[int]:
+        """Sizes of the axes along which ranks hold other elements."""
+        return [self.inner, self.outer] if self.cuts_outside else [self.inner]
 
 
 @dataclass(frozen=True)
 class UnitPlan:
-    """A module that is sharded by itself, and the ranks of its axes.
-
-    ``num_holders`` hold other experts each, 1 where all ranks hold the same.
-    """
+    """A module that is sharded by itself."""
 
     name: str
     module: nn.Module
     parameters: tuple[nn.Parameter, ...]
     buffers: tuple[BufferPlan, ...]
-    num_inner: int
-    num_outer: int
-    cuts_outside: bool
-    num_holders: int = 1
 
     @property
     def grad_bytes(self) -> int:
@@ -105,6 +109,7 @@ class TrainingPlan:
 
     config: TrainConfig
     batch: IterationBatch
+    axes: Axes
     units: tuple[UnitPlan, ...]
     memory: tuple[MemoryLine, ...]
     collectives: tuple[Collective, ...]
@@ -118,12 +123,12 @@ class TrainingPlan:
     @property
     def num_parameters(self) -> int:
         """Elements of all parameters, on all ranks together."""
-        return sum(u.num_holders * sum(b.layout.numel for b in u.buffers) for u in self.units)
+        return sum(buffer.layout.numel for unit in self.units for buffer in unit.buffers)
 
     @property
     def num_padding(self) -> int:
         """Elements that belong to no parameter, likewise."""
-        return sum(u.num_holders * sum(b.layout.num_padding for b in u.buffers) for u in self.units)
+        return sum(buffer.layout.num_padding for unit in self.units for buffer in unit.buffers)
 
     def to_dict(self) -> dict[str, Any]:
         return {
@@ -148,73 +153,53 @@ def plan_training(config: TrainConfig, *, num_ranks: int) -> TrainingPlan:
     """Plan a run on ``num_ranks`` ranks, those of all machines; ConfigError if it cannot start."""
     batch = config.batch(num_ranks)
     vocab_size = config.vocab_size or BYTES_VOCAB_SIZE
-    experts = cast(dist.ProcessGroup, _Ranks(config.expert_model_parallel_size))
-    model = make_model(config, vocab_size, torch.device("meta"), config.main_dtype, experts)
+    model = make_model(config, vocab_size, torch.device("meta"), config.main_dtype)
     flops = flops_per_token(model) * batch.num_tokens // num_ranks
-    units = tuple(_plan_units(config, model, batch))
-    calls = (*_collectives(config, units, batch), *_of_experts(config, batch))
-    memory = (*_kept(model, units, batch), *_made(config, model, units, batch))
-    return TrainingPlan(config, batch, units, memory, calls, flops)
-
-
-def _plan_units(config: TrainConfig, model: GPT, batch: IterationBatch) -> Iterator[UnitPlan]:
-    """Yield units as the trainer makes them, in the order of their forward passes."""
-    num_outer, num_holders = (
-        config.num_distributed_optimizer_instances,
-        config.expert_model_parallel_size,
+    axes = Axes.of(config, num_ranks)
+    units = tuple(_plan_units(config, model, axes))
+    calls = tuple(_collectives(config, units, axes, batch.num_microbatches))
+    memory = (
+        *_kept(model, units, batch),
+        *_made(config, model, units, axes, batch.num_microbatches),
     )
-    for count, flag in (
-        (num_outer, "num-distributed-optimizer-instances"),
-        (num_holders, "expert-model-parallel-size"),
-    ):
-        if batch.num_ranks % count:
-            raise ConfigError(f"--{flag} {count} does not divide the {batch.num_ranks} ranks")
-    blocks = [name for name, _ in model.blocks.named_children()]
-    experts = [f"blocks.{name}.ffn.experts" for name in blocks] if num_holders > 1 else []
-    chosen = {*experts, *(f"blocks.{name}" for name in blocks), ""}
+    return TrainingPlan(config, batch, axes, units, memory, calls, flops)
+
+
+def _plan_units(config: TrainConfig, model: GPT, axes: Axes) -> Iterator[UnitPlan]:
+    """Yield units as the trainer makes them, in the order of their forward passes."""
     linear = linear_weights(model.modules())
-    cuts_outside = config.outer_dp_sharding_strategy == "optim" and num_outer > 1
-    for name, module in model.named_modules():
-        if name not in chosen:
-            continue
-        inner = {f"{other}." for other in chosen if other.startswith(f"{name}." if name else "b")}
+    for name, module in [("", model), *model.blocks.named_children()]:
         params = {
             key: param
-            for key, param in model.named_parameters()
-            if key.startswith(f"{name}." if name else "") and not key.startswith(tuple(inner))
+            for key, param in module.named_parameters()
+            if name or not key.startswith("blocks.")
         }
-        axes = (batch.num_ranks // num_outer, num_outer, cuts_outside)
-        if name in experts:
-            axes = (batch.num_ranks // num_holders, 1, False)
-        num_parts = axes[0] * (num_outer if axes[2] else 1)
-        holders = num_holders if name in experts else 1
         buffers = plan_buffers(
             {key: ParameterKind.of(param, linear) for key, param in params.items()},
             policy=config.mp_policy,
             strategy=config.sharding,
-            num_ranks=num_parts,
+            num_ranks=math.prod(axes.cut),
         )
-        yield UnitPlan(name or ROOT, module, tuple(params.values()), tuple(buffers), *axes, holders)
+        full_name = f"blocks.{name}" if name else ROOT
+        yield UnitPlan(full_name, module, tuple(params.values()), tuple(buffers))
 
 
 def _collectives(
-    config: TrainConfig, units: tuple[UnitPlan, ...], batch: IterationBatch
+    config: TrainConfig, units: tuple[UnitPlan, ...], axes: Axes, num_microbatches: int
 ) -> Iterator[Collective]:
     """Yield an iteration's: gathers as the units run, reductions the other way round."""
-    stage, num_microbatches = config.sharding.stage, batch.num_microbatches
+    stage = config.sharding.stage
     num_gathers = 2 * num_microbatches if stage == 3 else 1
     num_scales = 0
     for unit in units:
         outside = f"{unit.name}, outer axis"
         for buffer in (each for each in unit.buffers if each.sharded):
-            if unit.cuts_outside:
-                num_bytes = buffer.gather_bytes // unit.num_inner
-                yield Collective("all_gather", outside, 1, num_bytes, unit.num_outer)
-            yield Collective(
-                "all_gather", unit.name, num_gathers, buffer.gather_bytes, unit.num_inner
-            )
+            if axes.cuts_outside:
+                num_bytes = buffer.gather_bytes // axes.inner
+                yield Collective("all_gather", outside, 1, num_bytes, axes.outer)
+            yield Collective("all_gather", unit.name, num_gathers, buffer.gather_bytes, axes.inner)
             num_scales += buffer.num_scales
-    for size in _cut_axes(units[0]) if num_scales else ():
+    for size in axes.cut if num_scales else ():
         largest = "largest weights, for their scales"
         yield Collective("all_reduce", largest, 1, _SCALE_BYTES * num_scales, size)
     for unit in reversed(units):
@@ -224,43 +209,15 @@ def _collectives(
             op, count = "all_reduce", 1
             if buffer.sharded:
                 op, count = "reduce_scatter", num_microbatches if stage >= 2 else 1
-            yield Collective(op, unit.name, count, num_bytes, unit.num_inner)
-            if unit.num_outer > 1:
-                cuts = buffer.sharded and unit.cuts_outside
+            yield Collective(op, unit.name, count, num_bytes, axes.inner)
+            if axes.outer > 1:
+                cuts = buffer.sharded and axes.cuts_outside
                 op = "reduce_scatter" if cuts else "all_reduce"
-                num_bytes //= unit.num_inner if buffer.sharded else 1
-                yield Collective(op, outside, 1, num_bytes, unit.num_outer)
+                num_bytes //= axes.inner if buffer.sharded else 1
+                yield Collective(op, outside, 1, num_bytes, axes.outer)
     # Over the ranks that hold other elements, axis by axis.
-    axes = _cut_axes(units[0])
-    if config.expert_model_parallel_size > 1:
-        others = batch.num_ranks // config.expert_model_parallel_size
-        axes += [size for size in (others, config.expert_model_parallel_size) if size > 1]
-    for size in axes if stage else ():
+    for size in axes.cut if stage else ():
         yield Collective("all_reduce", "norm of the gradients", 1, _NORM_BYTES, size)
-
-
-def _cut_axes(unit: UnitPlan) -> list[int]:
-    return [unit.num_inner, *([unit.num_outer] if unit.cuts_outside else [])]
-
-
-def _of_experts(config: TrainConfig, batch: IterationBatch) -> Iterator[Collective]:
-    if config.num_experts is None:
-        return
-    num_calls = config.num_layers * batch.num_microbatches
-    size, num_counts = config.expert_model_parallel_size, _COUNT_BYTES * config.num_experts
-    if size > 1:
-        tokens, room = config.micro_batch_size * config.seq_length, 0
-        if config.moe_expert_capacity_factor is not None:
-            fair = tokens * config.moe_router_topk / config.num_experts
-            room = -int(-config.moe_expert_capacity_factor * fair // 1)
-        rows = config.num_experts * (room or tokens)
-        num_bytes = rows * config.hidden_size * config.param_dtype.itemsize
-        yield Collective("all_to_all", "numbers of tokens", num_calls, num_counts, size)
-        # There and back, forward and backward.
-        yield Collective("all_to_all", "tokens of experts", 4 * num_calls, num_bytes, size)
-    if config.moe_router_bias_update_rate:
-        routers = "tokens of all ranks, for the bias"
-        yield Collective("all_reduce", routers, config.num_layers, num_counts, batch.num_ranks)
 
 
 def _kept(model: GPT, units: tuple[UnitPlan, ...], batch: IterationBatch) -> Iterator[MemoryLine]:
@@ -291,10 +248,14 @@ def _together(buffers: Iterable[BufferPlan], dtype_of: Any) -> int:
 
 
 def _made(
-    config: TrainConfig, model: GPT, units: tuple[UnitPlan, ...], batch: IterationBatch
+    config: TrainConfig,
+    model: GPT,
+    units: tuple[UnitPlan, ...],
+    axes: Axes,
+    num_microbatches: int,
 ) -> Iterator[MemoryLine]:
     """Yield what an iteration takes besides."""
-    strategy, num_microbatches = config.sharding, batch.num_microbatches
+    stage = config.sharding.stage
     for param in model.parameters():
         param.data = param.data.to(config.param_dtype)
     whole_units = [
@@ -308,14 +269,14 @@ def _made(
     ]
 
     found = run_without_numbers(
-        lambda: _forward(config, model), whole_units, strategy.stage, num_microbatches
+        lambda: _forward(config, model), whole_units, stage, num_microbatches
     )
     note = "gathered, or not reduced yet; the most at one time"
     yield MemoryLine("whole weights and grads", found.whole_bytes, False, note)
-    if casts := _cast_bytes(config, units):
+    if casts := _cast_bytes(units, axes, stage):
         note = "weights in the dtype of the computation that stay for an iteration"
         yield MemoryLine("cast weights", casts, True, note)
-    if waiting := _unreduced_outside_bytes(strategy, units, num_microbatches):
+    if waiting := _unreduced_outside_bytes(units, axes, keeps=stage >= 2 and num_microbatches > 1):
         note = "reduced over the inner axis alone"
         yield MemoryLine("grads for the outer axis", waiting, False, note)
     num_bytes = found.peak_bytes - found.whole_bytes
@@ -330,7 +291,7 @@ def _forward(config: TrainConfig, model: GPT) -> Tensor:
     return loss
 
 
-def _cast_bytes(config: TrainConfig, units: Iterable[UnitPlan]) -> int:
+def _cast_bytes(units: Iterable[UnitPlan], axes: Axes, stage: int) -> int:
     """Return bytes of weights in the dtype of the computation that stay for an iteration.
 
     Copies of main weights that are not sharded, what was gathered over the outer axis alone, and
@@ -342,22 +303,24 @@ def _cast_bytes(config: TrainConfig, units: Iterable[UnitPlan]) -> int:
             casts += buffer.packed_bytes
             if not buffer.sharded and buffer.dtypes.compute != buffer.dtypes.main:
                 casts += buffer.full_bytes
-            if buffer.sharded and unit.cuts_outside and config.sharding.stage == 3:
-                casts += buffer.gather_bytes // unit.num_inner
+            if buffer.sharded and axes.cuts_outside and stage == 3:
+                casts += buffer.gather_bytes // axes.inner
     return casts
 
 
-def _unreduced_outside_bytes(
-    strategy: ShardingStrategy, units: Iterable[UnitPlan], num_microbatches: int
-) -> int:
-    """Return gradients that are reduced over the inner axis alone, beside the main grads."""
+def _unreduced_outside_bytes(units: Iterable[UnitPlan], axes: Axes, *, keeps: bool) -> int:
+    """Return gradients that are reduced over the inner axis alone, beside the main grads.
+
+    ``keeps``: those of all units wait for the last micro-batch.
+    """
+    if not axes.cuts_outside:
+        return 0
     waiting = [
         sum(
-            buffer.layout.total_numel * buffer.dtypes.grad.itemsize // unit.num_inner
+            buffer.layout.total_numel * buffer.dtypes.grad.itemsize // axes.inner
             for buffer in unit.buffers
-            if buffer.sharded and buffer.trainable and unit.cuts_outside
+            if buffer.sharded and buffer.trainable
         )
         for unit in units
     ]
-    keeps = strategy.stage >= 2 and num_microbatches > 1
     return sum(waiting) if keeps else max(waiting, default=0)

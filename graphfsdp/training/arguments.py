@@ -39,13 +39,13 @@ _SECTIONS: Mapping[str, str] = MappingProxyType(
 _TAUGHT = frozenset(
     (
         *("vocab_size", "seq_length", "num_layers", "hidden_size", "num_attention_heads"),
-        *("num_experts", "hidden_dropout", "attention_dropout", "hf_model"),
+        *("hidden_dropout", "attention_dropout", "hf_model"),
         *("data", "eod_token_id", "micro_batch_size", "global_batch_size", "train_iters", "seed"),
         *("lr", "lr_decay_style", "lr_warmup_iters", "min_lr", "weight_decay", "clip_grad"),
         *("bf16", "fp8_param_gather"),
         *("cuda_graph_scope", "cuda_graph_warmup_steps", "compile", "device"),
         *("data_parallel_sharding_strategy", "num_distributed_optimizer_instances"),
-        *("outer_dp_sharding_strategy", "expert_model_parallel_size"),
+        "outer_dp_sharding_strategy",
         *("save", "save_interval", "keep_last", "async_save", "load"),
         *("out", "log_interval", "eval_interval", "sample_tokens", "target_loss", "mllog"),
     )

@@ -22,7 +22,6 @@ from graphfsdp.data import (
     load_corpus,
 )
 from graphfsdp.errors import ConfigError, PrecisionError
-from graphfsdp.moe import Experts
 from graphfsdp.optim import FusedAdam
 from graphfsdp.training.config import DeviceChoice, IterationBatch, TrainConfig
 from graphfsdp.training.gpt import GPT
@@ -118,14 +117,12 @@ def _make_program(
     torch.manual_seed(config.seed)
     on_meta = config.init_model_with_meta_device
     where = torch.device("meta") if on_meta else device
-    experts = ranks.decide(lambda: _expert_mesh(config, ranks, device))
-    group = None if experts is None else experts.get_group("ep")
-    model = ranks.decide(lambda: make_model(config, vocab_size, where, dtype, group))
+    model = ranks.decide(lambda: make_model(config, vocab_size, where, dtype))
     if config.hf_model is not None:
         folder = config.hf_model
         ranks.decide(lambda: load_weights(model, folder))
     if not on_meta:
-        ranks.copy_first(model, None if experts is None else experts.get_group("edp"))
+        ranks.copy_first(model)
     with _precision_in_flags(config):
         if ranks.launched:
             shard_model(
@@ -134,7 +131,6 @@ def _make_program(
                 config.mp_policy,
                 num_instances=config.num_distributed_optimizer_instances,
                 outer_strategy=config.outer_dp_sharding_strategy,
-                expert_mesh=experts,
             )
         if on_meta:
             graphfsdp.materialize(model, device)
@@ -150,7 +146,6 @@ def _make_program(
             microbatches=config.batch(ranks.size).num_microbatches,
             # An infinite limit measures the norm without clipping.
             max_grad_norm=config.clip_grad or float("inf"),
-            skip_nonfinite=config.moe_skip_overflow,
             example_batch=example,
             compile="auto" if config.compile == "auto" else config.compile == "on",
             mp_policy=config.mp_policy,
@@ -165,11 +160,8 @@ def shard_model(
     *,
     num_instances: int = 1,
     outer_strategy: str = "no_shard",
-    expert_mesh: DeviceMesh | None = None,
 ) -> None:
     """Make a unit of each block and one of the rest, which holds tied embeddings too.
-
-    Experts that ranks share out are units of their own, over the ranks that hold the same ones.
 
     ``num_instances`` groups of ranks each hold all shards; ``outer_strategy`` is cut over these.
     """
@@ -179,16 +171,6 @@ def shard_model(
             "add --num-distributed-optimizer-instances"
         )
     mesh = _mesh_of(model, num_instances)
-    experts = [module for module in model.modules() if isinstance(module, Experts)]
-    for each in experts if expert_mesh is not None else ():
-        graphfsdp.fully_shard(
-            each,
-            expert_mesh,
-            shard_axis="edp",
-            expert_axis="ep",
-            strategy=strategy,
-            mp_policy=policy,
-        )
     for module in (*model.blocks.children(), model):
         graphfsdp.fully_shard(
             module,
@@ -219,19 +201,6 @@ def _mesh_of(model: nn.Module, num_instances: int) -> DeviceMesh | None:
     )
 
 
-def _expert_mesh(config: TrainConfig, ranks: Ranks, device: torch.device) -> DeviceMesh | None:
-    """Return ranks by (edp, ep): along "edp" they hold the same experts, along "ep" others."""
-    size = config.expert_model_parallel_size
-    if size == 1:
-        return None
-    if ranks.size % size:
-        raise ConfigError(
-            f"--expert-model-parallel-size {size} does not divide the {ranks.size} ranks"
-            + ("" if ranks.launched else "; torchrun starts several")
-        )
-    return init_device_mesh(device.type, (ranks.size // size, size), mesh_dim_names=("edp", "ep"))
-
-
 def choose_device(choice: DeviceChoice, ranks: Ranks) -> torch.device:
     """With several ranks on a machine, one GPU each."""
     available = torch.cuda.is_available()
@@ -256,16 +225,12 @@ def choose_device(choice: DeviceChoice, ranks: Ranks) -> torch.device:
 
 
 def make_model(
-    config: TrainConfig,
-    vocab_size: int,
-    device: torch.device,
-    dtype: torch.dtype,
-    expert_group: dist.ProcessGroup | None = None,
+    config: TrainConfig, vocab_size: int, device: torch.device, dtype: torch.dtype
 ) -> GPT:
     """Weights are drawn from torch's global generator."""
     # Drawn on the CPU, so that a seed means the same weights on every device.
     with torch.device("meta" if device.type == "meta" else "cpu"):
-        model = GPT(config.gpt(vocab_size), expert_group)
+        model = GPT(config.gpt(vocab_size))
     # Parameters alone: buffers such as RoPE's tables stay in float32.
     for param in model.parameters():
         param.data = param.data.to(dtype)

@@ -189,9 +189,6 @@ class TrainConfig(GPTConfig):
         Literal["no_shard", "optim"],
         "with several instances: each keeps the whole optimizer state, or a part of it",
     ] = "no_shard"
-    expert_model_parallel_size: Annotated[
-        int, "ranks that share the experts out; must divide these and the number of ranks"
-    ] = 1
     init_model_with_meta_device: Annotated[
         bool,
         "build the model without memory, and draw its weights block by block on the device "
@@ -386,7 +383,7 @@ class TrainConfig(GPTConfig):
         for name in (
             *("micro_batch_size", "global_batch_size", "train_iters", "log_interval", "eval_iters"),
             *("lr_decay_iters", "distributed_timeout_minutes", "keep_last"),
-            *("num_distributed_optimizer_instances", "expert_model_parallel_size"),
+            "num_distributed_optimizer_instances",
         ):
             self._at_least(name, 1)
         for name in (
@@ -420,7 +417,6 @@ class TrainConfig(GPTConfig):
     def _check_together(self) -> None:
         needs = (
             ("--save DIR, which says where to", self.save, ("save_interval", "async_", "keep_")),
-            ("--num-experts", self.num_experts, ("moe_", "expert_model_parallel_size")),
             ("--fp8-param-gather", self.fp8_param_gather, ("fp8_recipe",)),
             ("--out DIR, which says where to", self.out, ("tensorboard",)),
         )
@@ -434,12 +430,11 @@ class TrainConfig(GPTConfig):
                 "--main-params-dtype bf16 asks for main weights that are narrower than the "
                 "float32 model weights; add --bf16, or leave --main-params-dtype at fp32"
             )
-        if self.hf_model is not None and (self.init_model_with_meta_device or self.num_experts):
+        if self.hf_model is not None and self.init_model_with_meta_device:
             raise ConfigError(
-                "--hf-model reads the whole weights of a model without experts on each rank; leave "
-                "out --init-model-with-meta-device and --num-experts"
+                "--hf-model reads the whole weights of a model on each rank; leave out "
+                "--init-model-with-meta-device"
             )
-        self._check_experts()
         if self.fp8_param_gather and self.mllog is not None:
             raise ConfigError(
                 "--mllog has no word for gathers in 8 bits; leave out --fp8-param-gather"
@@ -449,28 +444,6 @@ class TrainConfig(GPTConfig):
                 "--mllog times a run from its first iteration, and --load goes on with another "
                 "one; give one of them"
             )
-
-    def _check_experts(self) -> None:
-        if self.num_experts is None:
-            return
-        if self.moe_skip_overflow and self.moe_expert_capacity_factor is None:
-            raise ConfigError("--moe-skip-overflow needs --moe-expert-capacity-factor")
-        size = self.expert_model_parallel_size
-        if self.num_experts % size:
-            raise ConfigError(
-                f"--expert-model-parallel-size {size} does not divide --num-experts "
-                f"{self.num_experts}, of which each rank holds equally many"
-            )
-        others = {
-            "fp8_param_gather": self.fp8_param_gather,
-            "num_distributed_optimizer_instances": self.num_distributed_optimizer_instances > 1,
-        }
-        for name, is_given in others.items():
-            if size > 1 and is_given:
-                raise ConfigError(
-                    f"{flag_name(name)} does not go with --expert-model-parallel-size yet; give "
-                    "one of them"
-                )
 
     def _at_least(self, name: str, minimum: int) -> None:
         self._in_range(name, lambda value: value >= minimum, f"at least {minimum}")

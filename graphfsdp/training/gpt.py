@@ -9,17 +9,14 @@ from dataclasses import dataclass
 from typing import Annotated, Any, Literal, get_args
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 
 from graphfsdp.errors import ConfigError
-from graphfsdp.moe import MoE
 
 PositionEmbeddingType = Literal["learned_absolute", "rope"]
 Normalization = Literal["LayerNorm", "RMSNorm"]
-ScoreFunction = Literal["softmax", "sigmoid"]
-_INIT_STD = 0.02  # of the initial weights
+INIT_STD = 0.02  # of the initial weights
 
 
 @dataclass(frozen=True)
@@ -59,29 +56,6 @@ class GPTConfig:
         "no token attends to another document: several are packed into one sequence, under a mask "
         "of static shape",
     ] = False
-    num_experts: Annotated[
-        int | None,
-        "feed-forward layers in each block, of which each token meets --moe-router-topk; each has "
-        "the feed-forward width (docs/experts.md)",
-    ] = None
-    moe_router_topk: Annotated[int, "experts that a token meets"] = 2
-    moe_router_score_function: Annotated[
-        ScoreFunction, "scores of the experts by which a token chooses and weighs them"
-    ] = "softmax"
-    moe_expert_capacity_factor: Annotated[
-        float | None,
-        "tokens of a rank's micro-batch that an expert takes, over its fair share; what has no "
-        "room is counted in the log; room for all if not given",
-    ] = None
-    moe_skip_overflow: Annotated[bool, "leave the optimizer step out where a token had no room"] = (
-        False
-    )
-    moe_aux_loss_coeff: Annotated[
-        float, "weight of the loss, of each sequence, that keeps experts equally busy"
-    ] = 0.0
-    moe_router_bias_update_rate: Annotated[
-        float, "what each iteration moves the bias by that keeps experts equally busy"
-    ] = 0.0
 
     def __post_init__(self) -> None:
         for name in (
@@ -117,17 +91,6 @@ class GPTConfig:
         for name in ("hidden_dropout", "attention_dropout"):
             if not 0.0 <= getattr(self, name) < 1.0:
                 raise ConfigError(f"{name} must be in [0, 1), got {getattr(self, name)}")
-        if self.num_experts is not None and not 1 <= self.moe_router_topk <= self.num_experts:
-            raise ConfigError(
-                f"moe_router_topk must be in 1..num_experts, got {self.moe_router_topk} of "
-                f"{self.num_experts} experts"
-            )
-        factor = self.moe_expert_capacity_factor
-        if factor is not None and not factor > 0:
-            raise ConfigError(f"moe_expert_capacity_factor must be greater than 0, got {factor}")
-        for name in ("moe_aux_loss_coeff", "moe_router_bias_update_rate"):
-            if not getattr(self, name) >= 0:
-                raise ConfigError(f"{name} must be at least 0, got {getattr(self, name)}")
 
     @property
     def head_size(self) -> int:
@@ -282,56 +245,29 @@ def _make_norm(config: GPTConfig) -> nn.Module:
     return nn.LayerNorm(config.hidden_size, eps=1e-5)
 
 
-def _make_experts(config: GPTConfig, group: dist.ProcessGroup | None) -> MoE:
-    assert config.num_experts is not None
-    return MoE(
-        config.hidden_size,
-        config.ffn_size,
-        config.num_experts,
-        topk=config.moe_router_topk,
-        capacity_factor=config.moe_expert_capacity_factor,
-        on_overflow="skip" if config.moe_skip_overflow else "drop",
-        swiglu=config.swiglu,
-        score_function=config.moe_router_score_function,
-        aux_loss_coeff=config.moe_aux_loss_coeff,
-        bias_update_rate=config.moe_router_bias_update_rate,
-        expert_group=group,
-        init_std=_INIT_STD,
-        down_init_std=_INIT_STD / math.sqrt(config.num_branches),
-    )
-
-
 class Block(nn.Module):
     """Attention, then feed-forward, each on a normalised copy and added to the stream."""
 
-    def __init__(self, config: GPTConfig, expert_group: dist.ProcessGroup | None = None) -> None:
+    def __init__(self, config: GPTConfig) -> None:
         super().__init__()
         self.attention_norm = _make_norm(config)
         self.attention = Attention(config)
         self.ffn_norm = _make_norm(config)
-        self.ffn = (
-            FeedForward(config)
-            if config.num_experts is None
-            else _make_experts(config, expert_group)
-        )
+        self.ffn = FeedForward(config)
         self.dropout = nn.Dropout(config.hidden_dropout)
 
     def branch_ends(self) -> tuple[nn.Module, ...]:
-        """Return what writes into the residual stream; experts draw their weights themselves."""
-        ends = (self.attention.out,)
-        return (*ends, self.ffn.down) if isinstance(self.ffn, FeedForward) else ends
+        """Return what writes into the residual stream."""
+        return self.attention.out, self.ffn.down
 
     def forward(
         self,
         x: Tensor,  # [B, T, C]
         positions: Tensor | None = None,  # [B, T] int64
         mask: Tensor | None = None,  # [B, 1, T, T] bool
-    ) -> Tensor | tuple[Tensor, Tensor]:  # [B, T, C], and of experts [], their auxiliary loss
+    ) -> Tensor:  # [B, T, C]
         """Capture: no host sync; dropout draws from the device's default generator."""
         x = x + self.dropout(self.attention(self.attention_norm(x), positions, mask))
-        if isinstance(self.ffn, MoE):
-            mixed, aux_loss = self.ffn(self.ffn_norm(x))
-            return x + self.dropout(mixed), aux_loss
         x = x + self.dropout(self.ffn(self.ffn_norm(x)))
         return x
 
@@ -380,8 +316,7 @@ def token_loss(
 class GPT(nn.Module):
     """A decoder-only transformer that returns its loss when it is given targets."""
 
-    def __init__(self, config: GPTConfig, expert_group: dist.ProcessGroup | None = None) -> None:
-        """Draw the weights; ranks of ``expert_group`` share the experts out."""
+    def __init__(self, config: GPTConfig) -> None:
         super().__init__()
         self.config = config
         self.token_embedding = nn.Embedding(config.vocab_size, config.hidden_size)
@@ -391,7 +326,7 @@ class GPT(nn.Module):
             else None
         )
         self.dropout = nn.Dropout(config.hidden_dropout)
-        self.blocks = nn.ModuleList(Block(config, expert_group) for _ in range(config.num_layers))
+        self.blocks = nn.ModuleList(Block(config) for _ in range(config.num_layers))
         self.final_norm = _make_norm(config)
         self.output = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         if not config.untie_embeddings_and_output_weights:
@@ -404,7 +339,7 @@ class GPT(nn.Module):
 
         Source: Radford et al. 2019, section 2.3 (GPT-2): 1/sqrt(number of residual branches).
         """
-        std = _INIT_STD
+        std = INIT_STD
         blocks = (block for block in self.blocks if isinstance(block, Block))
         if any(module in block.branch_ends() for block in blocks):
             std /= math.sqrt(self.config.num_branches)
@@ -429,19 +364,12 @@ class GPT(nn.Module):
         if not self.config.reset_position_ids:
             positions = None
         x = embed(self, tokens, positions)
-        aux_losses = []
         for block in self.blocks:
             x = block(x, positions, mask)
-            if isinstance(x, tuple):
-                x, aux_loss = x
-                aux_losses.append(aux_loss)
         logits: Tensor = self.output(self.final_norm(x))
         if targets is None:
             return logits
-        loss = token_loss(logits, targets)
-        if aux_losses and self.training:
-            loss = loss + torch.stack(aux_losses).sum()
-        return loss
+        return token_loss(logits, targets)
 
     @torch.no_grad()
     def generate(

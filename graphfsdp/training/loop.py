@@ -15,7 +15,6 @@ import graphfsdp
 from graphfsdp.base.progress import telling
 from graphfsdp.checkpoint import full_state_dict
 from graphfsdp.data import Batch, Corpus, TokenBatches
-from graphfsdp.moe import overflowed_tokens
 from graphfsdp.training.arguments import parse_train_arguments
 from graphfsdp.training.build import TrainingRun, build_run, choose_device
 from graphfsdp.training.checkpoints import Position, RunCheckpoints, refuse_unusable_folder
@@ -193,8 +192,6 @@ class _Window:
 
     def __init__(self, run: TrainingRun) -> None:
         self._run = run
-        bounded = run.config.moe_expert_capacity_factor is not None
-        self._overflow = overflowed_tokens(run.model) if bounded else None
         self._wait()
         self._start = time.perf_counter()
         self._waited_s = run.feed.waited_s
@@ -227,14 +224,7 @@ class _Window:
             phase=phase.value,
             data_wait=(run.feed.waited_s - self._waited_s) / passed,
             mfu=_mfu(run, tokens_per_s),
-            overflow=self._measure_overflow(),
         )
-
-    def _measure_overflow(self) -> int | None:
-        if self._overflow is None:
-            return None
-        mine = overflowed_tokens(self._run.model) - self._overflow
-        return round(float(self._run.ranks.mean(mine.double())) * self._run.ranks.size)
 
 
 def _mfu(run: TrainingRun, tokens_per_s: float) -> float | None:

@@ -27,7 +27,6 @@ class Metrics:
     phase: str  # warmup, capture, replay or eager
     data_wait: float = 0.0  # share of that time in which rank 0 waited for its batches
     mfu: float | None = None  # of the GPUs' peak arithmetic, None if unknown
-    overflow: int | None = None  # copies of tokens without room since then, None if nothing can
     val_loss: float | None = None  # of the held-out part, None where it was not measured
 
     def to_json(self) -> str:
@@ -49,8 +48,6 @@ class Metrics:
             parts.append(f"data {self.data_wait:.1%}")
         if self.mfu is not None:
             parts.append(f"MFU {self.mfu:.1%}")
-        if self.overflow is not None:
-            parts.append(f"overflow {self.overflow:,}")
         if self.val_loss is not None:
             parts.append(f"validation {self.val_loss:.4f}")
         if self.phase not in ("replay", "eager"):
@@ -89,17 +86,12 @@ def flops_per_token(model: GPT) -> int:
     """Return the matrix arithmetic that training needs per token: 6 N + 12 L C T.
 
     N counts the weights that take part in a matrix product: all but position vectors and, where
-    the output layer has a matrix of its own, the token embedding; of experts those that a token
-    meets. Recomputation never counts.
+    the output layer has a matrix of its own, the token embedding. Recomputation never counts.
 
     Source: Chowdhery et al. 2022, appendix B (PaLM, arXiv:2204.02311).
     """
     config = model.config
     num_weights = sum(param.numel() for param in model.parameters())
-    if config.num_experts is not None:
-        experts = [param for name, param in model.named_parameters() if ".experts." in name]
-        num_weights -= sum(param.numel() for param in experts)
-        num_weights += sum(config.moe_router_topk * param.shape[1:].numel() for param in experts)
     if model.position_embedding is not None:
         num_weights -= model.position_embedding.weight.numel()
     if config.untie_embeddings_and_output_weights:

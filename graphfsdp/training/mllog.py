@@ -181,7 +181,7 @@ def _settings(config: TrainConfig, ranks: Ranks, device: torch.device) -> dict[s
         "tensor_parallelism": 1,
         "pipeline_parallelism": 1,
         "context_parallelism": 1,
-        "expert_parallelism": config.expert_model_parallel_size,
+        "expert_parallelism": 1,
         **_optimizer_settings(config, batch.num_sequences),
         **_precision_settings(config, ranks, device),
     }

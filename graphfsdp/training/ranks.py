@@ -52,16 +52,14 @@ class Ranks:
         all_gather_(whole, part.contiguous(), self._group)
         return whole.view(self.size, -1)
 
-    def copy_first(self, model: nn.Module, of_experts: dist.ProcessGroup | None = None) -> None:
+    def copy_first(self, model: nn.Module) -> None:
         """Give every rank the parameters and buffers of rank 0; a collective.
 
         One seed draws the same weights on equal machines alone: vector units round differently.
-        ``of_experts`` are the ranks with the same experts as this one, where others have others.
         """
         if self.launched:
-            for name, tensor in model.state_dict().items():
-                group = of_experts if ".experts." in name else None
-                broadcast_(tensor, group or self._group)
+            for tensor in model.state_dict().values():
+                broadcast_(tensor, self._group)
 
     def decide(self, make: Callable[[], T]) -> T:
         """Run what may fail on one rank only; if it does, every rank raises the same words.

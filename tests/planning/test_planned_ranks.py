@@ -20,10 +20,8 @@ from graphfsdp.training.build import shard_model
 from graphfsdp.training.config import TrainConfig
 from graphfsdp.training.gpt import GPT
 from limits import until
-from parallel_models import EP_AXES
 from ranks import RankPool
 from sharding_helpers import buffers as sharded_buffers
-from sharding_helpers import hybrid_mesh
 
 WRITERS = ("all_gather", "all_to_all")
 NUM_WARMUPS = 4  # until all units know their order; then comes the capture
@@ -99,15 +97,6 @@ def real_world(config: TrainConfig, expected: int) -> dict[str, Any]:
         num_instances=config.num_distributed_optimizer_instances,
         outer_strategy=config.outer_dp_sharding_strategy,
     )
-    return what_is_there(model, config.batch(dist.get_world_size()).num_microbatches, expected)
-
-
-def world_of_experts(config: TrainConfig, expected: int) -> dict[str, Any]:
-    size = config.expert_model_parallel_size
-    mesh = hybrid_mesh((dist.get_world_size() // size, size), EP_AXES)
-    torch.manual_seed(0)
-    model = GPT(config.gpt(37), mesh.get_group("ep"))
-    shard_model(model, config.sharding, config.mp_policy, expert_mesh=mesh)
     return what_is_there(model, config.batch(dist.get_world_size()).num_microbatches, expected)
 
 
@@ -199,20 +188,6 @@ def test_a_plan_is_what_ranks_really_hold(world: World, ranks2: RankPool, ranks4
     found = pool.run(real_world, config, num_bytes(plan, "whole weights and grads"))
     for real in found:
         compare(plan, real, packs="fp8" in world.flags)
-
-
-def test_a_plan_is_what_ranks_that_share_experts_out_really_hold(ranks4: RankPool) -> None:
-    line = f"{shape_flags(GPT_SHAPE)} --num-experts 4 --moe-router-bias-update-rate 0.1 "
-    line += "--moe-expert-capacity-factor 1.5 --expert-model-parallel-size 2 "
-    line += f"--micro-batch-size {SEQUENCES} --global-batch-size {SEQUENCES * 8} "
-    line += "--data-parallel-sharding-strategy optim_grads_params"
-    config = parse_train_arguments(line.split())
-    plan = plan_training(config, num_ranks=4)
-    whole_bytes = num_bytes(plan, "whole weights and grads")
-    for real in ranks4.run(world_of_experts, config, whole_bytes):
-        compare(plan, real)
-    whole = sum(param.numel() for param in GPT(config.gpt(37)).parameters())
-    assert plan.num_parameters == whole
 
 
 def test_a_plan_takes_no_ranks_and_more_microbatches_than_two_take_no_more() -> None:
