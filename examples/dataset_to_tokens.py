@@ -2,7 +2,7 @@
 
     pip install datasets tokenizers
     python examples/dataset_to_tokens.py DATASET TOKENIZER tokens.npy [END_OF_DOCUMENT]
-    graphfsdp train --data tokens.npy --eod-token-id N --hf-model MODEL_FOLDER
+    graphfsdp train --data tokens.npy --hf-model MODEL_FOLDER
 
 Nothing is downloaded: `save_to_disk` has written the data set, and the tokenizer's folder has a
 `tokenizer.json`. A data set with a column `input_ids` is taken as it is. The tokens of all

@@ -74,8 +74,8 @@ class TokenBatches:
                 )
         if (positions or mask_first) and eod_token is None and corpus.document_starts is None:
             raise ConfigError(
-                f"{corpus.name} does not say where documents end; give the token that ends each "
-                "of them (--eod-token-id), or a directory of texts"
+                f"{corpus.name} does not say where documents end; give eod_token, the token that "
+                "ends each of them, or a directory of texts"
             )
         self._corpus = corpus
         self._seq_length = seq_length

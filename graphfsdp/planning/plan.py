@@ -287,7 +287,7 @@ def _forward(config: TrainConfig, model: GPT) -> Tensor:
     """Run a micro-batch on the meta device; return its loss."""
     shape = (config.micro_batch_size, config.seq_length)
     tokens = torch.empty(shape, dtype=torch.int64, device="meta")
-    loss: Tensor = model(tokens, tokens, *([tokens] if config.has_positions else []))
+    loss: Tensor = model(tokens, tokens)
     return loss
 
 

@@ -40,7 +40,7 @@ _TAUGHT = frozenset(
     (
         *("vocab_size", "seq_length", "num_layers", "hidden_size", "num_attention_heads"),
         *("hidden_dropout", "attention_dropout", "hf_model"),
-        *("data", "eod_token_id", "micro_batch_size", "global_batch_size", "train_iters", "seed"),
+        *("data", "micro_batch_size", "global_batch_size", "train_iters", "seed"),
         *("lr", "lr_decay_style", "lr_warmup_iters", "min_lr", "weight_decay", "clip_grad"),
         *("bf16", "fp8_param_gather"),
         *("cuda_graph_scope", "cuda_graph_warmup_steps", "compile", "device"),

@@ -62,9 +62,6 @@ def build_run(config: TrainConfig, ranks: Ranks, device: torch.device, log: RunL
             rank=ranks.rank,
             num_ranks=ranks.size,
             vocab_size=_vocab_size(config, corpus),
-            eod_token=config.eod_token_id,
-            positions=config.has_positions,
-            mask_first=config.eod_mask_loss,
         )
         return corpus, batches
 
@@ -76,7 +73,7 @@ def build_run(config: TrainConfig, ranks: Ranks, device: torch.device, log: RunL
     else:
         ranks.refuse_differences(_flag_values(config))
         vocab_size = _vocab_size_without_data(config)
-        example = _made_up_batch(config, batch, vocab_size, device)
+        example = _made_up_batch(batch, vocab_size, device)
         program = _make_program(config, ranks, device, vocab_size, example)
         step = program[-1]
         try:
@@ -265,17 +262,14 @@ def _vocab_size_without_data(config: TrainConfig) -> int:
 
 
 def _made_up_batch(
-    config: TrainConfig, batch: IterationBatch, vocab_size: int, device: torch.device
+    batch: IterationBatch, vocab_size: int, device: torch.device
 ) -> tuple[Tensor, ...]:
     """Random tokens and targets, [B, T], shaped like one rank's part of a batch."""
     size = (batch.num_microbatches * batch.micro_batch_size, batch.seq_length + 1)
     # A generator of its own: torch's global one draws the same as in a run without this.
     windows = torch.randint(vocab_size, size, generator=torch.Generator().manual_seed(0))
     windows = windows.to(device)
-    made = [windows[:, :-1].contiguous(), windows[:, 1:].contiguous()]
-    if config.has_positions:
-        made.append(torch.arange(batch.seq_length, device=device).repeat(len(windows), 1))
-    return tuple(made)
+    return windows[:, :-1].contiguous(), windows[:, 1:].contiguous()
 
 
 def make_optimizer(config: TrainConfig, model: nn.Module, *, sharded: bool) -> FusedAdam:

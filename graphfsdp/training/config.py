@@ -85,11 +85,6 @@ class TrainConfig(GPTConfig):
         "shares to train on and to hold out, which is at the end: the last 5%% of the tokens",
         "TRAIN,HELD_OUT",
     ] = "95,5"
-    eod_token_id: Annotated[
-        int | None,
-        "token that ends each document; not needed for directories of texts, each a document",
-    ] = None
-    eod_mask_loss: Annotated[bool, "no loss for the first token of a document"] = False
     micro_batch_size: Annotated[int, "sequences of one forward and backward"] = 8
     global_batch_size: Annotated[
         int | None,
@@ -269,14 +264,7 @@ class TrainConfig(GPTConfig):
         names = [field.name for field in fields(self)]
         decide = set(names[: names.index("cuda_graph_scope")]) - {"preset", "micro_batch_size"}
         decide.add("compile")
-        if self.eod_mask_loss:  # each micro-batch takes the mean over the targets that it has
-            decide.add("micro_batch_size")
         return {name: getattr(self, name) for name in names if name in decide}
-
-    @property
-    def has_positions(self) -> bool:
-        """Batches say of each token what its place in its document is."""
-        return self.reset_position_ids or self.reset_attention_mask
 
     @property
     def held_out_percent(self) -> float:
@@ -388,7 +376,7 @@ class TrainConfig(GPTConfig):
             self._at_least(name, 1)
         for name in (
             *("seed", "lr_warmup_iters", "eval_interval", "sample_tokens", "save_interval"),
-            *("weight_decay", "adam_eps", "eod_token_id"),
+            *("weight_decay", "adam_eps"),
         ):
             self._at_least(name, 0)
         self._at_least("cuda_graph_warmup_steps", 1 if self.scope is Scope.FULL_ITERATION else 0)

@@ -6,7 +6,7 @@ F = width of the feed-forward layer, V = vocabulary.
 
 import math
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Literal, get_args
 
 import torch
 from torch import Tensor, nn
@@ -49,13 +49,6 @@ class GPTConfig:
     hidden_dropout: Annotated[float, "dropout after the embedding and after each branch"] = 0.0
     attention_dropout: Annotated[float, "dropout of the attention weights"] = 0.0
     rotary_base: Annotated[float, "longest wavelength of rotary positions, over 2 pi"] = 10_000.0
-    # What positions do that a batch brings along: two ways of knowing documents apart.
-    reset_position_ids: Annotated[bool, "count positions from the start of each document"] = False
-    reset_attention_mask: Annotated[
-        bool,
-        "no token attends to another document: several are packed into one sequence, under a mask "
-        "of static shape",
-    ] = False
 
     def __post_init__(self) -> None:
         for name in (
@@ -145,14 +138,10 @@ class RotaryEmbedding(nn.Module):
     def forward(
         self,
         x: Tensor,  # [B, H, T, D] any float dtype
-        positions: Tensor | None = None,  # [B, T] int64, 0..T-1 if not given
     ) -> Tensor:  # [B, H, T, D] same dtype
         """Capture: no host sync; the tables are read at fixed addresses."""
         seq_length, half = x.shape[2], x.shape[3] // 2
-        if positions is None:
-            cos, sin = self.cos[:seq_length], self.sin[:seq_length]
-        else:
-            cos, sin = self.cos[positions][:, None], self.sin[positions][:, None]
+        cos, sin = self.cos[:seq_length], self.sin[:seq_length]
         wide = x.float()  # bf16 angles would be off by several degrees
         swapped = torch.cat([wide[..., half:], wide[..., :half]], dim=-1)
         return (wide * cos + swapped * sin).to(x.dtype)
@@ -185,8 +174,6 @@ class Attention(nn.Module):
     def forward(
         self,
         x: Tensor,  # [B, T, C]
-        positions: Tensor | None = None,  # [B, T] int64
-        mask: Tensor | None = None,  # [B, 1, T, T] bool, what may attend to what; None is causal
     ) -> Tensor:  # [B, T, C]
         """Capture: no host sync; dropout draws from the device's default generator."""
         batch, seq_length, width = x.shape
@@ -194,17 +181,11 @@ class Attention(nn.Module):
         qkv = self.qkv(x).view(batch, seq_length, sum(heads), width // self.num_heads)
         query, key, value = qkv.transpose(1, 2).split(heads, dim=1)  # each [B, heads, T, D]
         if self.rotary is not None:
-            query, key = self.rotary(query, positions), self.rotary(key, positions)
+            query, key = self.rotary(query), self.rotary(key)
         dropout = self.dropout if self.training else 0.0
         shared = self.num_groups < self.num_heads
         mixed = F.scaled_dot_product_attention(
-            query,
-            key,
-            value,
-            attn_mask=mask,
-            dropout_p=dropout,
-            is_causal=mask is None,
-            enable_gqa=shared,
+            query, key, value, dropout_p=dropout, is_causal=True, enable_gqa=shared
         )
         merged: Tensor = self.out(mixed.transpose(1, 2).reshape(batch, seq_length, width))
         return merged
@@ -263,30 +244,18 @@ class Block(nn.Module):
     def forward(
         self,
         x: Tensor,  # [B, T, C]
-        positions: Tensor | None = None,  # [B, T] int64
-        mask: Tensor | None = None,  # [B, 1, T, T] bool
     ) -> Tensor:  # [B, T, C]
         """Capture: no host sync; dropout draws from the device's default generator."""
-        x = x + self.dropout(self.attention(self.attention_norm(x), positions, mask))
+        x = x + self.dropout(self.attention(self.attention_norm(x)))
         x = x + self.dropout(self.ffn(self.ffn_norm(x)))
         return x
 
 
-def _mask_of_documents(
-    positions: Tensor,  # [B, T] int64
-) -> Tensor:  # [B, 1, T, T] bool
-    """Each token sees itself and what comes before it in its document, which begins at a 0."""
-    documents = (positions == 0).cumsum(dim=1)
-    same = documents[:, :, None] == documents[:, None, :]
-    return same.tril()[:, None]
-
-
 def embed(
-    model: Any,  # a GPT, or its first stage
+    model: "GPT",
     tokens: Tensor,  # [B, T] int64
-    positions: Tensor | None = None,  # [B, T] int64; None counts from 0
 ) -> Tensor:  # [B, T, C]
-    """Capture: no host sync; without ``positions`` they are a slice at a fixed address."""
+    """Capture: no host sync; positions are a slice at a fixed address."""
     seq_length = tokens.shape[1]
     if seq_length > model.config.seq_length:
         raise ValueError(
@@ -295,11 +264,7 @@ def embed(
         )
     x = model.token_embedding(tokens)
     if model.position_embedding is not None:
-        x = x + (
-            model.position_embedding.weight[:seq_length]
-            if positions is None
-            else model.position_embedding(positions)
-        )
+        x = x + model.position_embedding.weight[:seq_length]
     embedded: Tensor = model.dropout(x)
     return embedded
 
@@ -352,20 +317,14 @@ class GPT(nn.Module):
         self,
         tokens: Tensor,  # [B, T] int64
         targets: Tensor | None = None,  # [B, T] int64, the token that follows each one
-        positions: Tensor | None = None,  # [B, T] int64, places in documents, each from 0
     ) -> Tensor:  # [] float32 loss in nats per token, or [B, T, V] logits without targets
         """Capture: no host sync, no data-dependent shape; positions are a slice at a fixed address.
 
         Dropout draws from the device's default generator.
         """
-        mask = None
-        if positions is not None and self.config.reset_attention_mask:
-            mask = _mask_of_documents(positions)
-        if not self.config.reset_position_ids:
-            positions = None
-        x = embed(self, tokens, positions)
+        x = embed(self, tokens)
         for block in self.blocks:
-            x = block(x, positions, mask)
+            x = block(x)
         logits: Tensor = self.output(self.final_norm(x))
         if targets is None:
             return logits

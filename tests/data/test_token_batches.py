@@ -182,5 +182,5 @@ def test_packed_documents_have_positions_and_no_target_in_the_next(
 
 def test_documents_that_nobody_knows_are_said() -> None:
     for flags in ({"positions": True}, {"mask_first": True}):
-        with pytest.raises(ConfigError, match=r"does not say where documents end; .*--eod-"):
+        with pytest.raises(ConfigError, match=r"does not say where documents end; give eod_token"):
             TokenBatches(counting_corpus(1000), seq_length=8, batch_size=1, **flags)

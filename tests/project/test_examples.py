@@ -2,12 +2,14 @@
 
 import os
 import re
+import runpy
 import shlex
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import torch
 from torch.distributed.run import get_args_parser
 
 import forked
@@ -160,6 +162,18 @@ def test_lines_of_any_length_are_trained_on_with_three_graphs() -> None:
     captures, replays = (int(number) for number in re.findall(r"\d+", graphs))
     assert captures == 3
     assert replays > 150
+
+
+def test_packed_documents_are_computed_as_if_alone() -> None:
+    example = runpy.run_path(str(EXAMPLES / "packed_documents.py"))
+    model, lengths = example["Model"]().eval(), [5, 1, 10]
+    tokens = torch.randint(256, (1, 16), generator=torch.Generator().manual_seed(0))
+    places = torch.cat([torch.arange(length) for length in lengths])[None]
+    packed = model(tokens, places).split(lengths, dim=1)
+    for logits, alone in zip(packed, tokens.split(lengths, dim=1), strict=True):
+        torch.testing.assert_close(logits, model(alone, torch.arange(alone.shape[1])[None]))
+    losses = numbers_of(run_example("packed_documents.py"), "loss")
+    assert losses[-1] < 0.9 * losses[0] < 3.0
 
 
 def test_metrics_of_all_steps_are_read_once_in_many() -> None:

@@ -44,35 +44,6 @@ def test_the_loss_is_of_logits_that_see_earlier_tokens_alone(
     assert (logits[:, 10:] - after[:, 10:]).abs().amax(dim=(0, 2)).min() > 1e-6
 
 
-@pytest.mark.parametrize("config", [SMALL, LLAMA], ids=["gpt2", "llama"])
-def test_packed_documents_are_computed_as_if_alone(config: GPTConfig, device: torch.device) -> None:
-    packs = dataclasses.replace(config, reset_position_ids=True, reset_attention_mask=True)
-    model = GPT(packs).to(device).eval()
-    tokens = random_tokens(device)
-    lengths = [[5, 1, 10], [16], [8, 8]]
-    positions = torch.stack(
-        [torch.cat([torch.arange(length) for length in row]) for row in lengths]
-    ).to(device)
-    logits = model(tokens, None, positions)
-    for row, cuts in enumerate(lengths):
-        for begin, length in zip(torch.tensor([0, *cuts]).cumsum(0).tolist(), cuts, strict=False):
-            alone = model(tokens[row : row + 1, begin : begin + length])
-            torch.testing.assert_close(logits[row : row + 1, begin : begin + length], alone)
-    # Each of the two flags by itself: another result where documents are packed, not elsewhere.
-    for packs_less in (
-        dataclasses.replace(packs, reset_position_ids=False),
-        dataclasses.replace(packs, reset_attention_mask=False),
-    ):
-        one = GPT(packs_less).to(device).eval()
-        one.load_state_dict(model.state_dict())
-        other = one(tokens, None, positions)
-        torch.testing.assert_close(other[1], logits[1])
-        if packs_less.reset_position_ids or config is SMALL:  # rope sees distances alone
-            assert (other[0] - logits[0]).abs().max() > 1e-4
-        else:
-            torch.testing.assert_close(other, logits)
-
-
 @pytest.mark.parametrize("kind", ["learned_absolute", "rope"])
 def test_the_order_of_earlier_tokens_matters(
     kind: PositionEmbeddingType, device: torch.device
