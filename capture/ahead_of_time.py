@@ -83,7 +83,7 @@ def _move(state: _State, target: _State) -> bool:
 def capture_ahead(engine: Engine, capture: Callable[[], None]) -> FirstStates:
     """Run warm-up and capture on made-up data, then put everything back, also after an error."""
     states = FirstStates(engine.optimizer.optimizers)
-    with engine.attempt().undone():
+    with engine.attempt(beside=engine.around()).undone():
         capture()
         states.note()
     states.put_back()

@@ -12,11 +12,7 @@ from graphfsdp._capture.guards.moves import Move, tell_of
 from graphfsdp._capture.ranks.ranks import Ranks, WarmUpAgainError
 from graphfsdp._capture.recording import Recording, Recordings, Results, kept_by, new_of
 from graphfsdp._capture.undo.host_state import Attempt, save_random_states
-from graphfsdp._capture.undo.interrupts import (
-    DeferredInterrupts,
-    InterruptibleIteration,
-    deliver_waiting,
-)
+from graphfsdp._capture.undo.interrupts import deliver_waiting
 from graphfsdp.base.changes import Change, ChangeKind
 from graphfsdp.base.nvtx import nvtx_range
 from graphfsdp.base.op_tensors import as_written
@@ -42,8 +38,7 @@ class Attempts:
 
     def run(self, recording: Recording, *, captures: bool, notes: bool) -> list[Tensor]:
         """Warm up, or capture; return the results of the iteration, which has taken effect once."""
-        asks = self._engine.backend.device.type == "cpu"  # where an operator begins
-        with InterruptibleIteration(asks=asks), in_turn(deliver_waiting):
+        with in_turn(deliver_waiting):
             return self._run_in_turn(recording, captures=captures, notes=notes)
 
     def _run_in_turn(self, recording: Recording, *, captures: bool, notes: bool) -> list[Tensor]:
@@ -74,14 +69,13 @@ class Attempts:
             refused = recording.refused_values(first)
             guards = recording.guards
             moves = guards.moved() if refused and guards is not None else []
-            with DeferredInterrupts():
-                try:
-                    attempt.roll_back()
-                    if guards is not None:
-                        guards.put_back()
-                finally:
-                    engine.grad_norm, recording.results = grad_norm, results
-                    recording.drop_graph()
+            try:
+                attempt.roll_back()
+                if guards is not None:
+                    guards.put_back()
+            finally:
+                engine.grad_norm, recording.results = grad_norm, results
+                recording.drop_graph()
             if not copies and not captures:
                 self.torn = (
                     f"a warm-up failed ({type(first).__name__}: {first}), and with undo='none' "

@@ -1,7 +1,8 @@
 """Everything that an iteration needs, and one iteration of it over given inputs."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from itertools import chain
 
 import torch
 import torch.distributed as dist
@@ -10,6 +11,8 @@ from torch import Tensor, nn
 from graphfsdp._capture.cuda.regions import CompiledRegions
 from graphfsdp._capture.gradients import PersistentGradients
 from graphfsdp._capture.guards.guards import Guards
+from graphfsdp._capture.guards.names import ReadNames
+from graphfsdp._capture.guards.walk import walk
 from graphfsdp._capture.inputs import TensorLeaf
 from graphfsdp._capture.iteration import AnyIteration
 from graphfsdp._capture.messages import messages_as_operators
@@ -23,6 +26,7 @@ from graphfsdp.base.capturable import CapturableOptimizer
 from graphfsdp.base.changes import Change, ChangeKind
 from graphfsdp.base.recomputation import torchs_checkpoints_as_ours
 from graphfsdp.base.sharded import main_grads_of, put_back, sharded_roots, units_of
+from graphfsdp.base.torch_internals import buffers_of, parameters_of
 from graphfsdp.config import CaptureOptions, MixedPrecisionPolicy, OnChange, Scope, Undo
 from graphfsdp.errors import CaptureError, GuardError
 
@@ -231,12 +235,14 @@ class Engine:
             names_idle=self._has_one_graph,
         )
 
-    def attempt(self, *, copies: bool = True) -> Attempt:
+    def attempt(self, *, copies: bool = True, beside: Iterable[Tensor] = ()) -> Attempt:
         """Return what undoes an iteration that runs from now on and fails.
 
-        Without ``copies`` it puts back what Python holds, and no contents.
+        Without ``copies`` it puts back what Python holds, and no contents. ``beside``: tensors that
+        are no state of ours, and that it may write.
         """
-        undo = self.backend.begin_undo(self._state(), self.gradients.unseen()) if copies else None
+        state = chain(self._state(), beside)
+        undo = self.backend.begin_undo(state, self.gradients.unseen()) if copies else None
         return Attempt(
             self.model,
             self.optimizer.optimizers,
@@ -245,6 +251,14 @@ class Engine:
             device=self.backend.device,
             restore_gradients=self.gradients.save_bindings(),
         )
+
+    def around(self) -> Iterator[Tensor]:
+        """Yield the tensors that the functions of the iteration lead to, outside of the model."""
+        found = walk(ReadNames(Ran()), self.model, self._iteration.functions)
+        yield from (each.value for each in found.places.values() if isinstance(each.value, Tensor))
+        for _, module in found.outside(self.model):
+            tables = (*parameters_of(module).values(), *buffers_of(module).values())
+            yield from (each for each in tables if each is not None)
 
     def _state(self) -> Iterator[Tensor]:
         yield from self.model.parameters()

@@ -13,7 +13,7 @@ from graphfsdp._capture.gradients import PersistentGradients
 from graphfsdp._capture.inputs import StaticInputs
 from graphfsdp._capture.rules.functions import without_looks
 from graphfsdp._capture.trace.source import definition_of
-from graphfsdp._capture.undo.interrupts import run_users
+from graphfsdp._capture.undo.interrupts import interruptible
 from graphfsdp.base.capturable import CapturableOptimizer, IterationPart
 from graphfsdp.base.dtensors import RankGroups, num_meshes
 from graphfsdp.base.hazards import SourceLine
@@ -28,7 +28,7 @@ LossFunction = Callable[..., Any]
 
 def default_loss(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
     """Return what the model returns, or its ``.loss`` where the output has one."""
-    output = run_users(model, *args, **kwargs)
+    output = model(*args, **kwargs)
     loss = getattr(output, "loss", None)
     return output if loss is None else loss
 
@@ -82,7 +82,8 @@ class AnyIteration(abc.ABC):
             clear_autocast_cache()
             for index in range(num_microbatches):
                 args, kwargs = inputs.hand_out(index, num_microbatches)
-                output = run_users(self._loss_fn, self._models, *args, **kwargs)
+                with interruptible():
+                    output = self._loss_fn(self._models, *args, **kwargs)
                 _check_tensors(output, "loss_fn returned", self._loss_source())
                 outputs.append(tree_map(own, output))
         return outputs[0] if len(outputs) == 1 else merge(outputs)
@@ -165,11 +166,13 @@ class Iteration(AnyIteration):
         args, kwargs = inputs.hand_out(index, num_microbatches)
         with torch.enable_grad():
             with nvtx_range("forward"), without_looks():
-                output = run_users(self._loss_fn, self._models, *args, **kwargs)
+                with interruptible():
+                    output = self._loss_fn(self._models, *args, **kwargs)
                 loss = self._loss_of(output)
                 scaled = loss / num_microbatches if num_microbatches > 1 else loss
             with nvtx_range("backward"):
-                run_users(torch.autograd.backward, scaled)
+                with interruptible():
+                    torch.autograd.backward(scaled)
                 self._gradients.end_backward()
         return tree_map(own, output)
 
@@ -242,7 +245,8 @@ class CustomIteration(AnyIteration):
     def _run(self, inputs: StaticInputs) -> Any:
         try:
             args, kwargs = inputs.hand_out()
-            return run_users(self._function, self._models, self._optimizers, *args, **kwargs)
+            with interruptible():
+                return self._function(self._models, self._optimizers, *args, **kwargs)
         except RuntimeError as error:
             if "DTensor" in str(error) and self._has_several_meshes():
                 raise ConfigError(

@@ -14,7 +14,7 @@ from graphfsdp._capture.gradients import PersistentGradients
 from graphfsdp._capture.inputs import StaticInputs
 from graphfsdp._capture.iteration import Iteration, clear_autocast_cache, own
 from graphfsdp._capture.rules.functions import without_looks
-from graphfsdp._capture.undo.interrupts import run_users
+from graphfsdp._capture.undo.interrupts import interruptible
 from graphfsdp.base.capturable import CapturableOptimizer
 from graphfsdp.base.collectives import broadcast_
 from graphfsdp.base.nvtx import nvtx_range
@@ -97,9 +97,8 @@ class Pipeline:
         args, kwargs, target = self._parts(inputs)
         schedule = self.schedule_for(inputs, trains=trains)
         losses: list[Tensor] = []
-        with _as_before(pipeline_stages(schedule)), _as_it_was():
-            output = run_users(
-                schedule.step,
+        with _as_before(pipeline_stages(schedule)), _as_it_was(), interruptible():
+            output = schedule.step(
                 *(args if self._has(0) else ()),
                 target=target if self._has(-1) else None,
                 losses=losses if target is not None else None,

@@ -22,7 +22,7 @@ from graphfsdp._capture.report.report import CaptureReport
 from graphfsdp._capture.step_report import Tally, make_report
 from graphfsdp._capture.trace.backend import Effect, Graph
 from graphfsdp._capture.trees import flatten
-from graphfsdp._capture.undo.interrupts import InterruptibleIteration, deliver_waiting
+from graphfsdp._capture.undo.interrupts import deliver_waiting
 from graphfsdp._capture.verify import Verifier
 from graphfsdp.base.changes import Change, ChangeKind, refuse
 from graphfsdp.base.nvtx import nvtx_range
@@ -130,7 +130,7 @@ class StepRunner:
     def _audit(self, recording: Recording) -> Any:
         """Run an iteration as written; GuardError if it is no longer the recorded one."""
         try:
-            with InterruptibleIteration(asks=False), self._backend.on_capture_stream():
+            with self._backend.on_capture_stream():
                 audited, results, difference = self._auditor.run(recording)
             self._engine.step_outside()
         except BaseException:  # also Ctrl-C, of which torch tells no forward hook
@@ -191,8 +191,7 @@ class StepRunner:
         recording = self._recordings.latest
         assert recording is not None
         refuse(self._engine.changes(recording))
-        asks = self.device.type == "cpu"  # the undo mode does, where an operator begins
-        with InterruptibleIteration(asks=asks), self._together("verification"):
+        with self._together("verification"):
             self._verifier.run(recording, num_iterations)
 
     def report(self, *, measure: bool) -> CaptureReport:
@@ -281,11 +280,7 @@ class StepRunner:
 
     def _run_eagerly(self, recording: Recording) -> list[Tensor]:
         try:
-            with (
-                InterruptibleIteration(asks=False),
-                nvtx_range("eager"),
-                self._backend.on_capture_stream(),
-            ):
+            with nvtx_range("eager"), self._backend.on_capture_stream():
                 results = self._engine.iterate(recording)
             self._engine.step_outside()
         except BaseException:  # also Ctrl-C, of which torch tells no forward hook

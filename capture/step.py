@@ -75,10 +75,9 @@ class CapturedStep:
         to update weights is undone too, but for the gradients, which are None then; one that
         fails later leaves the step broken, and the way back is the last checkpoint.
 
-        Ctrl-C (SIGINT) and SIGTERM wait until a replay is over. In a warm-up or a capture they are
-        heard where they can be undone: by the model's and ``loss_fn``'s own
-        code (on a GPU by torch's, too) at once, otherwise where the next operator begins on a CPU,
-        or when the call is over. One that comes again a second later ends the iteration anywhere.
+        Ctrl-C (SIGINT) and SIGTERM wait until a replay is over. In an iteration that runs as
+        written, also while it is captured, they come as in any loop: forward and backward end
+        where they are, and a warm-up or a capture is undone.
         """
         with DeferredInterrupts(), self._gate:
             return self._runner.run(args, kwargs)

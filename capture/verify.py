@@ -16,7 +16,8 @@ from graphfsdp._capture.recording import Recording
 from graphfsdp._capture.trace.backend import Graph
 from graphfsdp._capture.trace.op_digests import OpDigest, OpDigests, base_name, first_other
 from graphfsdp._capture.trace.program_facts import NodeFacts, ProgramFacts
-from graphfsdp._capture.undo.host_state import generators_of
+from graphfsdp._capture.trace.values import as_bytes
+from graphfsdp._capture.undo.host_state import Attempt, generators_of
 from graphfsdp.base.dtensors import local_part
 from graphfsdp.errors import VerificationError
 
@@ -88,7 +89,7 @@ class Verifier:
         """
         graph = recording.graph
         assert graph is not None
-        attempt = self._engine.attempt()
+        attempt = self._attempt(recording)
         bound = graph.facts.bound
         before = _weights_of(self._engine) if bound else {}
         try:
@@ -107,7 +108,7 @@ class Verifier:
                 attempt.roll_back()
                 self._listen_to(noise, recording, num_runs=_NUM_MORE_RUNS)
                 difference = first_difference(expected, found, noise.allowed())
-                attempt = self._engine.attempt()
+                attempt = self._attempt(recording)
                 with attempt.watching():
                     results = graph.replay()
             if difference is None:
@@ -128,7 +129,7 @@ class Verifier:
         self._has_named = True
         one, other = OpDigests(), OpDigests()
         for digests in (one, other):
-            with self._engine.attempt().undone(), digests:
+            with self._attempt(recording).undone(), digests:
                 self._engine.iterate(recording.again())
         if noise.gaps:
             graph = recording.graph
@@ -137,14 +138,19 @@ class Verifier:
 
     def run(self, recording: Recording, num_iterations: int) -> None:
         """Verify some iterations, one after the other, on the last batch; then undo them."""
-        with self._engine.attempt().undone():
+        with self._attempt(recording).undone():
             for _ in range(num_iterations):
                 self._engine.before_replay(recording)
                 self.replay(recording)
                 self._engine.after_replay()
 
+    def _attempt(self, recording: Recording) -> Attempt:
+        """Return what also puts back what replays write beside the model: an average of weights."""
+        graph = recording.graph
+        return self._engine.attempt(beside=map(as_bytes, graph.facts.written if graph else ()))
+
     def _run_eagerly(self, recording: Recording) -> dict[str, Tensor]:
-        with self._engine.attempt().undone(), self._engine.backend.on_capture_stream():
+        with self._attempt(recording).undone(), self._engine.backend.on_capture_stream():
             return _state_of(self._engine, self._engine.iterate(recording.again()))
 
     def _first_other_node(self, recording: Recording, graph: Graph) -> NodeFacts | None:
@@ -153,9 +159,9 @@ class Verifier:
         if program is None or self._engine.backend.name != "cpu" or graph.facts.bound:
             return None
         eager, replayed = OpDigests(), OpDigests()
-        with self._engine.attempt().undone(), eager:
+        with self._attempt(recording).undone(), eager:
             self._engine.iterate(recording.again())
-        with self._engine.attempt().undone(), replayed:
+        with self._attempt(recording).undone(), replayed:
             graph.replay()
         return _match(eager.calls, replayed.calls, program)
 

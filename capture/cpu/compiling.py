@@ -24,7 +24,7 @@ from graphfsdp._capture.cpu.memory import Arena
 from graphfsdp._capture.cpu.program import Commit, Program, ProgramBuilder, Replay
 from graphfsdp._capture.trace.elision import places
 from graphfsdp._capture.trace.values import Node, StorageInfo, as_bytes, span, values_among
-from graphfsdp._capture.undo.interrupts import DeferredInterrupts, deliver_waiting
+from graphfsdp._capture.undo.interrupts import deliver_waiting
 from graphfsdp.base.op_tensors import OpCall, is_empty
 from graphfsdp.base.progress import say
 from graphfsdp.base.torch_internals import below_autograd, without_autocast
@@ -96,7 +96,7 @@ class _Compiling:
         self._compile_all()
         self._recorded.arena.give_back_pages()
         written = [*self._written(), *self._program.escaped]
-        with DeferredInterrupts(), _undone(written, self._recorded.generators) as restore:
+        with _undone(written, self._recorded.generators) as restore:
             self._try(written, restore)
             compiled_s = time.perf_counter() - started
             slower = self._drop_slower(restore)

@@ -228,6 +228,7 @@ class CudaGraphBackend:
             op_counts=program.op_counts(),
             pool_bytes=pool_bytes,
             describe=lambda: program,
+            written=[info.get() for info in watcher.storages if info.external and info.is_written],
         )
         external += [info.get() for info in watcher.storages if info.external]
         external += [local_part(tensor).untyped_storage() for tensor in _tensors_of(model)]

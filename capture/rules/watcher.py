@@ -313,10 +313,11 @@ class Watcher:
             if known is None:
                 known = self.storages.add(tensor, call.name, external=False, varies=news)
             known.varies = known.varies or news
-        for tensor in call.written if varies else ():
+        for tensor in call.written:
             written = self.storages.get(storage_key(tensor))
             if written is not None:
-                written.varies = True
+                written.is_written = True
+                written.varies = written.varies or varies
 
     def _info(self, tensor: Tensor, key: int, call: OpCall) -> StorageInfo:
         info = self.storages.get(key)

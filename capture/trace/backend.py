@@ -28,6 +28,7 @@ class GraphFacts:
         describe: Describes the nodes, which takes some time when it is first called.
         compiled: What was compiled, and what runs as it was recorded, in words.
         bound: How far compiled replays may be from eager; 0: equal bit for bit.
+        written: Memory from before the recording that replays write; on a CPU nobody asks.
     """
 
     num_nodes: int | None
@@ -39,6 +40,7 @@ class GraphFacts:
     describe: Callable[[], ProgramFacts] | None = None
     compiled: tuple[str, ...] = ()
     bound: float = 0.0
+    written: Sequence[torch.UntypedStorage] = ()
 
     @property
     def program(self) -> ProgramFacts | None:

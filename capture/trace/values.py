@@ -25,6 +25,7 @@ class StorageInfo:
             tensor or from the RNG. Constants made inside the iteration do not vary.
         filled: Some operator, or somebody before the recording, has written contents into it.
         first_use: The user's line at which an external storage was first seen.
+        is_written: Some operator of the recording has written into it.
     """
 
     ref: StorageWeakRef
@@ -32,6 +33,7 @@ class StorageInfo:
     varies: bool
     filled: bool = True
     first_use: SourceLine | None = None
+    is_written: bool = False
 
     @property
     def alive(self) -> bool:

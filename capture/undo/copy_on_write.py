@@ -9,7 +9,6 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from graphfsdp._capture.trace.values import as_bytes, span, storage_of
-from graphfsdp._capture.undo.interrupts import deliver_waiting
 from graphfsdp.base.op_tensors import OpCall, OperatorMode, storage_key
 from graphfsdp.base.torch_internals import key_of, storage_behind
 from graphfsdp.errors import CaptureError
@@ -84,7 +83,6 @@ class _UndoMode(OperatorMode):
         self._made: dict[int, StorageWeakRef] = {}
 
     def on_op(self, call: OpCall) -> Any:
-        deliver_waiting()
         for tensor in call.may_write():
             key = storage_key(tensor)
             if key not in self._made and key not in self._undo.free:

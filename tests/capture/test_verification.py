@@ -136,6 +136,41 @@ def test_a_program_that_computes_something_else_is_found(name: str) -> None:
         assert_same_state(before, snapshot(model, optimizer))
 
 
+@pytest.mark.parametrize("how", ["verified", "captured ahead"])
+def test_what_an_iteration_writes_beside_the_model_is_put_back(
+    how: str, device: torch.device
+) -> None:
+    """Averages of weights that a closure holds, as a tensor, in a dict, in a module."""
+
+    def train(*, plainly: bool) -> dict[str, Tensor]:
+        torch.manual_seed(0)
+        model = nn.Linear(4, 4).to(device)
+        average, kept = torch.zeros(4, 4, device=device), {"bias": torch.zeros(4, device=device)}
+        target = nn.Linear(4, 4).to(device).requires_grad_(False)
+
+        def loss_fn(model: nn.Module, x: Tensor) -> Tensor:
+            loss = (model(x) - target(x)).square().mean()
+            with torch.no_grad():
+                average.lerp_(model.weight, 0.1)
+                kept["bias"].lerp_(model.bias, 0.1)
+                target.weight.lerp_(model.weight, 0.3)
+            return loss
+
+        options: dict[str, Any] = {"scope": "none"} if plainly else {}
+        if how == "captured ahead" and not plainly:
+            options["example_batch"] = (torch.ones(3, 4, device=device),)
+        optimizer = FusedAdam(model.parameters(), lr=0.1)
+        with graphfsdp.capture(model, optimizer, loss_fn=loss_fn, **options) as step:
+            for index in range(12):
+                step(torch.randn(3, 4, generator=torch.Generator().manual_seed(index)).to(device))
+                if how == "verified" and not plainly and index > 8:
+                    step.verify(2)
+        found = {"model": model.weight, "average": average, **kept, "target": target.weight}
+        return {name: each.detach().clone() for name, each in found.items()}
+
+    assert_same_state(train(plainly=True), train(plainly=False), how)
+
+
 def test_there_must_be_a_graph(device: torch.device) -> None:
     step, _, _ = make(device)
     with step:

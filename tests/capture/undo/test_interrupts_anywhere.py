@@ -8,7 +8,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from functools import partial
 from types import CodeType, FrameType
 from typing import Any
 
@@ -20,7 +19,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import graphfsdp
 from faults import World
 from graphfsdp import Phase
-from graphfsdp._capture.undo import interrupts
 from graphfsdp.optim import FusedAdam
 from interrupting import InterruptAt, Interrupted, Place, batch
 from limits import until
@@ -212,8 +210,9 @@ def press_when_in(*functions: CodeType) -> None:
     threading.Thread(target=run, daemon=True).start()
 
 
+@pytest.mark.parametrize("waits", ["sleeps", "waits for a queue"])
 @pytest.mark.parametrize("scope", ["full_iteration", "none"])
-def test_a_model_that_sleeps_hears_ctrl_c_at_once(scope: str) -> None:
+def test_a_model_that_waits_hears_ctrl_c_at_once(scope: str, waits: str) -> None:
     between: list[Callable[[], object]] = [lambda: None]
     model = Waiting(lambda: between[0]())
     optimizer = FusedAdam(model.parameters(), lr=0.1)
@@ -223,11 +222,14 @@ def test_a_model_that_sleeps_hears_ctrl_c_at_once(scope: str) -> None:
         woke: list[object] = []
 
         def nap() -> None:
-            time.sleep(40)
+            if waits == "sleeps":
+                time.sleep(40)
+            else:
+                queue.Queue().get(timeout=40)  # in Python, and in contexts of its own
             woke.append("by itself")
 
         between[0] = nap
-        press_when_in(nap.__code__)
+        press_when_in(*((nap.__code__,) if waits == "sleeps" else WAITS))
         try:
             step(batch(1))
         except KeyboardInterrupt:  # whose frames hold what they were in
@@ -241,36 +243,7 @@ def test_a_model_that_sleeps_hears_ctrl_c_at_once(scope: str) -> None:
             raise AssertionError("nobody has heard of it")
 
 
-def test_what_waits_in_a_library_of_python_hears_the_second_ctrl_c_after_a_second(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """The first one would come in the middle of what that has entered."""
-    never: queue.Queue[None] = queue.Queue()
-    times = [0.0, 0.9, 1.1]  # at which the signals come
-
-    def read_clock() -> float:
-        if times[1:]:
-            press_when_in(*WAITS)
-        return times.pop(0)
-
-    monkeypatch.setattr(interrupts, "monotonic", read_clock)
-    between: list[Callable[[], object]] = [lambda: None]
-    model = Waiting(lambda: between[0]())
-    optimizer = FusedAdam(model.parameters(), lr=0.1)
-    with graphfsdp.capture(model, optimizer) as step:
-        step(batch(0))
-        world = World(model, optimizer)
-        between[0] = partial(never.get, timeout=40)
-        press_when_in(*WAITS)
-        with pytest.raises(KeyboardInterrupt):
-            step(batch(1))
-        assert not times
-        world.assert_unchanged("waiting")
-        between[0] = lambda: None
-        step(batch(1))
-
-
-def test_a_signal_in_an_operator_is_delivered_where_the_next_one_begins() -> None:
+def test_a_signal_in_an_operator_is_delivered_in_it() -> None:
     """And another kind of signal as well, each once."""
     delivered: list[int] = []
     names: list[str] = []
