@@ -98,7 +98,7 @@ _deferring: ContextVar[DeferredInterrupts | None] = ContextVar("deferring", defa
 def interruptible() -> Iterator[None]:
     """Let signals through while the body runs, and first those that have waited.
 
-    For code that may raise anywhere, and is undone then: the user's own, with what torch runs in it.
+    For code that may raise anywhere, and is undone then: the user's own, and what torch runs in it.
     """
     deferring = _deferring.get()
     if deferring is None:

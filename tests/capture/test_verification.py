@@ -149,11 +149,12 @@ def test_what_an_iteration_writes_beside_the_model_is_put_back(
         target = nn.Linear(4, 4).to(device).requires_grad_(False)
 
         def loss_fn(model: nn.Module, x: Tensor) -> Tensor:
-            loss = (model(x) - target(x)).square().mean()
+            loss: Tensor = (model(x) - target(x)).square().mean()
+            weight, bias = model.parameters()
             with torch.no_grad():
-                average.lerp_(model.weight, 0.1)
-                kept["bias"].lerp_(model.bias, 0.1)
-                target.weight.lerp_(model.weight, 0.3)
+                average.lerp_(weight, 0.1)
+                kept["bias"].lerp_(bias, 0.1)
+                target.weight.lerp_(weight, 0.3)
             return loss
 
         options: dict[str, Any] = {"scope": "none"} if plainly else {}
