@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 
-from graphfsdp.base.op_tensors import OpCall, OperatorMode
+from graphfsdp.base.op_tensors import OpCall, OperatorMode, is_empty
 from graphfsdp.base.torch_internals import key_of
 
 
@@ -35,6 +35,7 @@ class Activations:
     saved_bytes: int  # what the forward pass leaves for the backward pass
     peak_bytes: int  # the most that lives at one time, whole weights and gradients included
     whole_bytes: int  # the most of whole weights and gradients alone
+    num_kernels: int  # of one micro-batch, at least: operators that make or write something
 
 
 def run_without_numbers(
@@ -47,13 +48,15 @@ def run_without_numbers(
     lives = Lives()
     schedule = _Schedule(units, stage, lives)
     saved_bytes = 0
-    with _FusedKernels(), _Watching(lives), schedule.attached():
+    watching = _Watching(lives)
+    with _FusedKernels(), watching, schedule.attached():
         for left in reversed(range(min(num_microbatches, 2))):  # a third one is as the second
             schedule.reduces = left == 0 or stage >= 2
+            watching.num_kernels = 0
             loss = run()
             saved_bytes = lives.now()
             loss.backward()
-    return Activations(saved_bytes, lives.peak_bytes, lives.peak_held_bytes)
+    return Activations(saved_bytes, lives.peak_bytes, lives.peak_held_bytes, watching.num_kernels)
 
 
 class _Schedule:
@@ -158,12 +161,14 @@ class Lives:
             self._total += storage.nbytes()
         self._compare()
 
-    def add_made(self, args: Sequence[Any], result: Any) -> None:
-        """Add what an operator has returned that it was not given."""
+    def add_made(self, args: Sequence[Any], result: Any) -> bool:
+        """Add what an operator has returned that it was not given; tell whether that is any."""
         given = {key_of(storage) for storage in _storages(args)}
-        for storage in _storages(result if isinstance(result, list | tuple) else (result,)):
-            if key_of(storage) not in given:
-                self.add(storage)
+        returned = _storages(result if isinstance(result, list | tuple) else (result,))
+        made = [storage for storage in returned if key_of(storage) not in given]
+        for storage in made:
+            self.add(storage)
+        return bool(made)
 
     def _compare(self) -> None:
         if self._total > self.peak_bytes:  # else it is no new maximum, whatever has been freed
@@ -174,10 +179,12 @@ class _Watching(OperatorMode):
     def __init__(self, lives: Lives) -> None:
         super().__init__()
         self._lives = lives
+        self.num_kernels = 0
 
     def on_op(self, call: OpCall) -> Any:
         result = call.run()
-        self._lives.add_made((*call.args, *call.kwargs.values()), result)
+        makes = self._lives.add_made((*call.args, *call.kwargs.values()), result)
+        self.num_kernels += (makes or bool(call.written)) and not is_empty(call.op)
         return result
 
 

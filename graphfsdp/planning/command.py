@@ -11,6 +11,7 @@ from rich.table import Table
 
 from graphfsdp.command_line import Parser, add_flags, print_line, require
 from graphfsdp.planning.plan import Collective, TrainingPlan, plan_training
+from graphfsdp.planning.roofline import DEVICES, Bound, DeviceName
 from graphfsdp.training.arguments import parse_train_arguments
 from graphfsdp.training.config import StrategyName
 
@@ -23,6 +24,7 @@ class _Options:
 
     world_size: Annotated[int, "number of ranks"] = 8
     strategy: Annotated[StrategyName | None, "short for --data-parallel-sharding-strategy"] = None
+    device: Annotated[DeviceName | None, "the least time of an iteration on such GPUs"] = None
     json: Annotated[bool, "print JSON instead of tables", "store_true"] = False
 
     def __post_init__(self) -> None:
@@ -36,13 +38,17 @@ def run_plan(arguments: Sequence[str], console: Console) -> None:
         others += ["--data-parallel-sharding-strategy", options.strategy]
     config = parse_train_arguments(others)
     plan = plan_training(config, num_ranks=options.world_size)
+    bound = None if options.device is None else plan.bound(DEVICES[options.device])
     if options.json:
-        console.print_json(json.dumps(plan.to_dict()))
+        found = {} if bound is None else {"bound_s": bound._asdict(), "device": options.device}
+        console.print_json(json.dumps(plan.to_dict() | found))
         return
     for table in (_memory_table(plan), _collective_table(plan)):
         console.print(table)
     for line in _summary(plan):
         print_line(console, line)
+    if bound is not None:
+        print_line(console, _least(bound, plan))
 
 
 def _make_parser() -> Parser:
@@ -111,6 +117,20 @@ def _summary(plan: TrainingPlan) -> list[str]:
         f"micro-batches on each rank, {plan.flops / 1e12:,.3g} TFLOP of arithmetic",
         "~ marks estimates; everything else is what the layout decides, to the byte",
     ]
+
+
+def _least(bound: Bound, plan: TrainingPlan) -> str:
+    shares = "arithmetic {}, memory {}, links {}, the host's {} launches or more {}".format(
+        *map(_ms, bound[:3]), f"{plan.num_kernels:,}", _ms(bound.host)
+    )
+    return (
+        f"an iteration takes at least {_ms(max(bound))} as it is written, {_ms(bound.captured)} "
+        f"captured (bound, not measured): {shares}"
+    )
+
+
+def _ms(seconds: float) -> str:
+    return f"{1e3 * seconds:,.3g} ms"
 
 
 def _axes(plan: TrainingPlan) -> str:

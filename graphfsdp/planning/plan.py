@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from graphfsdp.base.memory_plan import neighbour_starts
 from graphfsdp.data import BYTES_VOCAB_SIZE
 from graphfsdp.errors import ConfigError
-from graphfsdp.planning.activations import WholeUnit, run_without_numbers
+from graphfsdp.planning.activations import Activations, WholeUnit, run_without_numbers
+from graphfsdp.planning.roofline import Bound, Device, bound
 from graphfsdp.sharding.plan import BufferPlan, ParameterKind, linear_weights, plan_buffers
 from graphfsdp.training.build import make_model
 from graphfsdp.training.config import IterationBatch, TrainConfig
@@ -114,6 +115,8 @@ class TrainingPlan:
     memory: tuple[MemoryLine, ...]
     collectives: tuple[Collective, ...]
     flops: int  # of one rank in one iteration
+    num_kernels: int  # likewise, of forward and backward passes, at least
+    saved_bytes: int  # what one micro-batch leaves from forward to backward
 
     @property
     def total_bytes(self) -> int:
@@ -129,6 +132,24 @@ class TrainingPlan:
     def num_padding(self) -> int:
         """Elements that belong to no parameter, likewise."""
         return sum(buffer.layout.num_padding for unit in self.units for buffer in unit.buffers)
+
+    def bound(self, device: Device) -> Bound:
+        """Return what an iteration takes at least.
+
+        Whatever memory is for is written and read at least once, activations by each micro-batch.
+        As it is written, the host launches each kernel; captured, one graph.
+        """
+        num_bytes = sum(line.num_bytes for line in self.memory)
+        num_bytes += self.saved_bytes * (self.batch.num_microbatches - 1)
+        return bound(
+            device,
+            self.config.param_dtype,
+            flops=self.flops,
+            num_bytes=2 * num_bytes,
+            wire_bytes=sum(call.wire_bytes for call in self.collectives),
+            num_kernels=self.num_kernels,
+            num_calls=self.num_kernels,
+        )
 
     def to_dict(self) -> dict[str, Any]:
         return {
@@ -146,6 +167,7 @@ class TrainingPlan:
                 asdict(call) | {"wire_bytes": call.wire_bytes} for call in self.collectives
             ],
             "flops": self.flops,
+            "num_kernels": self.num_kernels,
         }
 
 
@@ -158,11 +180,13 @@ def plan_training(config: TrainConfig, *, num_ranks: int) -> TrainingPlan:
     axes = Axes.of(config, num_ranks)
     units = tuple(_plan_units(config, model, axes))
     calls = tuple(_collectives(config, units, axes, batch.num_microbatches))
-    memory = (
-        *_kept(model, units, batch),
-        *_made(config, model, units, axes, batch.num_microbatches),
+    kept = tuple(_kept(model, units, batch))
+    found = _run(config, model, units, batch.num_microbatches)
+    memory = (*kept, *_made(config, units, axes, batch.num_microbatches, found))
+    num_kernels = found.num_kernels * batch.num_microbatches
+    return TrainingPlan(
+        config, batch, axes, units, memory, calls, flops, num_kernels, found.saved_bytes
     )
-    return TrainingPlan(config, batch, axes, units, memory, calls, flops)
 
 
 def _plan_units(config: TrainConfig, model: GPT, axes: Axes) -> Iterator[UnitPlan]:
@@ -247,15 +271,10 @@ def _together(buffers: Iterable[BufferPlan], dtype_of: Any) -> int:
     )
 
 
-def _made(
-    config: TrainConfig,
-    model: GPT,
-    units: tuple[UnitPlan, ...],
-    axes: Axes,
-    num_microbatches: int,
-) -> Iterator[MemoryLine]:
-    """Yield what an iteration takes besides."""
-    stage = config.sharding.stage
+def _run(
+    config: TrainConfig, model: GPT, units: tuple[UnitPlan, ...], num_microbatches: int
+) -> Activations:
+    """Iterate without numbers, in the dtype of the computation."""
     for param in model.parameters():
         param.data = param.data.to(config.param_dtype)
     whole_units = [
@@ -268,9 +287,20 @@ def _made(
         for unit in units
     ]
 
-    found = run_without_numbers(
-        lambda: _forward(config, model), whole_units, stage, num_microbatches
+    return run_without_numbers(
+        lambda: _forward(config, model), whole_units, config.sharding.stage, num_microbatches
     )
+
+
+def _made(
+    config: TrainConfig,
+    units: tuple[UnitPlan, ...],
+    axes: Axes,
+    num_microbatches: int,
+    found: Activations,
+) -> Iterator[MemoryLine]:
+    """Yield what an iteration takes besides."""
+    stage = config.sharding.stage
     note = "gathered, or not reduced yet; the most at one time"
     yield MemoryLine("whole weights and grads", found.whole_bytes, False, note)
     if casts := _cast_bytes(units, axes, stage):

@@ -32,6 +32,7 @@ import torch.distributed.fsdp as torch_fsdp  # noqa: E402
 from torch import Tensor, nn  # noqa: E402
 from torch._C._distributed_c10d import HashStore  # noqa: E402
 from torch.distributed.device_mesh import init_device_mesh  # noqa: E402
+from torch.utils.flop_counter import flop_registry  # noqa: E402
 
 import graphfsdp  # noqa: E402
 from cuda_stand_in import above, library  # noqa: E402
@@ -41,6 +42,7 @@ from graphfsdp.bench.results import Table  # noqa: E402
 from graphfsdp.bench.workloads import Case, find_workload  # noqa: E402
 from graphfsdp.config import ShardingStrategy  # noqa: E402
 from graphfsdp.optim import FusedAdam  # noqa: E402
+from graphfsdp.planning.roofline import CALL_S, DEVICES, kernel_s  # noqa: E402
 from graphfsdp.training.arguments import find_preset  # noqa: E402
 from graphfsdp.training.build import make_model, make_optimizer  # noqa: E402
 from graphfsdp.training.ranks import Ranks  # noqa: E402
@@ -254,12 +256,16 @@ CONTENDERS = MappingProxyType({**NARROW, **COMPILED, **WIDE, **RANKED, **LARGE})
 # ---- what is counted ----
 
 
-class _Bytes(OperatorMode):
-    """Adds up what operators read and write that launch something: each operand once."""
+class _Operators(OperatorMode):
+    """Adds up what operators read and write that launch something, and what they take at least.
+
+    Each operand counts once. ``seconds`` are by device: of one kernel after another.
+    """
 
     def __init__(self) -> None:
         super().__init__()
-        self.in_captures = self.outside = 0
+        self.in_captures: dict[str, float] = dict.fromkeys(("operand_bytes", *DEVICES), 0)
+        self.outside = self.in_captures.copy()
 
     def on_op(self, call: OpCall) -> Any:
         captures = torch.cuda.is_current_stream_capturing()
@@ -270,11 +276,16 @@ class _Bytes(OperatorMode):
             read = [tensor for tensor in call.read() if not _is_among(tensor, written)]
             made = [*written, *flat_tensors([result])]
             num_bytes = sum(map(_nbytes, (*read, *{id(each): each for each in made}.values())))
-            if captures:
-                self.in_captures += num_bytes
-            else:
-                self.outside += num_bytes
+            found = self.in_captures if captures else self.outside
+            found["operand_bytes"] += num_bytes
+            for name, device in DEVICES.items():
+                found[name] += kernel_s(_flops(call, result), num_bytes, made[0].dtype, device)
         return result
+
+
+def _flops(call: OpCall, result: Any) -> int:
+    count = flop_registry.get(call.op.overloadpacket)
+    return 0 if count is None else count(*call.args, **call.kwargs, out_val=result)
 
 
 def _is_among(tensor: Tensor, others: Sequence[Tensor]) -> bool:
@@ -291,7 +302,7 @@ def _nbytes(tensor: Tensor) -> int:
     return numel * tensor.element_size() if tensor.numel() else 0
 
 
-def measure(name: str) -> dict[str, int]:
+def measure(name: str) -> dict[str, float]:
     """Train with a contender, and count its last iteration; in a process of its own."""
     torch.backends.cuda.enable_cudnn_sdp(False)  # cuDNN is not played
     if name in LARGE:
@@ -303,14 +314,14 @@ def measure(name: str) -> dict[str, int]:
     return _counted(name, (BATCH_SIZE, find_workload(WORKLOAD).items_per_sample))
 
 
-def _counted(name: str, size: tuple[int, int]) -> dict[str, int]:
+def _counted(name: str, size: tuple[int, int]) -> dict[str, float]:
     train = CONTENDERS[name]()
     batch = [torch.zeros(size, dtype=torch.int64, device=DEVICE) for _ in "xy"]
     torch.cuda.empty_cache()  # what made the weights
     torch.cuda.reset_peak_memory_stats()
-    captured_bytes = 0
+    captured: dict[str, float] = {}
     for number in range(NUM_CALLS):
-        operators = _Bytes()
+        operators = _Operators()
         torch.cuda.synchronize()
         before = library.counts()
         # Under a mode torch.compile would run what it has compiled operator by operator.
@@ -320,19 +331,21 @@ def _counted(name: str, size: tuple[int, int]) -> dict[str, int]:
         with operators if counts_bytes else contextlib.nullcontext():
             train(*batch)
         found = library.counts().since(before)
-        captured_bytes = captured_bytes or operators.in_captures
+        if not captured and any(operators.in_captures.values()):
+            captured = operators.in_captures
     return {
         **found._asdict(),
-        "operand_bytes": captured_bytes + operators.outside,
+        **{key: captured.get(key, 0) + outside for key, outside in operators.outside.items()},
         "reserved": torch.cuda.max_memory_reserved(),
         "allocated": torch.cuda.max_memory_allocated(),
     }
 
 
-def measured(name: str) -> dict[str, int]:
+def measured(name: str) -> dict[str, float]:
     environment = above.environment() | {
         "CUDA_STAND_IN_KERNELS": "none",
         "CUDA_STAND_IN_MEMORY": str(DEVICE_BYTES),
+        "GRAPHFSDP_AUDIT": "0",  # eleven of the first 2,048 iterations, and none of these
     }
     command = [sys.executable, str(HERE / "tables.py"), "--measure", name]
     ranks = NUM_RANKS if name in RANKED else 1
@@ -353,7 +366,7 @@ def measured(name: str) -> dict[str, int]:
     for each, (_, errors) in zip(running, said, strict=True):
         if each.returncode:
             raise RuntimeError(f"{name} failed:\n{errors}")
-    found: dict[str, int] = json.loads(said[0][0].splitlines()[-1])
+    found: dict[str, float] = json.loads(said[0][0].splitlines()[-1])
     return found
 
 
@@ -370,7 +383,7 @@ def _is_here(name: str) -> bool:
 # ---- the tables ----
 
 
-def launches(found: Mapping[str, Mapping[str, int]]) -> str:
+def launches(found: Mapping[str, Mapping[str, float]]) -> str:
     heading: tuple[str, ...] = (
         *("one iteration", "calls of the host", "graphs", "kernels", "copies", "memsets"),
         *("waits of the host", "moved by copies, MiB", "read and written by operators, MiB"),
@@ -389,7 +402,7 @@ def launches(found: Mapping[str, Mapping[str, int]]) -> str:
     return Table("", heading, rows).markdown()
 
 
-def memory(found: Mapping[str, Mapping[str, int]]) -> str:
+def memory(found: Mapping[str, Mapping[str, float]]) -> str:
     heading = ("peak", "reserved, MiB", "allocated, MiB", "reserved, of graphfsdp captured")
     ours = [numbers for name, numbers in found.items() if name.endswith("captured")][-1]
     rows = [
@@ -399,6 +412,16 @@ def memory(found: Mapping[str, Mapping[str, int]]) -> str:
             f"{numbers['allocated'] / _MIB:,.0f}",
             f"{numbers['reserved'] / ours['reserved']:.3f}",
         )
+        for name, numbers in found.items()
+    ]
+    return Table("", heading, rows).markdown()
+
+
+def bounds(found: Mapping[str, Mapping[str, float]]) -> str:
+    """Return the least times of contenders whose operators were counted, in ms."""
+    heading = ("bound, not measured, ms", *(device.name for device in DEVICES.values()))
+    rows = [
+        (name, *(f"{1e3 * max(numbers[key], numbers['calls'] * CALL_S):.2f}" for key in DEVICES))
         for name, numbers in found.items()
     ]
     return Table("", heading, rows).markdown()
@@ -425,6 +448,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for kind, names in kinds.items():
         found = {each: measured(each) for each in names if _is_here(each)}
         sections |= {f"launches_{kind}": launches(found), f"memory_{kind}": memory(found)}
+        if all(numbers["operand_bytes"] for numbers in found.values()):
+            sections[f"bounds_{kind}"] = bounds(found)
     for page in PAGES:
         page.write_text(updated(page.read_text(encoding="utf-8"), sections), encoding="utf-8")
     return 0

@@ -151,6 +151,16 @@ def test_command_prints_tables_that_mark_estimates(capsys: pytest.CaptureFixture
         assert word in out
     activations = next(line for line in out.splitlines() if "activations" in line)
     assert "~" in activations
+    assert "at least" not in out
+
+
+def test_command_says_what_an_iteration_takes_at_least(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "--preset", "tiny", "--device", "h100"]) == 0
+    out = " ".join(capsys.readouterr().out.split())
+    assert "captured (bound, not measured): arithmetic" in out
+    data = plan_json("--preset tiny --world-size 2 --device b200", capsys)
+    assert data["device"] == "b200"
+    assert set(data["bound_s"]) == {"arithmetic", "memory", "links", "host"}
 
 
 @pytest.mark.parametrize(
