@@ -407,12 +407,6 @@ def looked_at_in_between(model: nn.Module, x: Tensor) -> Tensor:
     return logits
 
 
-def with_others(model: nn.Module, x: Tensor) -> Tensor:
-    swapped = {name: 1.5 * param for name, param in model.named_parameters()}
-    found: Tensor = torch.func.functional_call(model, swapped, x)
-    return found
-
-
 JUDGED: dict[str, tuple[Loop, str]] = {
     "a read": (loop_with(reads), "host-read"),
     "a validation": (

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import batch_norm, cross_entropy
 
-from loops import Loop, batches, loop_with, with_others
+from loops import Loop, batches
+from parts_helpers import iterates
 
 
 class KeepingNet(nn.Module):
@@ -154,24 +155,6 @@ def looks_at_gradients_of_before(model: Any, optimizer: torch.optim.Optimizer) -
     return []
 
 
-def iterates(model: Any, optimizer: torch.optim.Optimizer, x: Tensor, y: Tensor) -> Tensor:
-    optimizer.zero_grad()
-    loss = cross_entropy(model(x), y)
-    loss.backward()
-    optimizer.step()
-    return loss
-
-
-def loads_other_tensors(model: Any, optimizer: torch.optim.Optimizer) -> list[Any]:
-    states = copy.deepcopy(model.state_dict())
-    losses = []
-    for index, x, y in batches(9):
-        if index == 5:
-            model.load_state_dict(states, assign=True)
-        losses.append(iterates(model, optimizer, x, y))
-    return losses
-
-
 def wants_gradients_of_inputs(model: Any, optimizer: torch.optim.Optimizer) -> list[Any]:
     found: list[Any] = []
     for _, x, y in batches(9):
@@ -215,12 +198,14 @@ def trains_the_head(model: Any, optimizer: torch.optim.Optimizer) -> list[Any]:
 
 
 def scales(model: Any, optimizer: torch.optim.Optimizer) -> list[Any]:
-    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=3)
     losses: list[Any] = []
     for index, x, y in batches(9):
         optimizer.zero_grad()
         loss = cross_entropy(model(x * (float("inf") if index == 4 else 1)), y)
         scaler.scale(loss).backward()
+        scaler.unscale_(optimizer)
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         scaler.step(optimizer)
         scaler.update()
         losses += [loss.isfinite(), scaler.get_scale()]
@@ -276,11 +261,9 @@ _KEEPS: dict[str, Loop] = {
     "a weight of before, written": looks_at_weights_of_before(lambda w: w.clamp_(-1, 1)),
     "a weight of before, read": looks_at_weights_of_before(torch.sum),
     "a gradient of before": looks_at_gradients_of_before,
-    "load_state_dict(assign=True)": loads_other_tensors,
     "gradients of inputs": wants_gradients_of_inputs,
     "a loss that a module keeps": keeps_a_loss,
     "new shapes": has_new_shapes,
-    "a scaler": scales,
     "the next batch between": fetches_between,
     "another optimizer": is_stepped_by_another,
 }
@@ -291,6 +274,4 @@ KEEPING["gradients of the body"] = (
     trains_the_head,
     {"make": make_keeping_net, "optim": of_the_head},
 )
-OTHERS: dict[str, tuple[Loop, dict[str, Any]]] = {
-    "functional_call": (loop_with(call=with_others), {}),
-}
+KEEPING["a scaler"] = (scales, {})

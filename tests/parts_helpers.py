@@ -1,6 +1,6 @@
 """Loops with `capture_in_place` and without it, bit for bit. Every part is kept, pays it or not."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -10,7 +10,7 @@ from torch.nn.functional import cross_entropy
 import graphfsdp
 from graphfsdp.in_place.parts import Parts
 
-Loop = Callable[[Any, Any], Any]
+Loop = Callable[[Any, Any], Iterable[Any]]
 
 
 class Net(nn.Module):
@@ -39,50 +39,66 @@ def make_adam(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), lr=1e-2)
 
 
-def batches(count: int = 12, size: int = 8) -> Iterator[tuple[int, Tensor, Tensor]]:
+def batches(count: int = 12, device: str = "cpu") -> Iterator[tuple[int, Tensor, Tensor]]:
     for index in range(count):
-        yield index, torch.randn(size, 6), torch.randint(4, (size,))
+        yield index, torch.randn(8, 6).to(device), torch.randint(4, (8,)).to(device)
 
 
-def state_of(models: list[nn.Module], optimizer: torch.optim.Optimizer) -> list[Any]:
-    found: list[Any] = []
+def iterates(model: Any, optimizer: torch.optim.Optimizer, x: Tensor, y: Tensor) -> Tensor:
+    optimizer.zero_grad()
+    output = model(x)
+    logits = output if isinstance(output, Tensor) else output[0]
+    loss = cross_entropy(logits, y)
+    loss.backward()
+    optimizer.step()
+    return loss
+
+
+def trains(model: Any, optimizer: torch.optim.Optimizer, count: int = 12) -> Iterator[Any]:
+    for _, x, y in batches(count):
+        yield iterates(model, optimizer, x, y)
+
+
+def listed(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else [value]
+
+
+def state_of(models: list[nn.Module], optimizers: list[torch.optim.Optimizer]) -> list[Any]:
+    """Return weights, gradients, the optimizers' state, and where the generators are."""
+    found: list[Any] = [("generator", torch.get_rng_state())]
+    if torch.cuda.is_available():
+        found.append(("generator of the GPU", torch.cuda.get_rng_state()))
     for model in models:
         found += [(name, t.clone()) for name, t in model.state_dict().items()]
         found += [(f"{name}.grad", p.grad) for name, p in model.named_parameters()]
-    for key, entries in optimizer.state_dict()["state"].items():
-        found += [(f"{key}.{name}", value) for name, value in entries.items()]
-    return [*found, ("generator", torch.get_rng_state())]
+    for optimizer in optimizers:
+        for key, entries in optimizer.state_dict()["state"].items():
+            found += [(f"{key}.{name}", value) for name, value in entries.items()]
+    return found
 
 
 def run(
     loop: Loop, captured: bool, make: Any = make_net, optim: Any = make_adam, **options: Any
-) -> tuple[list[float], list[Any], Parts | None]:
-    made = make()
-    models = made if isinstance(made, list) else [made]
-    optimizer = optim(nn.ModuleList(models))
+) -> tuple[list[Any], Parts | None]:
+    """Return what a loop gives and leaves, and its parts."""
+    models = make()
+    optimizers = optim(models)
     torch.manual_seed(7)
     parts = None
     if captured:
-        parts = graphfsdp.capture_in_place(models, optimizer, **{"keep": "all", **options})
-    losses = [number(loss) for loss in loop(made, optimizer)]
-    return losses, state_of(models, optimizer), parts
-
-
-def number(loss: Any) -> float:
-    return float(loss.detach() if isinstance(loss, Tensor) else loss)
+        parts = graphfsdp.capture_in_place(models, optimizers, **{"keep": "all", **options})
+    given = [("given", torch.as_tensor(each).detach().clone()) for each in loop(models, optimizers)]
+    return given + state_of(listed(models), listed(optimizers)), parts
 
 
 def check(loop: Loop, make: Any = make_net, optim: Any = make_adam, **options: Any) -> Parts:
     """Compare both ways bit for bit; return the parts."""
-    losses, state, _ = run(loop, False, make, optim)
-    found_losses, found, parts = run(loop, True, make, optim, **options)
-    assert found_losses == losses
-    assert [name for name, _ in found] == [name for name, _ in state]
-    for (name, one), (_, other) in zip(state, found, strict=True):
-        if isinstance(one, Tensor):
-            assert torch.equal(one, other), name
-        else:
-            assert one == other, name
+    expected, _ = run(loop, False, make, optim)
+    found, parts = run(loop, True, make, optim, **options)
+    assert [name for name, _ in found] == [name for name, _ in expected]
+    for (name, one), (_, other) in zip(expected, found, strict=True):
+        same = torch.equal(one, other) if isinstance(one, Tensor) else one == other
+        assert same, (name, one, other)
     assert parts is not None
     return parts
 
@@ -93,14 +109,3 @@ def states(parts: Parts) -> dict[str, str]:
 
 def replays(parts: Parts) -> int:
     return sum(part.num_replays for part in parts.report().parts)
-
-
-def trains(model: Any, optimizer: torch.optim.Optimizer) -> Iterator[Any]:
-    for _, x, y in batches():
-        optimizer.zero_grad()
-        output = model(x)
-        logits = output if isinstance(output, Tensor) else output[0]
-        loss = cross_entropy(logits, y)
-        loss.backward()
-        optimizer.step()
-        yield loss

@@ -28,10 +28,10 @@ class Net(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.first, self.second = nn.Linear(8, 5), nn.Linear(5, 8)
-        self.head = nn.Linear(8, 3)
+        self.drop, self.head = nn.Dropout(0.1), nn.Linear(8, 3)
 
     def hidden(self, x: Tensor) -> Tensor:
-        out: Tensor = x + self.second(torch.tanh(self.first(x)))
+        out: Tensor = x + self.drop(self.second(torch.tanh(self.first(x))))
         return out
 
     def forward(self, x: Tensor) -> Tensor:
@@ -55,6 +55,7 @@ def sharded(**options: Any) -> Any:
 
 
 def make_adam(model: nn.Module) -> torch.optim.Optimizer:
+    # What a GPU's is turned into; one made otherwise rounds otherwise.
     options: dict[str, Any] = {"lr": 1e-2, "foreach": False}
     if rank_device().type == "cuda":
         options = {"lr": torch.tensor(1e-2, device=rank_device()), "fused": True}
@@ -115,6 +116,18 @@ def keeps_norms(model: Any, optimizer: torch.optim.Optimizer) -> Iterator[Any]:
         optimizer.step()
         assert total.device == rank_device()
         yield from (norm.full_tensor() for norm in (total, largest, *each))
+
+
+@loop
+def follows_a_schedule(model: Any, optimizer: torch.optim.Optimizer) -> Iterator[Any]:
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+    for x, y in batches():
+        loss = loss_of(model(x), y)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        scheduler.step()
+        yield loss.item()
 
 
 @loop
@@ -205,6 +218,7 @@ def trained(name: str, *, captured: bool, **options: Any) -> list[Any]:
     torch.manual_seed(1 + torch.distributed.get_rank())
     results = list(LOOPS[name](model, optimizer))
     if found is not None:
+        assert found.phase is graphfsdp.Phase.EAGER
         assert "its weights are sharded" in str(found.report())
         found.close()
     params: list[Any] = list(model.parameters())

@@ -4,8 +4,9 @@ Every part is kept here, whether or not it pays.
 """
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import pytest
@@ -15,16 +16,16 @@ from torch.nn.functional import cross_entropy, mse_loss
 from torch.utils.checkpoint import checkpoint
 
 import graphfsdp
+import loops
 from parts_helpers import (
     Loop,
     Net,
     batches,
     check,
+    iterates,
     make_adam,
     make_net,
-    number,
     replays,
-    run,
     states,
     trains,
 )
@@ -51,16 +52,6 @@ def looks_at_everything(model: Net, optimizer: torch.optim.Optimizer) -> Iterato
             model.train()
 
 
-def accumulates(model: Net, optimizer: torch.optim.Optimizer) -> Iterator[Any]:
-    for index, x, y in batches(24):
-        loss = cross_entropy(model(x), y) / 4
-        loss.backward()
-        if index % 4 == 3:
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=index % 8 == 3)
-        yield loss
-
-
 def calls_twice(model: Net, optimizer: torch.optim.Optimizer) -> Iterator[Any]:
     """Weights that both calls and the loop use twice: last bits depend on the order of sums."""
     for _, x, y in batches():
@@ -75,7 +66,7 @@ def calls_twice(model: Net, optimizer: torch.optim.Optimizer) -> Iterator[Any]:
 
 def goes_backward_twice(model: Net, optimizer: torch.optim.Optimizer) -> Iterator[Any]:
     for index, x, y in batches():
-        optimizer.zero_grad()
+        optimizer.zero_grad(set_to_none=index % 4 < 2)
         logits = model(x)
         cross_entropy(logits, y).backward(retain_graph=True)
         (logits.pow(2).mean() * 0.1).backward(retain_graph=index % 2 == 0)
@@ -90,7 +81,7 @@ def goes_backward_in_another_order(model: Net, optimizer: torch.optim.Optimizer)
         for loss in (losses[1], losses[0], losses[2]):
             loss.backward()
         optimizer.step()
-        yield sum(map(number, losses))
+        yield torch.stack(losses)
 
 
 def penalizes_gradients(model: Net, optimizer: torch.optim.Optimizer) -> Iterator[Any]:
@@ -112,11 +103,7 @@ def attacks_its_input(model: Net, optimizer: torch.optim.Optimizer) -> Iterator[
         x.requires_grad_()
         (grad,) = torch.autograd.grad(cross_entropy(model(x), y), x)
         x = (x + 0.1 * grad.sign()).detach()
-        optimizer.zero_grad()
-        loss = cross_entropy(model(x), y)
-        loss.backward()
-        optimizer.step()
-        yield loss
+        yield iterates(model, optimizer, x, y)
 
 
 def sharpens(model: Net, optimizer: torch.optim.Optimizer) -> Iterator[Any]:
@@ -138,117 +125,6 @@ def sharpens(model: Net, optimizer: torch.optim.Optimizer) -> Iterator[Any]:
         yield loss
 
 
-def casts(model: Net, optimizer: torch.optim.Optimizer) -> Iterator[Any]:
-    for _, x, y in batches():
-        optimizer.zero_grad()
-        with torch.autocast("cpu", torch.bfloat16):
-            loss = cross_entropy(model(x), y)
-        loss.backward()
-        optimizer.step()
-        yield loss
-
-
-def casts_twice(model: Net, optimizer: torch.optim.Optimizer) -> Iterator[Any]:
-    """In one autocast, which adds gradients up in bfloat16."""
-    for _, x, y in batches():
-        optimizer.zero_grad()
-        with torch.autocast("cpu", torch.bfloat16):
-            loss = cross_entropy(model(x), y) + cross_entropy(model(-x), y)
-        loss.backward()
-        optimizer.step()
-        yield loss
-
-
-def scales(model: Net, optimizer: torch.optim.Optimizer) -> Iterator[Any]:
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**14, growth_interval=3)
-    for index, x, y in batches():
-        optimizer.zero_grad()
-        loss = cross_entropy(model(x), y) * (float("inf") if index == 5 else 1)
-        scaler.scale(loss).backward()
-        scaler.unscale_(optimizer)
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        scaler.step(optimizer)
-        scaler.update()
-        yield scaler.get_scale()
-
-
-def freezes(model: Net, optimizer: torch.optim.Optimizer) -> Iterator[Any]:
-    for index, x, y in batches(24):
-        model.embed.weight.requires_grad_(index // 6 % 2 == 0)
-        optimizer.zero_grad()
-        loss = cross_entropy(model(x), y)
-        loss.backward()
-        optimizer.step()
-        yield loss
-
-
-def anneals(model: Net, optimizer: torch.optim.Optimizer) -> Iterator[Any]:
-    for index, x, y in batches(24):
-        model.scale = 1.0 if index < 8 else 0.5
-        optimizer.zero_grad()
-        loss = cross_entropy(model(x), y)
-        loss.backward()
-        optimizer.step()
-        yield loss
-
-
-def anneals_all_the_time(model: Net, optimizer: torch.optim.Optimizer) -> Iterator[Any]:
-    for index, x, y in batches(30):
-        model.scale = 1 / (1 + index)
-        optimizer.zero_grad()
-        loss = cross_entropy(model(x), y)
-        loss.backward()
-        optimizer.step()
-        yield loss
-
-
-def loads(model: Net, optimizer: torch.optim.Optimizer) -> Iterator[Any]:
-    kept = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
-    for index, x, y in batches(16):
-        if index == 8:
-            model.load_state_dict(kept[0])
-            optimizer.load_state_dict(kept[1])
-        if index == 12:
-            model.head.weight.data = torch.ones(4, 16)
-        optimizer.zero_grad()
-        loss = cross_entropy(model(x), y)
-        loss.backward()
-        optimizer.step()
-        yield loss
-
-
-def replaces_a_layer(model: Net, optimizer: torch.optim.Optimizer) -> Iterator[Any]:
-    for index, x, y in batches(16):
-        if index == 8:
-            model.head = nn.Linear(16, 4)
-            optimizer.add_param_group({"params": model.head.parameters()})
-        optimizer.zero_grad()
-        loss = cross_entropy(model(x), y)
-        loss.backward()
-        optimizer.step()
-        yield loss
-
-
-def trains_in_eval_mode(model: Net, optimizer: torch.optim.Optimizer) -> Iterator[Any]:
-    for index, x, y in batches(16):
-        model.train(index % 8 < 4)
-        optimizer.zero_grad()
-        loss = cross_entropy(model(x), y)
-        loss.backward()
-        optimizer.step()
-        yield loss
-
-
-def has_other_shapes(model: Net, optimizer: torch.optim.Optimizer) -> Iterator[Any]:
-    for index in range(24):
-        size = 8 if index % 4 else 5
-        optimizer.zero_grad()
-        loss = cross_entropy(model(torch.randn(size, 6)), torch.arange(size) % 4)
-        loss.backward()
-        optimizer.step()
-        yield loss
-
-
 def writes_into_results(model: Net, optimizer: torch.optim.Optimizer) -> Iterator[Any]:
     for _, x, y in batches():
         optimizer.zero_grad()
@@ -258,19 +134,6 @@ def writes_into_results(model: Net, optimizer: torch.optim.Optimizer) -> Iterato
         loss = cross_entropy(logits.exp_(), y)
         loss.backward()
         optimizer.step()
-        yield loss
-
-
-def averages(model: Net, optimizer: torch.optim.Optimizer) -> Iterator[Any]:
-    average = copy.deepcopy(model)
-    for _, x, y in batches():
-        optimizer.zero_grad()
-        loss = mse_loss(model(x), average(x).detach()) + cross_entropy(model(x), y)
-        loss.backward()
-        optimizer.step()
-        with torch.no_grad():
-            for mean, param in zip(average.parameters(), model.parameters(), strict=True):
-                mean.lerp_(param, 0.1)
         yield loss
 
 
@@ -286,18 +149,6 @@ def steps_in_hooks(model: Net, optimizer: torch.optim.Optimizer) -> Iterator[Any
         loss = cross_entropy(model(x), y)
         loss.backward()
         yield loss
-
-
-def steps_with_a_closure(model: Net, optimizer: torch.optim.Optimizer) -> Iterator[Any]:
-    for _, x, y in batches():
-
-        def closure(x: Tensor = x, y: Tensor = y) -> Tensor:
-            optimizer.zero_grad()
-            loss = cross_entropy(model(x), y)
-            loss.backward()
-            return loss
-
-        yield optimizer.step(closure)  # type: ignore[arg-type]
 
 
 def recomputes(model: Net, optimizer: torch.optim.Optimizer) -> Iterator[Any]:
@@ -339,54 +190,88 @@ def leaves_calls_alone(model: Net, optimizer: torch.optim.Optimizer) -> Iterator
         yield model(x).mean()
         if index % 6 == 0:
             kept.append(model(x))
-        optimizer.zero_grad()
-        loss = cross_entropy(model(x), y)
-        loss.backward()
-        optimizer.step()
-        yield loss
+        yield iterates(model, optimizer, x, y)
     for logits in kept:
         yield logits.sum()
 
 
-def fails_now_and_then(model: Net, optimizer: torch.optim.Optimizer) -> Iterator[Any]:
-    for index, x, y in batches(16):
-        if index % 5 == 1:
-            with suppress(RuntimeError):
-                model(x[:, :3])
-        optimizer.zero_grad()
-        loss = cross_entropy(model(x), y)
-        loss.backward()
-        optimizer.step()
-        yield loss
+def anneals(model: Net, optimizer: torch.optim.Optimizer, index: int) -> None:
+    model.scale = 1.0 if index < 8 else 0.5
 
 
-LOOPS = [
-    *(looks_at_everything, accumulates, calls_twice, goes_backward_twice),
-    *(goes_backward_in_another_order, penalizes_gradients, attacks_its_input, sharpens, casts),
-    *(casts_twice, scales, freezes, anneals, anneals_all_the_time, loads, replaces_a_layer),
-    *(trains_in_eval_mode, has_other_shapes, writes_into_results, averages, steps_in_hooks),
-    *(steps_with_a_closure, recomputes, transforms, leaves_calls_alone, fails_now_and_then),
-]
+def anneals_all_the_time(model: Net, optimizer: torch.optim.Optimizer, index: int) -> None:
+    model.scale = 1 / (1 + index)
 
 
-@pytest.mark.parametrize("loop", LOOPS, ids=lambda loop: loop.__name__)
-def test_a_loop_trains_as_without_it(loop: Loop) -> None:
-    check(loop)
+def freezes(model: Net, optimizer: torch.optim.Optimizer, index: int) -> None:
+    model.embed.weight.requires_grad_(index // 6 % 2 == 0)
 
 
-REPLAYED = [
-    *(looks_at_everything, accumulates, calls_twice, goes_backward_twice),
-    *(goes_backward_in_another_order, penalizes_gradients, sharpens, casts, scales),
-    *(freezes, anneals, loads, has_other_shapes, writes_into_results, steps_with_a_closure),
-]
+def loads(model: Any, optimizer: torch.optim.Optimizer, index: int) -> None:
+    if index == 2:
+        model.kept = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+    if index == 8:
+        model.load_state_dict(model.kept[0])
+        optimizer.load_state_dict(model.kept[1])
+    if index == 12:
+        model.head.weight.data = torch.ones(4, 16)
+    if index == 18:
+        model.load_state_dict(model.kept[0], assign=True)
 
 
-@pytest.mark.parametrize("loop", REPLAYED, ids=lambda loop: loop.__name__)
-def test_calls_are_replayed(loop: Loop) -> None:
-    _, _, parts = run(loop, True)
-    assert parts is not None
-    assert replays(parts) >= 4
-    assert states(parts)["model"] == "captured"
+def replaces_a_layer(model: Net, optimizer: torch.optim.Optimizer, index: int) -> None:
+    if index == 8:
+        model.head = nn.Linear(16, 4)
+        optimizer.add_param_group({"params": model.head.parameters()})
+
+
+def trains_in_eval_mode(model: Net, optimizer: torch.optim.Optimizer, index: int) -> None:
+    model.train(index % 8 < 4)
+
+
+def fails_now_and_then(model: Net, optimizer: torch.optim.Optimizer, index: int) -> None:
+    if index % 5 == 1:
+        with suppress(RuntimeError):
+            model(torch.ones(8, 3))
+
+
+def before_each(change: Callable[[Any, torch.optim.Optimizer, int], None]) -> Loop:
+    def loop(model: Net, optimizer: torch.optim.Optimizer) -> Iterator[Any]:
+        for index, x, y in batches(30):
+            change(model, optimizer, index)
+            yield iterates(model, optimizer, x, y)
+
+    return loop
+
+
+REPLAYED: dict[str, Loop] = {
+    loop.__name__: loop
+    for loop in (
+        *(looks_at_everything, calls_twice, goes_backward_twice, goes_backward_in_another_order),
+        *(penalizes_gradients, sharpens, writes_into_results),
+    )
+} | {change.__name__: before_each(change) for change in (anneals, freezes, loads)}
+LOOPS = {
+    **REPLAYED,
+    **{
+        loop.__name__: loop
+        for loop in (attacks_its_input, steps_in_hooks, recomputes, transforms, leaves_calls_alone)
+    },
+    **{
+        change.__name__: before_each(change)
+        for change in (
+            *(anneals_all_the_time, replaces_a_layer, trains_in_eval_mode, fails_now_and_then),
+        )
+    },
+}
+
+
+@pytest.mark.parametrize("name", LOOPS)
+def test_a_loop_trains_as_without_it(name: str) -> None:
+    parts = check(LOOPS[name])
+    if name in REPLAYED:
+        assert replays(parts) >= 4
+        assert states(parts)["model"] == "captured"
 
 
 def test_a_cell_that_is_run_again_takes_the_place_of_the_one_before() -> None:
@@ -440,11 +325,7 @@ def test_ctrl_c_in_a_call_leaves_everything_as_it_was(call: int) -> None:
             after = list(model.parameters())
             assert all(torch.equal(one, two) for one, two in zip(weights, after, strict=True))
             assert vars(model)["scale"] == 1.0
-        optimizer.zero_grad()
-        loss = cross_entropy(model(x), y)
-        loss.backward()
-        optimizer.step()
-        assert loss.isfinite()
+        assert iterates(model, optimizer, x, y).isfinite()
     parts.close()
 
 
@@ -452,33 +333,14 @@ def test_other_kinds_of_calls_run_as_written_where_memory_is_short(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("graphfsdp.in_place.module_part.room_on", lambda device: 4096)
-    parts = check(has_other_shapes)
+    parts = check(loops.has_other_shapes, make=loops.make_net)
     found = replays(parts)
     monkeypatch.undo()
-    assert 0 < found < replays(check(has_other_shapes))
-
-
-def test_arguments_are_refused_with_a_way_out() -> None:
-    model = make_net()
-    optimizer = make_adam(model)
-    with pytest.raises(graphfsdp.ConfigError, match="keep must be"):
-        graphfsdp.capture_in_place(model, optimizer, keep="some")
-    with pytest.raises(graphfsdp.ConfigError, match="Remedy"):
-        graphfsdp.capture_in_place(model, optimizer, warmup_steps=3)
-    with pytest.raises(graphfsdp.ConfigError, match=r"must be a torch\.optim\.Optimizer"):
-        graphfsdp.capture_in_place(model, 3)  # type: ignore[arg-type]
+    assert 0 < found < replays(check(loops.has_other_shapes, make=loops.make_net))
 
 
 def test_parts_that_do_not_pay_are_given_up_and_cost_nothing() -> None:
-    def trains_long(model: Any, optimizer: torch.optim.Optimizer) -> Iterator[Any]:
-        for _, x, y in batches(60):
-            optimizer.zero_grad()
-            loss = cross_entropy(model(x), y)
-            loss.backward()
-            optimizer.step()
-            yield loss
-
-    parts = check(trains_long, keep="pays")
+    parts = check(partial(trains, count=60), keep="pays")
     assert parts.phase in (graphfsdp.Phase.REPLAY, graphfsdp.Phase.EAGER)
     (line,) = (part for part in parts.report().parts if part.name == "model")
     assert line.state in ("captured", "as written")

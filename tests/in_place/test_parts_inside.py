@@ -8,7 +8,17 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from parts_helpers import Net, batches, check, make_net, replays, states, trains
+from parts_helpers import (
+    Net,
+    batches,
+    check,
+    iterates,
+    make_adam,
+    make_net,
+    replays,
+    states,
+    trains,
+)
 
 
 class Around(nn.Module):
@@ -180,7 +190,7 @@ def test_several_models_and_gradients_between_them() -> None:
                 optimizer.step()
             yield loss
 
-    parts = check(loop, make)
+    parts = check(loop, make, lambda models: make_adam(nn.ModuleList(models)))
     assert set(states(parts).values()) == {"captured", "an operator for each group"}
 
 
@@ -225,11 +235,7 @@ def test_a_method_of_the_loop_has_the_modules_in_it_captured() -> None:
 
     def loop(model: Any, optimizer: torch.optim.Optimizer) -> Iterator[Any]:
         for _, x, y in batches():
-            optimizer.zero_grad()
-            loss = cross_entropy(model.act(x), y)
-            loss.backward()
-            optimizer.step()
-            yield loss
+            yield iterates(model.act, optimizer, x, y)
 
     parts = check(loop, Agent)
     assert states(parts)["model.net"] == "captured"

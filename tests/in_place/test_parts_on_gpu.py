@@ -1,6 +1,7 @@
 """Parts on a GPU: forward and backward passes as graphs, bit for bit as without them."""
 
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -9,30 +10,16 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 import graphfsdp
-from graphfsdp.in_place.parts import Parts
+from parts_helpers import Net, check, make_net, run
+from parts_helpers import batches as batches_on
 
 pytestmark = pytest.mark.gpu
 
-
-class Net(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Linear(6, 16, bias=False)
-        self.norm = nn.LayerNorm(16)
-        self.drop = nn.Dropout(0.1)
-        self.head = nn.Linear(16, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        hidden = self.drop(nn.functional.gelu(self.norm(self.embed(x))))
-        logits: Tensor = self.head(hidden)
-        return logits + torch.cat([hidden @ self.embed.weight[:, :2], hidden[:, :2]], dim=1)
+batches = partial(batches_on, device="cuda")
 
 
-def batches(count: int = 12) -> Iterator[tuple[int, Tensor, Tensor]]:
-    generator = torch.Generator().manual_seed(1)
-    for index in range(count):
-        x = torch.randn(8, 6, generator=generator)
-        yield index, x.cuda(), torch.randint(4, (8,), generator=generator).cuda()
+def on_gpu() -> Net:
+    return make_net().cuda()
 
 
 def plain(model: Net, optimizer: torch.optim.Optimizer) -> Iterator[Any]:
@@ -102,31 +89,12 @@ def reads(model: Net, optimizer: torch.optim.Optimizer) -> Iterator[Any]:
     parts.close()
 
 
-def run(loop: Any, captured: bool) -> tuple[list[float], list[Tensor], Parts | None]:
-    torch.manual_seed(0)
-    model = Net().cuda()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    torch.manual_seed(7)
-    parts = graphfsdp.capture_in_place(model, optimizer, keep="all") if captured else None
-    losses = [float(loss) for loss in loop(model, optimizer)]
-    state = [t.clone() for t in model.state_dict().values()]
-    state += [p.grad.clone() for p in model.parameters() if p.grad is not None]
-    state += [t for entries in optimizer.state.values() for t in entries.values()]
-    return losses, [*state, torch.cuda.get_rng_state()], parts
-
-
 @pytest.mark.parametrize("loop", [plain, two_calls, other_gradients, casts])
 def test_a_loop_trains_as_without_it(loop: Any) -> None:
-    losses, state, _ = run(loop, False)
-    found_losses, found, parts = run(loop, True)
-    assert losses == found_losses
-    assert all(torch.equal(one, other) for one, other in zip(state, found, strict=True))
-    assert parts is not None
-    assert parts.report().parts[0].num_replays >= 8
-    parts.close()
+    with check(loop, on_gpu) as parts:
+        assert parts.report().parts[0].num_replays >= 8
 
 
 def test_what_a_part_cannot_hold_leaves_the_loop_and_later_parts_as_they_are() -> None:
-    run(reads, False)
-    losses, _, _ = run(plain, False)
-    assert run(plain, True)[0] == losses
+    run(reads, False, on_gpu)
+    check(plain, on_gpu).close()
