@@ -10,6 +10,7 @@ from torch.distributed.tensor import Shard
 
 from graphfsdp.config import MixedPrecisionPolicy
 from graphfsdp.errors import ConfigError, PrecisionError
+from graphfsdp.sharding.mesh import UnitMesh, find_axes
 
 
 class AlreadyShardedError(ConfigError, AssertionError):
@@ -20,6 +21,10 @@ class NoValuesError(ConfigError, RuntimeError):
     """Parameters are on the meta device; torch's is a RuntimeError."""
 
 
+class ReplacedError(ConfigError, RuntimeError):
+    """A module holds something else than its sharded parameter."""
+
+
 class UnevenError(ConfigError, NotImplementedError):
     """A dimension does not divide into as many parts as there are ranks, as torch's says it."""
 
@@ -28,15 +33,15 @@ class PlacementError(ConfigError, AssertionError):
     """A parameter has no such dimension; torch's is an AssertionError."""
 
 
-def parse_reshard(given: bool | int | None, num_ranks: int) -> tuple[bool | None, int]:
+def parse_reshard(given: bool | int | None, num_ranks: int) -> tuple[bool | None, int | None]:
     """Return whether whole weights are dropped after forward, and how many ranks keep them then.
 
-    That is all ranks of the unit, or as many as were asked for. ConfigError: these do not divide.
+    None is no number of its own. ConfigError: the ranks do not divide by it.
     """
     if given is None or isinstance(given, bool):
-        return given, num_ranks
+        return given, None
     if isinstance(given, int) and given > 0 and num_ranks % given == 0:
-        return given > 1 or num_ranks == 1, given if given > 1 else num_ranks
+        return given > 1 or num_ranks == 1, given if 1 < given < num_ranks else None
     raise ConfigError(
         f"reshard_after_forward must be True, False, None, or a number that divides the {num_ranks}"
         f" ranks that the unit is cut over, got {given!r}. Remedy: True, which needs least memory, "
@@ -71,23 +76,50 @@ def refuse_packing(offload: CPUOffloadPolicy | None, model_parallel: Iterable[st
         )
 
 
-def cut_dim(name: str, param: nn.Parameter, place: Callable[[nn.Parameter], Any] | None) -> int:
-    """Return the dimension that a ``shard_placement_fn`` wants cut; ConfigError if it asks more."""
+def find_place(
+    name: str, param: nn.Parameter, place: Callable[[nn.Parameter], Any] | None, unit: UnitMesh
+) -> tuple[int, UnitMesh]:
+    """Return the dimension that a ``shard_placement_fn`` wants cut, and over which ranks.
+
+    ConfigError: it asks for more than that.
+    """
     wanted = None if place is None else place(param)
+    over = unit
+    # torch's ShardPlacementResult, which torch 2.11 does not have.
+    if wanted is not None and hasattr(wanted, "mesh_info"):
+        over = _mesh_of(name, wanted.mesh_info, unit)
+        wanted = wanted.placement
     if wanted is None:
-        return 0
+        return 0, over
     if type(wanted) is not Shard:
         raise ConfigError(
-            f"shard_placement_fn wants {wanted!r} for {name!r}; it may say None or Shard(dim), all "
-            "over the same ranks. Remedy: for parameters on other ranks a fully_shard of their "
-            "module with another mesh"
+            f"shard_placement_fn wants {wanted!r} for {name!r}; it may say None, Shard(dim), or "
+            "torch's ShardPlacementResult of these and a mesh. Remedy: None, which is Shard(0)"
         )
     if wanted.dim and not -param.dim() <= wanted.dim < param.dim():
         raise PlacementError(
             f"shard_placement_fn wants {wanted!r} for {name!r} of shape {tuple(param.shape)}, "
             f"which has {param.dim()} dimensions"
         )
-    return wanted.dim % max(param.dim(), 1)
+    return wanted.dim % max(param.dim(), 1), over
+
+
+def _mesh_of(name: str, info: Any, unit: UnitMesh) -> UnitMesh:
+    if info.mesh == unit.mesh:
+        return unit
+    sharded, repeated = (getattr(info, f"{kind}_mesh_dim", None) for kind in ("shard", "replicate"))
+    if unit.cuts_outside or unit.experts is not None or (repeated, sharded) not in _AXES:
+        raise ConfigError(
+            f"shard_placement_fn wants {name!r} on {info!r}: a parameter may have a mesh of its "
+            "own that is cut over the last axis and repeated on the one before, if any; neither "
+            "beside outer_strategy='optim' nor expert_axis. Remedy: such a mesh, or a fully_shard "
+            "with that mesh for the module that holds the parameter"
+        )
+    return find_axes(info.mesh)
+
+
+# Of a mesh of its own: which one is repeated on, and which one is cut over.
+_AXES = ((None, 0), (0, 1))
 
 
 def check_precision(

@@ -51,7 +51,8 @@ class Extension:
                 f"{name!r} is a {kind}, with fsdp_pre_all_gather, and fully_shard takes only those "
                 f"that wrap one tensor of their own shape, with values; this one wraps {parts} on "
                 f"{whole.device}. Remedy: main weights in the wrapper, which quantises them when "
-                "they are gathered; and no meta device"
+                "they are gathered, and no meta device; or ignored_params={param}, so that each "
+                "rank holds all of it"
             )
         if mesh.ndim > 1 and mesh.mesh_dim_names is None:
             raise ConfigError(
@@ -107,6 +108,18 @@ def parts_of(wrapper: Any) -> Sequence[str]:
     names, _ = wrapper.__tensor_flatten__()
     found: Sequence[str] = names
     return found
+
+
+def refuse_wrapper(name: str, param: nn.Parameter) -> None:
+    """Refuse a wrapper that does not say what is gathered of it: its kind would be lost."""
+    held = local_part(param)
+    if is_traceable_wrapper_subclass(held) and not is_extended(param):
+        raise ConfigError(
+            f"{name!r} is a {type(held).__name__}, which wraps {list(parts_of(held))} and does not "
+            "say what ranks would gather of it: plain rows of its values would take its place. "
+            "Remedy: ignored_params={param}, so that each rank holds all of it; or a wrapper of "
+            f"one tensor with {EXTENSION} and fsdp_post_all_gather"
+        )
 
 
 def forget_values(param: Tensor) -> None:

@@ -82,6 +82,7 @@ def fully_shard(
             gathered, a part on each, and backward gathers from them; 1 is False.
         shard_placement_fn: May say ``Shard(dim)`` of a parameter, for which it has a buffer of its
             own, whose ranks hold as much; None is whole rows, as many as happen to fall on each.
+            torch's ``ShardPlacementResult`` of either says over which mesh.
         offload_policy: torch's ``CPUOffloadPolicy`` keeps main weights, main grads and so optimizer
             state in the CPU's memory; not in a graph.
         ignored_params: Are not sharded, and nobody reduces their gradients.

@@ -24,9 +24,15 @@ from graphfsdp.base.dtensors import local_part, unwrapped
 from graphfsdp.base.torch_internals import key_of, local_tensor_of, parameters_of
 from graphfsdp.config import MixedPrecisionPolicy, ShardingStrategy
 from graphfsdp.errors import ConfigError
-from graphfsdp.sharding.arguments import NoValuesError, cut_dim, refuse_packing
+from graphfsdp.sharding.arguments import NoValuesError, ReplacedError, find_place, refuse_packing
 from graphfsdp.sharding.buffer import ShardBuffer, version_of
-from graphfsdp.sharding.extension import Extension, forget_values, is_extended, parts_of
+from graphfsdp.sharding.extension import (
+    Extension,
+    forget_values,
+    is_extended,
+    parts_of,
+    refuse_wrapper,
+)
 from graphfsdp.sharding.gradient_hooks import (
     call_when_bound,
     change,
@@ -111,7 +117,7 @@ class UnitOptions:
     strategy: ShardingStrategy
     policy: MixedPrecisionPolicy
     reshard_after_forward: bool | None
-    num_few: int  # of the inner ranks, among which whole weights are kept after forward
+    num_few: int | None  # of the inner ranks that keep whole weights after forward, if not all
     overlap: bool
     reduction: str = "mean"
     offload: CPUOffloadPolicy | None = None
@@ -152,33 +158,37 @@ class ShardGroup:
         self.managed = []
         self.buffers = []
         found = _free_parameters(modules, options.ignored)
+        for name, (param, _) in found.items():
+            refuse_wrapper(name, param)
+        places = {
+            name: find_place(name, param, options.place, options.mesh)
+            for name, (param, _) in found.items()
+        }
         axes = {
             name: find_model_axes(name, param, options.mesh.experts)
             for name, (param, _) in found.items()
         }
         self.axes = {name: held for name, held in axes.items() if held is not None}
         self.meshes = {
-            name: join_meshes(options.mesh.mesh, held.mesh, name)
+            name: join_meshes(places[name][1].mesh, held.mesh, name)
             for name, held in self.axes.items()
         }
         linear = linear_weights(inner for module in modules for inner in module.modules())
         kinds = {
-            name: ParameterKind.of(
-                param, linear, str(param.device), cut_dim(name, param, options.place)
-            )
+            name: ParameterKind.of(param, linear, str(param.device), places[name][0])
             for name, (param, _) in found.items()
         }
         self._refuse_cuts(kinds)
         if options.policy.gather_format is not None:
             refuse_packing(options.offload, self.axes)
-        plans = plan_buffers(
-            kinds,
-            policy=options.policy,
-            strategy=options.strategy,
-            num_ranks=options.mesh.num_parts,
-        )
-        for plan in plans:
-            self._take(found, plan)
+        for mesh in dict.fromkeys((options.mesh, *(over for _, over in places.values()))):
+            for plan in plan_buffers(
+                {name: kind for name, kind in kinds.items() if places[name][1] == mesh},
+                policy=options.policy,
+                strategy=options.strategy,
+                num_ranks=mesh.num_parts,
+            ):
+                self._take(found, plan, mesh)
 
     def _refuse_cuts(self, kinds: Mapping[str, ParameterKind]) -> None:
         for name, kind in kinds.items():
@@ -188,20 +198,20 @@ class ShardGroup:
                     "with outer_strategy='optim' nor with fsdp_pre_all_gather. Remedy: None there"
                 )
 
-    def _take(self, found: "dict[str, _Found]", plan: BufferPlan) -> None:
+    def _take(self, found: "dict[str, _Found]", plan: BufferPlan, mesh: UnitMesh) -> None:
         whole = found[plan.names[0]].param
-        buffer = ShardBuffer(plan, self.options.mesh, whole.device, self.options.offload)
+        buffer = ShardBuffer(plan, mesh, whole.device, self.options.offload)
         self.buffers.append(buffer)
         if is_extended(whole):
             name, owner = plan.names[0], found[plan.names[0]].owners[0][0]
-            mesh, dtype = self.options.mesh.mesh, plan.dtypes.compute
+            dtype = plan.dtypes.compute
             if self.options.offload is not None or name in self.axes:
                 raise ConfigError(
                     f"{name!r} is a {type(whole).__name__}, with fsdp_pre_all_gather, which goes "
                     "neither with CPUOffloadPolicy nor with tensor or expert parallelism yet. "
                     "Remedy: a plain parameter there"
                 )
-            buffer.extension = Extension(name, whole, owner, mesh, dtype)
+            buffer.extension = Extension(name, whole, owner, mesh.mesh, dtype)
             buffer.policy = self.options.policy
         with torch.no_grad():
             for name, slot in zip(plan.names, plan.layout.slots, strict=True):
@@ -221,7 +231,7 @@ class ShardGroup:
 
     def _as_dtensor(self, local: Tensor, name: str, buffer: ShardBuffer, slot: Slot) -> DTensor:
         """Return this rank's rows of a parameter, or of its gradient, as what they are part of."""
-        mesh, places = self.options.mesh.mesh, buffer.placements(slot)
+        mesh, places = buffer.mesh.mesh, buffer.placements(slot)
         shape = slot.shape
         axes = self.axes.get(name)
         if axes is not None:
@@ -318,6 +328,19 @@ class ShardGroup:
             if not self._lies_here(item):
                 raise self._moved_away(item)
 
+    def check_in_place(self) -> None:
+        """Refuse what was put into the modules in the place of shards: nobody would use it."""
+        for item in self.managed:
+            for owner, name in item.owners:
+                if parameters_of(owner).get(name) is not item.param:
+                    raise ReplacedError(
+                        f"parameter {self.full_name(item)!r} has been replaced since fully_shard "
+                        "(module.weight = nn.Parameter(...), or torch.func.functional_call), and "
+                        "modules compute with what ranks have gathered of the sharded one. Remedy: "
+                        "write into it (with torch.no_grad(): module.weight.copy_(values)), after "
+                        "to_empty() if it is on the meta device; or replace it before fully_shard"
+                    )
+
     @property
     def awaits_values(self) -> bool:
         return any(item.awaited is not None for item in self.managed)
@@ -385,18 +408,18 @@ class ShardGroup:
         Ranks of model parallelism may hold parts of other lengths, at other places, in another
         order.
         """
-        is_cut_alike = group in self.options.mesh.groups
         options = self.options
         kind = f"{options.strategy.value}, reshard_after_forward={options.reshard_after_forward}"
         if options.mesh.outer is not None:
             kind += f", {options.mesh.num_outer} outer ranks"
             kind += " with a part of the optimizer each" if options.mesh.cuts_outside else ""
-        if options.num_few < options.mesh.inner.size():
+        if options.num_few is not None:
             kind += f", to {options.num_few} ranks"
         kind += "" if options.overlap else ", without overlap"
         lines = [f"unit {self.name!r} ({kind})"]
         for item in self.managed:
             dtypes = item.buffer.dtypes
+            is_cut_alike = group in item.buffer.mesh.groups
             lines.append(
                 self.full_name(item)
                 + (f" of shape {item.slot.shape} cut by {item.slot.dim}" if is_cut_alike else "")
@@ -408,12 +431,12 @@ class ShardGroup:
                 f"{_gathered_as(item.buffer.plan)}"
                 f"{'' if item.awaited is None else ', without values'}"
             )
-        return lines if is_cut_alike else sorted(lines)
+        return lines if group in options.mesh.groups else sorted(lines)
 
     @property
     def groups(self) -> tuple[dist.ProcessGroup, ...]:
         over_model = (group for axes in self.axes.values() for group in axes.all_groups)
-        return tuple(dict.fromkeys((*self.options.mesh.groups, *over_model)))
+        return tuple(dict.fromkeys((*self._data_groups, *over_model)))
 
     @property
     def equal_groups(self) -> tuple[dist.ProcessGroup, ...]:
@@ -421,7 +444,17 @@ class ShardGroup:
         over_model = (
             group for axes in self.axes.values() if axes.wraps for group in axes.all_groups
         )
-        return tuple(dict.fromkeys((*self.options.mesh.groups, *over_model)))
+        return tuple(dict.fromkeys((*self._data_groups, *over_model)))
+
+    @property
+    def _data_groups(self) -> list[dist.ProcessGroup]:
+        meshes = (self.options.mesh, *(buffer.mesh for buffer in self.buffers))
+        return [group for mesh in meshes for group in mesh.groups]
+
+    @property
+    def repeats(self) -> bool:
+        """Whether gradients are reduced over an outer axis too, in the last microbatch only."""
+        return any(buffer.mesh.outer is not None for buffer in self.buffers)
 
     @property
     def is_old(self) -> bool:

@@ -92,10 +92,10 @@ class UnitMesh:
 def find_axes(
     mesh: DeviceMesh,
     *,
-    shard_axis: str | None,
-    replicate_axis: str | None,
-    expert_axis: str | None,
-    cuts_outside: bool,
+    shard_axis: str | None = None,
+    replicate_axis: str | None = None,
+    expert_axis: str | None = None,
+    cuts_outside: bool = False,
 ) -> UnitMesh:
     """Arguments are those of ``fully_shard``; ConfigError if the mesh has other axes."""
     experts = None

@@ -67,8 +67,9 @@ class ModelShards:
             for buffer in (buffer for buffer in unit.group.buffers if buffer.sharded):
                 if options.overlap:
                     buffer.gather_group = _gather_group(buffer.mesh.inner, buffer.mesh.inner.size())
-                if options.num_few < buffer.mesh.inner.size() and buffer.extension is None:
-                    buffer.few_ranks = _gather_group(buffer.mesh.inner, options.num_few)
+                few, inner = options.num_few, buffer.mesh.inner
+                if few and buffer.extension is None and not inner.size() % few:
+                    buffer.few_ranks = _gather_group(inner, few)
 
     def _refuse_busy_units(self) -> None:
         for unit in self.units:
@@ -104,7 +105,8 @@ class ModelShards:
 
     def _refuse_other_structure(self) -> None:
         """Compare with the other ranks: a rank that differs would hang or mix up numbers."""
-        groups = {group: None for unit in self.units for group in unit.group.groups}
+        found = (group for unit in self.units for group in unit.group.groups)
+        groups = dict.fromkeys(group for group in found if group.size() > 1)
         problem: str | None = None
         for group in groups:
             mine = [

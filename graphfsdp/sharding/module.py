@@ -130,6 +130,9 @@ class FSDPModule(TorchModule):
     def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
         """Ignored: backward gathers what it asks for, and nothing else."""
 
+    def _set_unshard_async_op(self, async_op: bool) -> None:
+        """Ignored: gathers run ahead on a stream of their own."""
+
     def set_modules_to_forward_prefetch(self, modules: Sequence[Any]) -> None:
         """Ignored: units gather ahead in the order of the last pass."""
         _check_sharded(modules)

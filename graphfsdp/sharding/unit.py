@@ -142,6 +142,8 @@ class Unit:
             self._num_within += 1
             self._waiting.discard(module)
             return
+        if self.phase in _AT_REST and not self.pinned:
+            self.group.check_in_place()
         self.group.check_memory()
         self.group.follow_requires_grad()
         self.in_forward = True
@@ -266,7 +268,7 @@ class Unit:
         if reduces and settings.requires_gradient_sync:
             hooks = self._call_hooks if self.group.has_gradient_hooks else None
             how = How(accumulate, self.group.reduction, outside, hooks)
-            complete = outside or self.group.options.mesh.outer is None
+            complete = outside or not self.group.repeats
             with nvtx_range(f"reduce_grad {self.group.name}"):
                 bind = self._bind_gradients if complete else None
                 self.schedule.reduce(self, buffers, how, bind)
@@ -335,7 +337,7 @@ class Unit:
     def _reduce_pending(self, *, outside: bool) -> None:
         self._end_accumulation()
         self.group.reduce_pending(outside=outside)
-        if outside or self.group.options.mesh.outer is None:
+        if outside or not self.group.repeats:
             self.group.bind_main_grads()
 
     def abandon_iteration(self) -> None:

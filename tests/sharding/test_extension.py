@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy as theirs  # noqa: N813
 from torch.distributed.fsdp import fully_shard as fsdp2
+from torch.testing._internal.two_tensor import TwoTensor
 
 import graphfsdp
 from graphfsdp import CaptureError, ConfigError
@@ -256,3 +257,19 @@ def test_what_cannot_be_cut_is_refused_by_name() -> None:
     linear.weight = nn.Parameter(Doubled(torch.ones(8, 3)))
     with pytest.raises(ConfigError, match=r"is a Doubled, .* goes neither with CPUOffloadPolicy"):
         graphfsdp.fully_shard(linear, offload_policy=graphfsdp.CPUOffloadPolicy())
+
+
+@on_ranks("ranks2")
+def test_wrappers_that_do_not_say_what_is_gathered() -> None:
+    """Quantised weights with their scales, say: the error's remedy keeps them, on each rank."""
+    torch.manual_seed(0)
+    model: Any = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2)).to(rank_device())
+    values = model[0].weight.detach()
+    wrapped = nn.Parameter(TwoTensor(values, values.clone()), requires_grad=False)
+    model[0].weight = wrapped
+    with pytest.raises(ConfigError, match=r"'0\.weight' is a TwoTensor, which wraps \['a', 'b'\]"):
+        graphfsdp.fully_shard(model)
+    graphfsdp.fully_shard(model, ignored_params={wrapped})
+    out = model(torch.ones(3, 4, device=rank_device()))
+    assert type(out) is TwoTensor
+    assert model[0].weight is wrapped

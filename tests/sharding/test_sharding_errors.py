@@ -84,6 +84,28 @@ def test_an_optimizer_of_parameters_that_were_replaced() -> None:
     early.step()
 
 
+@on_ranks("ranks2")
+def test_what_is_put_in_the_place_of_shards() -> None:
+    """FSDP2 goes on with the sharded parameters, and says nothing."""
+    x = torch.ones(3, 4, device=rank_device())
+    model: Any = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 3)).to(rank_device())
+    graphfsdp.fully_shard(model[0])
+    graphfsdp.fully_shard(model)
+    weight = model[0].weight
+    with torch.no_grad():
+        doubled = weight * 2
+        expected = model(x)
+        with raises_on_rank(ConfigError, "'0.weight' has been replaced"):
+            torch.func.functional_call(model, {"0.weight": torch.zeros(4, 4).to(x)}, x)
+        assert torch.equal(model(x), expected)
+        model[0].weight = nn.Parameter(doubled)
+        with raises_on_rank(ConfigError, "'0.weight' has been replaced", "copy_"):
+            model(x)
+        model[0].weight = weight
+        weight.copy_(doubled)
+        assert not torch.equal(model(x), expected)
+
+
 class Tied(nn.Module):
     def __init__(self) -> None:
         super().__init__()
