@@ -49,7 +49,7 @@ class Refusal:
         return f"{self.what}. Remedy: {self.remedy}"
 
 
-class _Place(NamedTuple):
+class _LibraryModule(NamedTuple):
     """A library's module that is known to do what is refused, and what its users can do."""
 
     module: str
@@ -58,8 +58,8 @@ class _Place(NamedTuple):
     remedy: str
 
 
-_PLACES = (
-    _Place(
+_LIBRARY_MODULES = (
+    _LibraryModule(
         "torch.distributions",
         HazardKind.HOST_READ,
         "torch.distributions looks on the host whether its arguments are valid; a replay would "
@@ -67,7 +67,7 @@ _PLACES = (
         "validate_args=False for this distribution, or, before the loop, "
         "torch.distributions.Distribution.set_default_validate_args(False)",
     ),
-    _Place(
+    _LibraryModule(
         "torch.nn.modules.transformer",
         HazardKind.HOST_READ,
         "torch's transformer layers look on the host whether their mask is a causal one; a replay "
@@ -75,7 +75,7 @@ _PLACES = (
         "tgt_is_causal=True or False beside tgt_mask (is_causal= beside the mask of an encoder), "
         "which spares the look",
     ),
-    _Place(
+    _LibraryModule(
         "torch.amp.grad_scaler",
         HazardKind.HOST_READ,
         "torch's GradScaler decides on the host whether an optimizer steps; a replay would go on "
@@ -83,7 +83,7 @@ _PLACES = (
         "bfloat16, which needs no scale, and capture(..., skip_nonfinite=True) where a step may be "
         "left out; graphfsdp.capture_in_place leaves the scaler as it is",
     ),
-    _Place(
+    _LibraryModule(
         "ema_pytorch",
         HazardKind.HOST_READ,
         "ema-pytorch looks on the host at which step it is; a replay would go on with the answer "
@@ -91,7 +91,7 @@ _PLACES = (
         "ema.update() after each call of the captured step, outside the iteration: it sees what "
         "the step has trained",
     ),
-    _Place(
+    _LibraryModule(
         "torch_geometric.utils",
         HazardKind.DYNAMIC_SHAPE,
         "torch_geometric looks in each iteration which edges are loops, so that the number of "
@@ -444,7 +444,7 @@ def _for_layers(refusal: Refusal) -> Refusal:
                 "of this layer in training, which leaves the statistics alone",
             )
         module = f"{frame.f_globals.get('__name__')}."
-        for place in _PLACES:
+        for place in _LIBRARY_MODULES:
             if module.startswith(f"{place.module}.") and refusal.kind is place.kind:
                 return dataclasses.replace(refusal, what=place.what, remedy=place.remedy)
     return refusal

@@ -87,7 +87,7 @@ class Graph(Protocol):
         ...
 
 
-class Undo(Protocol):
+class MemoryUndo(Protocol):
     """What it takes to put memory back after a failed iteration that ran for real."""
 
     def watching(self) -> AbstractContextManager[None]:
@@ -114,7 +114,7 @@ class GraphBackend(Protocol):
         """
         ...
 
-    def begin_undo(self, state: Iterable[Tensor], scratch: Iterable[Tensor] = ()) -> Undo:
+    def begin_undo(self, state: Iterable[Tensor], scratch: Iterable[Tensor] = ()) -> MemoryUndo:
         """Prepare for an iteration that may fail.
 
         ``state`` is what it is known to write; nobody has seen the contents of ``scratch``.

@@ -110,7 +110,7 @@ class Trace:
 
 
 @dataclass(frozen=True)
-class _Landing:
+class _LandingProduct:
     """A product that can be computed where it is to be copied to.
 
     Attributes:
@@ -172,12 +172,12 @@ class Redirection(Trace):
         failure: Why the capture is refused.
     """
 
-    def __init__(self, noted: Trace, landings: Mapping[int, _Landing]) -> None:
+    def __init__(self, noted: Trace, landings: Mapping[int, _LandingProduct]) -> None:
         super().__init__(noted.device)
         self._noted = noted
         self._landings = landings
         self._ahead: dict[int, Tensor] = {}  # memory that the iteration asks for later, by index
-        self._landed: dict[int, _Landing] = {}  # by id of the StorageInfo that was noted
+        self._landed: dict[int, _LandingProduct] = {}  # by id of the StorageInfo that was noted
         self._follows = True
         self.failure: CaptureError | None = None
 
@@ -225,7 +225,7 @@ class Redirection(Trace):
         offset -= landed.first_byte // tensor.element_size()
         return Value(landed.made.storage, (offset, *others), None)  # type: ignore[arg-type]
 
-    def _land(self, landing: _Landing) -> _Landing:
+    def _land(self, landing: _LandingProduct) -> _LandingProduct:
         if landing.storage is None:
             made = self._noted.nodes[landing.empty].outputs[0]
             if made is not None and landing.empty not in self._ahead:
@@ -270,7 +270,7 @@ class Redirection(Trace):
         return places == [self.place(value) for value in now]
 
 
-def _landings(trace: Trace, gradients: Collection[int]) -> Iterator[tuple[int, _Landing]]:
+def _landings(trace: Trace, gradients: Collection[int]) -> Iterator[tuple[int, _LandingProduct]]:
     """Yield what can be computed where it is copied to, by index of its operator.
 
     Of each product that is made in memory of its own, all of which is copied by the one operator
@@ -304,7 +304,7 @@ def _landings(trace: Trace, gradients: Collection[int]) -> Iterator[tuple[int, _
         is_free = not any(index <= step for step in steps)
         address = begin if storage is None else storage.data_ptr() + begin
         if in_order and is_free and address % _ALIGNMENT_BYTES == 0:
-            yield index, _Landing(made, until, number, begin, storage, empty)
+            yield index, _LandingProduct(made, until, number, begin, storage, empty)
 
 
 def _touches(trace: Trace) -> Mapping[int, Sequence[tuple[int, int, int]]]:
@@ -369,7 +369,7 @@ def _copy_others(call: OpCall, landed: Collection[int]) -> Any:
     return None if call.op is _COPY_ALL else call.args[0]
 
 
-def _is_in_place(call: OpCall, landed: _Landing) -> bool:
+def _is_in_place(call: OpCall, landed: _LandingProduct) -> bool:
     pair = landed.number, landed.number + len(call.tensors) // 2
     return all(call.tensors[each].data_ptr() == landed.begin for each in pair)
 

@@ -220,7 +220,7 @@ class Site:
     source: SourceLine | None
 
 
-class _Place(NamedTuple):
+class _UnnumberedSite(NamedTuple):
     """A site before it has a number; hashable and cheap to make."""
 
     phase: OpPhase
@@ -239,8 +239,8 @@ class SiteTable:
 
     def __init__(self, model: nn.Module, tracker: ModuleTracker) -> None:
         self._tracker = tracker
-        self._numbers: dict[_Place, int] = {}
-        self._forward_sites: dict[int, _Place] = {}  # by autograd's sequence number
+        self._numbers: dict[_UnnumberedSite, int] = {}
+        self._forward_sites: dict[int, _UnnumberedSite] = {}  # by autograd's sequence number
         self._owners = {
             id(param): path
             for path, module in model.named_modules()
@@ -258,7 +258,7 @@ class SiteTable:
             for phase, module, code, line in self._numbers
         )
 
-    def _place(self) -> _Place:
+    def _place(self) -> _UnnumberedSite:
         module = self._tracker.path
         node = backward_node()
         if node is not None:
@@ -267,21 +267,25 @@ class SiteTable:
         if module is not None:
             self._ran_backward = False
         after = self._ran_backward and module is None and not torch.is_grad_enabled()
-        place = _Place(OpPhase.OPTIMIZER if after else OpPhase.FORWARD, module, *self._users_line())
+        place = _UnnumberedSite(
+            OpPhase.OPTIMIZER if after else OpPhase.FORWARD, module, *self._users_line()
+        )
         self._forward_sites.setdefault(torch.autograd._get_sequence_nr() - 1, place)
         return place
 
-    def _backward_place(self, node: torch.autograd.graph.Node, module: str | None) -> _Place:
+    def _backward_place(
+        self, node: torch.autograd.graph.Node, module: str | None
+    ) -> _UnnumberedSite:
         if module is not None:  # recomputation runs modules again
-            return _Place(OpPhase.BACKWARD, module, *self._users_line())
+            return _UnnumberedSite(OpPhase.BACKWARD, module, *self._users_line())
         number = node._sequence_nr()
         if number == _NO_SEQUENCE:
             owner = self._owners.get(id(getattr(node, "variable", None)))
-            return _Place(OpPhase.BACKWARD, owner, None, 0)
+            return _UnnumberedSite(OpPhase.BACKWARD, owner, None, 0)
         origin = self._forward_sites.get(number)
         if origin is None:
-            return _Place(OpPhase.BACKWARD, None, None, 0)
-        return _Place(OpPhase.BACKWARD, origin.module, origin.code, origin.line)
+            return _UnnumberedSite(OpPhase.BACKWARD, None, None, 0)
+        return _UnnumberedSite(OpPhase.BACKWARD, origin.module, origin.code, origin.line)
 
     def _users_line(self) -> tuple[CodeType | None, int]:
         frame: FrameType | None = sys._getframe(1)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from graphfsdp._capture.trace.backend import Undo
+from graphfsdp._capture.trace.backend import MemoryUndo
 from graphfsdp._capture.trace.source import assignment_of, definition_of
 from graphfsdp.base.hazards import HazardKind
 from graphfsdp.base.sharded import sharded_roots
@@ -240,7 +240,7 @@ class Attempt:
         self,
         model: nn.Module,
         optimizers: Sequence[torch.optim.Optimizer],
-        undo: Undo | None,
+        undo: MemoryUndo | None,
         *,
         device: torch.device,
         restore_gradients: Callable[[], None],

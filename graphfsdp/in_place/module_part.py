@@ -30,7 +30,7 @@ from graphfsdp.base.torch_internals import (
     tracing_state,
 )
 from graphfsdp.in_place.part_backward import NotAPartError
-from graphfsdp.in_place.part_graphs import PartGraphs, Results, has_own_memory, run_part
+from graphfsdp.in_place.part_graphs import PartGraphs, PartResults, has_own_memory, run_part
 
 _LOG = logging.getLogger("graphfsdp")
 _NUM_WARM_UPS = 2
@@ -220,7 +220,7 @@ class ModulePart:
             if torch.is_grad_enabled():
                 self._refuse_second_order(kind)
 
-        for tensor in Results.tensors_of(output):
+        for tensor in PartResults.tensors_of(output):
             if tensor.requires_grad:
                 tensor.register_hook(look)
         return output
@@ -283,7 +283,7 @@ class ModulePart:
         def again() -> tuple[list[Tensor], Sequence[Any]]:
             self._refuse_second_order(kind)
             with _as_before(module, random):
-                return Results.tensors_of(module._call_impl(*args, **kwargs)), leaves
+                return PartResults.tensors_of(module._call_impl(*args, **kwargs)), leaves
 
         return run_part(graphs, results, leaves, again)
 

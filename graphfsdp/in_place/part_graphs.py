@@ -3,8 +3,9 @@
 Note [A part]: the module runs once under a recording, on inputs at fixed addresses. The autograd
 graph that this makes is kept for good. What it has saved for its backward pass lies at fixed
 addresses too, which each replay of the forward graph fills anew; so that autograd graph is right
-again after each replay, for gradients of any form. The loop sees one autograd node (``_Part``) for
-the whole module, whose backward pass runs the kept graph, or a graph of that.
+again after each replay, for gradients of any form. The loop sees one autograd node
+(``_ReplayedPart``) for the whole module, whose backward pass runs the kept graph, or a graph of
+that.
 
 Note [One call at a time]: what lies at fixed addresses belongs to one call, from its forward pass
 to the end of its backward pass. A call that begins meanwhile (a discriminator on real and on fake)
@@ -59,7 +60,7 @@ _NUM_WARM_BACKWARD = 2
 _MOST_BACKWARD = 4  # forms of gradients
 
 
-class Results:
+class PartResults:
     """How what a module returns is made of tensors and of plain values."""
 
     def __init__(self, output: object) -> None:
@@ -210,7 +211,7 @@ class PartGraphs:
             raise NotAPartError("it writes into a container that it is given")
         if need_grads != [leaf.requires_grad for leaf in self._inputs()]:
             raise NotAPartError("it changes requires_grad of an input")
-        self.results = Results(output)
+        self.results = PartResults(output)
         self._kept = self.results.tensors_of(output)
         self._check_results()
         self._find_uses()
@@ -468,7 +469,7 @@ class Flight:
         results: list[Tensor],
         again: Callable[[], tuple[list[Tensor], Sequence[Any]]],
     ) -> None:
-        """``again`` runs the call as it is written; see ``_Part.backward``."""
+        """``again`` runs the call as it is written; see ``_ReplayedPart.backward``."""
         self.graphs = graphs
         self.results = results
         self.again = again
@@ -477,7 +478,7 @@ class Flight:
         self.end.atexit = False
 
 
-class _Part(torch.autograd.Function):
+class _ReplayedPart(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, flight: Flight, *edges: Tensor) -> tuple[Tensor, ...]:
         ctx.flight = flight
@@ -512,7 +513,7 @@ def run_part(
     """Return what the module returns, of the results of its graph."""
     edges = graphs.edges(leaves)
     if edges:
-        results = list(_Part.apply(Flight(graphs, results, again), *edges))  # type: ignore[no-untyped-call]
+        results = list(_ReplayedPart.apply(Flight(graphs, results, again), *edges))  # type: ignore[no-untyped-call]
     return graphs.results.made_of(results)
 
 

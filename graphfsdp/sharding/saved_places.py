@@ -13,7 +13,7 @@ from graphfsdp.errors import PhaseError
 from graphfsdp.sharding.buffer import ShardBuffer
 
 
-class _Place(NamedTuple):
+class _SavedWeight(NamedTuple):
     """A weight that autograd has saved for backward: where it lies in a gathered buffer."""
 
     buffer_index: int
@@ -46,7 +46,7 @@ class _Pack:
         if is_traceable_wrapper_subclass(tensor):
             names, context = tensor.__tensor_flatten__()
             parts = {name: self(getattr(tensor, name)) for name in names}
-            if not any(isinstance(part, _Place | _Wrapped) for part in parts.values()):
+            if not any(isinstance(part, _SavedWeight | _Wrapped) for part in parts.values()):
                 return tensor
             return _Wrapped(type(tensor), parts, context, tensor.shape, tensor.stride())
         if type(tensor) not in (Tensor, nn.Parameter) or tensor.layout is not torch.strided:
@@ -54,7 +54,9 @@ class _Pack:
         index = self._storages.get(key_of(tensor.untyped_storage()))
         if index is None:
             return tensor
-        return _Place(index, tensor.shape, tensor.stride(), tensor.storage_offset(), tensor.dtype)
+        return _SavedWeight(
+            index, tensor.shape, tensor.stride(), tensor.storage_offset(), tensor.dtype
+        )
 
 
 def saving_places(
@@ -78,7 +80,7 @@ def saving_places(
                 parts, saved.context, saved.shape, saved.stride
             )
             return whole
-        if not isinstance(saved, _Place):
+        if not isinstance(saved, _SavedWeight):
             return saved  # type: ignore[no-any-return]
         buffer = buffers[saved.buffer_index]
         if buffer.moment()[0] != moments[saved.buffer_index][0]:
