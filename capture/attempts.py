@@ -118,10 +118,10 @@ class Attempts:
         recording.guards = guards = engine.guards(recording.ran, trains=self._trains)
 
         def check(was_read: Callable[[Tensor], bool]) -> None:
-            attempt.host_state.check_unchanged(was_read)
+            attempt.host_state.check_unchanged(was_read, engine.refuse)
             recording.check_memory()
             own_modes()  # those that every later call will find
-            guards.arm(was_read)
+            guards.arm(was_read, engine.refuse)
             self._ranks.settle()
 
         scratch = recording.inputs.tensors()

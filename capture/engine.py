@@ -28,7 +28,7 @@ from graphfsdp.base.recomputation import torchs_checkpoints_as_ours
 from graphfsdp.base.sharded import main_grads_of, put_back, sharded_roots, units_of
 from graphfsdp.base.torch_internals import buffers_of, parameters_of
 from graphfsdp.config import CaptureOptions, MixedPrecisionPolicy, OnChange, Scope, Undo
-from graphfsdp.errors import CaptureError, GuardError
+from graphfsdp.errors import CaptureError, GuardError, Refuse, raised
 
 # After such a change there are other gradients to keep.
 _REBUILT = (
@@ -43,6 +43,7 @@ class Engine:
     Attributes:
         backend: Records, and knows the device.
         full: The optimizer steps inside the graph.
+        refuse: Raises what a capture finds behind its iteration; a check notes it.
         grad_norm: [] float32 of the last iteration, or None.
     """
 
@@ -69,6 +70,7 @@ class Engine:
         self._take_gradients()
         self.full = options.scope is Scope.FULL_ITERATION
         self.undoes = options.undo is Undo.AUTO
+        self.refuse: Refuse = raised
         self.grad_norm: Tensor | None = None
         self._replayed: Recording | None = None  # by the last run
         self._has_iterated = False
@@ -233,6 +235,7 @@ class Engine:
             has_run=has_run,
             landing=landing,
             names_idle=self._has_one_graph,
+            refuse=self.refuse,
         )
 
     def attempt(self, *, copies: bool = True, beside: Iterable[Tensor] = ()) -> Attempt:

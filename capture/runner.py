@@ -21,13 +21,12 @@ from graphfsdp._capture.recording import Recording, Recordings
 from graphfsdp._capture.report.report import CaptureReport
 from graphfsdp._capture.step_report import Tally, make_report
 from graphfsdp._capture.trace.backend import Effect, Graph
-from graphfsdp._capture.trees import flatten
+from graphfsdp._capture.trees import copied
 from graphfsdp._capture.undo.interrupts import deliver_waiting
 from graphfsdp._capture.verify import Verifier
 from graphfsdp.base.changes import Change, ChangeKind, refuse
 from graphfsdp.base.nvtx import nvtx_range
 from graphfsdp.base.progress import shown_when_slow
-from graphfsdp.base.torch_internals import tree_unflatten
 from graphfsdp.config import CaptureOptions, OnChange, Scope
 from graphfsdp.errors import GuardError, PhaseError, VerificationError, split_remedy
 
@@ -157,10 +156,7 @@ class StepRunner:
 
         def capture() -> None:
             while not self._recordings.num_graphs:
-                # As it is given: an iteration may write into it.
-                leaves, spec = flatten((args, kwargs))
-                again = [each.clone() if isinstance(each, Tensor) else each for each in leaves]
-                self.run(*tree_unflatten(again, spec))
+                self.run(*copied((args, kwargs)))  # as it is given: it may be written into
 
         try:
             self._first_states = capture_ahead(self._engine, capture)

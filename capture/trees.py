@@ -18,12 +18,21 @@ from graphfsdp.base.torch_internals import (
     tree_leaves,
     tree_leaves_with_path,
     tree_map,
+    tree_unflatten,
 )
 
 
 def flatten(tree: Any) -> tuple[list[Any], TreeSpec]:
     """Return leaves and nesting, of which ``tree_unflatten`` makes dataclasses again."""
     return tree_flatten(opened(tree))
+
+
+def copied(tree: Any) -> Any:
+    """Return a tree whose containers and tensors are others, of the same contents."""
+    leaves, spec = flatten(tree)
+    return tree_unflatten(
+        [each.clone() if isinstance(each, Tensor) else each for each in leaves], spec
+    )
 
 
 def leaves_with_path(tree: Any) -> list[tuple[tuple[KeyEntry, ...], Any]]:

@@ -16,25 +16,20 @@ from graphfsdp._capture.iteration import AnyIteration, CustomIteration, Iteratio
 from graphfsdp._capture.pipelines import PipelineIteration, pipeline_of
 from graphfsdp._capture.step import CapturedStep, ExampleBatch
 from graphfsdp._capture.undo.interrupts import DeferredInterrupts
+from graphfsdp.base.hazards import HazardKind
 from graphfsdp.config import CaptureOptions, Compile, MixedPrecisionPolicy, OnChange, Scope, Undo
-from graphfsdp.optim.adapters.backends import JointOptimizer, adapt
 from graphfsdp.preconditions import (
-    adopt_sharded_parameters,
+    Noting,
     as_list,
     inner_optimizer,
     one_module,
-    only_device,
-    precision_of,
-    refuse_beside_iteration,
+    prepare,
+    raising,
+    refuse_arguments,
     refuse_beside_pipeline,
     refuse_compiled_modules,
     refuse_compiling_nothing,
     refuse_foreign_optimizer,
-    refuse_offloaded_shards,
-    refuse_other_types,
-    refuse_parallel_wrapper,
-    refuse_several,
-    refuse_unreduced_parameters,
     refuse_unskipped_steps,
     trainable_of_all,
 )
@@ -171,34 +166,52 @@ def capture(
     )
     compiles = Compile.parse(compile)
     refuse_compiling_nothing(options.scope, compiles)
+    refuse_arguments(model, optimizer, loss_fn, iteration, options, mp_policy)
+    with DeferredInterrupts():  # it hooks into parameters and modules
+        engine = make_engine(
+            model,
+            optimizer,
+            loss_fn=loss_fn,
+            iteration=iteration,
+            options=options,
+            mp_policy=mp_policy,
+            backend=backend,
+            compiles=compiles,
+        )
+        return CapturedStep(engine, options, _arguments_of(example_batch))
+
+
+def make_engine(
+    model: "nn.Module | Sequence[nn.Module] | PipelineSchedule",
+    optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
+    *,
+    loss_fn: Callable[..., Any] | None,
+    iteration: Callable[..., Any] | None,
+    options: CaptureOptions,
+    mp_policy: MixedPrecisionPolicy | None,
+    backend: str = "auto",
+    compiles: Compile = Compile.OFF,
+    noting: Noting = raising,
+) -> Engine:
+    """Refuse settings that cannot work, or note them; join what an iteration needs.
+
+    ConfigError: they leave nothing to go on with.
+    """
     pipeline = pipeline_of(model)
     models: Any = model if pipeline is None else pipeline.module
     together = one_module(models)
-    inner = [inner_optimizer(item) for item in as_list(optimizer, "optimizer")]
-    refuse_other_types(loss_fn, mp_policy)
+    inner = [inner_optimizer(item, noting) for item in as_list(optimizer, "optimizer")]
     if pipeline is not None:
         refuse_beside_pipeline(pipeline, inner, options, loss_fn if iteration is None else None)
-    if iteration is None:
-        refuse_several(model, optimizer)
-    else:
-        refuse_beside_iteration(iteration, options)
-    if options.scope is not Scope.NONE:
-        refuse_parallel_wrapper(together)
-        refuse_offloaded_shards(together)
-    for item in inner:
-        adopt_sharded_parameters(together, item)
-        if iteration is None:
-            refuse_foreign_optimizer(together, item)
+    trained = prepare(together, inner, options, mp_policy, noting=noting)
+    for item in inner if iteration is None else ():
+        refuse_foreign_optimizer(together, item)
     refuse_unskipped_steps(together, inner, options)
-    named_params = trainable_of_all(together, inner)
-    refuse_unreduced_parameters(together, named_params)
-    graph_backend = make_backend(backend, only_device(together, named_params), compiles)
+    graph_backend = make_backend(backend, trained.device, compiles)
     if options.scope is not Scope.NONE:
-        refuse_compiled_modules(together, graph_backend.device)
-    adapted = adapt(inner[0]) if iteration is None else JointOptimizer([adapt(o) for o in inner])
-    if options.skip_nonfinite:
-        adapted.prepare_skipping(options.scope)
-    policy = precision_of(together, adapted, mp_policy)
+        with noting(HazardKind.COMPILED):
+            refuse_compiled_modules(together, graph_backend.device)
+    adapted, policy = trained.adapted, trained.policy
 
     def find_params() -> dict[str, nn.Parameter]:
         found = trainable_of_all(together, inner)
@@ -235,21 +248,19 @@ def capture(
             skip_nonfinite=options.skip_nonfinite,
         )
 
-    with DeferredInterrupts():  # it hooks into parameters and modules
-        regions = None
-        if compiles is Compile.ON and graph_backend.device.type == "cuda":
-            regions = CompiledRegions(as_list(model, "model"))
-        engine = Engine(
-            together,
-            adapted,
-            graph_backend,
-            find_params=find_params,
-            make_iteration=make_iteration,
-            policy=policy,
-            options=options,
-            regions=regions,
-        )
-        return CapturedStep(engine, options, _arguments_of(example_batch))
+    regions = None
+    if compiles is Compile.ON and graph_backend.device.type == "cuda":
+        regions = CompiledRegions(as_list(model, "model"))
+    return Engine(
+        together,
+        adapted,
+        graph_backend,
+        find_params=find_params,
+        make_iteration=make_iteration,
+        policy=policy,
+        options=options,
+        regions=regions,
+    )
 
 
 def _arguments_of(example: object) -> ExampleBatch | None:

@@ -1,6 +1,6 @@
 """Exceptions of graphfsdp: each says what is wrong, expected, got, and the remedy."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from graphfsdp.base.hazards import Hazard, HazardKind
 from graphfsdp.base.hazards import SourceLine as SourceLine
@@ -172,6 +172,14 @@ class CaptureError(GraphFSDPError):
         """The same as a record."""
         why, fix = split_remedy(self._message)
         return Hazard(self.kind, why, fix, self.op, self.module_path, self.source, self.cuda_error)
+
+
+Refuse = Callable[[CaptureError], None]
+
+
+def raised(error: CaptureError) -> None:
+    """Refuse as a capture does; a check has a list instead."""
+    raise error
 
 
 def first_line(error: BaseException) -> str:

@@ -1,7 +1,9 @@
 """What model, optimizer and options must be like before anything is captured."""
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext, suppress
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,34 +15,52 @@ from torch.nn.parameter import is_lazy
 from graphfsdp._capture.pipelines import Pipeline
 from graphfsdp._capture.trace.source import compiled_modules
 from graphfsdp.base.capturable import CapturableOptimizer, IterationPart
+from graphfsdp.base.hazards import HazardKind
 from graphfsdp.base.sharded import IGNORED, sharded_roots
 from graphfsdp.config import CaptureOptions, Compile, MixedPrecisionPolicy, Scope
 from graphfsdp.errors import ConfigError, PrecisionError
+from graphfsdp.optim.adapters.backends import JointOptimizer, UnsteppedOptimizer, adapt
+from graphfsdp.optim.adapters.baked import BakedAdapter
 from graphfsdp.optim.fused.adam import FusedAdam
 
 _MAX_LISTED = 5
+# Runs what may find settings of some kind wrong: a capture lets the error through, a check notes it
+# and goes on.
+Noting = Callable[[HazardKind], AbstractContextManager[None]]
 # Packages whose optimizer wrappers only decide when the inner optimizer steps, which a captured
 # step decides by itself. Other wrappers (Lookahead and its like) are optimizers of their own.
 _WRAPPERS = ("accelerate", "lightning", "lightning_fabric", "pytorch_lightning")
 
 
-def inner_optimizer(optimizer: object) -> torch.optim.Optimizer:
+def raising(_: HazardKind) -> AbstractContextManager[None]:
+    return nullcontext()
+
+
+def ignoring(_: HazardKind) -> AbstractContextManager[None]:
+    return suppress(ConfigError)
+
+
+def inner_optimizer(optimizer: object, noting: Noting = raising) -> torch.optim.Optimizer:
     """Return the optimizer without the wrapper that Accelerate or Fabric put around it."""
     inner: Any = optimizer
     while _is_wrapper(inner):
-        if getattr(inner, "scaler", None) is not None:
-            package = type(inner).__module__.partition(".")[0]
-            raise ConfigError(
-                f"{package}'s {type(inner).__name__} scales the loss with a GradScaler, which "
-                "reads on the host whether a gradient is finite. Remedy: mixed_precision='bf16' "
-                "or 'no'"
-            )
+        with noting(HazardKind.OPTIMIZER):
+            _refuse_scaler(inner)
         inner = inner.optimizer
     if not isinstance(inner, torch.optim.Optimizer):
         raise ConfigError(
             f"optimizer must be a torch.optim.Optimizer, got {type(optimizer).__name__}"
         )
     return inner
+
+
+def _refuse_scaler(wrapper: Any) -> None:
+    if getattr(wrapper, "scaler", None) is not None:
+        package = type(wrapper).__module__.partition(".")[0]
+        raise ConfigError(
+            f"{package}'s {type(wrapper).__name__} scales the loss with a GradScaler, which reads "
+            "on the host whether a gradient is finite. Remedy: mixed_precision='bf16' or 'no'"
+        )
 
 
 def _is_wrapper(optimizer: object) -> bool:
@@ -50,7 +70,7 @@ def _is_wrapper(optimizer: object) -> bool:
     return not packages.isdisjoint(_WRAPPERS) and isinstance(inner, torch.optim.Optimizer)
 
 
-def refuse_parallel_wrapper(model: nn.Module) -> None:
+def refuse_opaque_modules(model: nn.Module) -> None:
     """Refuse modules whose work lies in C++, out of sight: DDP's collectives, TorchScript."""
     for name, module in model.named_modules():
         if isinstance(module, torch.jit.ScriptModule):
@@ -91,8 +111,21 @@ def refuse_compiled_modules(model: nn.Module, device: torch.device) -> None:
         )
 
 
-def refuse_other_types(loss_fn: object, mp_policy: object) -> None:
-    """Check what a caller without a type checker may get wrong."""
+def refuse_arguments(
+    model: object,
+    optimizer: object,
+    loss_fn: object,
+    iteration: object,
+    options: CaptureOptions,
+    mp_policy: object,
+) -> None:
+    """Refuse what a caller without a type checker may get wrong, and what does not go together."""
+    for item in as_list(optimizer, "optimizer"):
+        inner_optimizer(item, ignoring)
+    if iteration is None:
+        _refuse_several(model, optimizer)
+    else:
+        _refuse_beside_iteration(iteration, options)
     if loss_fn is not None and not callable(loss_fn):
         raise ConfigError(f"loss_fn must be a function, got {type(loss_fn).__name__}")
     if mp_policy is not None and not isinstance(mp_policy, MixedPrecisionPolicy):
@@ -114,6 +147,67 @@ def refuse_unskipped_steps(
                 "leaves it out, so that the weights would become NaN. Remedy: capture(..., "
                 "skip_nonfinite=True), or FusedAdam(skip_nonfinite=True)"
             )
+
+
+@dataclass(frozen=True)
+class Trained:
+    """What is trained, and how.
+
+    Attributes:
+        params: All trainable parameters by name.
+        device: Of all of it.
+        adapted: The optimizers; they take no step where they are unfit and that was noted.
+    """
+
+    params: dict[str, nn.Parameter]
+    device: torch.device
+    adapted: CapturableOptimizer
+    policy: MixedPrecisionPolicy
+
+
+def prepare(
+    model: nn.Module,
+    optimizers: Sequence[torch.optim.Optimizer],
+    options: CaptureOptions,
+    mp_policy: MixedPrecisionPolicy | None = None,
+    *,
+    noting: Noting = raising,
+    adapted: CapturableOptimizer | None = None,
+) -> Trained:
+    """Refuse what is wrong with a model and its optimizers by themselves.
+
+    ``adapted``: the optimizers, where they were prepared before.
+    """
+    if options.scope is not Scope.NONE:
+        refuse_opaque_modules(model)
+        refuse_offloaded_shards(model)
+    for optimizer in optimizers:
+        adopt_sharded_parameters(model, optimizer)
+    params = trainable_of_all(model, optimizers)
+    device = only_device(model, params)
+    with noting(HazardKind.CONFIG):
+        refuse_unreduced_parameters(model, params)
+    adapted = _adapt_all(optimizers, noting) if adapted is None else adapted
+    policy = MixedPrecisionPolicy(use_decoupled_grad=adapted.use_decoupled_grad)
+    with noting(HazardKind.PRECISION):
+        policy = precision_of(model, adapted, mp_policy)
+    is_fit = False
+    with noting(HazardKind.OPTIMIZER):
+        if options.skip_nonfinite:
+            adapted.prepare_skipping(options.scope)
+        adapted.check(params, policy, options.scope)
+        is_fit = True
+    return Trained(params, device, adapted if is_fit else UnsteppedOptimizer([adapted]), policy)
+
+
+def _adapt_all(optimizers: Sequence[torch.optim.Optimizer], noting: Noting) -> CapturableOptimizer:
+    fit: list[CapturableOptimizer] = []
+    for optimizer in optimizers:
+        with noting(HazardKind.OPTIMIZER):
+            fit.append(adapt(optimizer))
+    if len(fit) < len(optimizers):
+        return UnsteppedOptimizer([*map(BakedAdapter, optimizers)])
+    return fit[0] if len(fit) == 1 else JointOptimizer(fit)
 
 
 def precision_of(
@@ -268,7 +362,7 @@ def one_module(model: nn.Module | Sequence[nn.Module]) -> nn.Module:
     return nn.ModuleList(models)
 
 
-def refuse_several(model: object, optimizer: object) -> None:
+def _refuse_several(model: object, optimizer: object) -> None:
     """Only a user's own iteration can train several."""
     for name, value in (("model", model), ("optimizer", optimizer)):
         if isinstance(value, list | tuple):
@@ -312,7 +406,7 @@ def refuse_beside_pipeline(
             )
 
 
-def refuse_beside_iteration(iteration: object, options: CaptureOptions) -> None:
+def _refuse_beside_iteration(iteration: object, options: CaptureOptions) -> None:
     if not callable(iteration):
         raise ConfigError(f"iteration must be a function, got {type(iteration).__name__}")
     remedies = {

@@ -547,13 +547,13 @@ def alternating_branch(self: Inner, h: Tensor, x: Tensor) -> Tensor:
     return h.sin() if turn % 2 else h.cos()  # refused
 
 
-@misbehaves(HIDDEN_WRITE, "aten.mul.Tensor", "NumPy array", "copy_", by="check")
+@misbehaves(BAKED, None, "moves Python", "in place", by="check")
 def written_by_numpy(self: Inner, h: Tensor, x: Tensor) -> Tensor:
     SHARED[1][:] += 1
     return h * SHARED[0]  # refused
 
 
-@misbehaves(HOST_READ, "aten.mul.Tensor", "shows no call", "operations", by="check")
+@misbehaves(BAKED, "aten.mul.Tensor", "in the next one", "in a tensor", by="check")
 def read_by_numpy(self: Inner, h: Tensor, x: Tensor) -> Tensor:
     SHARED[0].add_(1)
     return h * float(SHARED[1][0])  # refused

@@ -25,7 +25,7 @@ NEIGHBOUR = "def loss_fn(model, x):\n    return model(x).square().mean()\n"
 BAD_NEIGHBOUR = """
 def loss_fn(model, x):
     loss = model(x).square().mean()
-    print("loss", float(loss))  # read
+    print("loss", float(loss.detach()))  # read
     return loss
 """
 HARDCODED = HEAD + (
@@ -74,7 +74,7 @@ for iteration in range(1000):
     x = torch.randn(8, 4)
     loss = nn.functional.mse_loss(model(x), x.sum(1, keepdim=True))
     if "read" in sys.argv:
-        print(float(loss))  # read
+        print(float(loss.detach()))  # read
     optimizer.zero_grad()
     loss.backward()
     nn.utils.clip_grad_norm_(model.parameters(), 1.0)

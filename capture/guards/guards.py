@@ -24,6 +24,7 @@ from graphfsdp._capture.trace.ran import Ran
 from graphfsdp.base.changes import Change, ChangeKind
 from graphfsdp.base.sharded import units_of
 from graphfsdp.base.torch_internals import buffers_of, parameters_of
+from graphfsdp.errors import Refuse, raised
 
 
 class Guards:
@@ -33,7 +34,8 @@ class Guards:
     recorded with, without an error. So each difference has to be found before it runs.
 
     Attributes:
-        moves: What the recorded iteration has moved in Python, once it is armed.
+        moves: What the recorded iteration has moved in Python and decides nothing, once it is
+            armed.
     """
 
     def __init__(
@@ -88,18 +90,18 @@ class Guards:
         with self._assignments.noting():
             yield
 
-    def arm(self, was_read: Callable[[Tensor], bool]) -> None:
-        """Remember everything as it is now; CaptureError if the recording has moved what decides.
+    def arm(self, was_read: Callable[[Tensor], bool], refuse: Refuse = raised) -> None:
+        """Remember everything as it is now; refuse what decides and the recording has moved.
 
         Args:
             was_read: Tells whether the recording has touched a tensor's storage.
+            refuse: Raises what it is given, or notes it.
         """
         before = self._began
         assert before is not None
         found = self._walk()
-        refuse_draws(before, self._ran)
-        self.moves = before.moves_to(found)
-        refuse_deciding(self.moves, self._ran)
+        refuse_draws(before, self._ran, refuse)
+        self.moves = refuse_deciding(before.moves_to(found), self._ran, refuse)
         modules = list(self._model.named_modules())
         # Not a method of this: what a dropped step holds is to be freed without the collector.
         take = partial(walk, self._names, self._model, self._functions)

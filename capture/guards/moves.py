@@ -25,7 +25,7 @@ from graphfsdp._capture.guards.walk import Walk
 from graphfsdp._capture.guards.weakened import Weakened, WeakTensor, is_alike, restored, weakened
 from graphfsdp._capture.trace.ran import Ran
 from graphfsdp.base.hazards import HazardKind
-from graphfsdp.errors import CaptureError
+from graphfsdp.errors import CaptureError, Refuse, raised
 
 _LOG = logging.getLogger("graphfsdp")
 _MOST_TOLD = 8
@@ -160,31 +160,39 @@ def _are_of_others(old: Place, new: Place) -> bool:
     return isinstance(old.holder, FunctionType) and old.holder is not new.holder
 
 
-def refuse_draws(before: Before, ran: Ran) -> None:
-    """CaptureError names what has given another value than it did before."""
+def refuse_draws(before: Before, ran: Ran, refuse: Refuse) -> None:
+    """Refuse what has given another value than it did before."""
     for words, name in before.draws():
-        raise CaptureError(
-            f"the iteration {words}; a replay runs no Python, so it would go on with what came "
-            f"while it was recorded. Remedy: {_DRAWS}",
-            source=Uses(ran.near()).deciding(name)[1],
-            kind=HazardKind.BAKED_NUMBER,
+        refuse(
+            CaptureError(
+                f"the iteration {words}; a replay runs no Python, so it would go on with what "
+                f"came while it was recorded. Remedy: {_DRAWS}",
+                source=Uses(ran.near()).deciding(name)[1],
+                kind=HazardKind.BAKED_NUMBER,
+            )
         )
 
 
-def refuse_deciding(moves: Sequence[Move], ran: Ran) -> None:
-    """CaptureError names the first move from which more follows than other moves and log lines."""
+def refuse_deciding(moves: Sequence[Move], ran: Ran, refuse: Refuse = raised) -> Sequence[Move]:
+    """Refuse moves from which more follows than other moves and log lines; return the others."""
     if not moves:
-        return
+        return ()
+    others = []
     uses = Uses(ran.readable())
     for move in moves:
         decides, source = uses.deciding(move.name, move.key, move.owner)
-        if decides:
-            raise CaptureError(
-                f"the iteration moves Python, which no replay runs, and reads it for more than "
-                f"that: {move}. Remedy: {REMEDY}",
-                source=source,
-                kind=HazardKind.BAKED_NUMBER,
+        if not decides:
+            others.append(move)
+        else:
+            refuse(
+                CaptureError(
+                    f"the iteration moves Python, which no replay runs, and reads it for more "
+                    f"than that: {move}. Remedy: {REMEDY}",
+                    source=source,
+                    kind=HazardKind.BAKED_NUMBER,
+                )
             )
+    return others
 
 
 def tell_of(stands_still: Sequence[str]) -> None:

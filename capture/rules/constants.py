@@ -29,7 +29,7 @@ from graphfsdp._capture.trace.source import (
 from graphfsdp.base.hazards import HazardKind
 from graphfsdp.base.op_tensors import OpCall, OperatorMode, storage_key
 from graphfsdp.base.torch_internals import backward_node, without_modes
-from graphfsdp.errors import CaptureError
+from graphfsdp.errors import CaptureError, Refuse, raised
 
 _LOG = logging.getLogger("graphfsdp")
 _LITERAL_BYTES = 1 << 20  # contents beyond this are not compared
@@ -178,18 +178,6 @@ def _difference(before: ConstantEntry, now: ConstantEntry) -> Refusal | None:
     return None
 
 
-def unseen_read(refusal: Refusal) -> Refusal:
-    """Return the refusal of a value that followed the tensors though no read of them was seen."""
-    was = refusal.what.partition(",")[0]
-    return Refusal(
-        f"{was}, after the state had moved on: the value was read out of a tensor's memory by a "
-        "way that shows no call (a NumPy array that shares it, a C library), and a replay would "
-        "go on with this one",
-        "compute it with tensor operations",
-        HazardKind.HOST_READ,
-    )
-
-
 def _fewer_steps(before: Steps, now: Steps) -> CaptureError | None:
     for key, (name, most) in before.items():
         count = now.get(key, (name, 0))[1]
@@ -222,6 +210,7 @@ class ConstantWatch:
         has_run: bool = False,
         landing: Landing | None = None,
         names_idle: bool = True,
+        refuse: Refuse = raised,
     ) -> None:
         """The numbers of ``optimizers`` are live, or guarded: their operators are left out.
 
@@ -235,6 +224,7 @@ class ConstantWatch:
         self._device = device
         self._optimizers = optimizers
         self._names_idle = names_idle
+        self._refuse = refuse
         self._has_run = has_run
         self._landing = landing
         self._expected: ConstantLog | None = None
@@ -295,20 +285,22 @@ class ConstantWatch:
                 self.failure = error
             raise
         self._expected, self._is_settled = mode.log, True
-        found = {each.refusal.kind: each for each in reversed([*expected.differences(mode.log)])}
-        memory = found.pop(HazardKind.STATE, None)
+        self.sites = sites = None if watcher is None else watcher.sites
+        found = [*expected.differences(mode.log)]
+        memory = next((each for each in found if each.refusal.kind is HazardKind.STATE), None)
         # Operators that only the first run has called shift all that follow: then a value was
         # compared with one of another place.
-        is_aligned = HazardKind.CONTROL_FLOW not in found
-        self.sites = sites = None if watcher is None else watcher.sites
-        first = found.get(HazardKind.BAKED_NUMBER, found.get(HazardKind.CONTROL_FLOW))
-        if first is not None and (is_aligned or follows_path):
-            self.failure = _error(first, sites)
-        self.failure = self.failure or _fewer_steps(self._most_steps, mode.log.num_steps)
+        is_aligned = all(each.refusal.kind is not HazardKind.CONTROL_FLOW for each in found)
+        others = found if is_aligned or follows_path else []
+        values = [
+            _error(each, sites) for each in others if each.refusal.kind is not HazardKind.STATE
+        ]
+        fewer = _fewer_steps(self._most_steps, mode.log.num_steps)
         self._count_steps(mode.log)
-        if self.failure is not None:
-            raise self.failure
         self._elsewhere = _error(memory, sites) if memory is not None and is_aligned else None
+        for found_here in [*values, *([] if fewer is None else [fewer])]:
+            self.failure = found_here
+            self._refuse(found_here)
         self._name_idle(mode.log)
 
     @property
@@ -320,7 +312,7 @@ class ConstantWatch:
         """Refuse what read other memory; for when nobody knows better which tensor that is."""
         self.failure, self._elsewhere = self._elsewhere, None
         if self.failure is not None:
-            raise self.failure
+            self._refuse(self.failure)
 
     def _name_idle(self, log: ConstantLog) -> None:
         """Say which optimizers replays will never step: one that steps each fifth call, say."""

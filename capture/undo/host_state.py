@@ -15,7 +15,7 @@ from graphfsdp._capture.trace.source import assignment_of, definition_of
 from graphfsdp.base.hazards import HazardKind
 from graphfsdp.base.sharded import sharded_roots
 from graphfsdp.base.torch_internals import buffers_of, is_functorch_wrapped, key_of, parameters_of
-from graphfsdp.errors import CaptureError
+from graphfsdp.errors import CaptureError, Refuse, raised
 
 
 class HostState:
@@ -44,9 +44,9 @@ class HostState:
         }
         self._restore_gradients = restore_gradients
 
-    def check_unchanged(self, was_read: Callable[[Tensor], bool]) -> None:
+    def check_unchanged(self, was_read: Callable[[Tensor], bool], refuse: Refuse = raised) -> None:
         for change in self.changes(was_read):
-            raise change
+            refuse(change)
 
     def changes(self, was_read: Callable[[Tensor], bool]) -> Iterator[CaptureError]:
         for module_name, module, name, before in self._tensors():

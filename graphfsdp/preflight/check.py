@@ -1,62 +1,37 @@
 """`graphfsdp.check`: runs one iteration under the rules of a capture and changes nothing."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from contextlib import suppress
 from typing import Any
 
 import torch
 from torch import nn
 
-from graphfsdp._capture.choose_backend import make_backend
-from graphfsdp._capture.gradients import PersistentGradients
-from graphfsdp._capture.guards.hooks import users_hooks
-from graphfsdp._capture.guards.moves import Before, refuse_deciding, refuse_draws, tell_of
-from graphfsdp._capture.guards.names import ReadNames
-from graphfsdp._capture.guards.walk import walk
+from graphfsdp._capture.engine import Engine
 from graphfsdp._capture.inputs import StaticInputs
-from graphfsdp._capture.iteration import AnyIteration, CustomIteration, Iteration, default_loss
-from graphfsdp._capture.trace.ran import Ran
-from graphfsdp._capture.undo.copy_on_write import CopyOnWrite
-from graphfsdp._capture.undo.host_state import Attempt
-from graphfsdp.base.capturable import CapturableOptimizer
-from graphfsdp.base.hazards import Hazard, HazardKind, HazardLog
-from graphfsdp.base.recomputation import torchs_checkpoints_as_ours
-from graphfsdp.base.sharded import main_grads_of, pipeline_stages
+from graphfsdp._capture.phase import Phase
+from graphfsdp._capture.recording import Recording
+from graphfsdp._capture.runner import StepRunner
+from graphfsdp._capture.trees import copied
+from graphfsdp.api import make_engine
+from graphfsdp.base.hazards import Hazard, HazardKind
+from graphfsdp.base.sharded import pipeline_stages
 from graphfsdp.config import CaptureOptions, MixedPrecisionPolicy, Scope
-from graphfsdp.errors import CaptureError, ConfigError, PrecisionError, split_remedy
-from graphfsdp.optim.adapters.backends import JointOptimizer, adapt
+from graphfsdp.errors import ConfigError
+from graphfsdp.optim.adapters.backends import JointOptimizer, UnsteppedOptimizer
 from graphfsdp.optim.adapters.baked import BakedAdapter
 from graphfsdp.preconditions import (
-    adopt_sharded_parameters,
     as_list,
+    ignoring,
     inner_optimizer,
     one_module,
-    only_device,
-    precision_of,
-    refuse_beside_iteration,
-    refuse_offloaded_shards,
-    refuse_other_types,
-    refuse_parallel_wrapper,
-    refuse_several,
-    refuse_unreduced_parameters,
-    refuse_unskipped_steps,
-    trainable_of_all,
+    refuse_arguments,
 )
-from graphfsdp.preflight.rehearsal import Rehearsal
+from graphfsdp.preflight.judge import Findings, Judge
 from graphfsdp.preflight.report import CheckReport
 from graphfsdp.preflight.untouched import untouched
 
 _TARGETS = ("cuda", "cpu")
-# After these, runs of the iteration are no more alike, or there is none.
-_TOLD = frozenset(
-    {
-        *(HazardKind.BAKED_NUMBER, HazardKind.CONTROL_FLOW, HazardKind.EXCEPTION),
-        *(HazardKind.STATE, HazardKind.LOSS, HazardKind.CONFIG, HazardKind.GENERATOR),
-        *(HazardKind.HIDDEN_WRITE, HazardKind.THREAD),
-    }
-)
-_MakeIteration = Callable[[CapturableOptimizer, PersistentGradients], AnyIteration]
 
 
 def check(
@@ -136,7 +111,10 @@ def check_call(
 ) -> CheckReport:
     """Do what ``check`` does, for a batch whose keyword arguments may have any names."""
     options = CaptureOptions(
-        scope=Scope.parse(scope), microbatches=microbatches, max_grad_norm=max_grad_norm
+        scope=Scope.FULL_ITERATION if Scope.parse(scope) is Scope.NONE else Scope.parse(scope),
+        microbatches=microbatches,
+        max_grad_norm=max_grad_norm,
+        audit=0,
     )
     if pipeline_stages(model):
         raise ConfigError(
@@ -144,59 +122,39 @@ def check_call(
             "ranks of a pipeline. Remedy: check a stage's module with a loss of its own; or "
             "capture the schedule, which names the same and leaves everything as it was"
         )
-    together = one_module(model)
-    unwrapped = [unwrap(item) for item in as_list(optimizer, "optimizer")]
-    inner = [item for item, _ in unwrapped]
-    refuse_other_types(loss_fn, mp_policy)
+    refuse_arguments(model, optimizer, loss_fn, iteration, options, mp_policy)
     if target not in _TARGETS:
         raise ConfigError(f"unknown target {target!r}; expected one of {_TARGETS}")
     ignored = {_kind(kind) for kind in ignore}
-    if iteration is None:
-        refuse_several(model, optimizer)
-    else:
-        refuse_beside_iteration(iteration, options)
-        refuse_unskipped_steps(together, inner, options)
-
-    def make_iteration(
-        adapted: CapturableOptimizer, gradients: PersistentGradients
-    ) -> AnyIteration:
-        loss = loss_fn or default_loss
-        if iteration is not None:
-            return CustomIteration(
-                iteration,
-                model,
-                optimizer,
-                gradients,
-                loss_fn=loss,
-                module=together,
-                stepping=adapted.stepping,
-            )
-        return Iteration(
-            together, adapted, gradients, loss_fn=loss, max_grad_norm=options.max_grad_norm
+    findings = Findings()
+    device, num_ops = "?", 0
+    inner = [inner_optimizer(each, ignoring) for each in as_list(optimizer, "optimizer")]
+    with (
+        untouched(one_module(model), inner) as gradients,
+        findings.noting(HazardKind.CONFIG),  # what leaves nothing to go on with
+    ):
+        engine = make_engine(
+            model,
+            optimizer,
+            loss_fn=loss_fn,
+            iteration=iteration,
+            options=options,
+            mp_policy=mp_policy,
+            noting=findings.noting,
         )
-
-    flight = Preflight(together, inner, make_iteration, options, mp_policy, target)
-    for _, wrapper_error in unwrapped:
-        if wrapper_error is not None:
-            flight.note(wrapper_error, HazardKind.OPTIMIZER)
-    with ExitStack() as stack:
-        for item in inner:
-            stack.enter_context(untouched(together, item))
-        flight.run(args, dict(kwargs))
-    found = tuple(flight.hazards)
+        device = str(engine.backend.device)
+        judge = Judge(engine.backend, findings, for_cuda=target == "cuda")
+        engine.backend, engine.refuse = judge, findings.refuse
+        runner = StepRunner(engine, options)
+        try:
+            with engine.attempt(beside=[*engine.around(), *gradients]).undone():
+                _run(runner, engine, judge, args, dict(kwargs), findings, microbatches)
+        finally:
+            num_ops = judge.num_ops
+            runner.release()
+    found = tuple(findings.hazards)
     kept = tuple(hazard for hazard in found if hazard.kind not in ignored)
-    return CheckReport(kept, flight.device, target, flight.num_ops, len(found) - len(kept))
-
-
-def unwrap(optimizer: object) -> tuple[torch.optim.Optimizer, ConfigError | None]:
-    """Return the optimizer without its wrapper, and what is wrong with that."""
-    try:
-        return inner_optimizer(optimizer), None
-    except ConfigError as error:
-        inner = getattr(optimizer, "optimizer", None)
-        if not isinstance(inner, torch.optim.Optimizer):
-            raise
-        return inner, error
+    return CheckReport(kept, device, target, num_ops, len(found) - len(kept))
 
 
 def _kind(name: HazardKind | str) -> HazardKind:
@@ -207,177 +165,83 @@ def _kind(name: HazardKind | str) -> HazardKind:
         raise ConfigError(f"unknown kind of hazard {name!r}; expected one of {known}") from None
 
 
-@dataclass(frozen=True)
-class Settings:
-    """What an iteration is recorded with; ``steps``: the optimizers' step, too."""
+def _run(
+    runner: StepRunner,
+    engine: Engine,
+    judge: Judge,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    findings: Findings,
+    microbatches: int,
+) -> None:
+    """Warm up and capture, noting what is refused."""
+    try:
+        while runner.phase is Phase.WARMUP:
+            runner.run(*copied((args, kwargs)))
+    except ConfigError:
+        raise
+    except Exception as error:  # whatever the user's program raises is a finding
+        if not judge.num_ops and not engine.groups:
+            _judge_until_it_fails(engine, judge, args, kwargs, microbatches)
+        findings.fail(error)
+    else:
+        _note_settings(engine, findings)
 
-    named_params: dict[str, nn.Parameter]
-    device: torch.device
-    adapted: CapturableOptimizer
-    policy: MixedPrecisionPolicy
-    steps: bool
+
+def _judge_until_it_fails(
+    engine: Engine, judge: Judge, args: tuple[Any, ...], kwargs: dict[str, Any], microbatches: int
+) -> None:
+    with suppress(Exception):  # that of the warm-up, which is told
+        inputs = StaticInputs(args, kwargs, device=judge.device, num_microbatches=microbatches)
+        recording = Recording(inputs, microbatches)
+        judge.record(
+            lambda: engine.iterate(recording),
+            engine.model,
+            lambda was_read: None,
+            collective=False,
+            scratch=(),
+        )
 
 
-@dataclass
-class Preflight:
-    """``device`` is "?" for a model on several; ``num_ops`` counts those of the judged run."""
+def _note_settings(engine: Engine, findings: Findings) -> None:
+    """Note what nothing refuses and nobody wants: weights that stay, an lr that is baked in."""
+    owners: dict[str, list[str]] = {}
+    for name in engine.gradients.without_gradient():
+        owners.setdefault(name.rpartition(".")[0], []).append(name)
+    for owner, names in owners.items():
+        findings.hazards.add(_without_gradient(owner, names))
+    adapted = engine.optimizer
+    members = adapted.members if isinstance(adapted, JointOptimizer) else [adapted]
+    steps = engine.full and not isinstance(adapted, UnsteppedOptimizer)
+    for member in members if steps else ():
+        if isinstance(member, BakedAdapter) and member.bakes_lr:
+            for hazard in _baked_lr(member.optimizer):
+                findings.hazards.add(hazard)
 
-    model: nn.Module
-    optimizers: Sequence[torch.optim.Optimizer]
-    make_iteration: _MakeIteration
-    options: CaptureOptions
-    mp_policy: MixedPrecisionPolicy | None
-    target: str
-    hazards: HazardLog = field(default_factory=HazardLog)
-    device: str = "?"
-    num_ops: int = 0
 
-    def run(self, batch: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Run the iteration on a batch, and note all that a graph of it could not hold."""
-        with self._noting(HazardKind.CONFIG):  # what leaves nothing to go on with
-            self._run(batch, kwargs)
+def _without_gradient(owner: str, names: list[str]) -> Hazard:
+    shown = ", ".join(repr(name) for name in names[:4])
+    more = f" and {len(names) - 4} more" if len(names) > 4 else ""
+    return Hazard(
+        HazardKind.GRADIENT,
+        f"{shown}{more}: no gradient reached this in the iteration; the graph leaves it out, and "
+        "will never train it, also when a later batch would",
+        "requires_grad_(False) if it is not to be trained; else let it take part in every "
+        "iteration",
+        module_path=owner,
+    )
 
-    def settings(self, before: "Settings | None" = None) -> "Settings":
-        """Note what is wrong with model and optimizers by themselves.
 
-        ``before``: of the same ones, whose adapters have seen them step. ConfigError: it leaves
-        nothing to go on with.
-        """
-        refuse_parallel_wrapper(self.model)
-        refuse_offloaded_shards(self.model)
-        for optimizer in self.optimizers:
-            adopt_sharded_parameters(self.model, optimizer)
-        named_params = trainable_of_all(self.model, self.optimizers)
-        device = only_device(self.model, named_params)
-        make_backend("auto", device)  # which refuses other devices
-        with self._noting(HazardKind.CONFIG):
-            refuse_unreduced_parameters(self.model, named_params)
-        adapted, steps = self._adapt() if before is None else (before.adapted, before.steps)
-        policy = self._policy(adapted)
-        scope = Scope.FULL_ITERATION if self.options.scope is Scope.NONE else self.options.scope
-        try:
-            adapted.check(named_params, policy, scope)
-        except PrecisionError as error:
-            self.note(error, HazardKind.PRECISION)
-        except ConfigError as error:
-            self.note(error, HazardKind.OPTIMIZER)
-            steps = False  # what it does wrong has been said
-        self.device = str(device)
-        steps = steps and scope is Scope.FULL_ITERATION
-        return Settings(named_params, device, adapted, policy, steps)
-
-    def _run(self, batch: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        settings = self.settings()
-        adapted, steps, policy = settings.adapted, settings.steps, settings.policy
-        named_params, device = settings.named_params, settings.device
-        backend = make_backend("auto", device)
-        with self._noting(HazardKind.PRECISION), ExitStack() as stack:
-            gradients = PersistentGradients(
-                named_params,
-                dtype_of=lambda param: adapted.main_grad_dtype(param, policy),
-                use_decoupled_grad=adapted.use_decoupled_grad,
-                sharded=main_grads_of(self.model),
+def _baked_lr(optimizer: torch.optim.Optimizer) -> Iterator[Hazard]:
+    name = type(optimizer).__name__
+    for index, group in enumerate(optimizer.param_groups):
+        if isinstance(group.get("lr"), float | int):
+            yield Hazard(
+                HazardKind.BAKED_NUMBER,
+                f"lr={group['lr']} of group {index} of {name} is a Python number, which the graph "
+                "bakes in: a scheduler's first change of it would end in an error before the "
+                "replay",
+                "graphfsdp.optim.FusedAdam, all of whose numbers stay live, or an lr that is a "
+                "tensor on the parameters' device; if it never changes, ignore this",
+                op=f"{name}.param_groups[{index}]['lr']",
             )
-            stack.callback(gradients.close)
-            with self._noting(HazardKind.CONFIG), backend.on_capture_stream():
-                inputs = StaticInputs(
-                    batch, kwargs, device=device, num_microbatches=self.options.microbatches
-                )
-                iteration = self.make_iteration(adapted, gradients)
-
-                def iterate() -> None:
-                    with torchs_checkpoints_as_ours():
-                        iteration.forward_backward(inputs, self.options.microbatches)
-                    if steps:
-                        iteration.optimizer_step()
-
-                for_cuda = self.target == "cuda"
-                rehearsal = Rehearsal(
-                    self.model, self.optimizers, gradients, self.hazards, device, for_cuda, adapted
-                )
-                self.num_ops = rehearsal.run(iterate)
-                functions = (
-                    *iteration.functions,
-                    *users_hooks(self.model, named_params, self.optimizers),
-                )
-                attempt = Attempt(
-                    self.model,
-                    self.optimizers,
-                    CopyOnWrite(),
-                    device=device,
-                    restore_gradients=gradients.save_bindings(),
-                )
-                self._note_moves(iterate, attempt, functions)
-        members = adapted.members if isinstance(adapted, JointOptimizer) else [adapted]
-        for adapter in members if steps else ():
-            if isinstance(adapter, BakedAdapter) and adapter.bakes_lr:
-                self._note_baked_lr(adapter.optimizer)
-
-    def _note_moves(
-        self, iterate: Callable[[], None], attempt: Attempt, functions: Sequence[Callable[..., Any]]
-    ) -> None:
-        """Note what the iteration moves in Python, and draws from there."""
-        if {hazard.kind for hazard in self.hazards} & _TOLD:
-            return  # what differs from run to run by itself
-        ran = Ran()
-        with attempt.undone(), ran.noting():
-            iterate()
-        names = ReadNames(ran)
-        before = Before(walk(names, self.model, functions))
-        with attempt.undone():
-            iterate()
-        moves = before.moves_to(walk(names, self.model, functions))
-        try:
-            refuse_draws(before, ran)
-            refuse_deciding(moves, ran)
-        except CaptureError as error:
-            self.hazards.add(error.hazard)
-        else:
-            tell_of(list(map(str, moves)))
-
-    def _adapt(self) -> tuple[CapturableOptimizer, bool]:
-        members: list[CapturableOptimizer] = []
-        steps = True
-        for optimizer in self.optimizers:
-            try:
-                members.append(adapt(optimizer))
-            except ConfigError as error:
-                self.note(error, HazardKind.OPTIMIZER)
-                members.append(BakedAdapter(optimizer))
-                steps = False
-        return members[0] if len(members) == 1 else JointOptimizer(members), steps
-
-    def _policy(self, adapted: CapturableOptimizer) -> MixedPrecisionPolicy:
-        try:
-            return precision_of(self.model, adapted, self.mp_policy)
-        except PrecisionError as error:
-            self.note(error, HazardKind.PRECISION)
-            return MixedPrecisionPolicy(use_decoupled_grad=adapted.use_decoupled_grad)
-
-    def _note_baked_lr(self, optimizer: torch.optim.Optimizer) -> None:
-        name = type(optimizer).__name__
-        for index, group in enumerate(optimizer.param_groups):
-            if isinstance(group.get("lr"), float | int):
-                self.hazards.add(
-                    Hazard(
-                        HazardKind.BAKED_NUMBER,
-                        f"lr={group['lr']} of group {index} of {name} is a Python number, which "
-                        "the graph bakes in: a scheduler's first change of it would end in an "
-                        "error before the replay",
-                        "graphfsdp.optim.FusedAdam, all of whose numbers stay live, or an lr that "
-                        "is a tensor on the parameters' device; if it never changes, ignore this",
-                        op=f"{name}.param_groups[{index}]['lr']",
-                    )
-                )
-
-    def note(self, error: ConfigError, kind: HazardKind) -> None:
-        """Note an error as a hazard."""
-        why, fix = split_remedy(str(error))
-        self.hazards.add(Hazard(kind, why, fix))
-
-    @contextmanager
-    def _noting(self, kind: HazardKind) -> Iterator[None]:
-        try:
-            yield
-        except ConfigError as error:
-            self.note(error, HazardKind.PRECISION if isinstance(error, PrecisionError) else kind)

@@ -28,7 +28,7 @@ from graphfsdp._capture.trace.values import StorageInfo
 from graphfsdp.base.hazards import HazardKind, HazardLog, SourceLine
 from graphfsdp.base.op_tensors import OpCall, flat_tensors, storage_key
 from graphfsdp.base.torch_internals import backward_node
-from graphfsdp.preflight.watcher import NotingWatcher
+from graphfsdp.preflight.judge import NotingWatcher
 
 LATER = "put it behind optimizer.step()"
 # What the loop may do between the model's call and the step, where no graph would be.

@@ -1,130 +1,67 @@
-"""Leaves a model, its optimizer and every random generator as they were."""
+"""Leaves Python as it was that a capture moves for good: a warm-up trains, and a check does not."""
 
 import operator
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from graphfsdp._capture.recording import kept_by
-from graphfsdp._capture.undo.host_state import save_random_states
-from graphfsdp.base.torch_internals import key_of
+from graphfsdp.base.torch_internals import parameters_of
 
-_Undo = Callable[[], None]
-_MAX_DEPTH = 3  # of objects of ours that an optimizer holds
+_Container = dict[Any, Any] | list[Any] | set[Any]
 
 
 @contextmanager
-def untouched(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    """Put everything on the host back when the body is over, however it ends.
+def untouched(
+    model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]
+) -> Iterator[list[Tensor]]:
+    """Put back what modules, parameters and optimizers hold, and containers of theirs.
 
-    That is: which tensors, numbers and containers modules, parameters and the optimizer hold,
-    what tensors look at, gradients, ``param_groups``, and the generators of torch, Python and
-    NumPy. What is written in memory is somebody else's part (``CopyOnWrite``).
+    Gradients are taken off meanwhile, and handed out: a capture gives those that were left on other
+    memory, and a captured step of these parameters writes them.
     """
-    undo = [
-        save_random_states(model, _device_of(model)),
-        *(step for module in model.modules() for step in _attributes(module)),
-        *_attributes(optimizer, depth=_MAX_DEPTH),
-        *_optimizer_tables(optimizer),
-        *(step for tensor in _tensors(model, optimizer) for step in _tensor(tensor)),
-    ]
+    modules = list(model.modules())
+    groups = [group for each in optimizers for group in each.param_groups]
+    owned = [each for module in modules for each in parameters_of(module).values()]
+    owned += [param for group in groups for param in group["params"]]
+    params = {id(param): param for param in owned if param is not None}
+    tables = [vars(each) for each in (*modules, *optimizers, *params.values())]
+    inside = [value for table in tables for value in table.values()]
+    held = [each for each in inside if isinstance(each, dict | list | set)]
+    kept = [(each, _items(each)) for each in [*tables, *held, *(g["params"] for g in groups)]]
+    forms = [(p, p.grad, p.requires_grad, getattr(p, "grad_dtype", None)) for p in params.values()]
+    for param in params.values():
+        param.grad = None
     try:
-        yield
+        yield [grad for _, grad, *_ in forms if grad is not None]
     finally:
-        for step in undo:
-            step()
+        for param, grad, requires_grad, grad_dtype in forms:
+            param.requires_grad_(requires_grad)
+            param.grad = grad
+            if hasattr(param, "grad_dtype") and param.grad_dtype != grad_dtype:
+                param.grad_dtype = grad_dtype
+        for container, items in kept:
+            _put_back(container, items)
 
 
-def _attributes(owner: Any, depth: int = 0) -> Iterator[_Undo]:
-    yield _container(vars(owner))
-    for value in list(vars(owner).values()):
-        if isinstance(value, dict | list | set):
-            yield _container(value)
-        elif (
-            depth and type(value).__module__.startswith("graphfsdp.") and hasattr(value, "__dict__")
-        ):
-            yield from _attributes(value, depth - 1)
+def _items(container: _Container) -> list[Any]:
+    return list(container.items()) if isinstance(container, dict) else list(container)
 
 
-def _container(value: Any) -> _Undo:
-    # Not value.copy(): a class may refuse to be filled, as diffusers' FrozenDict does.
-    kept: Any = dict(value.items()) if isinstance(value, dict) else list(value)
-
-    def restore() -> None:
-        if _holds_the_same(value, kept):
-            return
-        value.clear()
-        if isinstance(value, list):
-            value.extend(kept)
-        else:
-            value.update(kept)
-
-    return restore
-
-
-def _holds_the_same(value: Any, kept: Any) -> bool:
-    if len(value) != len(kept):
-        return False
-    if isinstance(value, dict):
-        return all(map(operator.is_, value, kept)) and all(
-            map(operator.is_, value.values(), kept.values())
+def _put_back(container: _Container, items: list[Any]) -> None:
+    now = _items(container)
+    if isinstance(container, dict):
+        same = len(now) == len(items) and all(
+            a is b for pairs in zip(now, items, strict=True) for a, b in zip(*pairs, strict=True)
         )
-    if isinstance(value, list):
-        return all(map(operator.is_, value, kept))
-    return set(map(id, value)) == set(map(id, kept))
-
-
-def _optimizer_tables(optimizer: torch.optim.Optimizer) -> Iterator[_Undo]:
-    for group in optimizer.param_groups:
-        yield _container(group)
-        yield _container(group["params"])
-    for state in optimizer.state.values():
-        if isinstance(state, dict):
-            yield _container(state)
-
-
-def _tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Tensor]:
-    params = [param for group in optimizer.param_groups for param in group["params"]]
-    kept = [tensor for _, _, tensor in kept_by(model)]
-    found = [*model.parameters(), *model.buffers(), *params, *kept]
-    return list({id(tensor): tensor for tensor in found}.values())
-
-
-def _tensor(tensor: Tensor) -> Iterator[_Undo]:
-    """Yield what puts back a tensor's attributes, gradient, flags, and the memory it looks at."""
-    plain = type(tensor) in (Tensor, nn.Parameter) and tensor.layout is torch.strided
-    # An alias keeps the memory; `tensor.data = ...` would take the tensor away from it.
-    alias = tensor.detach() if plain else None
-    restore_attributes, requires_grad = _container(vars(tensor)), tensor.requires_grad
-    grad = tensor.grad if tensor.is_leaf else None
-    grad_dtype = getattr(tensor, "grad_dtype", None) if tensor.is_leaf else None
-
-    def restore() -> None:
-        if alias is not None and not _looks_alike(tensor, alias):
-            tensor.data = alias
-        restore_attributes()
-        if not tensor.is_leaf:
-            return
-        if tensor.requires_grad != requires_grad:
-            tensor.requires_grad_(requires_grad)
-        tensor.grad = grad
-        if hasattr(tensor, "grad_dtype") and tensor.grad_dtype != grad_dtype:
-            tensor.grad_dtype = grad_dtype
-
-    yield restore
-
-
-def _looks_alike(left: Tensor, right: Tensor) -> bool:
-    return (
-        key_of(left.untyped_storage()) == key_of(right.untyped_storage())
-        and left.storage_offset() == right.storage_offset()
-        and left.shape == right.shape
-        and left.stride() == right.stride()
-    )
-
-
-def _device_of(model: nn.Module) -> torch.device:
-    return next((param.device for param in model.parameters()), torch.device("cpu"))
+    else:
+        same = len(now) == len(items) and all(map(operator.is_, now, items))
+    if same:  # a class may refuse to be filled, as diffusers' FrozenDict does
+        return
+    container.clear()
+    if isinstance(container, list):
+        container.extend(items)
+    else:
+        container.update(items)

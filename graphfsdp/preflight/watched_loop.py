@@ -28,14 +28,14 @@ from graphfsdp.base.changes import ChangeKind
 from graphfsdp.base.hazards import Hazard, HazardKind, HazardLog, SourceLine
 from graphfsdp.base.op_tensors import as_written, storage_key
 from graphfsdp.config import CaptureOptions
-from graphfsdp.errors import CaptureError, ConfigError
+from graphfsdp.errors import CaptureError
 from graphfsdp.in_place.module_part import PartState
 from graphfsdp.in_place.parts import Parts
-from graphfsdp.optim.adapters.backends import JointOptimizer
+from graphfsdp.optim.adapters.backends import JointOptimizer, UnsteppedOptimizer
 from graphfsdp.optim.adapters.baked import BakedAdapter
-from graphfsdp.preconditions import one_module
+from graphfsdp.preconditions import Trained, ignoring, inner_optimizer, one_module, prepare
 from graphfsdp.preflight.advice import Advice, integration_of, names_of
-from graphfsdp.preflight.check import Preflight, Settings, unwrap
+from graphfsdp.preflight.judge import Findings
 from graphfsdp.preflight.loop_watcher import LATER, LoopWatcher
 from graphfsdp.preflight.report import CheckReport
 from graphfsdp.preflight.trained import (
@@ -96,8 +96,7 @@ class WatchedLoop:
         self._hazards = HazardLog()
         self._early = HazardLog()  # reads of the first iteration
         self._of_settings = HazardLog()
-        self._preflight = self._new_preflight(self._of_settings)
-        self._settings: Settings | None = None
+        self._settings: Trained | None = None
         self._own = {id(each) for model in models for each in model.modules()}
         self._num = 0  # iterations that have begun
         self._begins_through = False  # with what another model has computed, to train that
@@ -117,7 +116,7 @@ class WatchedLoop:
         self._num_in_parts = 0
         self._undo = ExitStack()
         self._replaces: bool | None = None  # of the step that runs now
-        self._find_settings()
+        self._find_settings(self._of_settings)
         self._take_steps()
 
     @property
@@ -128,23 +127,16 @@ class WatchedLoop:
         """Return what is wrong with models and optimizers by themselves."""
         return list(self._of_settings)
 
-    def _new_preflight(self, hazards: HazardLog) -> Preflight:
-        def none(*_: object) -> NoReturn:
-            raise NotImplementedError
+    @property
+    def _optimizers(self) -> list[torch.optim.Optimizer]:
+        return [inner_optimizer(each, ignoring) for each in self._wrappers]
 
-        optimizers = [unwrap(each)[0] for each in self._wrappers]
-        return Preflight(
-            self._models[0] if len(self._models) == 1 else one_module(self._models),
-            optimizers,
-            none,
-            CaptureOptions(),
-            None,
-            self._script.target,
-            hazards,
-        )
+    @property
+    def _together(self) -> nn.Module:
+        return self._models[0] if len(self._models) == 1 else one_module(self._models)
 
     def _take_steps(self) -> None:
-        for optimizer in self._preflight.optimizers:
+        for optimizer in self._optimizers:
             self._take_step(optimizer)
 
     def _take_step(self, optimizer: torch.optim.Optimizer) -> None:
@@ -194,7 +186,7 @@ class WatchedLoop:
             self._replaces = before
 
     def _adapter_of(self, optimizer: torch.optim.Optimizer) -> Any:
-        if self._settings is None or not self._settings.steps:
+        if self._settings is None or isinstance(self._settings.adapted, UnsteppedOptimizer):
             return None
         adapted = self._settings.adapted
         members = adapted.members if isinstance(adapted, JointOptimizer) else [adapted]
@@ -226,13 +218,12 @@ class WatchedLoop:
         self._num += 1
         is_judged = self._num >= self._first_judged
         if self._num == self._first_judged:
-            self._preflight = self._new_preflight(self._hazards)
-            self._find_settings()
+            self._find_settings(self._hazards)
         if self._num > self._first_judged:
             self._note_changes()
         self._begins = user_source_line()
         self._stepped = []
-        together, device = self._preflight.model, self._device()
+        together, device = self._together, self._device()
         hazards = self._hazards if is_judged else self._early
         self._watcher = LoopWatcher(
             together,
@@ -250,11 +241,14 @@ class WatchedLoop:
         if self._replaces is not None:  # it begins within a step
             self._open.enter_context(self._watcher.stepping(is_replaced=self._replaces))
 
-    def _find_settings(self) -> None:
-        try:
-            self._settings = self._preflight.settings(self._settings)
-        except ConfigError as error:  # what leaves nothing to go on with
-            self._preflight.note(error, HazardKind.CONFIG)
+    def _find_settings(self, hazards: HazardLog) -> None:
+        noting = Findings(hazards).noting
+        # Whose adapters have seen them step.
+        adapted = None if self._settings is None else self._settings.adapted
+        with noting(HazardKind.CONFIG):  # what leaves nothing to go on with
+            self._settings = prepare(
+                self._together, self._optimizers, CaptureOptions(), noting=noting, adapted=adapted
+            )
 
     def _device(self) -> torch.device:
         if self._settings is not None:
@@ -263,7 +257,7 @@ class WatchedLoop:
 
     def _unknown(self) -> _Optimizers:
         """Return optimizers that are recorded as they are written."""
-        known = self._preflight.optimizers
+        known = self._optimizers
         return [each for each in known if type(self._adapter_of(each)) is BakedAdapter]
 
     def _counts(self, key: str) -> bool:
@@ -273,7 +267,7 @@ class WatchedLoop:
         """Note what has changed since the last iteration began, and a graph would not see."""
         watcher = self._judged[-1].watcher
         if self._host_state is not None:
-            model = self._preflight.model
+            model = self._together
             named = [*model.named_parameters(), *model.named_buffers()]
             moved = self._script.moved
             lines = {f"{name!r}": moved.get(id(tensor)) for name, tensor in named}
@@ -317,7 +311,7 @@ class WatchedLoop:
         if watcher is None or threading.get_ident() != self._script.thread:
             return
         self._stepped.append(optimizer)
-        left = [each for each in self._preflight.optimizers if self._belongs(each, optimizer)]
+        left = [each for each in self._optimizers if self._belongs(each, optimizer)]
         if any(all(each is not other for other in self._stepped) for each in left):
             return
         if self._num == 1:
@@ -335,16 +329,17 @@ class WatchedLoop:
         return used and not is_alone and not params_of(other).keys() & params_of(optimizer).keys()
 
     def _drop_others(self, kept: _Optimizers) -> None:
-        if len(kept) == len(self._preflight.optimizers):
+        if len(kept) == len(self._wrappers):
             return
         self._undo.close()
-        self._wrappers = [o for o in self._wrappers if any(unwrap(o)[0] is each for each in kept)]
+        self._wrappers = [
+            o for o in self._wrappers if any(inner_optimizer(o, ignoring) is each for each in kept)
+        ]
         self._models = owners_of(self._models, kept)
         self._own = {id(each) for model in self._models for each in model.modules()}
         self._of_settings = HazardLog()
-        self._preflight = self._new_preflight(self._of_settings)
         self._settings = None
-        self._find_settings()
+        self._find_settings(self._of_settings)
         self._take_steps()
 
     def _end_iteration(self, watcher: LoopWatcher) -> None:
@@ -472,21 +467,21 @@ class WatchedLoop:
         return self._wrapper_of(self._stepped[-1])
 
     def _in_order(self) -> list[torch.optim.Optimizer]:
-        known = [*self._stepped, *self._preflight.optimizers]
+        known = [*self._stepped, *self._optimizers]
         return [self._wrapper_of(each) for each in {id(each): each for each in known}.values()]
 
     def _wrapper_of(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-        return next(each for each in self._wrappers if unwrap(each)[0] is optimizer)
+        return next(o for o in self._wrappers if inner_optimizer(o, ignoring) is optimizer)
 
     def _show_parts(self) -> None:
         """Let the loop go on as ``capture_in_place`` would have it."""
         self._undo.close()
-        self._parts = Parts(self._models, self._preflight.optimizers, keeps_all=True)
+        self._parts = Parts(self._models, self._optimizers, keeps_all=True)
         self._began_parts = time.monotonic()
         self._take_steps()
 
     def _on_step_in_parts(self, optimizer: torch.optim.Optimizer) -> None:
-        if optimizer is not self._preflight.optimizers[0]:
+        if optimizer is not self._optimizers[0]:
             return
         self._num_in_parts += 1
         assert self._parts is not None

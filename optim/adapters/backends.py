@@ -160,3 +160,13 @@ class JointOptimizer:
         for index, member in enumerate(self.members):
             for name, tensor in member.state_tensors():
                 yield f"{name} of optimizer {index}", tensor
+
+
+class UnsteppedOptimizer(JointOptimizer):
+    """Members of which no graph can hold a step: a check has told so, and leaves them alone."""
+
+    def check(self, *_: object) -> None:
+        """Do nothing: what is wrong was told."""
+
+    def step(self, *_: object) -> None:
+        """Do nothing: it may want what no step in a graph has."""

@@ -68,7 +68,7 @@ def iteration(model, optimizer, x):
     loss = model(x).mean()
     loss.backward()
     optimizer.step()
-    print(float(loss))  # read
+    print(float(loss.detach()))  # read
     return loss
 step = graphfsdp.capture(model, FusedAdam(model.parameters()), iteration=iteration)
 step(torch.ones(2, 4))
@@ -81,8 +81,8 @@ def test_a_script_is_checked_with_the_iteration_that_it_captures(
     monkeypatch.chdir(tmp_path)
     Path("train.py").write_text(SCRIPT)
     assert main(["check", "train.py"]) == 1
-    assert "print(float(loss))  # read" in capsys.readouterr().out
-    Path("train.py").write_text(SCRIPT.replace("    print(float(loss))  # read\n", ""))
+    assert "print(float(loss.detach()))  # read" in capsys.readouterr().out
+    Path("train.py").write_text(SCRIPT.replace("    print(float(loss.detach()))  # read\n", ""))
     assert main(["check", "train.py"]) == 0
     assert main(["check", "--json=nowhere/report.json", "train.py"]) == 2
     assert "nowhere/report.json: cannot be written" in capsys.readouterr().err

@@ -54,7 +54,7 @@ def test_hazards_are_exit_code_1_with_the_line_of_the_script(
     assert main(["check", "good.py", "5"]) == 1
     out = capsys.readouterr().out
     assert "cannot be captured: 1 hazard" in out
-    assert 'print("loss", float(loss))  # read' in out
+    assert 'print("loss", float(loss.detach()))  # read' in out
     assert "| neighbour.py:4 " in out
     assert main(["check", "--ignore", "host-read", "good.py", "5"]) == 0
     assert "1 ignored" in capsys.readouterr().out
@@ -93,7 +93,7 @@ def test_an_unchanged_script_is_told_the_lines_to_add_and_writes_nothing(
     assert main(["check", "plain.py", "read"]) == 1
     out = capsys.readouterr().out
     assert "cannot be captured: 1 hazard" in out
-    assert "print(float(loss))  # read" in out
+    assert "print(float(loss.detach()))  # read" in out
 
 
 def test_counters_and_chance_in_the_model_of_an_unchanged_script_are_found(
