@@ -22,7 +22,7 @@ from graphfsdp._capture.trace.backend import (
     GraphBackend,
     GraphFacts,
     Iterate,
-    Undo,
+    MemoryUndo,
 )
 from graphfsdp._capture.trace.source import user_line_of
 from graphfsdp._capture.trace.values import StorageInfo, dropped_tensors
@@ -161,7 +161,7 @@ class Judge:
     def give_back_memory(self, *, workspaces: bool = True) -> None:
         self._backend.give_back_memory(workspaces=workspaces)
 
-    def begin_undo(self, state: Iterable[Tensor], scratch: Iterable[Tensor] = ()) -> Undo:
+    def begin_undo(self, state: Iterable[Tensor], scratch: Iterable[Tensor] = ()) -> MemoryUndo:
         return self._backend.begin_undo(state, scratch)
 
     def record(
