@@ -2,7 +2,7 @@
 
 import argparse
 import math
-from collections.abc import Container, Mapping
+from collections.abc import Mapping
 from dataclasses import MISSING, Field, fields
 from typing import Annotated, Any, Literal, NoReturn, get_args, get_origin, get_type_hints
 
@@ -29,18 +29,13 @@ def require(field: str, value: float, holds: bool, expected: str) -> None:
 
 
 def add_flags(
-    parser: argparse.ArgumentParser,
-    options: type[Any],
-    sections: Mapping[str, str],
-    *,
-    shown: Container[str] | None = None,
+    parser: argparse.ArgumentParser, options: type[Any], sections: Mapping[str, str]
 ) -> dict[str, Any]:
     """Add a flag for each annotated field of a dataclass; returns the groups by title.
 
     ``some_name`` becomes ``--some-name``. Its type says what the flag takes (of a tuple: one or
     more), the text is its help, and what may follow is argparse's metavar, or action of a switch
     that has no ``--no-...``. ``sections`` are titles in the help by the first field below each.
-    The help says of the fields in ``shown`` alone, if that is given.
     """
     hints = get_type_hints(options, include_extras=True)
     groups: dict[str, Any] = {}
@@ -50,15 +45,13 @@ def add_flags(
             title = sections[field.name]
             group = groups[title] = parser.add_argument_group(title)
         if get_origin(hints[field.name]) is Annotated:
-            is_shown = shown is None or field.name in shown
-            _add_flag(group, field, is_shown, *get_args(hints[field.name]))
+            _add_flag(group, field, *get_args(hints[field.name]))
     return groups
 
 
 def _add_flag(
     group: Any,
     field: Field[Any],
-    is_shown: bool,
     kind: Any,
     explanation: str,
     extra: str | None = None,
@@ -66,8 +59,7 @@ def _add_flag(
     # "is": 1.0 and 0.0 are defaults too, and equal to True and False.
     if field.default is not None and field.default is not False and field.default is not MISSING:
         explanation += f" (default: {'on' if field.default is True else field.default})"
-    text = explanation if is_shown else argparse.SUPPRESS
-    options: dict[str, Any] = {"required": field.default is MISSING, "help": text}
+    options: dict[str, Any] = {"required": field.default is MISSING, "help": explanation}
     if type(None) in get_args(kind):
         kind = get_args(kind)[0]
     if get_origin(kind) is tuple:

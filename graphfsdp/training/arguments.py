@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, NoReturn, get_args
+from typing import get_args
 
 from graphfsdp.command_line import Parser, add_flags, flag_name
 from graphfsdp.config import ShardingStrategy
@@ -35,21 +35,6 @@ _SECTIONS: Mapping[str, str] = MappingProxyType(
     }
 )
 
-# What ``--help`` speaks of; ``--help-all`` has the others too.
-_TAUGHT = frozenset(
-    (
-        *("vocab_size", "seq_length", "num_layers", "hidden_size", "num_attention_heads"),
-        *("hidden_dropout", "attention_dropout", "hf_model"),
-        *("data", "micro_batch_size", "global_batch_size", "train_iters", "seed"),
-        *("lr", "lr_decay_style", "lr_warmup_iters", "min_lr", "weight_decay", "clip_grad"),
-        *("bf16", "fp8_param_gather"),
-        *("cuda_graph_scope", "cuda_graph_warmup_steps", "compile", "device"),
-        *("data_parallel_sharding_strategy", "num_distributed_optimizer_instances"),
-        "outer_dp_sharding_strategy",
-        *("save", "save_interval", "keep_last", "async_save", "load"),
-        *("out", "log_interval", "eval_interval", "sample_tokens", "target_loss", "mllog"),
-    )
-)
 _OPENING = """\
 Train a GPT with the whole iteration in one graph.
 
@@ -62,7 +47,7 @@ Train a GPT with the whole iteration in one graph.
 
 A preset says which model, with settings that go with it; --config and then flags override it. A
 --config file is TOML or JSON with the names below ("micro_batch_size = 8"); the config.json that a
-run keeps in --out is one. --help-all lists the flags that few runs need."""
+run keeps in --out is one."""
 
 
 # The vocabulary is padded to a multiple of 128.
@@ -179,22 +164,17 @@ def find_preset(name: str) -> TrainConfig:
 
 def parse_train_arguments(arguments: Sequence[str]) -> TrainConfig:
     parser = make_parser()
-    given = _in_one_spelling(vars(parser.parse_args(arguments)))
-    if {"lr_warmup_iters", "lr_warmup_fraction"} <= given.keys():
-        raise ConfigError(
-            "--lr-warmup-iters and --lr-warmup-fraction both say how long the warm-up is; give "
-            "one of them"
-        )
+    given = vars(parser.parse_args(arguments))
     file = given.pop("config", None)
     if file is not None:
         words = [*_words_of(file)]
         try:
-            settings = _in_one_spelling(vars(parser.parse_args(words)))
+            given = {**vars(parser.parse_args(words)), **given}
         except ConfigError as error:
             raise ConfigError(f"--config {file}: {error}") from None
-        if "lr_warmup_iters" in given:
-            settings.pop("lr_warmup_fraction", None)
-        given = {**settings, **given}
+    strategy = given.get("data_parallel_sharding_strategy")
+    if strategy is not None:  # by name or by number
+        given["data_parallel_sharding_strategy"] = ShardingStrategy.parse(strategy).value
     preset = find_preset(given.get("preset", "default"))
     if "train_iters" in given:
         # A preset's warm-up is for the preset's length; a shorter run gets a shorter one.
@@ -202,21 +182,6 @@ def parse_train_arguments(arguments: Sequence[str]) -> TrainConfig:
         given.setdefault("lr_warmup_iters", max(shortest, 0))
     shape = shape_of(given["hf_model"]) if given.get("hf_model") is not None else {}
     return replace(preset, **{**shape, **given})
-
-
-def _in_one_spelling(given: dict[str, Any]) -> dict[str, Any]:
-    impl = given.pop("cuda_graph_impl", None)
-    if impl is not None:
-        scope = given.setdefault("cuda_graph_scope", impl)
-        if scope != impl:
-            raise ConfigError(
-                f"--cuda-graph-scope {scope} and --cuda-graph-impl {impl} are two spellings of "
-                f"one setting but differ; give one of them"
-            )
-    strategy = given.get("data_parallel_sharding_strategy")
-    if strategy is not None:
-        given["data_parallel_sharding_strategy"] = ShardingStrategy.parse(strategy).value
-    return given
 
 
 def _words_of(file: str) -> Iterator[str]:
@@ -252,17 +217,8 @@ def _words_of(file: str) -> Iterator[str]:
             )
 
 
-class _HelpAll(argparse.Action):
-    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> NoReturn:
-        make_parser(with_all=True).print_help()
-        parser.exit()
-
-
-def make_parser(*, with_all: bool = False) -> argparse.ArgumentParser:
-    """Return the parser; a flag that is not given leaves no trace in the result.
-
-    Its help is about what most runs give, or ``with_all`` about every flag.
-    """
+def make_parser() -> argparse.ArgumentParser:
+    """Return the parser; a flag that is not given leaves no trace in the result."""
     presets = "".join(f"\n  {config.preset:<12} {about}" for config, about in PRESETS)
     parser = Parser(
         prog="graphfsdp train",
@@ -273,16 +229,16 @@ def make_parser(*, with_all: bool = False) -> argparse.ArgumentParser:
         argument_default=argparse.SUPPRESS,
         allow_abbrev=False,
     )
-    parser.add_argument("--help-all", nargs=0, action=_HelpAll, help="list all flags")
     names = ", ".join(config.preset for config, _ in PRESETS)
     parser.add_argument("--preset", metavar="NAME", help=f"start from one of: {names}")
     parser.add_argument("--config", metavar="FILE", help="settings of a .toml or .json file")
-    groups = add_flags(parser, TrainConfig, _SECTIONS, shown=None if with_all else _TAUGHT)
+    groups = add_flags(parser, TrainConfig, _SECTIONS)
     groups["data and length of the run"].add_argument(
         "--data-path", dest="data", metavar="PATH", help="Megatron's spelling of --data"
     )
     groups["capture"].add_argument(
         "--cuda-graph-impl",
+        dest="cuda_graph_scope",
         choices=get_args(ScopeName),
         help="newer spelling of --cuda-graph-scope",
     )

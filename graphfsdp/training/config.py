@@ -15,8 +15,7 @@ from graphfsdp.training.schedule import LrSchedule
 
 DtypeName = Literal["fp32", "bf16"]
 Fp8RecipeName = Literal["tensorwise", "rowwise", "mxfp8"]
-LrDecayStyle = Literal["constant", "linear", "cosine", "inverse-square-root", "WSD"]
-LrWsdDecayStyle = Literal["exponential", "linear", "cosine", "minus_sqrt"]
+LrDecayStyle = Literal["constant", "linear", "cosine", "inverse-square-root"]
 DeviceChoice = Literal["auto", "cpu", "cuda"]
 CompileChoice = Literal["off", "on", "auto"]
 ScopeName = Literal["none", "forward_backward", "full_iteration"]
@@ -109,16 +108,11 @@ class TrainConfig(GPTConfig):
         int | None, "when the rate has reached --min-lr; --train-iters if not given"
     ] = None
     lr_warmup_iters: Annotated[int, "iterations over which the rate first rises"] = 20
-    lr_warmup_fraction: Annotated[float | None, "the same as a share of --lr-decay-iters"] = None
     lr_warmup_init: Annotated[
         float | None,
         "rate of the very first iteration; if not given, it has its part of the rise already, "
         "where Megatron's has 0 and trains nothing",
     ] = None
-    lr_wsd_decay_style: Annotated[
-        LrWsdDecayStyle, "how the rate of --lr-decay-style WSD falls at the end"
-    ] = "exponential"
-    lr_wsd_decay_iters: Annotated[int | None, "iterations over which that rate falls"] = None
     min_lr: Annotated[float, "learning rate at the end"] = 0.0
     weight_decay: Annotated[float, "decoupled decay of matrices; vectors have none"] = 0.1
     adam_beta1: Annotated[float, "decay of the gradient's running mean"] = 0.9
@@ -226,7 +220,6 @@ class TrainConfig(GPTConfig):
     ] = 80
     eval_iters: Annotated[int, "micro-batches of a validation, the same each time"] = 10
     sample_tokens: Annotated[int, "tokens to generate at the end; 0 for none"] = 200
-    progress: Annotated[bool, "a progress bar (a pipe or a file gets none anyway)"] = True
     # Time to a target, in the style of MLPerf.
     target_loss: Annotated[
         float | None, "end after the first validation whose loss is at most this"
@@ -308,12 +301,6 @@ class TrainConfig(GPTConfig):
         )
 
     @property
-    def warmup_iters(self) -> float:
-        if self.lr_warmup_fraction is None:
-            return self.lr_warmup_iters
-        return self.lr_warmup_fraction * (self.lr_decay_iters or self.train_iters)
-
-    @property
     def schedule(self) -> LrSchedule:
         """How the learning rate goes; ConfigError if it cannot go so.
 
@@ -324,12 +311,9 @@ class TrainConfig(GPTConfig):
             self.lr_decay_style,
             self.lr,
             self.min_lr,
-            # A fraction that was given counts more than a preset's number.
-            self.warmup_iters,
+            self.lr_warmup_iters,
             self.lr_warmup_init,
             self.lr_decay_iters or self.train_iters,
-            self.lr_wsd_decay_style,
-            self.lr_wsd_decay_iters,
         )
 
     @property
@@ -384,15 +368,14 @@ class TrainConfig(GPTConfig):
         self._in_range("target_loss", lambda loss: loss > 0, "greater than 0")
         for name in ("min_lr", "lr_warmup_init"):
             self._in_range(name, lambda rate: 0 <= rate <= self.lr, f"in [0, --lr {self.lr}]")
-        self._in_range("lr_warmup_fraction", lambda share: 0 <= share < 1, "in [0, 1)")
         for name in ("adam_beta1", "adam_beta2"):
             self._in_range(name, lambda beta: 0 <= beta < 1, "in [0, 1)")
         self._in_range("clip_grad", lambda norm: norm >= 0, "at least 0 (0 turns clipping off)")
 
     def _check_shape_and_schedule(self) -> None:
-        if self.warmup_iters >= self.train_iters and self.warmup_iters > 0:
+        if self.lr_warmup_iters >= self.train_iters and self.lr_warmup_iters > 0:
             raise ConfigError(
-                f"--lr-warmup-iters {self.warmup_iters:g} leaves nothing of --train-iters "
+                f"--lr-warmup-iters {self.lr_warmup_iters} leaves nothing of --train-iters "
                 f"{self.train_iters} to train at the full rate; give fewer warm-up iterations"
             )
         try:

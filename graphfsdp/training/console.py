@@ -26,7 +26,7 @@ from graphfsdp.training.metrics import Metrics, describe_mfu
 class TrainingConsole:
     """Prints a run to a terminal, or plain lines to a file or a pipe."""
 
-    def __init__(self, console: Console, train_iters: int, *, show_progress: bool) -> None:
+    def __init__(self, console: Console, train_iters: int) -> None:
         self._console = console
         self._train_iters = train_iters
         self.progress = Progress(
@@ -39,7 +39,7 @@ class TrainingConsole:
             console=console,
             refresh_per_second=2,
             transient=True,
-            disable=not (show_progress and console.is_terminal),
+            disable=not console.is_terminal,
         )
         self._task = self.progress.add_task("training", total=train_iters)
 

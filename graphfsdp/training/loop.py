@@ -46,7 +46,7 @@ def train(config: TrainConfig, console: Console) -> None:
     device = choose_device(config.device, ranks)
     if not ranks.is_first:
         console = Console(quiet=True)
-    out = TrainingConsole(console, config.train_iters, show_progress=config.progress)
+    out = TrainingConsole(console, config.train_iters)
     with ExitStack() as stack:
         minutes = config.distributed_timeout_minutes
         stack.enter_context(process_group(ranks, device, timeout_minutes=minutes))

@@ -188,10 +188,8 @@ def _settings(config: TrainConfig, ranks: Ranks, device: torch.device) -> dict[s
 
 
 def _optimizer_settings(config: TrainConfig, num_sequences: int) -> dict[str, object]:
-    warmup_iters = round(config.warmup_iters)
+    warmup_iters = config.lr_warmup_iters
     decay_iters = (config.lr_decay_iters or config.train_iters) - warmup_iters
-    if config.lr_decay_style == "WSD" and config.lr_wsd_decay_iters is not None:
-        decay_iters = config.lr_wsd_decay_iters
     return {
         "opt_name": "adamw",
         "opt_base_learning_rate": config.lr,

@@ -26,10 +26,6 @@ COMMON: dict[str, Any] = {
 }
 CASES: list[dict[str, Any]] = [
     *({"lr_decay_style": s} for s in ("constant", "linear", "cosine", "inverse-square-root")),
-    *(
-        {"lr_decay_style": "WSD", "wsd_decay_steps": 20, "lr_wsd_decay_style": style}
-        for style in ("exponential", "linear", "cosine", "minus_sqrt")
-    ),
     {"lr_decay_style": "linear", "lr_warmup_steps": 0},
     {"lr_decay_style": "inverse-square-root", "lr_warmup_steps": 0, "min_lr": 0.3},
     {"lr_decay_style": "cosine", "lr_warmup_steps": 0.07 * 60, "init_lr": 0.05},
