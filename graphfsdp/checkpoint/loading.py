@@ -108,13 +108,26 @@ def load(
         )
         return Loaded(0, place, skipped)
     folder = Path(members.first(lambda: str(resolve(place, step))))
+
+    def plan_more(plan: LoadPlan) -> None:
+        _plan_extra(plan)
+        _plan_objects(plan, objects or {}, folder, members, rng=rng)
+
+    return _load_checkpoint(folder, model, optimizer, members, plan_more, strict=strict)
+
+
+def _load_checkpoint(
+    folder: Path,
+    model: "nn.Module | PipelineSchedule",
+    optimizer: torch.optim.Optimizer | None,
+    members: Members,
+    plan_more: Callable[[LoadPlan], None],
+    *,
+    strict: bool,
+) -> Loaded:
+    """CheckpointDamagedError says which one is whole."""
     try:
         manifest = members.together(lambda: read_manifest(folder))
-
-        def plan_more(plan: LoadPlan) -> None:
-            _plan_extra(plan)
-            _plan_objects(plan, objects or {}, folder, members, rng=rng)
-
         skipped = _load(
             *(manifest, model, optimizer, members),
             read=lambda parts: read_parts(parts, folder, manifest, members),

@@ -15,6 +15,24 @@ from graphfsdp.moe.router import Router, ScoreFunction, counts_now
 Overflow = Literal["drop", "skip"]
 
 
+def _check_room(capacity_factor: float | None, on_overflow: str) -> None:
+    if capacity_factor is not None and not capacity_factor > 0:
+        raise ConfigError(f"capacity_factor must be greater than 0, got {capacity_factor!r}")
+    if on_overflow not in get_args(Overflow):
+        raise ConfigError(f"on_overflow must be 'drop' or 'skip', got {on_overflow!r}")
+
+
+def _share_of(group: dist.ProcessGroup | None, num_experts: int) -> tuple[int, int]:
+    """Return how many ranks share the experts out, and the first expert of this one."""
+    num_ranks, rank = (1, 0) if group is None else (group.size(), group.rank())
+    if num_experts % num_ranks:
+        raise ConfigError(
+            f"the {num_ranks} ranks of expert_group do not divide the {num_experts} experts, of "
+            "which each rank holds equally many"
+        )
+    return num_ranks, rank * (num_experts // num_ranks)
+
+
 class MoE(nn.Module, IterationPart):
     """Sends each token to ``topk`` experts and adds up what they make of it.
 
@@ -84,23 +102,14 @@ class MoE(nn.Module, IterationPart):
             bias_update_rate=bias_update_rate,
             balance_group=balance_group,
         )
-        if capacity_factor is not None and not capacity_factor > 0:
-            raise ConfigError(f"capacity_factor must be greater than 0, got {capacity_factor!r}")
-        if on_overflow not in get_args(Overflow):
-            raise ConfigError(f"on_overflow must be 'drop' or 'skip', got {on_overflow!r}")
-        self._num_ranks = 1 if expert_group is None else expert_group.size()
-        if num_experts % self._num_ranks:
-            raise ConfigError(
-                f"the {self._num_ranks} ranks of expert_group do not divide the {num_experts} "
-                "experts, of which each rank holds equally many"
-            )
-        num_local = num_experts // self._num_ranks
+        _check_room(capacity_factor, on_overflow)
+        self._num_ranks, first = _share_of(expert_group, num_experts)
         self.experts = Experts(
             hidden_size,
             ffn_hidden_size,
             num_experts,
-            first=0 if expert_group is None else expert_group.rank() * num_local,
-            num_local=num_local,
+            first=first,
+            num_local=num_experts // self._num_ranks,
             swiglu=swiglu,
             init_std=init_std,
             down_init_std=down_init_std,
