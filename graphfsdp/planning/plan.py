@@ -15,7 +15,6 @@ from torch import Tensor, nn
 
 from graphfsdp.base.memory_plan import neighbour_starts
 from graphfsdp.data import BYTES_VOCAB_SIZE
-from graphfsdp.errors import ConfigError
 from graphfsdp.planning.activations import Activations, WholeUnit, run_without_numbers
 from graphfsdp.planning.roofline import Bound, Device, bound
 from graphfsdp.sharding.plan import BufferPlan, ParameterKind, linear_weights, plan_buffers
@@ -71,11 +70,6 @@ class Axes:
     @classmethod
     def of(cls, config: TrainConfig, num_ranks: int) -> "Axes":
         outer = config.num_distributed_optimizer_instances
-        if num_ranks % outer:
-            raise ConfigError(
-                f"--num-distributed-optimizer-instances {outer} does not divide the {num_ranks} "
-                "ranks"
-            )
         cuts_outside = config.outer_dp_sharding_strategy == "optim" and outer > 1
         return cls(num_ranks // outer, outer, cuts_outside)
 

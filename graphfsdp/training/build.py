@@ -1,18 +1,15 @@
 """Makes the parts of a training run from its configuration, and checks that they fit."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import init_device_mesh
 
 import graphfsdp
 from graphfsdp.command_line import flag_name
-from graphfsdp.config import MixedPrecisionPolicy, ShardingStrategy
 from graphfsdp.data import (
     BYTES_VOCAB_SIZE,
     Corpus,
@@ -21,7 +18,7 @@ from graphfsdp.data import (
     is_token_file,
     load_corpus,
 )
-from graphfsdp.errors import ConfigError, PrecisionError
+from graphfsdp.errors import ConfigError
 from graphfsdp.optim import FusedAdam
 from graphfsdp.training.config import DeviceChoice, IterationBatch, TrainConfig
 from graphfsdp.training.gpt import GPT
@@ -120,82 +117,49 @@ def _make_program(
         ranks.decide(lambda: load_weights(model, folder))
     if not on_meta:
         ranks.copy_first(model)
-    with _precision_in_flags(config):
-        if ranks.launched:
-            shard_model(
-                model,
-                config.sharding,
-                config.mp_policy,
-                num_instances=config.num_distributed_optimizer_instances,
-                outer_strategy=config.outer_dp_sharding_strategy,
-            )
-        if on_meta:
-            graphfsdp.materialize(model, device)
-        if ranks.rank > 0:
-            # Other dropout than the other ranks; rank 0 draws what a single process would.
-            torch.manual_seed(config.seed + ranks.rank)
-        optimizer = make_optimizer(config, model, sharded=ranks.launched)
-        step = graphfsdp.capture(
-            model,
-            optimizer,
-            scope=config.cuda_graph_scope,
-            warmup_steps=config.cuda_graph_warmup_steps,
-            microbatches=config.batch(ranks.size).num_microbatches,
-            # An infinite limit measures the norm without clipping.
-            max_grad_norm=config.clip_grad or float("inf"),
-            example_batch=example,
-            compile="auto" if config.compile == "auto" else config.compile == "on",
-            mp_policy=config.mp_policy,
-        )
+    if ranks.launched:
+        shard_model(model, config, device)
+    if on_meta:
+        graphfsdp.materialize(model, device)
+    if ranks.rank > 0:
+        # Other dropout than the other ranks; rank 0 draws what a single process would.
+        torch.manual_seed(config.seed + ranks.rank)
+    optimizer = make_optimizer(config, model, sharded=ranks.launched)
+    step = graphfsdp.capture(
+        model,
+        optimizer,
+        scope=config.cuda_graph_scope,
+        warmup_steps=config.cuda_graph_warmup_steps,
+        microbatches=config.batch(ranks.size).num_microbatches,
+        # An infinite limit measures the norm without clipping.
+        max_grad_norm=config.clip_grad or float("inf"),
+        example_batch=example,
+        compile="auto" if config.compile == "auto" else config.compile == "on",
+        mp_policy=config.mp_policy,
+    )
     return model, optimizer, step
 
 
-def shard_model(
-    model: GPT,
-    strategy: ShardingStrategy,
-    policy: MixedPrecisionPolicy,
-    *,
-    num_instances: int = 1,
-    outer_strategy: str = "no_shard",
-) -> None:
+def shard_model(model: GPT, config: TrainConfig, device: torch.device) -> None:
     """Make a unit of each block and one of the rest, which holds tied embeddings too.
 
-    ``num_instances`` groups of ranks each hold all shards; ``outer_strategy`` is cut over these.
+    Of several instances each holds all shards.
     """
-    if num_instances == 1 and outer_strategy != "no_shard":
-        raise ConfigError(
-            f"--outer-dp-sharding-strategy {outer_strategy} needs several instances to cut over: "
-            "add --num-distributed-optimizer-instances"
+    instances, mesh = config.num_distributed_optimizer_instances, None
+    if instances > 1:
+        mesh = init_device_mesh(
+            device.type,
+            (instances, dist.get_world_size() // instances),
+            mesh_dim_names=("dp_replicate", "dp_shard"),
         )
-    mesh = _mesh_of(model, num_instances)
     for module in (*model.blocks.children(), model):
         graphfsdp.fully_shard(
             module,
             mesh,
-            strategy=strategy,
-            mp_policy=policy,
-            outer_strategy=outer_strategy,
+            strategy=config.sharding,
+            mp_policy=config.mp_policy,
+            outer_strategy=config.outer_dp_sharding_strategy,
         )
-
-
-def _mesh_of(model: nn.Module, num_instances: int) -> DeviceMesh | None:
-    num_ranks = dist.get_world_size()
-    if num_ranks % num_instances:
-        raise ConfigError(
-            f"--num-distributed-optimizer-instances {num_instances} does not divide the "
-            f"{num_ranks} ranks"
-        )
-    if num_instances == 1:
-        return None
-    device_type = next(model.parameters()).device.type
-    if device_type == "meta":
-        on_gpu = torch.cuda.is_available() and "nccl" in dist.get_backend_config()
-        device_type = "cuda" if on_gpu else "cpu"
-    return init_device_mesh(
-        device_type,
-        (num_instances, num_ranks // num_instances),
-        mesh_dim_names=("dp_replicate", "dp_shard"),
-    )
 
 
 def choose_device(choice: DeviceChoice, ranks: Ranks) -> torch.device:
@@ -304,19 +268,3 @@ def _corpus_facts(corpus: Corpus) -> dict[str, object]:
         "a number of training tokens of": len(corpus.train),
         "a unigram entropy of the corpus of": corpus.unigram_entropy,
     }
-
-
-@contextmanager
-def _precision_in_flags(config: TrainConfig) -> Iterator[None]:
-    """The guard speaks of Python arguments; whoever gave flags is told which flags."""
-    try:
-        yield
-    except PrecisionError:
-        if config.main_grads_dtype == config.main_params_dtype:
-            raise
-        raise PrecisionError(
-            f"--main-grads-dtype {config.main_grads_dtype} does not go with --main-params-dtype "
-            f"{config.main_params_dtype}: the optimizer would read a casted copy of each "
-            f"gradient, not the persistent buffer; add --use-precision-aware-optimizer, or give "
-            f"both the same dtype"
-        ) from None

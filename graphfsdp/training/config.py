@@ -249,8 +249,8 @@ class TrainConfig(GPTConfig):
         self._check_together()
 
     def gpt(self, vocab_size: int) -> GPTConfig:
-        shared = {f.name: getattr(self, f.name) for f in fields(GPTConfig) if hasattr(self, f.name)}
-        return GPTConfig(**{**shared, "vocab_size": vocab_size})
+        shape = {field.name: getattr(self, field.name) for field in fields(GPTConfig)}
+        return GPTConfig(**{**shape, "vocab_size": vocab_size})
 
     def numbers(self) -> dict[str, Any]:
         """Return the flags that decide a run's numbers."""
@@ -284,8 +284,14 @@ class TrainConfig(GPTConfig):
     def batch(self, num_ranks: int) -> IterationBatch:
         """Cut an iteration over ranks.
 
-        ConfigError: it does not come out even; it names the flags.
+        ConfigError: it does not come out even, or instances of the ranks do not; it names flags.
         """
+        instances = self.num_distributed_optimizer_instances
+        if num_ranks % instances:
+            raise ConfigError(
+                f"--num-distributed-optimizer-instances {instances} does not divide the "
+                f"{num_ranks} ranks"
+            )
         together = self.micro_batch_size * num_ranks
         num_sequences = self.global_batch_size or together
         if num_sequences % together:
@@ -383,7 +389,6 @@ class TrainConfig(GPTConfig):
             _ = self.schedule, self.sharding, self.held_out_percent
         except ConfigError as error:
             raise ConfigError(_in_flags(str(error))) from None
-        self.batch(num_ranks=1)
 
     def _check_together(self) -> None:
         needs = (
@@ -396,25 +401,36 @@ class TrainConfig(GPTConfig):
                 changed = getattr(self, field.name) != field.default
                 if field.name.startswith(names) and changed and not is_given:
                     raise ConfigError(f"{flag_name(field.name)} needs {remedy}")
-        if self.main_params_dtype == "bf16" and not self.bf16:
-            raise ConfigError(
-                "--main-params-dtype bf16 asks for main weights that are narrower than the "
-                "float32 model weights; add --bf16, or leave --main-params-dtype at fp32"
-            )
-        if self.hf_model is not None and self.init_model_with_meta_device:
-            raise ConfigError(
-                "--hf-model reads the whole weights of a model on each rank; leave out "
-                "--init-model-with-meta-device"
-            )
-        if self.fp8_param_gather and self.mllog is not None:
-            raise ConfigError(
-                "--mllog has no word for gathers in 8 bits; leave out --fp8-param-gather"
-            )
-        if self.mllog is not None and self.load is not None:
-            raise ConfigError(
-                "--mllog times a run from its first iteration, and --load goes on with another "
-                "one; give one of them"
-            )
+        clashes = {
+            "--main-params-dtype bf16 asks for main weights that are narrower than the float32 "
+            "model weights; add --bf16, or leave --main-params-dtype at fp32": (
+                self.main_params_dtype == "bf16" and not self.bf16
+            ),
+            f"--main-grads-dtype {self.main_grads_dtype} does not go with --main-params-dtype "
+            f"{self.main_params_dtype}: the optimizer would read a casted copy of each gradient, "
+            "not the persistent buffer; add --use-precision-aware-optimizer, or give both the "
+            "same dtype": (
+                self.main_grads_dtype != self.main_params_dtype
+                and not self.use_precision_aware_optimizer
+            ),
+            f"--outer-dp-sharding-strategy {self.outer_dp_sharding_strategy} needs several "
+            "instances to cut over: add --num-distributed-optimizer-instances": (
+                self.outer_dp_sharding_strategy != "no_shard"
+                and self.num_distributed_optimizer_instances == 1
+            ),
+            "--hf-model reads the whole weights of a model on each rank; leave out "
+            "--init-model-with-meta-device": (
+                self.hf_model is not None and self.init_model_with_meta_device
+            ),
+            "--mllog has no word for gathers in 8 bits; leave out --fp8-param-gather": (
+                self.mllog is not None and self.fp8_param_gather
+            ),
+            "--mllog times a run from its first iteration, and --load goes on with another one; "
+            "give one of them": self.mllog is not None and self.load is not None,
+        }
+        for message, holds in clashes.items():
+            if holds:
+                raise ConfigError(message)
 
     def _at_least(self, name: str, minimum: int) -> None:
         self._in_range(name, lambda value: value >= minimum, f"at least {minimum}")

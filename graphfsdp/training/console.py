@@ -121,27 +121,14 @@ def _describe_ranks(run: TrainingRun) -> list[tuple[str, str]]:
         if strategy == TrainConfig().data_parallel_sharding_strategy:
             return []
         return [("sharding", f"{strategy} is ignored in a single process; torchrun starts several")]
-    from torch.distributed.tensor import DTensor  # a second, which one process need not wait for
-
     backend = "nccl" if run.device.type == "cuda" else "gloo"
-    modules = [m for m in run.model.modules() if isinstance(m, graphfsdp.FSDPModule)]
-    # Of a sharded parameter this rank's rows, without the padding between them.
-    held = [param.detach() for param in run.model.parameters()]
-    rows = [each.to_local() if isinstance(each, DTensor) else each for each in held]
-    weight_bytes = sum(each.nbytes for each in rows)
-    grad_dtype = run.config.mp_policy.main_grads_dtype or torch.float32
-    grad_bytes = grad_dtype.itemsize * sum(each.numel() for each in rows)
-    weights, grads = (f"{size / 2**20:,.1f} MiB" for size in (weight_bytes, grad_bytes))
+    num_units = sum(isinstance(each, graphfsdp.FSDPModule) for each in run.model.modules())
     instances = run.config.num_distributed_optimizer_instances
     if instances > 1:
         strategy += f" over {run.ranks.size // instances} ranks, {instances} times"
     return [
         ("ranks", f"{run.ranks.size} ({backend})"),
-        (
-            "sharding",
-            f"{strategy}, {len(modules)} units; each rank keeps {weights} of main weights and "
-            f"{grads} of main grads",
-        ),
+        ("sharding", f"{strategy}, {num_units} units"),
     ]
 
 

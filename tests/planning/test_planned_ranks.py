@@ -90,13 +90,7 @@ def storage_bytes(tensors: list[Tensor]) -> int:
 def real_world(config: TrainConfig, expected: int) -> dict[str, Any]:
     torch.manual_seed(0)
     model = GPT(config.gpt(37))
-    shard_model(
-        model,
-        config.sharding,
-        config.mp_policy,
-        num_instances=config.num_distributed_optimizer_instances,
-        outer_strategy=config.outer_dp_sharding_strategy,
-    )
+    shard_model(model, config, torch.device("cpu"))
     return what_is_there(model, config.batch(dist.get_world_size()).num_microbatches, expected)
 
 

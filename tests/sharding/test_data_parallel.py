@@ -40,7 +40,6 @@ TOLERANCES = {"fp32": 5e-6, "meta": 5e-6, "decoupled": 1e-2}
 def plan(tmp_path_factory: pytest.TempPathFactory, launched2: RankPool) -> Plan:
     """Every run of two ranks that a test here looks at, done."""
     plan = Plan(tmp_path_factory.mktemp("two-ranks"))
-    plan.add("clash", ["--bf16", "--main-grads-dtype", "bf16"])
     (plan.folder / "used").mkdir()
     (plan.folder / "used" / "config.json").write_text("precious")
     plan.add("used", [])
@@ -51,7 +50,6 @@ def plan(tmp_path_factory: pytest.TempPathFactory, launched2: RankPool) -> Plan:
         plan.add(f"{precision}-{strategy}", flags)
     number, outer = "--num-distributed-optimizer-instances", "--outer-dp-sharding-strategy"
     plan.add("thirds", [number, "3"])
-    plan.add("alone", [outer, "optim"])
     plan.add("fp32-instances", [*STAGE_3, number, "2", outer, "optim"])
     for scope in SCOPES:
         flags = [*PRECISIONS["decoupled"], *DROPOUT, "--cuda-graph-scope", scope, *ONE_LAYER]
@@ -191,12 +189,10 @@ def test_only_the_first_rank_prints_and_writes(plan: Plan) -> None:
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("clash", "add --use-precision-aware-optimizer"),
         ("used", "holds another run (config.json)"),
         ("absent", "error: rank 1: --data "),
         ("different", "error: rank 1 has --lr 0.5, rank 0 has 0.003"),
         ("thirds", "does not divide the 2 ranks"),
-        ("alone", "add --num-distributed-optimizer-instances"),
     ],
 )
 def test_what_one_rank_cannot_do_ends_all_with_one_message(

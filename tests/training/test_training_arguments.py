@@ -117,6 +117,10 @@ def test_the_global_batch_is_cut_over_ranks_and_micro_batches(
     message = r"--global-batch-size 12 is not divisible by --micro-batch-size 2 x 4 ranks = 8: "
     with pytest.raises(ConfigError, match=message):
         config.batch(num_ranks=4)
+    with pytest.raises(ConfigError, match="--global-batch-size 6 is not divisible by --micro-b"):
+        parse("--micro-batch-size 4 --global-batch-size 6").batch(num_ranks=1)
+    with pytest.raises(ConfigError, match="-instances 3 does not divide the 4 ranks"):
+        parse("--num-distributed-optimizer-instances 3").batch(num_ranks=4)
 
 
 @pytest.mark.parametrize("strategy", ShardingStrategy)
@@ -147,7 +151,7 @@ def test_precision_flags_become_a_policy() -> None:
         assert config.mp_policy.gather_format is GatherFormat(gathered)
     config = parse("--fp8-param-gather --fp8-recipe mxfp8")
     assert config.mp_policy.gather_format is GatherFormat.MXFP8
-    assert not parse("--bf16 --main-params-dtype bf16").master_weights
+    assert not parse("--bf16 --main-params-dtype bf16 --main-grads-dtype bf16").master_weights
     assert not parse("").master_weights
 
 
@@ -159,7 +163,6 @@ def test_precision_flags_become_a_policy() -> None:
         ("--fp8-param-gather --mllog x.log", "--mllog has no word for gathers in 8 bits"),
         ("--fp8-format e4m3", "unrecognized arguments: --fp8-format"),
         ("--hidden-size 100 --num-attention-heads 3", "--hidden-size 100 is not divisible by --nu"),
-        ("--micro-batch-size 4 --global-batch-size 6", "--global-batch-size 6 is not divisible"),
         ("--cuda-graph-scope some", "argument --cuda-graph-scope: invalid choice"),
         ("--cuda-graph-warmup-steps 0", "--cuda-graph-warmup-steps must be at least 1"),
         ("--main-params-dtype bf16", "add --bf16"),
@@ -181,6 +184,8 @@ def test_precision_flags_become_a_policy() -> None:
         ("--seed -1", "--seed must be at least 0"),
         ("--data-parallel-sharding-strategy 4", "argument --data-parallel-sharding-strategy: inv"),
         ("--num-distributed-optimizer-instances 0", "-instances must be at least 1, got 0"),
+        ("--outer-dp-sharding-strategy optim", "add --num-distributed-optimizer-instances"),
+        ("--main-grads-dtype bf16", "add --use-precision-aware-optimizer"),
         ("--outer-dp-sharding-strategy 2", "argument --outer-dp-sharding-strategy: invalid"),
         ("--distributed-timeout-minutes 0", "--distributed-timeout-minutes must be at least 1"),
         ("--num-layer 3", "unrecognized arguments: --num-layer 3"),
