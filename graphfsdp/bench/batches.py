@@ -1,6 +1,5 @@
 """The inputs of a case: another batch for each step, the same for every contender."""
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
@@ -8,11 +7,8 @@ import numpy as np
 import torch
 
 from graphfsdp.bench.contenders import Setting
-from graphfsdp.bench.options import BenchOptions
 from graphfsdp.bench.workloads import ZooConfig
-from graphfsdp.data import Batch, Corpus, TokenBatches, load_corpus
-
-_NUM_RANDOM_TOKENS = 1 << 20
+from graphfsdp.data import Batch, TokenBatches, load_corpus
 
 
 @dataclass(frozen=True)
@@ -28,7 +24,7 @@ class BatchSource:
         return [tuple(tensor.to(self.device) for tensor in batch) for batch in made]
 
 
-def batch_source(setting: Setting, options: BenchOptions) -> tuple[Setting, BatchSource]:
+def batch_source(setting: Setting) -> tuple[Setting, BatchSource]:
     """Also returns the setting with a vocabulary that holds the tokens."""
     case, ranks, seed, device = setting.case, setting.ranks, setting.seed, setting.device
     model, rows = case.workload.model, case.batch_size
@@ -40,8 +36,7 @@ def batch_source(setting: Setting, options: BenchOptions) -> tuple[Setting, Batc
             return random(torch.Generator().manual_seed(number), rows)
 
         return setting, BatchSource("random numbers", make_random, device)
-    in_text = not options.random_tokens
-    corpus = load_corpus(None) if in_text else _random(model.vocab_size, seed)
+    corpus = load_corpus(None)
     case = replace(case, workload=case.workload.with_vocabulary(corpus.vocab_size))
     together = rows * ranks.size
     batches = TokenBatches(
@@ -52,12 +47,7 @@ def batch_source(setting: Setting, options: BenchOptions) -> tuple[Setting, Batc
         rank=ranks.rank,
         num_ranks=ranks.size,
     )
-    description = f"text: {corpus.name}" if in_text else corpus.name
-    source = BatchSource(description, lambda step: batches.batch(step * together), device)
+    source = BatchSource(
+        f"text: {corpus.name}", lambda step: batches.batch(step * together), device
+    )
     return replace(setting, case=case), source
-
-
-def _random(num_tokens: int, seed: int) -> Corpus:
-    tokens = np.random.default_rng(seed).integers(num_tokens, size=_NUM_RANDOM_TOKENS)
-    name = "random tokens, all equally likely"
-    return Corpus(name, tokens, tokens, num_tokens, math.log(num_tokens), is_bytes=False)

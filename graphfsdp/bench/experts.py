@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from graphfsdp.moe import MoE
-from graphfsdp.training.gpt import GPT, INIT_STD, Block, GPTConfig, embed, token_loss
+from graphfsdp.training.gpt import GPT, INIT_STD, Block, GPTConfig, token_loss
 
 _TOPK = 2
 _BALANCE = 0.01  # weight of the loss that keeps experts equally busy, over all layers
@@ -62,7 +62,7 @@ class ExpertGPT(GPT):
         targets: Tensor,  # [B, T] int64
     ) -> Tensor:  # [] float32 loss
         """Capture: no host sync."""
-        x = embed(self, tokens)
+        x = self.embed(tokens)
         aux_losses = []
         for block in self.blocks:
             x, aux_loss = block(x)

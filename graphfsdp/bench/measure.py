@@ -237,7 +237,7 @@ def measure_case(job: Job, say: Say, specs: Sequence[ContenderSpec] | None = Non
 
     Every rank calls it. ``specs`` are the job's contenders, where these are not known by name.
     """
-    setting, source = batch_source(job.setting, job.options)
+    setting, source = batch_source(job.setting)
     case = setting.case
     say("peak", "")
     flops, formula = model_flops(case, source.make(0))

@@ -60,11 +60,6 @@ class BenchOptions:
         "contenders, listed below; eager is always among them (default: all)",
         "NAME",
     ] = None
-    random_tokens: Annotated[
-        bool,
-        "uniform tokens (default: the source files of Python's standard library)",
-        "store_true",
-    ] = False
     device: Annotated[DeviceChoice, "auto takes a GPU where there is one"] = "auto"
     compile: Annotated[
         Literal["on", "auto"],

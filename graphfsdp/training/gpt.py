@@ -251,24 +251,6 @@ class Block(nn.Module):
         return x
 
 
-def embed(
-    model: "GPT",
-    tokens: Tensor,  # [B, T] int64
-) -> Tensor:  # [B, T, C]
-    """Capture: no host sync; positions are a slice at a fixed address."""
-    seq_length = tokens.shape[1]
-    if seq_length > model.config.seq_length:
-        raise ValueError(
-            f"the sequence has {seq_length} tokens, the model was made for at most "
-            f"{model.config.seq_length}; shorten it or make the model with a larger seq_length"
-        )
-    x = model.token_embedding(tokens)
-    if model.position_embedding is not None:
-        x = x + model.position_embedding.weight[:seq_length]
-    embedded: Tensor = model.dropout(x)
-    return embedded
-
-
 def token_loss(
     logits: Tensor,  # [B, T, V]
     targets: Tensor,  # [B, T] int64
@@ -313,6 +295,23 @@ class GPT(nn.Module):
         if isinstance(module, nn.Linear) and module.bias is not None:
             nn.init.zeros_(module.bias)
 
+    def embed(
+        self,
+        tokens: Tensor,  # [B, T] int64
+    ) -> Tensor:  # [B, T, C]
+        """Capture: no host sync; positions are a slice at a fixed address."""
+        seq_length = tokens.shape[1]
+        if seq_length > self.config.seq_length:
+            raise ValueError(
+                f"the sequence has {seq_length} tokens, the model was made for at most "
+                f"{self.config.seq_length}; shorten it or make the model with a larger seq_length"
+            )
+        x = self.token_embedding(tokens)
+        if self.position_embedding is not None:
+            x = x + self.position_embedding.weight[:seq_length]
+        embedded: Tensor = self.dropout(x)
+        return embedded
+
     def forward(
         self,
         tokens: Tensor,  # [B, T] int64
@@ -322,7 +321,7 @@ class GPT(nn.Module):
 
         Dropout draws from the device's default generator.
         """
-        x = embed(self, tokens)
+        x = self.embed(tokens)
         for block in self.blocks:
             x = block(x)
         logits: Tensor = self.output(self.final_norm(x))

@@ -286,7 +286,7 @@ def test_a_case_that_cannot_be_made_or_takes_too_long_fails_with_words(
 def test_the_command_measures_in_a_child_and_keeps_a_directory(tmp_path: pathlib.Path) -> None:
     out = tmp_path / "out"
     program = "import runpy; runpy.run_module('graphfsdp', None, '__main__')"
-    flags = ["bench", "--workload", "gpt-tiny", "--random-tokens"]
+    flags = ["bench", "--workload", "gpt-tiny"]
     flags += ["--batch-size", "1", "--seconds", "0.3", "--out", str(out)]
     flags += ["--contender", "full_iteration", "fsdp2", "megatron_fsdp"]
     done = forked.run_source(program, *flags)

@@ -5,7 +5,6 @@ from torch import Tensor
 from graphfsdp.bench.batches import BatchSource, batch_source
 from graphfsdp.bench.contenders import OwnContender, Setting, initial_model
 from graphfsdp.bench.machine import COUNTED, PALM_FORMULA, find_peak, model_flops, num_parameters
-from graphfsdp.bench.options import BenchOptions
 from graphfsdp.bench.workloads import Case, DtypeName, find_workload, workloads
 from graphfsdp.config import Scope
 from graphfsdp.training.ranks import Ranks
@@ -18,7 +17,7 @@ def source_of(
     name: str, device: torch.device, *, dtype: DtypeName = "fp32", ranks: Ranks | None = None
 ) -> tuple[Setting, BatchSource]:
     setting = Setting(Case(find_workload(name), dtype, 2), device, seed=3, ranks=ranks or Ranks())
-    return batch_source(setting, BenchOptions())
+    return batch_source(setting)
 
 
 def losses_of(name: str, dtype: DtypeName, scope: Scope, device: torch.device) -> Tensor:
