@@ -81,7 +81,7 @@ class TrainingConsole:
 def _facts(run: TrainingRun) -> list[tuple[str, str]]:
     config, corpus, model = run.config, run.corpus, run.model
     num_params = sum(param.numel() for param in model.parameters())
-    precision = f"{_name(config.param_dtype)} model weights"
+    precision = f"{'bf16' if config.bf16 else 'fp32'} model weights"
     precision += f", {config.main_params_dtype} main weights, {config.main_grads_dtype} main grads"
     if config.use_precision_aware_optimizer:
         precision += ", decoupled"
@@ -98,9 +98,16 @@ def _facts(run: TrainingRun) -> list[tuple[str, str]]:
     if scope != "none":
         scope += f" after {config.cuda_graph_warmup_steps} warm-up iterations"
         scope += "" if config.compile == "off" else f", compiled ({config.compile})"
+    device = f"CPU ({platform.machine()}), {torch.get_num_threads()} threads"
+    if run.device.type == "cuda":
+        device = f"{torch.cuda.get_device_name(run.device)}, CUDA {torch.version.cuda}"
     facts = [
-        ("versions", _describe_versions()),
-        ("device", _describe_device(run.device)),
+        (
+            "versions",
+            f"graphfsdp {graphfsdp.__version__}, torch {torch.__version__}, Python "
+            f"{platform.python_version()}",
+        ),
+        ("device", device),
         ("model", f"{num_params:,} parameters ({shape})"),
         ("precision", precision),
         ("scope", scope),
@@ -130,18 +137,3 @@ def _describe_ranks(run: TrainingRun) -> list[tuple[str, str]]:
         ("ranks", f"{run.ranks.size} ({backend})"),
         ("sharding", f"{strategy}, {num_units} units"),
     ]
-
-
-def _describe_versions() -> str:
-    python = platform.python_version()
-    return f"graphfsdp {graphfsdp.__version__}, torch {torch.__version__}, Python {python}"
-
-
-def _describe_device(device: torch.device) -> str:
-    if device.type == "cuda":
-        return f"{torch.cuda.get_device_name(device)}, CUDA {torch.version.cuda}"
-    return f"CPU ({platform.machine()}), {torch.get_num_threads()} threads"
-
-
-def _name(dtype: torch.dtype) -> str:
-    return "bf16" if dtype == torch.bfloat16 else "fp32"
