@@ -1,7 +1,7 @@
 """The inputs of a case: another batch for each step, the same for every contender."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -24,8 +24,7 @@ class BatchSource:
         return [tuple(tensor.to(self.device) for tensor in batch) for batch in made]
 
 
-def batch_source(setting: Setting) -> tuple[Setting, BatchSource]:
-    """Also returns the setting with a vocabulary that holds the tokens."""
+def batch_source(setting: Setting) -> BatchSource:
     case, ranks, seed, device = setting.case, setting.ranks, setting.seed, setting.device
     model, rows = case.workload.model, case.batch_size
     if isinstance(model, ZooConfig):
@@ -35,9 +34,8 @@ def batch_source(setting: Setting) -> tuple[Setting, BatchSource]:
             number = int(np.random.default_rng((seed, step, ranks.rank)).integers(2**62))
             return random(torch.Generator().manual_seed(number), rows)
 
-        return setting, BatchSource("random numbers", make_random, device)
+        return BatchSource("random numbers", make_random, device)
     corpus = load_corpus(None)
-    case = replace(case, workload=case.workload.with_vocabulary(corpus.vocab_size))
     together = rows * ranks.size
     batches = TokenBatches(
         corpus,
@@ -47,7 +45,4 @@ def batch_source(setting: Setting) -> tuple[Setting, BatchSource]:
         rank=ranks.rank,
         num_ranks=ranks.size,
     )
-    source = BatchSource(
-        f"text: {corpus.name}", lambda step: batches.batch(step * together), device
-    )
-    return replace(setting, case=case), source
+    return BatchSource(f"text: {corpus.name}", lambda step: batches.batch(step * together), device)

@@ -4,7 +4,6 @@ Shapes: K = steps.
 """
 
 import contextlib
-import dataclasses
 import functools
 import math
 import os
@@ -237,8 +236,7 @@ def measure_case(job: Job, say: Say, specs: Sequence[ContenderSpec] | None = Non
 
     Every rank calls it. ``specs`` are the job's contenders, where these are not known by name.
     """
-    setting, source = batch_source(job.setting)
-    case = setting.case
+    setting, case, source = job.setting, job.setting.case, batch_source(job.setting)
     say("peak", "")
     flops, formula = model_flops(case, source.make(0))
     facts = {
@@ -256,7 +254,7 @@ def measure_case(job: Job, say: Say, specs: Sequence[ContenderSpec] | None = Non
         **find_peak(setting.device, case.torch_dtype),
     }
     wanted = find_contenders(job.contenders) if specs is None else specs
-    bench = _CaseBench(dataclasses.replace(job, setting=setting), source, say)
+    bench = _CaseBench(job, source, say)
     with group_for(wanted, setting):
         try:
             rows = bench.run(wanted)

@@ -50,12 +50,6 @@ class Workload:
     def unit(self) -> str:
         return "tokens" if self.items_per_sample > 1 else "samples"
 
-    def with_vocabulary(self, num_tokens: int) -> "Workload":
-        if isinstance(self.model, ZooConfig):
-            return self
-        size = max(self.model.vocab_size, num_tokens)
-        return replace(self, model=replace(self.model, vocab_size=size))
-
 
 @dataclass(frozen=True)
 class Case:
