@@ -74,6 +74,27 @@ class Plain(nn.Module):
         return loss
 
 
+class Output(FrozenDict):
+    @property
+    def loss(self) -> Any:
+        return self["loss"]
+
+
+class Answering(Plain):
+    """Returns an output of a class of its own, which pytree does not know."""
+
+    def forward(self, x: Tensor) -> Any:
+        return Output(loss=super().forward(x))
+
+
+class Placeless(Plain):
+    """Makes tensors without a device, as whoever writes for a CPU does."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        row = functional.embedding(torch.full((x.shape[0],), 1), self.second.weight)
+        return super().forward(x + torch.zeros(x.shape[0], 4) + row)
+
+
 class Wrapper(torch.optim.Optimizer):
     """Never calls ``Optimizer.__init__``, as many that are written around another one do."""
 
@@ -123,7 +144,8 @@ def trained(
 def plainly(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
     for x in batches():
         optimizer.zero_grad()
-        loss = model(x)
+        output = model(x)
+        loss = getattr(output, "loss", output)
         loss.backward()
         optimizer.step()
         yield loss
@@ -146,7 +168,7 @@ def assert_same(left: list[Tensor], right: list[Tensor]) -> None:
     assert all(same_bits(one, other) for one, other in zip(left, right, strict=True))
 
 
-@pytest.mark.parametrize("make", [Configured, Listed])
+@pytest.mark.parametrize("make", [Configured, Listed, Answering, Placeless])
 def test_both_doors_and_a_check_take_the_model(make: Make) -> None:
     expected = trained(make, adam, plainly)
     assert_same(expected, trained(make, adam, captured()))
