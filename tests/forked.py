@@ -73,7 +73,7 @@ def run_source(source: str, *arguments: str) -> subprocess.CompletedProcess[str]
 
 def run_file(path: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     """Do what ``python FILE`` does, in the repository's folder."""
-    with forked(_file, path, arguments) as process:
+    with forked(run_as_main, path, *arguments) as process:
         return process.ended()
 
 
@@ -129,7 +129,8 @@ def _source(source: str, arguments: tuple[str, ...]) -> None:
     exec(compile(source, "<string>", "exec"), vars(main))
 
 
-def _file(path: Path, arguments: tuple[str, ...]) -> None:
+def run_as_main(path: Path, *arguments: str) -> None:
+    """Be ``python FILE``, as a process that has been forked."""
     sys.argv = [str(path), *arguments]
     sys.path.insert(0, str(path.parent))
     runpy.run_path(str(path), run_name="__main__")

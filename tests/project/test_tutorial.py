@@ -1,13 +1,17 @@
 """docs/tutorial: each page is typed in, its commands run, and print what the page says."""
 
+import contextlib
 import os
 import re
 import socket
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from torch.distributed.run import main as torchrun_main
+
+import forked
+from train_on_ranks import FORKS
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted((ROOT / "docs" / "tutorial").glob("*.md"))
@@ -47,26 +51,30 @@ def run(commands: list[str], folder: Path) -> str:
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = str(free.getsockname()[1])
-    programs = {"python": [], "torchrun": ["-m", "torch.distributed.run"]}
-    processes = []
-    for command in commands:
-        name, *arguments = command.replace("29511", port).split()
-        words = [sys.executable, *programs[name], *arguments]
-        environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-        processes.append(
-            subprocess.Popen(
-                words,
-                cwd=folder,
-                env=environment,
-                text=True,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-            )
-        )
-    said = [process.communicate() for process in processes]
-    for process, (_, errors) in zip(processes, said, strict=True):
-        assert process.returncode == 0, errors
-    return "".join(out for out, _ in said)
+    with contextlib.ExitStack() as stack:
+        processes = []
+        for command in commands:
+            name, *arguments = command.replace("29511", port).split()
+            call = (PROGRAMS[name], folder, arguments)
+            processes.append(stack.enter_context(forked.forked(*call)))
+        said = [process.ended() for process in processes]
+    for done in said:
+        assert done.returncode == 0, done.stderr
+    return "".join(done.stdout for done in said)
+
+
+def python(folder: Path, arguments: list[str]) -> None:
+    os.chdir(folder)
+    forked.run_as_main(folder / arguments[0], *arguments[1:])
+
+
+def torchrun(folder: Path, arguments: list[str]) -> None:
+    os.chdir(folder)
+    sys.path.insert(0, str(folder))
+    torchrun_main([*FORKS, *arguments])
+
+
+PROGRAMS = {"python": python, "torchrun": torchrun}
 
 
 @pytest.fixture(scope="module")

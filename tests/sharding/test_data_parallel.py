@@ -25,6 +25,7 @@ IN_TWO = [("fp32", "no_shard"), ("fp32", "optim_grads_params"), ("meta", "3")]
 IN_TWO += [("decoupled", "2")]
 HAS_MLLOG = importlib.util.find_spec("mlperf_logging") is not None
 SCOPES = ["none", "full_iteration"]
+MAIN = str(ROOT / "graphfsdp" / "__main__.py")
 STAGE_3 = ["--data-parallel-sharding-strategy", "3"]
 PRECISIONS = {
     "fp32": ["--no-bf16"],
@@ -208,7 +209,7 @@ def test_what_one_rank_cannot_do_ends_all_with_one_message(
 
 def test_a_batch_that_cannot_be_divided_is_refused_once(tmp_path: Path) -> None:
     flags = [*SMALL, "--global-batch-size", "6", "--out", str(tmp_path / "run")]
-    with torchrun(*FORKS, str(ROOT / "graphfsdp" / "__main__.py"), "train", *flags) as launcher:
+    with torchrun(*FORKS, MAIN, "train", *flags) as launcher:
         done = launcher.ended()
     assert done.returncode != 0
     assert "exitcode  : 2 " in done.stderr
@@ -230,11 +231,11 @@ def test_the_example_learns_on_two_ranks(launched2: RankPool) -> None:
 
 
 def test_ctrl_c_ends_all_ranks_and_keeps_what_was_logged(tmp_path: Path) -> None:
-    """Two ranks in the middle of a long training, started as the README says."""
+    """Two ranks in the middle of a long training that `torchrun` has started."""
     out = tmp_path / "run"
     metrics = out / "metrics.jsonl"
     flags = [*SMALL, "--data", TEXT, "--train-iters", "1000000", "--out", str(out)]
-    with torchrun("-m", "graphfsdp", "train", *flags, *STAGE_3) as launcher:
+    with torchrun(*FORKS, MAIN, "train", *flags, *STAGE_3) as launcher:
 
         def trains() -> bool:
             assert launcher.is_alive(), launcher.ended()
