@@ -1,11 +1,9 @@
 """The examples run, and the README shows the smallest one as it is."""
 
-import os
 import re
 import runpy
 import shlex
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -14,6 +12,7 @@ from torch.distributed.run import get_args_parser
 
 import forked
 from graphfsdp.training.arguments import parse_train_arguments
+from train_on_ranks import FORKS, torchrun
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
@@ -46,15 +45,8 @@ def numbers_of(lines: list[str], word: str) -> list[float]:
 
 
 def run_on_ranks(name: str, *arguments: str) -> list[str]:
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [*command, str(EXAMPLES / name), *arguments],
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    with torchrun(*FORKS, str(EXAMPLES / name), *arguments) as launcher:
+        done = launcher.ended()
     assert done.returncode == 0, done.stderr
     return done.stdout.splitlines()
 

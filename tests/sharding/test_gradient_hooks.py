@@ -8,7 +8,6 @@ import torch
 from torch import Tensor, nn
 
 import graphfsdp
-from helpers import NUM_STEPS
 from ranks import on_ranks, rank_device
 from sharding_helpers import (
     STRATEGIES,
@@ -17,6 +16,7 @@ from sharding_helpers import (
     full_parameters,
     hybrid_mesh,
     make_net,
+    num_steps_of,
     on_meta,
     replayed_as_eager,
     train,
@@ -120,11 +120,12 @@ def clipping_net(strategy: str) -> nn.Module:
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @on_ranks("ranks2")
 def test_hooks_in_a_graph(strategy: str) -> None:
-    several: list[dict[str, Any]] = [{}, {"microbatches": 3}]
-    for options in several:
-        got = replayed_as_eager(lambda: clipping_net(strategy), num_steps=NUM_STEPS, **options)
+    num_steps = num_steps_of(strategy, "optim_grads_params")
+    for microbatches in (1, 3):
+        options: dict[str, Any] = {"num_steps": num_steps, "microbatches": microbatches}
+        got = replayed_as_eager(lambda: clipping_net(strategy), **options)
         plain = make_net(strategy, dtype=torch.float64)
-        unhooked = train(plain, adam(plain), num_steps=NUM_STEPS, **options)
+        unhooked = train(plain, adam(plain), **options)
         assert any(not torch.equal(got.params[n], unhooked.params[n]) for n in got.params)
 
 
@@ -152,7 +153,7 @@ def test_optimizers_that_step_in_backward_are_captured(strategy: str) -> None:
         options: Any = {"iteration": stepping_in_backward, "scope": scope}
         losses = []
         with graphfsdp.capture(model, [*optimizers.values()], **options) as captured:
-            for _ in range(NUM_STEPS):
+            for _ in range(num_steps_of(strategy, "optim_grads_params")):
                 x = torch.randn(6, WIDTH, generator=generator, dtype=torch.float64)
                 losses.append(captured(x.to(rank_device())))
             if scope != "none":

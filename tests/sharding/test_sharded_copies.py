@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 
 import graphfsdp
-from helpers import NUM_STEPS
 from ranks import on_ranks, rank_device
 from sharding_helpers import (
     STRATEGIES,
@@ -26,6 +25,7 @@ from sharding_helpers import (
     hybrid_net,
     make_net,
     my_part,
+    num_steps_of,
     on_meta,
     raises_on_rank,
     shard,
@@ -103,7 +103,7 @@ def test_a_target_network_in_a_graph(strategy: str) -> None:
         optimizer = adam(models[0])
         options: Any = {"iteration": bootstrapped, "scope": scope}
         with graphfsdp.capture(models, optimizer, **options) as step:
-            for batch in map(my_part, batches(NUM_STEPS)):
+            for batch in map(my_part, batches(num_steps_of(strategy, "optim_grads_params"))):
                 result.losses.append(step(*batch))
         for prefix, model in zip(("student", "target"), models, strict=True):
             result.params |= {f"{prefix} {n}": p for n, p in full_parameters(model).items()}

@@ -3,10 +3,17 @@
 import pytest
 import torch
 
-from helpers import NUM_STEPS
 from ranks import on_ranks, rank_device
 from recomputing import Recomputing
-from sharding_helpers import Training, adam, assert_replayed, assert_same_training, shard, train
+from sharding_helpers import (
+    Training,
+    adam,
+    assert_replayed,
+    assert_same_training,
+    num_steps_of,
+    shard,
+    train,
+)
 
 # By name: whether the block, a segment of blocks or a part of a block runs again, and by whom;
 # with how much dropout, which torch's own would draw anew.
@@ -23,7 +30,7 @@ WAYS = {
 def trained(way: str, strategy: str, dropout: float, scope: str) -> Training:
     torch.manual_seed(0)
     model = shard(Recomputing(way, dropout).to(rank_device()), strategy)
-    return train(model, adam(model), scope=scope, num_steps=NUM_STEPS)
+    return train(model, adam(model), scope=scope, num_steps=num_steps_of(strategy, "optim"))
 
 
 def num_collectives(training: Training) -> dict[str, int]:
@@ -42,6 +49,6 @@ def test_recomputation_in_a_graph_changes_no_bit_and_gathers_no_more(strategy: s
     for way, dropout in WAYS[strategy]:
         got = trained(way, strategy, dropout, "full_iteration")
         assert_same_training(usual[dropout], got)
-        assert_replayed(got)
+        assert_replayed(got, num_steps_of(strategy, "optim"))
         assert num_collectives(got) == num_collectives(usual[dropout]), way
     assert_same_training(got, trained(way, strategy, dropout, "none"))
