@@ -6,12 +6,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F  # noqa: N812
 
 import graphfsdp
 from graphfsdp import Phase
 from graphfsdp.optim import FusedAdam
-from graphfsdp.training.gpt import GPT, GPTConfig
 from helpers import assert_same_state, assert_same_states, snapshot
 
 LENGTHS = (4, 6, 4, 6, 8, 4, 8, 6, 4, 8, 8, 6, 4, 3, 6, 8, 4, 6, 8, 4)
@@ -152,39 +150,6 @@ def test_a_new_kind_of_batch_that_cannot_be_captured_leaves_the_other_graphs(
         assert step.phase is Phase.REPLAY
         step(torch.randn(4, 3, 5, device=device))
         assert step.report().num_calls["replay"] == 2
-
-
-def test_text_of_any_length_padded_to_three_lengths(device: torch.device) -> None:
-    """A graph per bucket; the losses are those of the batches without padding."""
-    text = (graphfsdp.__doc__ or "").encode() + bytes(range(32, 127)) * 4
-    config = GPTConfig(
-        vocab_size=128,
-        seq_length=32,
-        num_layers=1,
-        hidden_size=16,
-        num_attention_heads=2,
-        position_embedding_type="rope",
-    )
-    torch.manual_seed(0)
-    model = GPT(config).to(device)
-    optimizer = FusedAdam(model.parameters(), lr=0.0)  # so that losses can be compared
-    generator = torch.Generator().manual_seed(0)
-    with graphfsdp.capture(model, optimizer, on_change="recapture") as step:
-        for index in range(24):
-            longest = (9, 17, 33)[index % 3]
-            sizes = torch.randint(3, longest, (3,), generator=generator).tolist()
-            ids = [torch.tensor(list(text[size : 2 * size + 1])) for size in sizes]
-            samples = [(line[:-1], line[1:]) for line in ids]
-            length = next(bucket for bucket in (8, 16, 32) if bucket >= max(sizes))
-            batch = torch.stack([F.pad(x, (0, length - len(x))) for x, _ in samples])
-            targets = torch.stack([F.pad(y, (0, length - len(y)), value=-100) for _, y in samples])
-            loss = step(batch.to(device), targets.to(device))
-            with torch.no_grad():
-                sums = [model(x[None].to(device), y[None].to(device)) * len(y) for x, y in samples]
-            expected = torch.stack(sums).sum() / sum(sizes)
-            torch.testing.assert_close(loss, expected, rtol=1e-5, atol=1e-5)
-        assert step.report().num_captures == 3
-        assert step.report().num_calls["replay"] > 10
 
 
 def test_graphs_share_one_pool(device: torch.device) -> None:
