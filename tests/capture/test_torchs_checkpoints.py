@@ -47,7 +47,7 @@ class Net(nn.Module):
         return out
 
 
-def batches(device: str) -> list[tuple[Tensor, Tensor]]:
+def batches(device: torch.device) -> list[tuple[Tensor, Tensor]]:
     generator = torch.Generator().manual_seed(3)
     return [
         (torch.randn(6, 4, generator=generator).to(device), torch.zeros(6, 2, device=device))
@@ -55,7 +55,7 @@ def batches(device: str) -> list[tuple[Tensor, Tensor]]:
     ]
 
 
-def train(way: str, device: str, captured: bool) -> tuple[list[float], list[Tensor]]:
+def train(way: str, device: torch.device, *, captured: bool) -> tuple[list[float], list[Tensor]]:
     torch.manual_seed(0)
     model = Net(way).to(device)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -84,17 +84,8 @@ def train(way: str, device: str, captured: bool) -> tuple[list[float], list[Tens
 
 
 @pytest.mark.parametrize("way", ["reentrant", "by hooks", "sequential"])
-def test_dropout_in_it_is_that_of_the_plain_loop(way: str) -> None:
-    losses, state = train(way, "cpu", False)
-    found_losses, found = train(way, "cpu", True)
-    assert losses == found_losses
-    assert all(torch.equal(one, other) for one, other in zip(state, found, strict=True))
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("way", ["reentrant", "by hooks"])
-def test_on_a_gpu_too(way: str) -> None:
-    losses, state = train(way, "cuda", False)
-    found_losses, found = train(way, "cuda", True)
+def test_dropout_in_it_is_that_of_the_plain_loop(way: str, device: torch.device) -> None:
+    losses, state = train(way, device, captured=False)
+    found_losses, found = train(way, device, captured=True)
     assert losses == found_losses
     assert all(torch.equal(one, other) for one, other in zip(state, found, strict=True))
