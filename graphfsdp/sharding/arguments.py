@@ -10,6 +10,7 @@ from torch.distributed.tensor import Shard
 
 from graphfsdp.config import MixedPrecisionPolicy
 from graphfsdp.errors import ConfigError, PrecisionError
+from graphfsdp.sharding.extension import is_extended
 from graphfsdp.sharding.mesh import UnitMesh, find_axes
 
 
@@ -101,7 +102,13 @@ def find_place(
             f"shard_placement_fn wants {wanted!r} for {name!r} of shape {tuple(param.shape)}, "
             f"which has {param.dim()} dimensions"
         )
-    return wanted.dim % max(param.dim(), 1), over
+    dim = wanted.dim % max(param.dim(), 1)
+    if dim and (is_extended(param) or unit.cuts_outside):
+        raise ConfigError(
+            f"shard_placement_fn wants {wanted!r} for {name!r}, which goes neither with "
+            "outer_strategy='optim' nor with fsdp_pre_all_gather. Remedy: None there"
+        )
+    return dim, over
 
 
 def _mesh_of(name: str, info: Any, unit: UnitMesh) -> UnitMesh:

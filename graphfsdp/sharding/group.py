@@ -9,7 +9,7 @@ gradient that reaches the parameter on another way would be overwritten, and is 
 
 import dataclasses
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -178,7 +178,6 @@ class ShardGroup:
             name: ParameterKind.of(param, linear, str(param.device), places[name][0])
             for name, (param, _) in found.items()
         }
-        self._refuse_cuts(kinds)
         if options.policy.gather_format is not None:
             refuse_packing(options.offload, self.axes)
         for mesh in dict.fromkeys((options.mesh, *(over for _, over in places.values()))):
@@ -189,14 +188,6 @@ class ShardGroup:
                 num_ranks=mesh.num_parts,
             ):
                 self._take(found, plan, mesh)
-
-    def _refuse_cuts(self, kinds: Mapping[str, ParameterKind]) -> None:
-        for name, kind in kinds.items():
-            if kind.dim and (kind.extended or self.options.mesh.cuts_outside):
-                raise ConfigError(
-                    f"shard_placement_fn wants Shard({kind.dim}) for {name!r}, which goes neither "
-                    "with outer_strategy='optim' nor with fsdp_pre_all_gather. Remedy: None there"
-                )
 
     def _take(self, found: "dict[str, _Found]", plan: BufferPlan, mesh: UnitMesh) -> None:
         whole = found[plan.names[0]].param

@@ -1,6 +1,5 @@
 """The DTensor placement of a unit's parameters: whole rows, as many as happen to fall on a rank."""
 
-import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -75,13 +74,9 @@ class RowShard(Shard):
         mesh_dim: int,
         current_logical_shape: Sequence[Any],
     ) -> Tensor:
-        """Return the whole tensor; one exchange of rows."""
-        group = mesh.get_group(mesh_dim)
-        if current_logical_shape[0] == self.borders[-1]:
-            return self.gather(local_tensor, group)
-        counts = _row_counts(local_tensor, group)  # a view that torch has made of our rows
-        borders = (0, *itertools.accumulate(counts))
-        return RowShard(borders).gather(local_tensor, group)
+        """Return the whole tensor, of whose rows no view is made; one exchange of rows."""
+        assert current_logical_shape[0] == self.borders[-1]
+        return self.gather(local_tensor, mesh.get_group(mesh_dim))
 
     def gather(
         self,
@@ -99,13 +94,6 @@ class RowShard(Shard):
         if self.order is not None:
             found = [part for _, part in sorted(zip(self.order, found, strict=True), key=_first)]
         return torch.cat(found)
-
-
-def _row_counts(local: Tensor, group: dist.ProcessGroup) -> list[int]:
-    mine = torch.tensor([local.shape[0]], device=local.device)
-    everyone = [torch.empty_like(mine) for _ in range(group.size())]
-    dist.all_gather(everyone, mine, group=group)
-    return [int(count) for count in everyone]
 
 
 def _first(pair: tuple[int, Tensor]) -> int:

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from graphfsdp.base.torch_internals import is_traceable_wrapper_subclass, key_of
+from graphfsdp.base.dtensors import Wrapping
+from graphfsdp.base.torch_internals import key_of
 from graphfsdp.errors import PhaseError
 from graphfsdp.sharding.buffer import ShardBuffer
 
@@ -26,11 +27,8 @@ class _SavedWeight(NamedTuple):
 class _Wrapped(NamedTuple):
     """A saved wrapper (DTensor, 8-bit numbers with scales) some of whose tensors are places."""
 
-    kind: Any
-    parts: dict[str, Any]
-    context: Any
-    shape: torch.Size
-    stride: tuple[int, ...]
+    wrapping: Wrapping
+    parts: list[Any]
 
 
 class _Pack:
@@ -43,12 +41,11 @@ class _Pack:
         self._storages = storages  # index of the buffer by identity of its storage
 
     def __call__(self, tensor: Tensor) -> Any:
-        if is_traceable_wrapper_subclass(tensor):
-            names, context = tensor.__tensor_flatten__()
-            parts = {name: self(getattr(tensor, name)) for name in names}
-            if not any(isinstance(part, _SavedWeight | _Wrapped) for part in parts.values()):
-                return tensor
-            return _Wrapped(type(tensor), parts, context, tensor.shape, tensor.stride())
+        wrapping, inside = Wrapping.take_apart(tensor)
+        if wrapping is not None:
+            parts = [self(part) for part in inside]
+            has_places = any(isinstance(part, _SavedWeight | _Wrapped) for part in parts)
+            return _Wrapped(wrapping, parts) if has_places else tensor
         if type(tensor) not in (Tensor, nn.Parameter) or tensor.layout is not torch.strided:
             return tensor
         index = self._storages.get(key_of(tensor.untyped_storage()))
@@ -75,11 +72,7 @@ def saving_places(
 
     def unpack(saved: Any) -> Tensor:
         if isinstance(saved, _Wrapped):
-            parts = {name: unpack(part) for name, part in saved.parts.items()}
-            whole: Tensor = saved.kind.__tensor_unflatten__(
-                parts, saved.context, saved.shape, saved.stride
-            )
-            return whole
+            return saved.wrapping.around(unpack(part) for part in saved.parts)
         if not isinstance(saved, _SavedWeight):
             return saved  # type: ignore[no-any-return]
         buffer = buffers[saved.buffer_index]
