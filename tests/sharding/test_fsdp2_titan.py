@@ -46,7 +46,7 @@ def apply_tp(model: GPT, mesh: DeviceMesh) -> None:
         "output": ColwiseParallel(input_layouts=parts, output_layouts=whole),
         "blocks.*.attention_norm": SequenceParallel(),
         "blocks.*.attention": PrepareModuleInput(
-            input_layouts=(parts, None, None), desired_input_layouts=(whole, None, None)
+            input_layouts=(parts,), desired_input_layouts=(whole,)
         ),
         "blocks.*.attention.qkv": ColwiseParallel(output_layouts=whole),
         "blocks.*.attention.out": ColwiseParallel(output_layouts=parts),
