@@ -220,10 +220,9 @@ class ShardBuffer:
             return self.full
         self._gathered_at = self.moment()
         if not self.sharded:
-            self.full = self._as_weights(self._source())
+            self.full = self._as_weights(self._source(None, None))
         else:
-            source = self._source_of_all()
-            whole = self._new_whole(source)
+            source, whole = self._begin_gather()
             if whole.numel():
                 all_gather_(whole, source.tensor, source.group)
             self.full = whole if source.is_part else self._as_weights(whole)
@@ -238,8 +237,7 @@ class ShardBuffer:
             gathers_outside = self.mesh.cuts_outside and self._inner is None
             if packs_first or gathers_outside or self.extension is not None:
                 lane.join()  # those collectives are on the current stream
-            source = self._source_of_all()
-            whole = self._new_whole(source)
+            source, whole = self._begin_gather()
             transfer = Transfer(whole, source.tensor)
             with lane.begun():
                 all_gather_(whole, source.tensor, source.group, transfer)
@@ -295,27 +293,34 @@ class ShardBuffer:
     def _new_full(self) -> Tensor:
         return self.new_whole(self.dtypes.compute)
 
-    def _source_of_all(self) -> _Source:
+    def _begin_gather(self) -> tuple[_Source, Tensor]:
+        """Return what this rank gives to an all-gather, and memory for what that brings."""
         if self._part is not None and self._part_at == self.moment():
             assert self.few_ranks is not None
-            return _Source(self._part, self.few_ranks, is_part=True)
-        return _Source(self._unshard_outside(), self.gather_group)
+            return _Source(self._part, self.few_ranks, is_part=True), self._new_full()
+        if self.packing is None and self.extension is None:
+            whole = self._new_full()
+            return _Source(self._unshard_outside(whole), self.gather_group), whole
+        source = self._unshard_outside(None)  # bytes
+        whole = source.new_empty(self.mesh.inner.size() * source.numel())
+        return _Source(source, self.gather_group), whole
 
-    def _new_whole(self, source: _Source) -> Tensor:
-        """Return memory for what an all-gather brings: weights, or their bytes."""
-        if source.is_part or (self.packing is None and self.extension is None):
-            return self._new_full()
-        return source.tensor.new_empty(self.mesh.inner.size() * source.tensor.numel())
+    def _source(self, whole: Tensor | None, group: dist.ProcessGroup | None) -> Tensor:
+        """Return this rank's part of it: the main weights themselves, if they fit.
 
-    def _source(self) -> Tensor:
-        """Return this rank's part of it: the main weights themselves, if they fit."""
+        Else they are cast where the gather of the group will have them in ``whole``.
+        """
         if self.extension is not None:
             param: Any = self.params[0]
             return self.extension.before_gather(local_tensor_of(param), self.policy)
-        if self.packing is None:
+        if self.packing is not None:
+            self.packing.refresh()
+            return self.packing.packed
+        fits = (self.main.device, self.main.dtype) == (self.device, self.dtypes.compute)
+        if fits or whole is None or group is None:
             return self.main.to(self.device, self.dtypes.compute)
-        self.packing.refresh()
-        return self.packing.packed
+        size = self.main.numel()
+        return whole.narrow(0, group.rank() * size, size).copy_(self.main)
 
     def _as_weights(self, whole: Tensor) -> Tensor:
         if self.extension is not None:
@@ -326,12 +331,14 @@ class ShardBuffer:
         self.packing.unpack(whole, full)
         return full
 
-    def _unshard_outside(self) -> Tensor:
-        """Return [I], this rank's part for an all-gather over the inner axis."""
+    def _unshard_outside(self, whole: Tensor | None) -> Tensor:
+        """Return [I], this rank's part for an all-gather over the inner axis, into ``whole``."""
         if self._inner is not None:
             return self._inner
-        source = self._source()
-        if not self.mesh.cuts_outside or self.mesh.outer is None or not source.numel():
+        if not self.mesh.cuts_outside or self.mesh.outer is None:
+            return self._source(whole, self.gather_group)
+        source = self._source(None, None)
+        if not source.numel():
             return source
         inner = source.new_empty(source.numel() * self.mesh.num_outer)
         all_gather_(inner, source, self.mesh.outer)

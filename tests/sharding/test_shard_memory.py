@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -70,6 +71,34 @@ def test_zero_3_holds_one_block_and_the_root(options: dict[str, Any], most: int)
     assert len(alive) >= 2 * passes * NUM_BLOCKS
     assert not any(ref() is not None for ref in alive)
     assert peak == most
+
+
+@pytest.mark.parametrize("param_dtype", [torch.bfloat16, None])
+@on_ranks("ranks2")
+def test_weights_are_cast_where_their_gather_has_them(param_dtype: torch.dtype | None) -> None:
+    """Main weights that fit are given themselves; nobody has a cast beside the whole weights."""
+    policy = graphfsdp.MixedPrecisionPolicy(param_dtype=param_dtype)
+    model = make_stack("optim_grads_params", mp_policy=policy)
+    places: list[tuple[int, int, int]] = []
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+        ) -> Any:
+            if str(func).startswith("graphfsdp.all_gather_"):
+                whole, part = args[:2]
+                places.append((whole.data_ptr(), part.data_ptr(), part.nbytes))
+            return func(*args, **(kwargs or {}))
+
+    with Watch():  # type: ignore[no-untyped-call]
+        model(batch()).backward()
+    mains = {buffer.main.data_ptr() for buffer in buffers(model)}
+    assert len(places) > NUM_BLOCKS
+    for whole, part, num_bytes in places:
+        if param_dtype is None:
+            assert part in mains
+        else:
+            assert part == whole + dist.get_rank() * num_bytes
 
 
 @on_ranks("ranks2")
