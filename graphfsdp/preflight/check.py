@@ -1,4 +1,4 @@
-"""`graphfsdp.check`: runs one iteration under the rules of a capture and changes nothing."""
+"""`graphfsdp.check`: a capture whose refusals go into a list, and which is undone."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -54,8 +54,7 @@ def check(
     allowed, so that one call finds all of it. Afterwards everything is as it was, bit for bit:
     parameters, buffers, gradients, optimizer state, ``param_groups``, modes, and the generators
     of torch, Python and NumPy. (What the iteration does to other Python objects, and to memory by
-    no operator, is not undone.) To find numbers that change in Python, the iteration is run
-    several times from the same state.
+    no operator, is not undone.) Three runs warm up, the fourth is judged.
 
     Args:
         model: As for ``capture``.
