@@ -212,6 +212,8 @@ def make_engine(
         with noting(HazardKind.COMPILED):
             refuse_compiled_modules(together, graph_backend.device)
     adapted, policy = trained.adapted, trained.policy
+    if graph_backend.device.type == "cpu" and compiles is Compile.OFF:  # else torch fuses the whole
+        adapted.step_by_groups()
 
     def find_params() -> dict[str, nn.Parameter]:
         found = trainable_of_all(together, inner)

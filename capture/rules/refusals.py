@@ -412,6 +412,7 @@ def running_optimizer() -> torch.optim.Optimizer | None:
         code = frame.f_code
         is_step = code.co_name == "step" and code.co_argcount
         owner = frame.f_locals.get(code.co_varnames[0]) if is_step else None
+        owner = getattr(owner, "steps_for", owner)  # of ours, in place of its own step
         if isinstance(owner, torch.optim.Optimizer):
             return owner
     return None

@@ -38,6 +38,9 @@ class CapturableOptimizer(Protocol):
     def prepare_skipping(self, scope: Scope) -> None:
         """Get ready for steps that a tensor may skip, or raise ConfigError."""
 
+    def step_by_groups(self) -> None:
+        """Step on a CPU by an operator for each group, where that has the bits of the own step."""
+
     def skipped_steps(self) -> Tensor | None:
         """Return [] float32, the steps that were skipped so far; None if it counts none."""
 

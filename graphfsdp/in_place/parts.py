@@ -27,9 +27,9 @@ from graphfsdp._capture.phase import Phase
 from graphfsdp._capture.trace.backend import GraphBackend
 from graphfsdp.base.sharded import units_of
 from graphfsdp.base.torch_internals import COMPILED_CALL
-from graphfsdp.in_place.grouped_step import GroupedStep
 from graphfsdp.in_place.module_part import ModulePart, PartState
 from graphfsdp.in_place.part_report import PartLine, PartsReport
+from graphfsdp.optim.adapters.grouped_step import GroupedStep
 
 _LOG = logging.getLogger("graphfsdp")
 # Whether the part is on: each half of it, and each half of that, has as many of both.

@@ -23,6 +23,7 @@ from graphfsdp.base.torch_internals import without_modes
 from graphfsdp.config import MixedPrecisionPolicy, Scope
 from graphfsdp.errors import ConfigError
 from graphfsdp.optim.adapters.baked import BakedAdapter, Word
+from graphfsdp.optim.adapters.grouped_step import GroupedStep
 from graphfsdp.optim.adapters.live_numbers import LiveScalars
 from graphfsdp.optim.fused.hyper_table import LiveMemory, plain_lr
 
@@ -82,9 +83,14 @@ class TorchAdapter(BakedAdapter):
         # What somebody else's step makes of an lr that is a tensor, nobody knows.
         self._is_plain = type(optimizer).step.__module__.startswith("torch.optim.")
         self._rates = _LiveRates()
+        self._grouped: GroupedStep | None = None
         self._known: Mapping[Tensor, Mapping[str, Any]] = {}
         self._known_rates: list[float | Tensor] = []
         self._loaded_from: object = None
+
+    def step_by_groups(self) -> None:
+        grouped = GroupedStep(self.optimizer, num_own_hooks=1)  # see stepping
+        self._grouped = grouped if grouped else None
 
     @property
     def bakes_lr(self) -> bool:
@@ -181,6 +187,8 @@ class TorchAdapter(BakedAdapter):
     def _run_step(
         self, step: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
+        if self._steps_by_groups(step, args, kwargs):
+            return None
         with self._as_capturable() as rates, one_mesh_at_a_time(self.optimizer):
             self._is_stepping = True
             try:
@@ -192,6 +200,21 @@ class TorchAdapter(BakedAdapter):
                     return step()
             finally:
                 self._is_stepping = False
+
+    def _steps_by_groups(
+        self, step: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> bool:
+        """Step by an operator for each group, where nobody has another step in its place."""
+        if self._grouped is None or any(args) or any(kwargs.values()):
+            return False
+        own = getattr(step, "__func__", None) is type(self.optimizer).step
+        if not own and not getattr(step, "_wrapped_by_lr_sched", False):
+            return False
+        if not self._grouped.step(self._live_rates()):
+            return False
+        # Schedulers warn when they have not seen a step, and torch's own was not called.
+        self.optimizer._opt_called = True  # type: ignore[attr-defined]
+        return True
 
     @contextmanager
     def stepping(self) -> Iterator[None]:

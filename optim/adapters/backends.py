@@ -118,6 +118,10 @@ class JointOptimizer:
         for member in self.members:
             member.prepare_skipping(scope)
 
+    def step_by_groups(self) -> None:
+        for member in self.members:
+            member.step_by_groups()
+
     def skipped_steps(self) -> Tensor | None:
         """Return [] float32, the steps that members have skipped; None if none counts them."""
         counts = [count for member in self.members if (count := member.skipped_steps()) is not None]

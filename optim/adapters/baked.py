@@ -59,6 +59,9 @@ class Adapter:
         """Refuse what the optimizer cannot do in a graph or outside of one."""
         return
 
+    def step_by_groups(self) -> None:
+        """Do nothing: of most optimizers there is no such step."""
+
     def stepping(self) -> AbstractContextManager[None]:
         """Run a body that calls the optimizer's own ``step``."""
         return nullcontext()

@@ -4,11 +4,13 @@ torch goes through the parameters one by one there, in a dozen operators called 
 each. ``torch._foreach_*`` goes through a list of tensors in C++ and calls the very same kernels,
 tensor by tensor. So an operator's results are the same bits, and as no parameter has anything to do
 with another one, the order among them does not matter.
+
+In a recording such a step is one operator, ``graphfsdp::grouped_step_``.
 """
 
 import operator
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import chain
 from types import MappingProxyType
 from typing import Any
@@ -37,10 +39,15 @@ class GroupedStep:
     """Steps one optimizer as its own ``step()`` does, where that goes parameter by parameter.
 
     It makes no state: what has never been stepped is left to torch.
+
+    Attributes:
+        steps_for: The optimizer.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        self._optimizer = optimizer
+    def __init__(self, optimizer: torch.optim.Optimizer, num_own_hooks: int = 0) -> None:
+        """``num_own_hooks``: before its step, of ours, which a step by this need not run."""
+        self.steps_for = optimizer
+        self._num_own_hooks = num_own_hooks
         self._kind = _KINDS.get(type(optimizer))
         self._plans: dict[int, _Plan] = {}  # by place of the group
 
@@ -48,13 +55,17 @@ class GroupedStep:
         """Tell whether there is a loop for optimizers of this class."""
         return self._kind is not None
 
-    def step(self) -> bool:
-        """Step; False, and nothing has changed, where torch's own loop is to do it."""
-        optimizer = self._optimizer
+    def step(self, rates: Sequence[Tensor | None] = ()) -> bool:
+        """Step; False, and nothing has changed, where torch's own loop is to do it.
+
+        ``rates``: [] float64 each, the learning rates by group, to be read by an operator that
+        steps.
+        """
+        optimizer = self.steps_for
         is_watched = (
             _global_optimizer_pre_hooks
             or _global_optimizer_post_hooks
-            or optimizer._optimizer_step_pre_hooks
+            or len(optimizer._optimizer_step_pre_hooks) > self._num_own_hooks
             or optimizer._optimizer_step_post_hooks
             or profiler_is_on()
             or getattr(optimizer, "grad_scale", None) is not None
@@ -78,10 +89,15 @@ class GroupedStep:
             for grad in grads:
                 if grad.dtype is not dtype or grad.layout is not torch.strided:
                     return False
-            works.append((plan, group, grads))
+            works.append((place, plan, group, grads))
         with torch.no_grad():
-            for plan, group, grads in works:
-                plan.step(group, grads)
+            for place, plan, group, grads in works:
+                rate = rates[place] if rates else None
+                if rate is None:
+                    plan.step(group, grads)
+                else:
+                    state = [*chain.from_iterable(plan.columns)]
+                    grouped_step_(plan.params, grads, state, rate, *plan.constants(group))
         return True
 
 
@@ -89,6 +105,8 @@ class _Plan(ABC):
     """The tensors of one group that are stepped together."""
 
     names: tuple[str, ...] = ()  # of the state that a step takes
+    numbers: tuple[str, ...] = ()  # of a group, beside its lr
+    flags: tuple[str, ...] = ()
 
     def __init__(self, params: list[Tensor], columns: list[list[Tensor]]) -> None:
         self.params = params
@@ -136,6 +154,21 @@ class _Plan(ABC):
             for name, column in zip(names, self.columns, strict=True)
         )
 
+    def constants(self, group: _Group) -> tuple[str, list[float], list[bool]]:
+        """Return what an operator is told of a group for good."""
+        numbers = [float(number) for number in self._numbers_of(group)]
+        return type(self).__name__, numbers, [bool(group[name]) for name in self.flags]
+
+    @classmethod
+    def _numbers_of(cls, group: _Group) -> list[Any]:
+        return [group[name] for name in cls.numbers]
+
+    @classmethod
+    def group_of(cls, lr: float, numbers: Sequence[float], flags: Sequence[bool]) -> _Group:
+        """Return as much of a group as a step reads."""
+        named = chain(zip(cls.numbers, numbers, strict=True), zip(cls.flags, flags, strict=True))
+        return {"lr": lr, **dict(named)}
+
     @abstractmethod
     def step(self, group: _Group, grads: _Tensors) -> None:
         """Step all parameters, as torch's loop does one by one."""
@@ -144,6 +177,9 @@ class _Plan(ABC):
 class _Adam(_Plan):
     """torch's ``_single_tensor_adam``."""
 
+    numbers = ("weight_decay", "eps", "beta1", "beta2")
+    flags = ("amsgrad", "maximize", "decoupled_weight_decay")
+
     @classmethod
     def names_in(cls, group: _Group) -> tuple[str, ...]:
         names = ("step", "exp_avg", "exp_avg_sq")
@@ -151,8 +187,16 @@ class _Adam(_Plan):
 
     @classmethod
     def _has_path(cls, group: _Group) -> bool:
-        numbers = (group["lr"], group["weight_decay"], group["eps"], *group["betas"])
-        return super()._has_path(group) and _are_numbers(numbers)
+        return super()._has_path(group) and _are_numbers((group["lr"], *cls._numbers_of(group)))
+
+    @classmethod
+    def _numbers_of(cls, group: _Group) -> list[Any]:
+        return [group["weight_decay"], group["eps"], *group["betas"]]
+
+    @classmethod
+    def group_of(cls, lr: float, numbers: Sequence[float], flags: Sequence[bool]) -> _Group:
+        group = super().group_of(lr, numbers, flags)
+        return {**group, "betas": (group["beta1"], group["beta2"])}
 
     def step(self, group: _Group, grads: _Tensors) -> None:
         params, (counts, means, squares, *rest) = self.params, self.columns
@@ -196,14 +240,16 @@ def _corrections(step: float, lr: float, beta1: float, beta2: float) -> tuple[fl
 class _SGD(_Plan):
     """torch's ``_single_tensor_sgd``."""
 
+    numbers = ("weight_decay", "momentum", "dampening")
+    flags = ("nesterov", "maximize")
+
     @classmethod
     def names_in(cls, group: _Group) -> tuple[str, ...]:
         return ("momentum_buffer",) if group["momentum"] != 0 else ()
 
     @classmethod
     def _has_path(cls, group: _Group) -> bool:
-        numbers = [group[name] for name in ("lr", "weight_decay", "momentum", "dampening")]
-        return super()._has_path(group) and _are_numbers(numbers)
+        return super()._has_path(group) and _are_numbers((group["lr"], *cls._numbers_of(group)))
 
     def step(self, group: _Group, grads: _Tensors) -> None:
         decay, momentum = group["weight_decay"], group["momentum"]
@@ -229,3 +275,32 @@ def _are_numbers(values: Iterable[object]) -> bool:
 _KINDS: Mapping[type, type[_Plan]] = MappingProxyType(
     {torch.optim.Adam: _Adam, torch.optim.AdamW: _Adam, torch.optim.SGD: _SGD}
 )
+
+
+_LIBRARY = torch.library.Library("graphfsdp", "FRAGMENT")  # a registration lives as long as it
+_LIBRARY.define(
+    "grouped_step_(Tensor(a!)[] params, Tensor[] grads, Tensor(b!)[] state, Tensor lr, str kind, "
+    "float[] numbers, bool[] flags) -> ()"
+)
+
+
+def _run(
+    params: list[Tensor],
+    grads: list[Tensor],
+    state: list[Tensor],
+    lr: Tensor,
+    kind: str,
+    numbers: list[float],
+    flags: list[bool],
+) -> None:
+    """Step; the state lies in it name by name."""
+    plan = _BY_NAME[kind]
+    num = len(params)
+    columns = [state[start : start + num] for start in range(0, len(state), num)]
+    with torch.no_grad():
+        plan(params, columns).step(plan.group_of(lr.item(), numbers, flags), grads)
+
+
+_BY_NAME = MappingProxyType({each.__name__: each for each in (_Adam, _SGD)})
+grouped_step_: Callable[..., None] = torch.ops.graphfsdp.grouped_step_.default
+_LIBRARY.impl("grouped_step_", _run, "CPU")
