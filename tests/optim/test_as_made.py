@@ -1,6 +1,7 @@
 """Optimizers of torch as users make them: captured without a flag, with an lr that stays live."""
 
 import copy
+import shutil
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -136,6 +137,25 @@ def test_a_captured_loop_has_the_bits_of_the_plain_one(name: str, device: torch.
     is_same = device.type == "cpu" and name not in OTHER_BITS
     expected = train(MAKERS[name], device, "plain" if is_same else "none")
     assert_same_states(expected, train(MAKERS[name], device, "full_iteration"), name)
+
+
+@pytest.mark.parametrize("how", ["as made", "with a hook", "compiled"])
+def test_on_a_cpu_a_step_is_an_operator_for_each_group(how: str) -> None:
+    """Not where somebody watches the step, and where the compiler fuses all of it."""
+    if how == "compiled" and shutil.which("g++") is None:
+        pytest.skip("needs a compiler")
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 3))
+    groups: Any = [{"params": list(model[0].parameters())}, {"params": list(model[2].parameters())}]
+    optimizer = OPTIM.AdamW(groups, lr=0.1)
+    if how == "with a hook":
+        optimizer.register_step_post_hook(lambda *_: None)
+    options: dict[str, Any] = {"compile": True} if how == "compiled" else {}
+    with graphfsdp.capture(model, optimizer, loss_fn=loss_fn, **options) as step:
+        for _ in range(4):
+            step(torch.randn(2, 5))
+        counts = step.report().op_counts
+    assert counts.get("graphfsdp.grouped_step_.default", 0) == (2 if how == "as made" else 0)
 
 
 @pytest.mark.parametrize("name", IN_16_BITS)
