@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import graphfsdp
 from counting_net import mean_square
@@ -18,6 +19,7 @@ from sharding_helpers import (
     STRATEGIES,
     adam,
     assert_equal_tensors,
+    buffers,
     learning_rate,
     my_part,
     replayed_as_eager,
@@ -155,3 +157,36 @@ def test_a_layer_may_add_to_the_gradient_buffer_by_itself(strategy: str) -> None
     plain = train_linear(nn.Linear, strategy, "none")
     # The same products, added in another order: a handful of roundings.
     torch.testing.assert_close(eager, plain, rtol=1e-4, atol=1e-6)
+
+
+class Poison(TorchDispatchMode):
+    """Fills new memory with NaN, and keeps what is to be reduced."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.reduced: list[Tensor] = []
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if str(func).startswith("graphfsdp.reduce_scatter_"):
+            self.reduced.append(args[1].clone())
+        result = func(*args, **(kwargs or {}))
+        if func is torch.ops.aten.empty.memory_format and result.is_floating_point():
+            result.fill_(float("nan"))
+        return result
+
+
+@pytest.mark.parametrize("strategy", ["optim_grads_params", "optim"])
+@on_ranks("ranks2")
+def test_padding_is_reduced_as_zeros(strategy: str) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(7, 5), nn.Tanh(), nn.Linear(5, 3)).to(rank_device())
+    graphfsdp.fully_shard(model, strategy=strategy)
+    assert sum(buffer.layout.num_padding for buffer in buffers(model)) > 0
+    x = torch.ones(2, 7, device=rank_device())
+    for _ in range(2):
+        with Poison() as poison:
+            model(x).sum().backward()
+        assert poison.reduced
+        assert all(bool(each.isfinite().all()) for each in poison.reduced)
