@@ -12,6 +12,7 @@ Shapes: G = groups, M = rows (those behind the last group are padding), I and O 
 from typing import Any
 
 import torch
+import torch.nn.functional as F  # noqa: N812 (as torch has it)
 from torch import Tensor
 
 # A registration lives as long as its library object.
@@ -91,7 +92,7 @@ def _is_aligned(part: Tensor) -> bool:
 
 def _on_cuda(x: Tensor, weight: Tensor, ends: Tensor, most: int) -> Tensor:
     if _has_grouped_kernel(x, weight.shape[2]):
-        product: Tensor = grouped_mm(x, weight, offs=ends)  # type: ignore[call-arg]
+        product: Tensor = F.grouped_mm(x, weight, offs=ends)
         return product
     places = _padded_places(ends, most, x.shape[0])
     padded = _with_zero_row(x)[places].bmm(weight)  # [G, most, O]
@@ -101,7 +102,7 @@ def _on_cuda(x: Tensor, weight: Tensor, ends: Tensor, most: int) -> Tensor:
 
 def _weight_on_cuda(x: Tensor, grad: Tensor, ends: Tensor, most: int) -> Tensor:
     if _has_grouped_kernel(x, grad.shape[1]):
-        products: Tensor = grouped_mm(x.t(), grad, offs=ends)  # type: ignore[call-arg]
+        products: Tensor = F.grouped_mm(x.t(), grad, offs=ends)
         # Nothing promises zeros for a group without rows.
         return products.masked_fill_((_sizes(ends) == 0)[:, None, None], 0)
     places = _padded_places(ends, most, x.shape[0])
