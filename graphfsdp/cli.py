@@ -1,6 +1,7 @@
 """The command line: ``graphfsdp COMMAND ...``, also as ``python -m graphfsdp COMMAND ...``."""
 
 import os
+import re
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -19,6 +20,8 @@ EXIT_BAD_INPUT = 2
 EXIT_INTERRUPTED = 130  # as a shell reports a process that Ctrl-C ended
 # A launcher ends all processes when one has ended: the first one needs time to say why.
 _SAY_FIRST_S = 5.0
+# Its Ctrl-C reaches one process after the other, and a rank may hear of it from another one first.
+_INTERRUPTED_RANK = re.compile(r"rank \d+ of \d+ failed in [^:]*: KeyboardInterrupt")
 
 
 # What each is for, and the function that takes its arguments and a console and returns an exit code
@@ -57,8 +60,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except SystemExit as done:  # argparse, after printing a help
         return done.code if isinstance(done.code, int) else 0
     except KeyboardInterrupt:
-        print_line(errors, "interrupted; what was logged so far is kept")
-        return EXIT_INTERRUPTED
+        return _tell_of_interrupt(errors)
     except ConfigError as error:
         print_line(errors, f"error: {' '.join(str(error).split())}")
         if not speaks:
@@ -69,8 +71,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         _complain_of_rank(f"{reason}; try a smaller --micro-batch-size or --bf16")
         return EXIT_FAILED
     except (GraphFSDPError, OSError) as error:
+        if _INTERRUPTED_RANK.search(str(error)):
+            return _tell_of_interrupt(errors)
         _complain_of_rank(str(error))
         return EXIT_FAILED
+
+
+def _tell_of_interrupt(errors: Console) -> int:
+    print_line(errors, "interrupted; what was logged so far is kept")
+    return EXIT_INTERRUPTED
 
 
 def _dispatch(arguments: list[str]) -> int:

@@ -105,10 +105,14 @@ def test_a_failure_names_its_rank(
     ("error", "code", "message"),
     [
         (KeyboardInterrupt(), 130, "interrupted"),
+        (
+            graphfsdp.RankFailedError("rank 1 of 2 failed in iteration 9: KeyboardInterrupt: . So"),
+            *(130, "interrupted"),
+        ),
         (graphfsdp.CaptureError("no graph\nbecause"), 1, "error: no graph\nbecause"),
         (OSError(28, "No space left on device"), 1, "No space left on device"),
     ],
-    ids=["interrupt", "capture", "disk"],
+    ids=["interrupt", "interrupt of another rank", "capture", "disk"],
 )
 def test_each_kind_of_failure_has_its_exit_code(
     error: BaseException,

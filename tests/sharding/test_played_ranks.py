@@ -148,7 +148,10 @@ def test_a_sharded_training_overlaps_and_takes_no_more_memory_than_fsdp2(
 ) -> None:
     name = "gpt2-124m" if is_measured(device) else "gpt-tiny"
     base, plain, own = (measure(each, device, name) for each in (FSDP2, PLAIN, variant))
-    assert own.loss == plain.loss
+    if is_below():  # where two trainings differ in last bits as well, FSDP2's eager ones too
+        assert math.isclose(own.loss, plain.loss, rel_tol=1e-6)
+    else:
+        assert own.loss == plain.loss
     assert (own.num_prefetches > 0) == (variant != PLAIN)
     if not is_measured(device):
         return
