@@ -97,7 +97,8 @@ class GroupedStep:
                     plan.step(group, grads)
                 else:
                     state = [*chain.from_iterable(plan.columns)]
-                    grouped_step_(plan.params, grads, state, rate, *plan.constants(group))
+                    kind, settings = type(plan).__name__, plan.settings(group)
+                    grouped_step_(plan.params, grads, state, rate, kind, **settings)
         return True
 
 
@@ -154,20 +155,14 @@ class _Plan(ABC):
             for name, column in zip(names, self.columns, strict=True)
         )
 
-    def constants(self, group: _Group) -> tuple[str, list[float], list[bool]]:
+    def settings(self, group: _Group) -> dict[str, Any]:
         """Return what an operator is told of a group for good."""
-        numbers = [float(number) for number in self._numbers_of(group)]
-        return type(self).__name__, numbers, [bool(group[name]) for name in self.flags]
+        numbers = zip(self.numbers, map(float, self._numbers_of(group)), strict=True)
+        return {**dict(numbers), **{name: bool(group[name]) for name in self.flags}}
 
     @classmethod
     def _numbers_of(cls, group: _Group) -> list[Any]:
         return [group[name] for name in cls.numbers]
-
-    @classmethod
-    def group_of(cls, lr: float, numbers: Sequence[float], flags: Sequence[bool]) -> _Group:
-        """Return as much of a group as a step reads."""
-        named = chain(zip(cls.numbers, numbers, strict=True), zip(cls.flags, flags, strict=True))
-        return {"lr": lr, **dict(named)}
 
     @abstractmethod
     def step(self, group: _Group, grads: _Tensors) -> None:
@@ -192,11 +187,6 @@ class _Adam(_Plan):
     @classmethod
     def _numbers_of(cls, group: _Group) -> list[Any]:
         return [group["weight_decay"], group["eps"], *group["betas"]]
-
-    @classmethod
-    def group_of(cls, lr: float, numbers: Sequence[float], flags: Sequence[bool]) -> _Group:
-        group = super().group_of(lr, numbers, flags)
-        return {**group, "betas": (group["beta1"], group["beta2"])}
 
     def step(self, group: _Group, grads: _Tensors) -> None:
         params, (counts, means, squares, *rest) = self.params, self.columns
@@ -280,7 +270,9 @@ _KINDS: Mapping[type, type[_Plan]] = MappingProxyType(
 _LIBRARY = torch.library.Library("graphfsdp", "FRAGMENT")  # a registration lives as long as it
 _LIBRARY.define(
     "grouped_step_(Tensor(a!)[] params, Tensor[] grads, Tensor(b!)[] state, Tensor lr, str kind, "
-    "float[] numbers, bool[] flags) -> ()"
+    "*, float weight_decay, float eps=0, float beta1=0, float beta2=0, float momentum=0, "
+    "float dampening=0, bool maximize=False, bool amsgrad=False, "
+    "bool decoupled_weight_decay=False, bool nesterov=False) -> ()"
 )
 
 
@@ -290,15 +282,15 @@ def _run(
     state: list[Tensor],
     lr: Tensor,
     kind: str,
-    numbers: list[float],
-    flags: list[bool],
+    **settings: Any,
 ) -> None:
-    """Step; the state lies in it name by name."""
-    plan = _BY_NAME[kind]
-    num = len(params)
+    """Step; the state lies in it name by name. Torch leaves settings out that are the default."""
+    plan, num = _BY_NAME[kind], len(params)
     columns = [state[start : start + num] for start in range(0, len(state), num)]
+    group = {name: settings.get(name, 0) for name in (*plan.numbers, *plan.flags)}
+    group |= {"lr": lr.item(), "betas": (group.get("beta1"), group.get("beta2"))}
     with torch.no_grad():
-        plan(params, columns).step(plan.group_of(lr.item(), numbers, flags), grads)
+        plan(params, columns).step(group, grads)
 
 
 _BY_NAME = MappingProxyType({each.__name__: each for each in (_Adam, _SGD)})
