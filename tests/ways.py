@@ -312,6 +312,12 @@ def by_match(data: Any) -> Any:
             return weight
 
 
+def by_position(data: Any) -> Any:
+    match data:
+        case Data(first):
+            return first
+
+
 def of_method() -> Way:
     meter = Meter()
     return dataclasses.replace(of(meter), count=meter.update)
@@ -480,6 +486,7 @@ WAYS: dict[str, Callable[[], Way]] = {
     "product": lambda: by(lambda owner: 1 * owner, Special()),
     "length": lambda: by(len, Special()),
     "match": lambda: by(by_match, Data()),
+    "match, by position": lambda: by(by_position, Data()),
     "attrgetter": lambda: by(operator.attrgetter("weight"), Data()),
     "vars": lambda: by(lambda owner: owner.__dict__["weight"], Data()),
     "asdict": lambda: by(lambda owner: dataclasses.asdict(owner)["weight"], Data()),

@@ -55,7 +55,7 @@ class Reads:
         attributes: Everything that it reads as an attribute, of whatever it is.
         texts: Strings in its code, which may be keys, or names that it looks up by.
         imports: Names of modules that it imports.
-        by_text: Whether it takes objects apart by names that it holds as strings.
+        by_text: Whether it takes objects apart by names that it holds as strings: by a pattern.
     """
 
     globals: set[str] = field(default_factory=set)

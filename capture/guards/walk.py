@@ -56,7 +56,7 @@ def walk(names: ReadNames, model: nn.Module, functions: Sequence[Any]) -> "Walk"
     while True:
         num_handed = len(names.handed)
         found = Walk(names, model.named_modules(), functions)
-        if len(names.handed) == num_handed:  # or a getter was met late
+        if len(names.handed) == num_handed:  # or a getter, or a class to match, was met late
             return found
 
 
@@ -173,6 +173,9 @@ class Walk:
                 continue
         near = [content for _, content in cells.values()]
         near += [table.get(name) for name in reads.globals]
+        for each in near if reads.by_text else ():
+            if isinstance(each, type):  # what `case Settings(rate)` reads of an argument
+                self._names.handed.update(getattr(each, "__match_args__", ()))
         deeper = self._names.deeper(code, (each for each in near if isinstance(each, str)))
         if is_installed_file(code.co_filename):
             for name in sorted(reads.globals & table.keys()):
