@@ -26,6 +26,7 @@ from graphfsdp.base.torch_internals import all_groups, backend_of
 _LOG = logging.getLogger("graphfsdp")
 _AFTERWARDS = timedelta(seconds=1)
 _JOIN_S = 5.0  # for aborts whose graphs are gone
+_BEGINS_S = 0.001  # between two looks at a thread that has not begun
 _THREAD = "graphfsdp aborts {}"
 
 
@@ -104,7 +105,20 @@ def _end_aborts(aborts: Iterable[threading.Thread], graphs: Iterable[HoldsGroups
         graph.abandon()
     deadline = time.monotonic() + _JOIN_S
     for thread in aborts:
-        thread.join(max(0.0, deadline - time.monotonic()))
+        _join(thread, deadline)
+
+
+def _join(thread: threading.Thread, deadline: float) -> None:
+    """Wait for a thread, which somebody else may have made just now, so that it has not begun."""
+    while True:
+        try:
+            thread.join(max(0.0, deadline - time.monotonic()))
+        except RuntimeError:  # it has not begun
+            if time.monotonic() > deadline:
+                return
+            time.sleep(_BEGINS_S)
+        else:
+            return
 
 
 def _holders() -> "weakref.WeakSet[HoldsGroups]":
