@@ -2,7 +2,9 @@
 
 import os
 import re
+import signal
 import sys
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from pkgutil import resolve_name
@@ -78,7 +80,15 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _tell_of_interrupt(errors: Console) -> int:
-    print_line(errors, "interrupted; what was logged so far is kept")
+    before = None
+    if threading.current_thread() is threading.main_thread():
+        # Behind the terminal's Ctrl-C comes that of a launcher, in the middle of this line.
+        before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        print_line(errors, "interrupted; what was logged so far is kept")
+    finally:
+        if before is not None:
+            signal.signal(signal.SIGINT, before)
     return EXIT_INTERRUPTED
 
 
