@@ -33,12 +33,14 @@ from graphfsdp.errors import (
     ConfigError,
     GraphFSDPError,
     InvalidLossError,
+    PhaseError,
     PrecisionError,
     first_line,
     split_remedy,
 )
 from graphfsdp.preflight.host_tensors import HostTensors
 
+_NEVER_REPLAYED = "an iteration that check has judged is no graph. Remedy: graphfsdp.capture"
 # Of what follows a read of the device, that is another number in each run.
 _READS = frozenset({HazardKind.HOST_READ, HazardKind.DYNAMIC_SHAPE, HazardKind.GENERATOR})
 # What Python has moved is behind these: where its number went is told already.
@@ -200,11 +202,11 @@ class _NoGraph:
         self.facts = GraphFacts(None, num_ops)
 
     def replay(self) -> list[Tensor]:
-        raise NotImplementedError
+        raise PhaseError(_NEVER_REPLAYED)
 
     def compile(self) -> None: ...
 
     def measure(self) -> tuple[float, ...]:
-        raise NotImplementedError
+        raise PhaseError(_NEVER_REPLAYED)
 
     def close(self) -> None: ...
