@@ -38,6 +38,8 @@ _MOST_KINDS = 16  # of calls, by shapes and numbers
 _MOST_SLOTS = 4  # calls that are under way at the same time
 _ROOM = 4  # times what a recording has taken must be free for another one
 _MOST_ANEW = 4  # recordings that changes of the model have ended
+_MOST_REFUSED = 32  # calls in a row that no graph holds
+SLOW = "it does not pay:"
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _PLAIN = (bool, int, float, str, type(None), torch.dtype, torch.device, torch.Size)
 
@@ -118,6 +120,7 @@ class ModulePart:
         self._on_capture = on_capture
         self._kinds: dict[Any, _Kind] = {}
         self._num_anew = 0
+        self._num_refused = 0  # calls in a row
         self._thread = threading.get_ident()
         self._is_recording = False
         self._block = -1  # of autocast, in which it was called last
@@ -145,15 +148,24 @@ class ModulePart:
         kind = None if key is None else self._kinds.get(key)
         if kind is None:
             if key is None or len(self._kinds) >= _MOST_KINDS:
+                self._count_refused()
                 return written(*args, **kwargs)
             kind = self._kinds[key] = _Kind()
         if kind.is_refused:
+            self._count_refused()
             return written(*args, **kwargs)
+        self._num_refused = 0
         if kind.num_seen < _NUM_WARM_UPS:
             return self._warm_up(kind, leaves, args, kwargs)
         if kind.slots and not self.is_on:
             return written(*args, **kwargs)
         return self._replay(kind, leaves, spec, args, kwargs)
+
+    def _count_refused(self) -> None:
+        """Give up once so many calls in a row were looked at for nothing."""
+        self._num_refused += 1
+        if self._num_refused == _MOST_REFUSED:
+            self.leave(f"{SLOW} no graph holds any of its last {_MOST_REFUSED} calls")
 
     def _is_ordinary(self) -> bool:
         """Tell whether the call is one of a loop, and no transform, hook or mode has part in it."""

@@ -27,7 +27,7 @@ from graphfsdp._capture.phase import Phase
 from graphfsdp._capture.trace.backend import GraphBackend
 from graphfsdp.base.sharded import units_of
 from graphfsdp.base.torch_internals import COMPILED_CALL
-from graphfsdp.in_place.module_part import ModulePart, PartState
+from graphfsdp.in_place.module_part import SLOW, ModulePart, PartState
 from graphfsdp.in_place.part_report import PartLine, PartsReport
 from graphfsdp.optim.adapters.grouped_step import GroupedStep
 
@@ -144,7 +144,7 @@ class Parts:
         if self._trial is not None and self._trial.part is part:
             self._trial = None
         _LOG.info("%s runs as written: %s", part.name, part.why)
-        if not part.why.startswith(_SLOW) and not units_of(part.module):
+        if not part.why.startswith(SLOW) and not units_of(part.module):
             self._add_children(part.name, part.module)
 
     def _add_children(self, name: str, module: nn.Module) -> None:
@@ -217,7 +217,7 @@ class Parts:
             part.is_on, part.state = True, PartState.CAPTURED
             _LOG.info("%s is captured: an iteration takes %.2f of its time", part.name, trial.ratio)
         else:
-            part.leave(f"{_SLOW} an iteration would take {trial.ratio:.2f} times as long")
+            part.leave(f"{SLOW} an iteration would take {trial.ratio:.2f} times as long")
 
     @property
     def phase(self) -> Phase:
@@ -275,8 +275,6 @@ class Parts:
     def __exit__(self, *details: object) -> None:
         self.close()
 
-
-_SLOW = "it does not pay:"
 
 
 class _Call:

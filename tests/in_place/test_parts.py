@@ -345,3 +345,25 @@ def test_parts_that_do_not_pay_are_given_up_and_cost_nothing() -> None:
     (line,) = (part for part in parts.report().parts if part.name == "model")
     assert line.state in ("captured", "as written")
     assert line.why == "" if line.state == "captured" else line.why.startswith("it does not pay")
+
+
+def learns_to_learn(model: Net, optimizer: torch.optim.Optimizer) -> Iterator[Any]:
+    """Goes backward through the backward pass of each call."""
+    for _, x, y in batches(40):
+        optimizer.zero_grad()
+        params = list(model.parameters())
+        grads = torch.autograd.grad(
+            cross_entropy(model(x), y), params, create_graph=True, allow_unused=True
+        )
+        loss = sum(grad.pow(2).sum() for grad in grads if grad is not None)
+        loss.backward()
+        optimizer.step()
+        yield loss
+
+
+def test_a_module_of_whose_calls_no_graph_holds_any_is_given_its_own_call_back() -> None:
+    parts = check(learns_to_learn)
+    (line,) = (part for part in parts.report().parts if part.name == "model")
+    assert line.why == "it does not pay: no graph holds any of its last 32 calls"
+    assert line.state == "as written"
+    assert replays(parts) == 0
