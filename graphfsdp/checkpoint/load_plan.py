@@ -8,6 +8,7 @@ other one, bit for bit.
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -39,12 +40,13 @@ class LoadPlan:
         self.parts.append((key, tensor))
         return tensor
 
-    def refuse_problems(self, what: str, remedy: str) -> None:
+    def refuse_problems(self, folder: Path) -> None:
         if self.problems:
             listed = "\n".join(f"  {problem}" for problem in self.problems)
             raise CheckpointMismatchError(
-                f"the {what} does not fit; nothing was loaded:\n{listed}\n"
-                f"Remedy: {remedy}, or strict=False, which leaves as it is what does not fit"
+                f"the checkpoint {folder} does not fit; nothing was loaded:\n{listed}\n"
+                "Remedy: the model and optimizer that were saved, or strict=False, which leaves as "
+                "it is what does not fit"
             )
 
     def filled(self) -> Iterator[Tensor]:

@@ -2,20 +2,18 @@
 
 import functools
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from graphfsdp.base.dtensors import is_dtensor, local_part
-from graphfsdp.base.recut import recut
+from graphfsdp.base.dtensors import is_dtensor
 from graphfsdp.base.sharded import ShardedModule, sharded_roots
 from graphfsdp.checkpoint.folder import resolve
-from graphfsdp.checkpoint.full import describe_full, read_full_file
 from graphfsdp.checkpoint.load_plan import LoadPlan, plan_model
 from graphfsdp.checkpoint.manifest import Manifest
 from graphfsdp.checkpoint.members import Members
@@ -76,9 +74,7 @@ def load(
     initialised as by ``materialize``.
 
     Args:
-        path: A folder of checkpoints, or one checkpoint in it; or a full state in a file that
-            rank 0 reads, a safetensors file or a state dict of ``torch.save``, which has neither
-            step nor objects.
+        path: A folder of checkpoints, or one checkpoint in it.
         model: Whose parameters and buffers are filled; or a schedule of torch's pipelines, each
             rank of which loads what its stages have.
         optimizer: Its state and hyper-parameters too; None leaves the saved ones unread.
@@ -100,144 +96,35 @@ def load(
     """
     members = Members.find(process_group)
     check_objects(objects or {})
-    place = Path(path)
-    if members.first(place.is_file):
-        state = members.together(lambda: read_full_file(place) if members.rank == 0 else None)
-        skipped = load_full_state_dict(
-            model, state, optimizer, strict=strict, process_group=process_group
-        )
-        return Loaded(0, place, skipped)
-    folder = Path(members.first(lambda: str(resolve(place, step))))
-
-    def plan_more(plan: LoadPlan) -> None:
-        _plan_extra(plan)
-        _plan_objects(plan, objects or {}, folder, members, rng=rng)
-
-    return _load_checkpoint(folder, model, optimizer, members, plan_more, strict=strict)
-
-
-def _load_checkpoint(
-    folder: Path,
-    model: "nn.Module | PipelineSchedule",
-    optimizer: torch.optim.Optimizer | None,
-    members: Members,
-    plan_more: Callable[[LoadPlan], None],
-    *,
-    strict: bool,
-) -> Loaded:
-    """CheckpointDamagedError says which one is whole."""
-    try:
-        manifest = members.together(lambda: read_manifest(folder))
-        skipped = _load(
-            *(manifest, model, optimizer, members),
-            read=lambda parts: read_parts(parts, folder, manifest, members),
-            plan_more=plan_more,
-            refused=(f"checkpoint {folder}", "the model and optimizer that were saved")
-            if strict
-            else None,
-        )
-    except CheckpointDamagedError as error:  # on every rank
-        found = members.first(lambda: name_last_good(folder))
-        raise CheckpointDamagedError(f"{error}\n{found}") from None
-    return Loaded(int(manifest.facts["step"]), folder, skipped)
-
-
-def load_full_state_dict(
-    model: "nn.Module | PipelineSchedule",
-    state: Mapping[str, Any] | None,
-    optimizer: torch.optim.Optimizer | None = None,
-    *,
-    strict: bool = True,
-    process_group: dist.ProcessGroup | None = None,
-) -> tuple[str, ...]:
-    """Load a whole state that rank 0 has, in place; every rank calls it.
-
-    One tensor is sent after the other, and each rank keeps its rows of it.
-
-    Args:
-        model: Sharded or not.
-        state: As ``full_state_dict`` returns it, or only the dictionary of the model's tensors;
-            read on rank 0.
-        optimizer: Its state too, which ``state`` must have then.
-        strict: Refuse a state that does not fit in everything.
-        process_group: Ranks that load together; None is all.
-
-    Returns:
-        What did not fit and was left as it was.
-
-    Raises:
-        CheckpointMismatchError: it does not fit; the whole difference is listed.
-    """
-    members = Members.find(process_group)
-    tensors: dict[str, Tensor] = {}
-
-    def describe() -> Manifest:
-        manifest, found = describe_full(state or {})
-        tensors.update(found)
-        return manifest
-
-    manifest = members.first(describe)
-    return _load(
-        *(manifest, model, optimizer, members),
-        read=lambda parts: _distribute(parts, manifest, tensors, members),
-        refused=("state", "the model that it was taken from") if strict else None,
-    )
-
-
-def _load(
-    manifest: Manifest,
-    model: "nn.Module | PipelineSchedule",
-    optimizer: torch.optim.Optimizer | None,
-    members: Members,
-    *,
-    read: Callable[[Sequence[tuple[str, Tensor]]], None],
-    refused: tuple[str, str] | None,
-    plan_more: Callable[[LoadPlan], None] = lambda plan: None,
-) -> tuple[str, ...]:
-    """Plan, compare, read and act; ``refused`` is what has problems then, and the remedy."""
+    folder = Path(members.first(lambda: str(resolve(Path(path), step))))
     module: nn.Module = as_module(model)
     elsewhere = names_elsewhere(module, members)
 
-    def make_plan() -> LoadPlan:
+    def make_plan(manifest: Manifest) -> LoadPlan:
         plan = LoadPlan(manifest, name_model(module), elsewhere)
         plan_model(plan)
         if optimizer is not None:
             plan_optimizer(plan, optimizer)
-        plan_more(plan)
-        if refused is not None:
-            plan.refuse_problems(*refused)
+        _plan_extra(plan)
+        _plan_objects(plan, objects or {}, folder, members, rng=rng)
+        if strict:
+            plan.refuse_problems(folder)
         return plan
 
-    with memory_for_values(module) as have_values:
-        plan = members.together(make_plan)
-        with torch.no_grad():
-            read(plan.parts)
-            for action in plan.afterwards:
-                action()
-        have_values(plan.filled())
+    try:
+        manifest = members.together(lambda: read_manifest(folder))
+        with memory_for_values(module) as have_values:
+            plan = members.together(lambda: make_plan(manifest))
+            with torch.no_grad():
+                read_parts(plan.parts, folder, manifest, members)
+                for action in plan.afterwards:
+                    action()
+            have_values(plan.filled())
+    except CheckpointDamagedError as error:  # on every rank
+        found = members.first(lambda: name_last_good(folder))
+        raise CheckpointDamagedError(f"{error}\n{found}") from None
     _forget_gathered(module)
-    return tuple(plan.problems)
-
-
-def _distribute(
-    parts: Sequence[tuple[str, Tensor]],
-    manifest: Manifest,
-    tensors: Mapping[str, Tensor],
-    members: Members,
-) -> None:
-    """Send what any rank wants from rank 0, which has the tensors."""
-    wanted: dict[str, list[Tensor]] = {}
-    for key, part in parts:
-        wanted.setdefault(key, []).append(part)
-    send = functools.partial(dist.broadcast, group=members.group, group_src=0)
-    for key in dict.fromkeys(key for mine in members.gather(list(wanted)) for key in mine):
-        tensor = tensors.get(key)
-        if members.group is not None:
-            tensor = members.transfer(send, tensor, *manifest.tensors[key])
-        assert tensor is not None
-        for part in wanted.get(key, ()):
-            (cut,) = recut([(tensor, part)])
-            local_part(part).copy_(local_part(cut))
+    return Loaded(int(manifest.facts["step"]), folder, tuple(plan.problems))
 
 
 def _plan_extra(plan: LoadPlan) -> None:

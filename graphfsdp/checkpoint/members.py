@@ -1,12 +1,10 @@
 """Ranks that save, load or train together: what they tell each other, shared failures."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from graphfsdp.errors import CheckpointError, GraphFSDPError
 
@@ -35,26 +33,6 @@ class Members:
         if self.group is not None:
             dist.all_gather_object(everyone, mine, group=self.group)
         return everyone
-
-    def transfer(
-        self,
-        act: Callable[[Tensor], object],
-        mine: Tensor | None,
-        dtype: torch.dtype,
-        shape: Sequence[int],
-    ) -> Tensor:
-        """Send a tensor, or receive one into new memory: ``act`` does, and gets its bytes.
-
-        They lie where the group's backend takes them; not every backend knows every dtype.
-        """
-        on_gpu = dist.get_backend(self.group) == "nccl"
-        device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else "cpu"
-        tensor = torch.empty(tuple(shape), dtype=dtype, device=device)
-        if mine is not None:
-            tensor.copy_(mine)
-        if tensor.numel():
-            act(tensor.reshape(-1).view(torch.uint8))
-        return tensor
 
     def together(self, make: Callable[[], T]) -> T:
         """Run something on every rank; if it fails on one, it fails on all, with equal words.

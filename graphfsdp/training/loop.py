@@ -6,14 +6,14 @@ import platform
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing
+from typing import Any
 
 import torch
 from rich.console import Console
-from torch import Tensor
+from torch import Tensor, nn
 
 import graphfsdp
 from graphfsdp.base.progress import telling
-from graphfsdp.checkpoint import full_state_dict
 from graphfsdp.data import Batch, Corpus, TokenBatches
 from graphfsdp.training.arguments import parse_train_arguments
 from graphfsdp.training.build import TrainingRun, build_run, choose_device
@@ -99,12 +99,14 @@ def train(config: TrainConfig, console: Console) -> None:
 
 def _whole_weights(run: TrainingRun) -> dict[str, Tensor]:
     """Return what the model holds on rank 0, weights as it computes with them; a collective."""
-    state = full_state_dict(run.model).get("model", {})
-    weights = {name for name, _ in run.model.named_parameters(remove_duplicate=False)}
-    dtype = run.config.param_dtype
-    # By identity, so that tied weights stay one tensor.
-    cast = {id(t): t.to(dtype) for name, t in state.items() if name in weights}
-    return {name: cast.get(id(tensor), tensor) for name, tensor in state.items()}
+    state = run.model.state_dict(keep_vars=True)
+    wholes: dict[int, Tensor] = {}
+    for tensor in {id(tensor): tensor for tensor in state.values()}.values():  # tied ones once
+        whole: Any = getattr(tensor, "full_tensor", tensor.detach)()
+        if run.ranks.is_first:
+            dtype = run.config.param_dtype if isinstance(tensor, nn.Parameter) else None
+            wholes[id(tensor)] = whole.detach().to("cpu", dtype)
+    return {name: wholes[id(t)] for name, t in state.items()} if run.ranks.is_first else {}
 
 
 def _open_directory(run: TrainingRun, start: Position) -> RunDirectory | None:

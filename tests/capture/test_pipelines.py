@@ -14,7 +14,6 @@ from torch.distributed.device_mesh import init_device_mesh
 import graphfsdp
 from graphfsdp import ConfigError, Phase
 from graphfsdp.base.norms import global_norm
-from graphfsdp.checkpoint import full_state_dict
 from graphfsdp.optim import FusedAdam
 from helpers import set_lr
 from pipeline_models import (
@@ -354,7 +353,6 @@ def test_checkpoints_know_of_no_stages(tmp_path: pathlib.Path) -> None:
     model = whole()  # without a pipeline, and back
     plain = FusedAdam(model.parameters(), lr=0.5, eps=ADAM_EPS)
     graphfsdp.load(folder, model, plain)
-    everything = full_state_dict(first)
     graphfsdp.save(folder + "/plain", model, plain)
     second = schedule_of(KINDS["1f1b"])
     optim = adam(second)
@@ -365,11 +363,6 @@ def test_checkpoints_know_of_no_stages(tmp_path: pathlib.Path) -> None:
     optim = adam(third)
     got = trained_on(third, optim, range(8), folder=folder, at=4)[4:]
     assert_equal_tensors(expected, got)
-    if dist.get_rank() == 0:
-        mine = parameters_of(third)
-        assert everything["model"].keys() == dict(model.named_parameters()).keys() > mine.keys()
-        for name, param in mine.items():
-            assert torch.equal(everything["model"][name], param)
 
 
 @on_ranks("ranks2")

@@ -24,7 +24,15 @@ from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 import graphfsdp
-from checkpoint_helpers import Setup, addresses, contents, make, train_plainly
+from checkpoint_helpers import (
+    Setup,
+    addresses,
+    contents,
+    digests,
+    make,
+    save_on_ranks,
+    train_plainly,
+)
 from ranks import RankPool
 
 SHARDED = Setup("optim_grads_params")
@@ -186,6 +194,54 @@ def check_options_of_optimizers() -> None:
         options=lenient,
     )
     assert differing(other, its_optimizer, states) == []
+
+
+def whole_state(path: Path, setup: Setup, reads: bool, writes: bool) -> dict[str, str]:
+    """Take over a whole state in a file of torch.save, or train; write one."""
+    model, optimizer = make(setup, seed=int(reads))
+    into = StateDictOptions(full_state_dict=True, broadcast_from_rank0=setup.strategy is not None)
+    out = StateDictOptions(full_state_dict=True, cpu_offload=True)
+    into.strict = out.strict = False  # one parameter has never been stepped
+    if reads:
+        saved = torch.load(path, weights_only=True)
+        set_model_state_dict(model, saved["model"], options=into)
+        set_optimizer_state_dict(model, optimizer, saved["optimizer"], options=into)
+    else:
+        train_plainly(model, optimizer, 2)
+    state = {
+        "model": get_model_state_dict(model, options=out),
+        "optimizer": get_optimizer_state_dict(model, optimizer, options=out),
+    }
+    if writes and state["model"]:
+        torch.save(state, path)
+    return digests(contents(model, optimizer))
+
+
+def test_whole_states_go_out_of_and_into_sharded_models(
+    tmp_path: Path, ranks1: RankPool, ranks2: RankPool
+) -> None:
+    path = tmp_path / "whole.pt"
+    expected = ranks2.run(whole_state, path, SHARDED, False, True)[0]
+    got = ranks1.run(whole_state, path, Setup(None), True, True)[0]
+    assert {name: got[name] for name in expected} == expected
+    for back in ranks2.run(whole_state, path, SHARDED, True, False):
+        assert {name: back[name] for name in expected} == expected
+
+
+def test_torch_puts_weights_together_without_the_model(tmp_path: Path, ranks2: RankPool) -> None:
+    expected = ranks2.run(save_on_ranks, tmp_path, SHARDED)[0]
+    reader = HuggingFaceStorageReader(str(tmp_path / "step-00000003"))
+    saved: dict[str, Any] = reader.read_metadata().state_dict_metadata
+    weights = {
+        name: torch.empty(tensor.size, dtype=tensor.properties.dtype)
+        for name, tensor in saved.items()
+        if name.startswith("model.")
+    }
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of one process without a group
+        dcp_load(weights, storage_reader=reader)
+    found = digests({name.removeprefix("model."): tensor for name, tensor in weights.items()})
+    assert found == {name: expected[name] for name in found}
 
 
 def check_submodules() -> None:
