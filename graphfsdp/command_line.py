@@ -28,6 +28,12 @@ def require(field: str, value: float, holds: bool, expected: str) -> None:
         raise ConfigError(f"{flag_name(field)} must be {expected}, got {value}")
 
 
+def flags_of(options: type[Any]) -> list[str]:
+    """Return the fields of a dataclass that are flags: the annotated ones."""
+    hints = get_type_hints(options, include_extras=True)
+    return [each.name for each in fields(options) if get_origin(hints[each.name]) is Annotated]
+
+
 def add_flags(
     parser: argparse.ArgumentParser, options: type[Any], sections: Mapping[str, str]
 ) -> dict[str, Any]:

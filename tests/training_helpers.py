@@ -21,7 +21,7 @@ SMALL = [
     *("--num-layers", "2", "--hidden-size", "32", "--num-attention-heads", "2"),
     *("--seq-length", "16", "--micro-batch-size", "2", "--global-batch-size", "4"),
     *("--clip-grad", "0.5", "--lr", "1e-2", "--lr-warmup-iters", "6", "--log-interval", "1"),
-    *("--eval-iters", "2", "--sample-tokens", "0", "--data", TEXT),
+    *("--eval-iters", "2", "--data", TEXT),
 ]
 DROPOUT = ["--hidden-dropout", "0.2", "--attention-dropout", "0.1"]
 

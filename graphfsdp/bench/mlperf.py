@@ -239,7 +239,7 @@ def _checked(options: argparse.Namespace, train_flags: Sequence[str]) -> TrainCo
 
 
 def _run_command(num_ranks: int, train_flags: Sequence[str], seed: int, log: Path) -> list[str]:
-    own = ["--seed", str(seed), "--mllog", str(log), "--sample-tokens", "0"]
+    own = ["--seed", str(seed), "--mllog", str(log)]
     train = ["-m", "graphfsdp", "train", *train_flags, *own]
     if num_ranks == 1:
         return [sys.executable, *train]

@@ -276,7 +276,6 @@ class Parts:
         self.close()
 
 
-
 class _Call:
     """Asked in place of a module's own call."""
 

@@ -169,7 +169,7 @@ def plan_training(config: TrainConfig, *, num_ranks: int) -> TrainingPlan:
     """Plan a run on ``num_ranks`` ranks, those of all machines; ConfigError if it cannot start."""
     batch = config.batch(num_ranks)
     vocab_size = config.vocab_size or BYTES_VOCAB_SIZE
-    model = make_model(config, vocab_size, torch.device("meta"), config.main_dtype)
+    model = make_model(config, vocab_size, torch.device("meta"), torch.float32)
     flops = flops_per_token(model) * batch.num_tokens // num_ranks
     axes = Axes.of(config, num_ranks)
     units = tuple(_plan_units(config, model, axes))

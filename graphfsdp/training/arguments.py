@@ -9,7 +9,7 @@ import difflib
 import json
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import get_args
@@ -119,7 +119,6 @@ _MLPERF_LLAMA31_8B = replace(
     adam_eps=1e-5,
     eval_interval=768,
     eval_iters=1024,
-    sample_tokens=0,
     target_loss=3.3,
     mllog_benchmark="llama31_8b",
 )
@@ -196,7 +195,7 @@ def _words_of(file: str) -> Iterator[str]:
         raise ConfigError(f"--config {file}: cannot be read as {kind} ({error})") from None
     if not isinstance(data, dict):
         raise ConfigError(f'--config {file}: holds no settings by name, such as {{"lr": 1e-3}}')
-    known = {field.name for field in fields(TrainConfig)} | {"cuda_graph_impl"}
+    known = {"cuda_graph_impl", *TrainConfig().settings()}
     for key, value in data.items():
         name = key.replace("-", "_")
         # What a run has added to its config.json, and null, which is what was not given.

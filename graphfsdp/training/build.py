@@ -102,12 +102,8 @@ def _make_program(
     vocab_size: int,
     example: tuple[Tensor, ...] | None,
 ) -> tuple[GPT, FusedAdam, graphfsdp.CapturedStep]:
-    dtype = config.main_dtype if ranks.launched else config.param_dtype
-    if config.fp8_param_gather and not ranks.launched:
-        raise ConfigError(
-            "--fp8-param-gather is about what ranks gather from each other, and this is one "
-            "process that holds all weights; start with torchrun, or leave it out"
-        )
+    # A sharded model holds the main weights itself, and needs none beside them.
+    dtype = torch.float32 if ranks.launched else config.param_dtype
     torch.manual_seed(config.seed)
     on_meta = config.init_model_with_meta_device
     where = torch.device("meta") if on_meta else device
@@ -129,7 +125,6 @@ def _make_program(
         model,
         optimizer,
         scope=config.cuda_graph_scope,
-        warmup_steps=config.cuda_graph_warmup_steps,
         microbatches=config.batch(ranks.size).num_microbatches,
         # An infinite limit measures the norm without clipping.
         max_grad_norm=config.clip_grad or float("inf"),
@@ -253,8 +248,7 @@ def make_optimizer(config: TrainConfig, model: nn.Module, *, sharded: bool) -> F
         betas=(config.adam_beta1, config.adam_beta2),
         eps=config.adam_eps,
         weight_decay=config.weight_decay,
-        use_decoupled_grad=config.use_precision_aware_optimizer,
-        master_weights=config.master_weights and not sharded,
+        master_weights=config.bf16 and not sharded,
     )
 
 

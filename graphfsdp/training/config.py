@@ -1,27 +1,33 @@
 """Everything that decides a training run: its flags, what follows from them, what must fit."""
 
+import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
+from types import MappingProxyType
 from typing import Annotated, Any, Literal
 
 import torch
 
-from graphfsdp.command_line import flag_name, require
-from graphfsdp.config import GatherFormat, MixedPrecisionPolicy, Scope, ShardingStrategy
+from graphfsdp.command_line import flag_name, flags_of, require
+from graphfsdp.config import MixedPrecisionPolicy, Scope, ShardingStrategy
 from graphfsdp.errors import ConfigError
 from graphfsdp.training.gpt import GPTConfig, Normalization, PositionEmbeddingType
-from graphfsdp.training.schedule import LrSchedule
 
-DtypeName = Literal["fp32", "bf16"]
-Fp8RecipeName = Literal["tensorwise", "rowwise", "mxfp8"]
 LrDecayStyle = Literal["constant", "linear", "cosine", "inverse-square-root"]
 DeviceChoice = Literal["auto", "cpu", "cuda"]
 CompileChoice = Literal["off", "on", "auto"]
 ScopeName = Literal["none", "forward_backward", "full_iteration"]
 StrategyName = Literal["no_shard", "optim", "optim_grads", "optim_grads_params", "0", "1", "2", "3"]
-MllogDivision = Literal["closed", "open"]
-MllogStatus = Literal["onprem", "cloud", "research"]
+# What --mllog-submission takes; without choices, any name.
+_SUBMISSION: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {
+        "org": (),
+        "platform": (),
+        "division": ("closed", "open"),
+        "status": ("onprem", "cloud", "research"),
+    }
+)
 
 
 @dataclass(frozen=True)
@@ -53,7 +59,7 @@ class TrainConfig(GPTConfig):
     """
 
     preset: str = "default"
-    # Model; what is not here is as in GPTConfig, whose own defaults are GPT-2's.
+    # Model. What is no flag of its shape follows from the preset or from --hf-model.
     vocab_size: Annotated[int | None, "size of the embedding; as the data needs if not given"] = (
         None  # type: ignore[assignment]  # what ``gpt`` returns has one
     )
@@ -61,12 +67,12 @@ class TrainConfig(GPTConfig):
     num_layers: Annotated[int, "transformer blocks"] = 4
     hidden_size: Annotated[int, "width of the residual stream"] = 192
     num_attention_heads: Annotated[int, "heads; must divide the hidden size"] = 6
-    position_embedding_type: Annotated[
-        PositionEmbeddingType, "a learned vector per position, or rotation of queries and keys"
-    ] = "rope"
-    normalization: Annotated[Normalization, "before each branch and at the end"] = "RMSNorm"
-    swiglu: Annotated[bool, "gated feed-forward layers instead of GELU ones"] = True
-    disable_bias_linear: Annotated[bool, "no bias in linear layers"] = True
+    hidden_dropout: Annotated[float, "dropout after the embedding and after each branch"] = 0.0
+    attention_dropout: Annotated[float, "dropout of the attention weights"] = 0.0
+    position_embedding_type: PositionEmbeddingType = "rope"
+    normalization: Normalization = "RMSNorm"
+    swiglu: bool = True
+    disable_bias_linear: bool = True
     hf_model: Annotated[
         str | None,
         "folder of a Llama or a GPT-2 as transformers saves it: its shape, and its weights to "
@@ -104,15 +110,7 @@ class TrainConfig(GPTConfig):
         "how the learning rate goes from --lr to --min-lr; the graph reads it from the device, "
         "so nothing is captured again",
     ] = "cosine"
-    lr_decay_iters: Annotated[
-        int | None, "when the rate has reached --min-lr; --train-iters if not given"
-    ] = None
     lr_warmup_iters: Annotated[int, "iterations over which the rate first rises"] = 20
-    lr_warmup_init: Annotated[
-        float | None,
-        "rate of the very first iteration; if not given, it has its part of the rise already, "
-        "where Megatron's has 0 and trains nothing",
-    ] = None
     min_lr: Annotated[float, "learning rate at the end"] = 0.0
     weight_decay: Annotated[float, "decoupled decay of matrices; vectors have none"] = 0.1
     adam_beta1: Annotated[float, "decay of the gradient's running mean"] = 0.9
@@ -125,24 +123,6 @@ class TrainConfig(GPTConfig):
     ] = 1.0
     # Precision.
     bf16: Annotated[bool, "bfloat16 model weights and arithmetic, float32 main weights"] = False
-    main_params_dtype: Annotated[DtypeName, "weights that the optimizer updates"] = "fp32"
-    main_grads_dtype: Annotated[
-        DtypeName,
-        "persistent gradients; unlike --main-params-dtype they need "
-        "--use-precision-aware-optimizer, else the optimizer would read a casted copy",
-    ] = "fp32"
-    use_precision_aware_optimizer: Annotated[
-        bool, "the optimizer reads decoupled gradients, whose dtype need not be that of the weights"
-    ] = False
-    fp8_param_gather: Annotated[
-        bool,
-        "gather the weights of linear layers as 8-bit numbers with scales; layers compute with "
-        "what these stand for in the dtype of the model weights",
-    ] = False
-    fp8_recipe: Annotated[
-        Fp8RecipeName,
-        "one scale for a weight, for each row, or for 32 values of a row; needs --fp8-param-gather",
-    ] = "tensorwise"
     # From here on, what is seen or kept of a run, or how it is computed, but not its numbers; see
     # ``numbers``. Capture.
     cuda_graph_scope: Annotated[
@@ -150,9 +130,6 @@ class TrainConfig(GPTConfig):
         "what is captured and then replayed with one launch: nothing, forward and backward "
         "(optimizer eager), or the whole iteration; the numbers are the same bits",
     ] = "full_iteration"
-    cuda_graph_warmup_steps: Annotated[
-        int, "eager iterations before the capture; they train too"
-    ] = 3
     compile: Annotated[
         CompileChoice,
         "on a CPU, compile what was captured to C++: everything, or what is faster so; on a GPU "
@@ -219,7 +196,6 @@ class TrainConfig(GPTConfig):
         int, "iterations between two validations; 0 leaves only the last one"
     ] = 80
     eval_iters: Annotated[int, "micro-batches of a validation, the same each time"] = 10
-    sample_tokens: Annotated[int, "tokens to generate at the end; 0 for none"] = 200
     # Time to a target, in the style of MLPerf.
     target_loss: Annotated[
         float | None, "end after the first validation whose loss is at most this"
@@ -233,12 +209,12 @@ class TrainConfig(GPTConfig):
     mllog_benchmark: Annotated[str, "name of the benchmark, such as llama31_8b", "NAME"] = (
         "graphfsdp_gpt"
     )
-    mllog_org: Annotated[str, "who has run it", "NAME"] = "unverified"
-    mllog_platform: Annotated[
-        str | None, "on what; number and name of the devices if not given", "NAME"
-    ] = None
-    mllog_division: Annotated[MllogDivision, "whose rules the run follows"] = "closed"
-    mllog_status: Annotated[MllogStatus, "how others can get the like"] = "research"
+    mllog_submission: Annotated[
+        str,
+        "more of who has run it, each if it is another one than graphfsdp assumes: org, platform, "
+        "division (closed or open) and status (onprem, cloud or research)",
+        "KEY=VALUE,...",
+    ] = ""
     mllog_cache_cleared: Annotated[
         bool, "whoever started this run has emptied the system's caches before"
     ] = False
@@ -251,6 +227,11 @@ class TrainConfig(GPTConfig):
     def gpt(self, vocab_size: int) -> GPTConfig:
         shape = {field.name: getattr(self, field.name) for field in fields(GPTConfig)}
         return GPTConfig(**{**shape, "vocab_size": vocab_size})
+
+    def settings(self) -> dict[str, Any]:
+        """Return what flags say, the preset's name included: what a ``--config`` file may hold."""
+        names = ("preset", *flags_of(TrainConfig))
+        return {name: getattr(self, name) for name in names}
 
     def numbers(self) -> dict[str, Any]:
         """Return the flags that decide a run's numbers."""
@@ -306,74 +287,63 @@ class TrainConfig(GPTConfig):
             self.micro_batch_size, num_sequences // together, num_ranks, self.seq_length
         )
 
-    @property
-    def schedule(self) -> LrSchedule:
-        """How the learning rate goes; ConfigError if it cannot go so.
+    def lr_at(self, iteration: int) -> float:
+        """Return the learning rate of an iteration, counted from 0.
 
-        The numbers are Megatron's, but that each iteration of the warm-up has the rate of
-        Megatron's next one unless ``--lr-warmup-init`` is given: its first one has a rate of 0.
+        Each iteration of the warm-up has the rate of Megatron's next one, whose first one has 0 and
+        trains nothing; all others have Megatron's own (``OptimizerParamScheduler.get_lr``).
         """
-        return LrSchedule(
-            self.lr_decay_style,
-            self.lr,
-            self.min_lr,
-            self.lr_warmup_iters,
-            self.lr_warmup_init,
-            self.lr_decay_iters or self.train_iters,
-        )
+        warmup, style = self.lr_warmup_iters, self.lr_decay_style
+        if warmup > 0 and iteration <= warmup:
+            return self.lr * min(1.0, (iteration + 1) / float(warmup))
+        if style == "constant":
+            return self.lr
+        if style == "inverse-square-root":
+            roots = math.pow(max(warmup, 1), 0.5), math.pow(max(iteration, 1), 0.5)
+            return max(self.min_lr, self.lr * roots[0] / roots[1])
+        progress = float(iteration - warmup) / float(self.train_iters - warmup)
+        left = 1.0 - progress
+        if style == "cosine":
+            left = 0.5 * (math.cos(math.pi * progress) + 1.0)
+        return self.min_lr + left * (self.lr - self.min_lr)
+
+    @property
+    def submission(self) -> dict[str, str]:
+        """What ``--mllog-submission`` says, by key; ConfigError names a key that it has not."""
+        found = {}
+        for part in filter(None, self.mllog_submission.split(",")):
+            key, _, value = part.partition("=")
+            choices = _SUBMISSION.get(key)
+            if choices is None or not value or (choices and value not in choices):
+                known = ", ".join(f"{k}={'|'.join(v) or 'NAME'}" for k, v in _SUBMISSION.items())
+                raise ConfigError(f"--mllog-submission {part} must be some of {known}")
+            found[key] = value
+        return found
 
     @property
     def param_dtype(self) -> torch.dtype:
         return torch.bfloat16 if self.bf16 else torch.float32
 
     @property
-    def main_dtype(self) -> torch.dtype:
-        return _dtype(self.main_params_dtype) if self.bf16 else torch.float32
-
-    @property
-    def master_weights(self) -> bool:
-        """Float32 main weights are kept beside narrower model weights.
-
-        By the optimizer where nothing is sharded; a sharded model holds the main weights itself.
-        """
-        return self.bf16 and self.main_params_dtype == "fp32"
-
-    @property
     def mp_policy(self) -> MixedPrecisionPolicy:
-        return MixedPrecisionPolicy(
-            param_dtype=self.param_dtype,
-            main_params_dtype=_dtype(self.main_params_dtype),
-            main_grads_dtype=_dtype(self.main_grads_dtype),
-            use_decoupled_grad=self.use_precision_aware_optimizer,
-            gather_format=self.number_format if self.fp8_param_gather else None,
-        )
-
-    @property
-    def number_format(self) -> GatherFormat:
-        """Of gathers, where these are in 8 bits."""
-        return {
-            "tensorwise": GatherFormat.FLOAT8,
-            "rowwise": GatherFormat.FLOAT8_ROWWISE,
-            "mxfp8": GatherFormat.MXFP8,
-        }[self.fp8_recipe]
+        """Main weights and gradients are float32, whatever the model computes with."""
+        main = torch.float32
+        return MixedPrecisionPolicy(self.param_dtype, main, main)
 
     def _check_ranges(self) -> None:
         for name in (
             *("micro_batch_size", "global_batch_size", "train_iters", "log_interval", "eval_iters"),
-            *("lr_decay_iters", "distributed_timeout_minutes", "keep_last"),
-            "num_distributed_optimizer_instances",
+            *("distributed_timeout_minutes", "keep_last", "num_distributed_optimizer_instances"),
         ):
             self._at_least(name, 1)
         for name in (
-            *("seed", "lr_warmup_iters", "eval_interval", "sample_tokens", "save_interval"),
+            *("seed", "lr_warmup_iters", "eval_interval", "save_interval"),
             *("weight_decay", "adam_eps"),
         ):
             self._at_least(name, 0)
-        self._at_least("cuda_graph_warmup_steps", 1 if self.scope is Scope.FULL_ITERATION else 0)
         self._in_range("lr", lambda lr: lr > 0, "greater than 0")
         self._in_range("target_loss", lambda loss: loss > 0, "greater than 0")
-        for name in ("min_lr", "lr_warmup_init"):
-            self._in_range(name, lambda rate: 0 <= rate <= self.lr, f"in [0, --lr {self.lr}]")
+        self._in_range("min_lr", lambda rate: 0 <= rate <= self.lr, f"in [0, --lr {self.lr}]")
         for name in ("adam_beta1", "adam_beta2"):
             self._in_range(name, lambda beta: 0 <= beta < 1, "in [0, 1)")
         self._in_range("clip_grad", lambda norm: norm >= 0, "at least 0 (0 turns clipping off)")
@@ -386,14 +356,13 @@ class TrainConfig(GPTConfig):
             )
         try:
             self.gpt(self.vocab_size if self.vocab_size is not None else 256)
-            _ = self.schedule, self.sharding, self.held_out_percent
+            _ = self.sharding, self.held_out_percent, self.submission
         except ConfigError as error:
             raise ConfigError(_in_flags(str(error))) from None
 
     def _check_together(self) -> None:
         needs = (
             ("--save DIR, which says where to", self.save, ("save_interval", "async_", "keep_")),
-            ("--fp8-param-gather", self.fp8_param_gather, ("fp8_recipe",)),
             ("--out DIR, which says where to", self.out, ("tensorboard",)),
         )
         for field in fields(self):
@@ -402,17 +371,6 @@ class TrainConfig(GPTConfig):
                 if field.name.startswith(names) and changed and not is_given:
                     raise ConfigError(f"{flag_name(field.name)} needs {remedy}")
         clashes = {
-            "--main-params-dtype bf16 asks for main weights that are narrower than the float32 "
-            "model weights; add --bf16, or leave --main-params-dtype at fp32": (
-                self.main_params_dtype == "bf16" and not self.bf16
-            ),
-            f"--main-grads-dtype {self.main_grads_dtype} does not go with --main-params-dtype "
-            f"{self.main_params_dtype}: the optimizer would read a casted copy of each gradient, "
-            "not the persistent buffer; add --use-precision-aware-optimizer, or give both the "
-            "same dtype": (
-                self.main_grads_dtype != self.main_params_dtype
-                and not self.use_precision_aware_optimizer
-            ),
             f"--outer-dp-sharding-strategy {self.outer_dp_sharding_strategy} needs several "
             "instances to cut over: add --num-distributed-optimizer-instances": (
                 self.outer_dp_sharding_strategy != "no_shard"
@@ -421,9 +379,6 @@ class TrainConfig(GPTConfig):
             "--hf-model reads the whole weights of a model on each rank; leave out "
             "--init-model-with-meta-device": (
                 self.hf_model is not None and self.init_model_with_meta_device
-            ),
-            "--mllog has no word for gathers in 8 bits; leave out --fp8-param-gather": (
-                self.mllog is not None and self.fp8_param_gather
             ),
             "--mllog times a run from its first iteration, and --load goes on with another one; "
             "give one of them": self.mllog is not None and self.load is not None,
@@ -447,7 +402,3 @@ def _in_flags(message: str) -> str:
     for field in fields(GPTConfig):
         message = re.sub(rf"\b{field.name}\b", flag_name(field.name), message)
     return message
-
-
-def _dtype(name: DtypeName) -> torch.dtype:
-    return torch.bfloat16 if name == "bf16" else torch.float32

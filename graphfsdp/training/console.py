@@ -4,17 +4,7 @@ import platform
 
 import torch
 from rich.console import Console
-from rich.panel import Panel
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    TextColumn,
-    TimeElapsedColumn,
-    TimeRemainingColumn,
-)
-from rich.table import Table
-from rich.text import Text
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 import graphfsdp
 from graphfsdp.command_line import print_line
@@ -33,7 +23,6 @@ class TrainingConsole:
             TextColumn("{task.description}"),
             BarColumn(),
             MofNCompleteColumn(),
-            TimeElapsedColumn(),
             TextColumn("left"),
             TimeRemainingColumn(),
             console=console,
@@ -44,11 +33,9 @@ class TrainingConsole:
         self._task = self.progress.add_task("training", total=train_iters)
 
     def banner(self, run: TrainingRun) -> None:
-        table = Table.grid(padding=(0, 2))
+        self.line(f"graphfsdp train, preset {run.config.preset}")
         for label, fact in _facts(run):
-            table.add_row(Text(label, style="bold"), Text(fact))
-        title = f"graphfsdp train, preset {run.config.preset}"
-        self._console.print(Panel(table, title=title, expand=False))
+            self.line(f"  {label:<10} {fact}")
         if run.config.out is None:
             self.line("nothing of this run is kept; --out DIR keeps metrics and parameters")
 
@@ -70,10 +57,6 @@ class TrainingConsole:
         )
         self.line(str(run.step.report()))
 
-    def sample(self, prompt: str, continuation: str) -> None:
-        text = Text.assemble((prompt, "dim"), continuation)
-        self._console.print(Panel(text, title="sample (prompt from the held-out part)"))
-
     def line(self, text: str) -> None:
         print_line(self._console, text)
 
@@ -81,12 +64,7 @@ class TrainingConsole:
 def _facts(run: TrainingRun) -> list[tuple[str, str]]:
     config, corpus, model = run.config, run.corpus, run.model
     num_params = sum(param.numel() for param in model.parameters())
-    precision = f"{'bf16' if config.bf16 else 'fp32'} model weights"
-    precision += f", {config.main_params_dtype} main weights, {config.main_grads_dtype} main grads"
-    if config.use_precision_aware_optimizer:
-        precision += ", decoupled"
-    if config.fp8_param_gather:
-        precision += f", gathered as {config.number_format.value}"
+    precision = f"{'bf16' if config.bf16 else 'fp32'} model weights, fp32 main weights and grads"
     batch = f"{run.batch.num_sequences} x {config.seq_length} tokens"
     if run.batch.num_microbatches > 1:
         batch += f" in {run.batch.num_microbatches} micro-batches"
@@ -95,18 +73,14 @@ def _facts(run: TrainingRun) -> list[tuple[str, str]]:
     shape = f"{config.num_layers} layers, width {config.hidden_size}, "
     shape += f"{config.num_attention_heads} heads, vocabulary {model.config.vocab_size}"
     scope: str = config.cuda_graph_scope
-    if scope != "none":
-        scope += f" after {config.cuda_graph_warmup_steps} warm-up iterations"
-        scope += "" if config.compile == "off" else f", compiled ({config.compile})"
+    if scope != "none" and config.compile != "off":
+        scope += f", compiled ({config.compile})"
+    versions = f"graphfsdp {graphfsdp.__version__}, torch {torch.__version__}, Python "
     device = f"CPU ({platform.machine()}), {torch.get_num_threads()} threads"
     if run.device.type == "cuda":
         device = f"{torch.cuda.get_device_name(run.device)}, CUDA {torch.version.cuda}"
     facts = [
-        (
-            "versions",
-            f"graphfsdp {graphfsdp.__version__}, torch {torch.__version__}, Python "
-            f"{platform.python_version()}",
-        ),
+        ("versions", versions + platform.python_version()),
         ("device", device),
         ("model", f"{num_params:,} parameters ({shape})"),
         ("precision", precision),

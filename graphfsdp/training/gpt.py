@@ -6,7 +6,7 @@ F = width of the feed-forward layer, V = vocabulary.
 
 import math
 from dataclasses import dataclass
-from typing import Annotated, Literal, get_args
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor, nn
@@ -21,34 +21,24 @@ INIT_STD = 0.02  # of the initial weights
 
 @dataclass(frozen=True)
 class GPTConfig:
-    """The shape of a GPT. Names, types and words are those of the trainer's flags too."""
+    """The shape of a GPT, by Megatron's names."""
 
     vocab_size: int
     seq_length: int  # of the longest sequence
     num_layers: int
     hidden_size: int
     num_attention_heads: int
-    num_query_groups: Annotated[
-        int | None,
-        "heads of keys and values, each shared by several heads of queries; one for each head "
-        "if not given",
-    ] = None
-    ffn_hidden_size: Annotated[
-        int | None,
-        "feed-forward width; 4 x hidden size if not given, or 8/3 x with --swiglu, which keeps "
-        "the number of parameters",
-    ] = None
+    num_query_groups: int | None = None  # heads of keys and values; None: one for each head
+    ffn_hidden_size: int | None = None  # 4 x hidden size if None, or 8/3 x with swiglu
     position_embedding_type: PositionEmbeddingType = "learned_absolute"
     normalization: Normalization = "LayerNorm"
     swiglu: bool = False
-    openai_gelu: Annotated[bool, "GELU by its approximation with tanh, as GPT-2 has it"] = False
-    untie_embeddings_and_output_weights: Annotated[
-        bool, "an output matrix of its own instead of the token embedding's"
-    ] = False
+    openai_gelu: bool = False  # GELU by its approximation with tanh, as GPT-2 has it
+    untie_embeddings_and_output_weights: bool = False  # else the output matrix is the embedding's
     disable_bias_linear: bool = False
-    hidden_dropout: Annotated[float, "dropout after the embedding and after each branch"] = 0.0
-    attention_dropout: Annotated[float, "dropout of the attention weights"] = 0.0
-    rotary_base: Annotated[float, "longest wavelength of rotary positions, over 2 pi"] = 10_000.0
+    hidden_dropout: float = 0.0  # after the embedding and after each branch
+    attention_dropout: float = 0.0
+    rotary_base: float = 10_000.0  # longest wavelength of rotary positions, over 2 pi
 
     def __post_init__(self) -> None:
         for name in (

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import graphfsdp
 from graphfsdp.base.progress import telling
-from graphfsdp.data import Batch, Corpus, TokenBatches
+from graphfsdp.data import Batch, TokenBatches
 from graphfsdp.training.arguments import parse_train_arguments
 from graphfsdp.training.build import TrainingRun, build_run, choose_device
 from graphfsdp.training.checkpoints import Position, RunCheckpoints, refuse_unusable_folder
@@ -27,8 +27,6 @@ from graphfsdp.training.mllog import UNVERIFIED, RunLog, is_success, open_run_lo
 from graphfsdp.training.ranks import Ranks, find_ranks, process_group
 from graphfsdp.training.run_directory import RunDirectory, refuse_used_directory
 from graphfsdp.training.sinks import Sink, open_sinks
-
-_PROMPT_TOKENS = 32
 
 
 def run_train(arguments: Sequence[str], console: Console) -> None:
@@ -91,8 +89,6 @@ def train(config: TrainConfig, console: Console) -> None:
         if config.target_loss is not None:
             what = "reached" if reached(config, metrics.val_loss) else "not reached"
             out.line(f"target loss {config.target_loss:g} {what} after {metrics.step} iterations")
-        if config.sample_tokens > 0:
-            out.sample(*_sample(run))
         if directory is not None:
             out.line(f"kept in {directory.path}")
 
@@ -128,12 +124,12 @@ def _iterate(
     start: Position,
     log: RunLog,
 ) -> Metrics:
-    config, step, schedule = run.config, run.step, run.config.schedule
+    config, step = run.config, run.step
     log.block_starts()
     window = _Window(run)
     for iteration in range(start.iteration, config.train_iters):
         batch = next(feed)
-        lr = schedule.rate(iteration)
+        lr = config.lr_at(iteration)
         for group in run.optimizer.param_groups:
             group["lr"] = lr
         phase_before = step.phase
@@ -241,9 +237,9 @@ def _mfu(run: TrainingRun, tokens_per_s: float) -> float | None:
 def _facts(run: TrainingRun) -> dict[str, object]:
     """Return everything that decides the run, for ``config.json``."""
     return {
-        **dataclasses.asdict(run.config),
+        **run.config.settings(),
         "resolved": {
-            "vocab_size": run.model.config.vocab_size,
+            **dataclasses.asdict(run.model.config),
             "ffn_hidden_size": run.model.config.ffn_size,
             "global_batch_size": run.batch.num_sequences,
             "num_microbatches": run.batch.num_microbatches,
@@ -295,24 +291,3 @@ def validation_loss(
         model.train()
     in_order = ranks.gather(torch.stack(losses)).T.flatten()[:num_batches]
     return float(in_order.double().mean())
-
-
-def _sample(run: TrainingRun) -> tuple[str, str]:
-    """Continue the start of the held-out part; a collective.
-
-    Prompt and continuation are text for a corpus of bytes, else token numbers.
-    """
-    model = run.model
-    generator = torch.Generator().manual_seed(run.config.seed)
-    prompt = run.batches.prompt(min(_PROMPT_TOKENS, model.config.seq_length))
-    prompt = prompt.to(next(model.parameters()).device)
-    tokens = model.generate(prompt, run.config.sample_tokens, generator=generator)[0].tolist()
-    border = prompt.shape[1]
-    return _show(tokens[:border], run.corpus), _show(tokens[border:], run.corpus)
-
-
-def _show(tokens: list[int], corpus: Corpus) -> str:
-    if not corpus.is_bytes:
-        return " ".join(str(token) for token in tokens)
-    # A model with a larger vocabulary than bytes need may also draw a token that is none.
-    return bytes(token for token in tokens if token < 256).decode(errors="replace")

@@ -163,13 +163,12 @@ def reached(config: TrainConfig, loss: float | None) -> bool:
 
 def _settings(config: TrainConfig, ranks: Ranks, device: torch.device) -> dict[str, object]:
     batch = config.batch(ranks.size)
+    assumed = {"org": "unverified", "division": "closed", "status": "research"}
+    submission = {**assumed, "platform": _platform(ranks, device), **config.submission}
     kept = "preset " + config.preset if config.out is None else f"{config.out}/config.json"
     return {
         "submission_benchmark": config.mllog_benchmark,
-        "submission_org": config.mllog_org,
-        "submission_platform": config.mllog_platform or _platform(ranks, device),
-        "submission_division": config.mllog_division,
-        "submission_status": config.mllog_status,
+        **{f"submission_{key}": value for key, value in submission.items()},
         "seed": config.seed,
         "config_filename": kept,
         "global_batch_size": batch.num_sequences,
@@ -189,14 +188,13 @@ def _settings(config: TrainConfig, ranks: Ranks, device: torch.device) -> dict[s
 
 def _optimizer_settings(config: TrainConfig, num_sequences: int) -> dict[str, object]:
     warmup_iters = config.lr_warmup_iters
-    decay_iters = (config.lr_decay_iters or config.train_iters) - warmup_iters
     return {
         "opt_name": "adamw",
         "opt_base_learning_rate": config.lr,
         "opt_end_learning_rate": config.min_lr,
         "opt_learning_rate_warmup_steps": warmup_iters,
         "opt_learning_rate_warmup_samples": warmup_iters * num_sequences,
-        "opt_learning_rate_decay_steps": decay_iters,
+        "opt_learning_rate_decay_steps": config.train_iters - warmup_iters,
         "opt_learning_rate_decay_schedule": f"{config.lr_decay_style} with linear warmup",
         "opt_adamw_beta_1": config.adam_beta1,
         "opt_adamw_beta_2": config.adam_beta2,
@@ -213,14 +211,12 @@ def _precision_settings(
     if products == "fp32" and device.type == "cuda":
         tf32 = torch.get_float32_matmul_precision() != "highest"
         products = "tf32" if tf32 else "fp32"
-    # Gradients are reduced as main grads; weights that are not kept by all travel as model weights.
-    sent = {config.main_grads_dtype}
-    if ranks.launched and config.sharding is not ShardingStrategy.NO_SHARD and config.bf16:
-        sent.add("bf16")
+    # Gradients are reduced in float32; weights that are not kept by all travel as model weights.
+    gathers = ranks.launched and config.sharding is not ShardingStrategy.NO_SHARD
     return {
         "lowest_numerical_precision_in_linear": products,
         "lowest_numerical_precision_in_attn": products,
-        "lowest_numerical_precision_in_comm": "bfloat16" if "bf16" in sent else "fp32",
+        "lowest_numerical_precision_in_comm": "bfloat16" if gathers and config.bf16 else "fp32",
     }
 
 

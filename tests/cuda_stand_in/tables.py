@@ -192,7 +192,7 @@ def _large(scope: str | None, num_graphs: int = 0, *, keeps_root: bool = False) 
     """
     config = find_preset(LARGE_MODEL)
     assert config.vocab_size is not None
-    model = make_model(config, config.vocab_size, torch.device("meta"), config.main_dtype)
+    model = make_model(config, config.vocab_size, torch.device("meta"), torch.float32)
     mesh = init_device_mesh("cuda", (NUM_PLAYED,))
     if scope is None:
         policy = torch_fsdp.MixedPrecisionPolicy(config.param_dtype, torch.float32)

@@ -15,6 +15,7 @@ from graphfsdp.cli import main
 from graphfsdp.planning.activations import Activations, WholeUnit, run_without_numbers
 from graphfsdp.planning.plan import Collective, plan_training
 from graphfsdp.training.arguments import parse_train_arguments
+from graphfsdp.training.config import TrainConfig
 from graphfsdp.training.gpt import GPT, GPTConfig
 
 # Odd sizes, tied embeddings, biases.
@@ -28,19 +29,9 @@ SHAPE = GPTConfig(
 )
 
 
-def shape_flags(shape: GPTConfig = SHAPE) -> str:
-    """The trainer's flags for a shape."""
-    flags = [
-        *(("--swiglu", False), ("--disable-bias-linear", False)),
-        *(("--position-embedding-type", shape.position_embedding_type),),
-        *(("--normalization", shape.normalization), ("--vocab-size", shape.vocab_size)),
-        *(("--seq-length", shape.seq_length), ("--num-layers", shape.num_layers)),
-        *(("--hidden-size", shape.hidden_size), ("--ffn-hidden-size", shape.ffn_hidden_size)),
-        ("--num-attention-heads", shape.num_attention_heads),
-    ]
-    return " ".join(
-        f"--no-{name[2:]}" if value is False else f"{name} {value}" for name, value in flags
-    )
+def of_shape(line: str, shape: GPTConfig = SHAPE) -> TrainConfig:
+    """The trainer's settings of these flags, for another model."""
+    return dataclasses.replace(parse_train_arguments(line.split()), **dataclasses.asdict(shape))
 
 
 def measure(model: nn.Module, run: Callable[[], Tensor]) -> Activations:
@@ -50,7 +41,7 @@ def measure(model: nn.Module, run: Callable[[], Tensor]) -> Activations:
 
 
 def test_one_rank_holds_the_whole_model() -> None:
-    plan = plan_training(parse_train_arguments(shape_flags().split()), num_ranks=1)
+    plan = plan_training(of_shape(""), num_ranks=1)
     with torch.device("meta"):
         model = GPT(SHAPE)
     assert plan.num_parameters == sum(param.numel() for param in model.parameters())

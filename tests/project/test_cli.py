@@ -37,7 +37,6 @@ def test_the_package_runs_as_a_module() -> None:
     [
         ("", "no command given; expected train"),
         ("fly", "unknown command 'fly'; expected train"),
-        ("train --bf16 --main-grads-dtype bf16", "add --use-precision-aware-optimizer"),
         ("train --data {tmp}/absent", "--data {tmp}/absent: cannot be read (No such file"),
         ("train --data {tmp}/empty", "--data {tmp}/empty: holds no text"),
         ("train --data {tmp}/odd.bin", "2 bytes (uint16) per token, this one has 3 bytes"),

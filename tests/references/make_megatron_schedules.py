@@ -28,7 +28,6 @@ CASES: list[dict[str, Any]] = [
     *({"lr_decay_style": s} for s in ("constant", "linear", "cosine", "inverse-square-root")),
     {"lr_decay_style": "linear", "lr_warmup_steps": 0},
     {"lr_decay_style": "inverse-square-root", "lr_warmup_steps": 0, "min_lr": 0.3},
-    {"lr_decay_style": "cosine", "lr_warmup_steps": 0.07 * 60, "init_lr": 0.05},
 ]
 
 
