@@ -82,7 +82,8 @@ class Engine:
 
     def put_back_units(self) -> None:
         """Reshard what the user has unsharded by hand, ahead of what is recorded or replayed."""
-        put_back(self._units)
+        if self._units:
+            put_back(self._units)
 
     def _take_gradients(self) -> None:
         self._named_params = dict(self._find_params())
@@ -293,9 +294,10 @@ class Engine:
 
     def changes(self, recording: Recording) -> list[Change]:
         assert recording.guards is not None
-        if self.full:
-            self.optimizer.adopt()
-        return [*recording.guards.changes(), *self.baked_changes()]
+        if not self.full:
+            return recording.guards.changes()
+        self.optimizer.adopt()
+        return [*recording.guards.changes(), *self.optimizer.changes()]
 
     def before_capture(self) -> None:
         """Have the optimizer note the numbers that the graph is going to hold."""
@@ -306,7 +308,7 @@ class Engine:
     def before_replay(self, recording: Recording) -> None:
         """Bring what a replay reads up to date, and put the gradients where the user looks.
 
-        GuardError names a number that the recording has baked in and that was changed.
+        ``changes`` comes before.
         """
         if self.full:
             self.optimizer.before_replay()
@@ -323,7 +325,8 @@ class Engine:
         torch.autograd.graph.increment_version(self._trained)
         if self.full:
             self.optimizer.after_replay()
-        self.step_outside()
+        else:
+            self.step_outside()
 
     def close(self) -> None:
         self._replayed = None

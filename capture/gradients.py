@@ -351,11 +351,17 @@ class PersistentGradients:
                     entry.unbind()
                 entry.landed = id(entry) in reached
             self._landed = landed
-        # Runs before every replay: one comparison per parameter, no call.
+        # Runs before every replay: no function for each parameter, and no name that holds a look.
         if self._decoupled:
             loose = [e for p, view, e in landed if _decoupled_grad(p) is not view]
         else:
-            loose = [e for p, _, e in landed if p.grad is not e.look or not e.is_looking]
+            loose = [
+                e
+                for p, view, e in landed
+                if p.grad is None
+                or p.grad is not (e.look if e.address else view)
+                or (e.look is not None and e.look.data_ptr() != e.address)
+            ]
         for entry in loose:
             if not entry.show_again():
                 entry.part()

@@ -317,8 +317,9 @@ class StaticInputs:
         )
 
     def _copy(self, leaves: list[Any]) -> None:
-        self._let_go()
         for index, target, stages in self._targets:
+            if target.requires_grad:
+                self._let_go()
             leaf = leaves[index]
             if leaf.requires_grad:  # copied, and never linked to the graph
                 leaf = leaf.detach()

@@ -242,7 +242,7 @@ class _CallGate:
 
     def enter(self, what: str) -> None:
         """PhaseError if another call is under way, or this is a forked child."""
-        if self.is_elsewhere:
+        if os.getpid() != self._pid:
             raise PhaseError(
                 f"the captured step of process {self._pid} was {what} in its forked child "
                 f"{os.getpid()}; a graph belongs to the process that made it. Remedy: make the "

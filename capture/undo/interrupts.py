@@ -60,7 +60,8 @@ class DeferredInterrupts:
                 _deferring.reset(self._token)
             self._restore(dict(self._previous))
         finally:
-            self.deliver()
+            if self._caught:
+                self.deliver()
 
     def deliver(self) -> None:
         """Call the handlers of signals that wait, in their order, also if one of them raises."""

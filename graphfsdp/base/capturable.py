@@ -70,7 +70,7 @@ class CapturableOptimizer(Protocol):
         """Return what the recording has baked in and is not so any more; empty before ``bake``."""
 
     def before_replay(self) -> None:
-        """Upload hyper-parameters that changed; GuardError names a baked one that has."""
+        """Upload hyper-parameters that changed; ``changes`` has told of those that are baked."""
 
     def after_replay(self) -> None:
         """Count on in Python what the optimizer's own step counts there."""

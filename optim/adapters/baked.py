@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from graphfsdp.base.changes import Change, ChangeKind, refuse
+from graphfsdp.base.changes import Change, ChangeKind
 from graphfsdp.base.dtensors import local_part, num_meshes
 from graphfsdp.base.hazards import HazardKind
 from graphfsdp.base.op_tensors import as_written
@@ -89,7 +89,6 @@ class Adapter:
         return self.optimizer.param_groups
 
     def before_replay(self) -> None:
-        refuse(self.changes())
         self._before_replay()
         # Schedulers warn when they have not seen a step, and a replay calls none.
         self.optimizer._opt_called = True  # type: ignore[attr-defined]
@@ -378,9 +377,9 @@ class BakedValues:
         # A guard tells of groups that came or went.
         for index, (group, values) in enumerate(zip(groups, self._values, strict=False)):
             for key, old in values.items():
-                new = _fixed(group.get(key, Word.MISSING))
-                if new is not old and not _equal(old, new):
-                    found.append(_change(owner, index, key, old, new))
+                new = group.get(key, Word.MISSING)
+                if new is not old and not _equal(old, _fixed(new)):
+                    found.append(_change(owner, index, key, old, _fixed(new)))
             for key, address in self._addresses[index].items():
                 new = group.get(key)
                 if new is values[key] and new.data_ptr() != address:

@@ -3,6 +3,7 @@
 Shapes: G = parameter groups.
 """
 
+import math
 import numbers
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -67,12 +68,10 @@ def check_lr(group: Mapping[str, Any], row: int) -> None:
 
 def check_number(name: str, value: object, where: str, *, below_one: bool = False) -> None:
     """Refuse what is no finite number of at least 0, and optionally below 1."""
-    # Only lr may be a tensor: any other would be read on the host here, and frozen.
-    if (
-        isinstance(value, Tensor)
-        or not isinstance(value, numbers.Real)
-        or not 0 <= float(value) < (1 if below_one else float("inf"))
-    ):
+    # Only lr may be a tensor: any other would be read on the host here, and frozen. Floats are known
+    # by their class: to ask an abstract one takes longer, and a schedule asks each time.
+    is_number = isinstance(value, (float, int, numbers.Real))
+    if not is_number or not 0 <= value < (1 if below_one else math.inf):  # type: ignore[operator]
         expected = "a number in [0, 1)" if below_one else "a finite number of at least 0"
         raise ConfigError(f"{name} {where} must be {expected}, got {value!r}")
 
@@ -108,9 +107,9 @@ class LiveMemory:
 
     def upload(self) -> None:
         """Copy what was written to the devices. Capture: nothing is recorded."""
-        with torch.no_grad(), without_modes():
-            for device, copy in self._copies.items():
-                if device.type != "cpu":
+        for device, copy in self._copies.items():
+            if device.type != "cpu":
+                with torch.no_grad(), without_modes():
                     copy.copy_(torch.from_numpy(self.host), non_blocking=True)
 
 
@@ -125,6 +124,7 @@ class HyperTable:
         self._rule = rule
         self._rows: list[Row] = []
         self._memory = LiveMemory(0, len(HYPER_COLUMNS))
+        self._tables: list[Tensor] = []  # by device
         self._lr_slots: list[tuple[int, Tensor]] = []
 
     def on(self, device: torch.device) -> Tensor:
@@ -143,16 +143,16 @@ class HyperTable:
     def _upload(self, groups: Sequence[Mapping[str, Any]], rows: list[Row]) -> None:
         for index, group in enumerate(groups):
             self._rule.check(group, index)
-        if not len(self._memory.host):
+        if not self._tables:
             self._memory = LiveMemory(len(groups), len(HYPER_COLUMNS))
-        devices = dict.fromkeys(param.device for group in groups for param in group["params"])
-        tables = list(map(self._memory.on, devices))
+            devices = dict.fromkeys(param.device for group in groups for param in group["params"])
+            self._tables = list(map(self._memory.on, devices))
         if [row[0] is None for row in rows] != [row[0] is None for row in self._rows]:
             self._lr_slots = [
                 (row, table[row, 0])
                 for row, group in enumerate(groups)
                 if isinstance(group["lr"], Tensor)
-                for table in tables
+                for table in self._tables
             ]
         for index, values in enumerate(rows):
             if values[0] is not None:

@@ -355,7 +355,7 @@ def learns_to_learn(model: Net, optimizer: torch.optim.Optimizer) -> Iterator[An
         grads = torch.autograd.grad(
             cross_entropy(model(x), y), params, create_graph=True, allow_unused=True
         )
-        loss = sum(grad.pow(2).sum() for grad in grads if grad is not None)
+        loss = torch.stack([g.pow(2).sum() for g in grads if g is not None]).sum()
         loss.backward()
         optimizer.step()
         yield loss
