@@ -68,8 +68,8 @@ def check_lr(group: Mapping[str, Any], row: int) -> None:
 
 def check_number(name: str, value: object, where: str, *, below_one: bool = False) -> None:
     """Refuse what is no finite number of at least 0, and optionally below 1."""
-    # Only lr may be a tensor: any other would be read on the host here, and frozen. Floats are known
-    # by their class: to ask an abstract one takes longer, and a schedule asks each time.
+    # Only lr may be a tensor: any other would be read on the host here, and frozen. Floats are
+    # known by their class: to ask an abstract one takes longer, and a schedule asks each time.
     is_number = isinstance(value, (float, int, numbers.Real))
     if not is_number or not 0 <= value < (1 if below_one else math.inf):  # type: ignore[operator]
         expected = "a number in [0, 1)" if below_one else "a finite number of at least 0"
