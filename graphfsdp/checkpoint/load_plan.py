@@ -6,16 +6,21 @@ Engine and version 0.1 may have the 16 bits that a bfloat16 weight lacks. Each f
 other one, bit for bit.
 """
 
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 from torch import Tensor
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 
 from graphfsdp.base.dtensors import local_part, wrap_like
 from graphfsdp.checkpoint.manifest import Manifest
-from graphfsdp.checkpoint.named import MODEL, OPTIMIZER, NamedModel, part_of
+from graphfsdp.checkpoint.members import Members
+from graphfsdp.checkpoint.named import MODEL, OPTIMIZER, NamedModel, part_of, state_part
+from graphfsdp.checkpoint.values import decode
 from graphfsdp.errors import CheckpointMismatchError
 from graphfsdp.optim.fused.storage import join_remainder
 
@@ -29,30 +34,32 @@ class LoadPlan:
     manifest: Manifest
     model: NamedModel
     elsewhere: set[str]  # names that other stages of a pipeline load
-    parts: list[tuple[str, Tensor]] = field(default_factory=list)  # key, this rank's part
+    # This rank's parts by key: a tensor may be read twice, such as a weight, also as a main weight.
+    parts: dict[str, list[Tensor]] = field(default_factory=dict)
     afterwards: list[Callable[[], object]] = field(default_factory=list)  # in this order
     problems: list[str] = field(default_factory=list)
     unread: set[str] = field(default_factory=set)  # the model's tensors that are left as they are
 
+    def read_into(self, key: str, part: Tensor) -> Tensor:
+        self.parts.setdefault(key, []).append(part)
+        return part
+
     def read_whole(self, key: str) -> Tensor:
         dtype, shape = self.manifest.tensors[key]
-        tensor = torch.empty(shape, dtype=dtype, device="cpu")
-        self.parts.append((key, tensor))
-        return tensor
+        return self.read_into(key, torch.empty(shape, dtype=dtype, device="cpu"))
 
-    def refuse_problems(self, folder: Path) -> None:
-        if self.problems:
-            listed = "\n".join(f"  {problem}" for problem in self.problems)
-            raise CheckpointMismatchError(
-                f"the checkpoint {folder} does not fit; nothing was loaded:\n{listed}\n"
-                "Remedy: the model and optimizer that were saved, or strict=False, which leaves as "
-                "it is what does not fit"
-            )
+    def read_like(self, key: str, param: Tensor, existing: object = None) -> Tensor:
+        """Read into what exists where it has the dtype and the rows, else into a new tensor."""
+        dtype = self.manifest.tensors[key].dtype
+        if isinstance(existing, Tensor) and existing.dtype == dtype:
+            part = state_part(param, existing)
+            if part is not None:
+                self.read_into(key, part)
+                return existing
+        return self.read_into(key, new_like(param, dtype))
 
-    def filled(self) -> Iterator[Tensor]:
-        for name, tensor in self.model.tensors.items():
-            if name not in self.unread:
-                yield tensor
+    def width(self, key: str) -> int:
+        return self.manifest.tensors[key].dtype.itemsize
 
     def saved_key(self, name: str) -> str | None:
         """Return the key of a model's tensor, whichever of its names it was saved under."""
@@ -69,17 +76,39 @@ class LoadPlan:
             self.problems.append(f"{what}: saved {list(saved)}, here {list(shape)}")
         return saved == tuple(shape)
 
-    def read_main(self, weight_key: str, main_key: str, into: Tensor) -> None:
-        """Read a main weight; one that was saved as the bits that its weight lacks, with that."""
-        if self.manifest.tensors[main_key].dtype != torch.int16:
-            self.parts.append((main_key, into))
-            return
-        local = local_part(into)
-        weight = torch.empty_like(local, dtype=torch.bfloat16)
-        remainder = torch.empty_like(local, dtype=torch.int16)
-        self.parts.append((weight_key, wrap_like(weight, into)))
-        self.parts.append((main_key, wrap_like(remainder, into)))
-        self.afterwards.append(lambda: local.copy_(join_remainder(weight, remainder)))
+    def refuse_problems(self, folder: Path) -> None:
+        if self.problems:
+            listed = "\n".join(f"  {problem}" for problem in self.problems)
+            raise CheckpointMismatchError(
+                f"the checkpoint {folder} does not fit; nothing was loaded:\n{listed}\n"
+                "Remedy: the model and optimizer that were saved, or strict=False, which leaves as "
+                "it is what does not fit"
+            )
+
+    @torch.no_grad()
+    def carry_out(self, folder: Path, members: Members) -> None:
+        """Fill every rank's parts from files that were checked, and act; a collective."""
+        reader = self.manifest.reader(folder)
+        num_reads = max(members.gather(max(map(len, self.parts.values()), default=0)))
+        for number in range(num_reads):
+            # Slices of files come on the default device.
+            with members.dcp_errors(), torch.device("cpu"):
+                dcp_load(
+                    {k: parts[number] for k, parts in self.parts.items() if number < len(parts)},
+                    storage_reader=reader,
+                    planner=DefaultLoadPlanner(
+                        flatten_state_dict=False, flatten_sharded_tensors=False
+                    ),
+                    process_group=members.group,
+                    no_dist=members.group is None,
+                )
+        for action in self.afterwards:
+            action()
+
+    def filled(self) -> Iterator[Tensor]:
+        for name, tensor in self.model.tensors.items():
+            if name not in self.unread:
+                yield tensor
 
 
 def plan_model(plan: LoadPlan) -> None:
@@ -88,21 +117,40 @@ def plan_model(plan: LoadPlan) -> None:
         key = plan.saved_key(name)
         if key is None:
             plan.problems.append(f"model: {name!r} is missing in the checkpoint")
-            plan.unread.add(name)
-            continue
-        used.add(key)
-        if not plan.fits(key, tensor.shape, f"model: {name!r}"):
+        else:
+            used.add(key)
+        if key is None or not plan.fits(key, tensor.shape, f"model: {name!r}"):
             plan.unread.add(name)
             continue
         # From the main weight, where that has more digits to give.
-        main_key = f"{OPTIMIZER}{name}.{MAIN}"
-        is_wider = tensor.dtype.itemsize > plan.manifest.tensors[key].dtype.itemsize
-        if is_wider and main_key in plan.manifest.tensors:
-            plan.read_main(key, main_key, part_of(tensor))
+        main = f"{OPTIMIZER}{name}.{MAIN}"
+        if main not in plan.manifest.tensors or plan.width(key) >= tensor.dtype.itemsize:
+            plan.read_into(key, part_of(tensor))
+        elif plan.manifest.tensors[main].dtype != torch.int16:
+            plan.read_into(main, part_of(tensor))
         else:
-            plan.parts.append((key, part_of(tensor)))
-    for key in plan.manifest.tensors:
-        name = key.removeprefix(MODEL)
-        known = key in used or name in plan.elsewhere
-        if key.startswith(MODEL) and not known:
-            plan.problems.append(f"model: {name!r} is in the checkpoint, but not in the model")
+            weight = plan.read_into(key, new_like(tensor, torch.bfloat16))
+            rest = plan.read_into(main, new_like(tensor, torch.int16))
+            plan.afterwards.append(functools.partial(_join, local_part(tensor), weight, rest))
+    extra = plan.manifest.facts.get("extra", {})
+    for name, (module, _) in plan.model.extra.items():
+        if name in extra:
+            used.add(name)
+            state = decode(extra[name], plan.read_whole)
+            plan.afterwards.append(functools.partial(module.set_extra_state, state))
+        else:
+            plan.problems.append(f"model: {name!r} is missing in the checkpoint")
+    saved = [*(key for key in plan.manifest.tensors if key.startswith(MODEL)), *extra]
+    plan.problems += [
+        f"model: {name!r} is in the checkpoint, but not in the model"
+        for name in (key.removeprefix(MODEL) for key in saved if key not in used)
+        if name not in plan.elsewhere
+    ]
+
+
+def _join(into: Tensor, weight: Tensor, remainder: Tensor) -> None:
+    into.copy_(join_remainder(local_part(weight), local_part(remainder)))
+
+
+def new_like(param: Tensor, dtype: torch.dtype) -> Tensor:
+    return wrap_like(torch.empty_like(local_part(param.detach()), dtype=dtype), param)

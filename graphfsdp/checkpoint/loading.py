@@ -17,7 +17,7 @@ from graphfsdp.checkpoint.folder import resolve
 from graphfsdp.checkpoint.load_plan import LoadPlan, plan_model
 from graphfsdp.checkpoint.manifest import Manifest
 from graphfsdp.checkpoint.members import Members
-from graphfsdp.checkpoint.named import name_model, part_of
+from graphfsdp.checkpoint.named import as_module, name_model, names_elsewhere, part_of
 from graphfsdp.checkpoint.objects import (
     BufferState,
     RandomState,
@@ -25,9 +25,13 @@ from graphfsdp.checkpoint.objects import (
     check_objects,
 )
 from graphfsdp.checkpoint.optimizer import plan_optimizer
-from graphfsdp.checkpoint.reading import name_last_good, read_manifest, read_objects, read_parts
+from graphfsdp.checkpoint.reading import (
+    check_files,
+    name_last_good,
+    read_manifest,
+    read_objects,
+)
 from graphfsdp.checkpoint.saving import BUFFERS, RANDOM
-from graphfsdp.checkpoint.stages import as_module, names_elsewhere
 from graphfsdp.checkpoint.values import decode, encode
 from graphfsdp.checkpoint.writing import objects_file
 from graphfsdp.errors import CheckpointDamagedError
@@ -98,14 +102,14 @@ def load(
     check_objects(objects or {})
     folder = Path(members.first(lambda: str(resolve(Path(path), step))))
     module: nn.Module = as_module(model)
-    elsewhere = names_elsewhere(module, members)
+    named = members.together(lambda: name_model(module))
+    elsewhere = names_elsewhere(module, named, members)
 
     def make_plan(manifest: Manifest) -> LoadPlan:
-        plan = LoadPlan(manifest, name_model(module), elsewhere)
+        plan = LoadPlan(manifest, named, elsewhere)
         plan_model(plan)
         if optimizer is not None:
             plan_optimizer(plan, optimizer)
-        _plan_extra(plan)
         _plan_objects(plan, objects or {}, folder, members, rng=rng)
         if strict:
             plan.refuse_problems(folder)
@@ -115,29 +119,14 @@ def load(
         manifest = members.together(lambda: read_manifest(folder))
         with memory_for_values(module) as have_values:
             plan = members.together(lambda: make_plan(manifest))
-            with torch.no_grad():
-                read_parts(plan.parts, folder, manifest, members)
-                for action in plan.afterwards:
-                    action()
+            check_files(folder, manifest, members)
+            plan.carry_out(folder, members)
             have_values(plan.filled())
     except CheckpointDamagedError as error:  # on every rank
         found = members.first(lambda: name_last_good(folder))
         raise CheckpointDamagedError(f"{error}\n{found}") from None
     _forget_gathered(module)
     return Loaded(int(manifest.facts["step"]), folder, tuple(plan.problems))
-
-
-def _plan_extra(plan: LoadPlan) -> None:
-    saved = plan.manifest.facts.get("extra", {})
-    for name, (module, _) in plan.model.extra.items():
-        if name not in saved:
-            plan.problems.append(f"model: {name!r} is missing in the checkpoint")
-            continue
-        state = decode(saved[name], plan.read_whole)
-        plan.afterwards.append(functools.partial(module.set_extra_state, state))
-    for name in saved:
-        if name not in plan.model.extra and name not in plan.elsewhere:
-            plan.problems.append(f"model: {name!r} is in the checkpoint, but not in the model")
 
 
 def _plan_objects(
@@ -150,13 +139,18 @@ def _plan_objects(
 ) -> None:
     digests: list[dict[str, str]] = plan.manifest.facts["objects"]
     exists = members.rank < len(digests)
-    name = objects_file(members.rank if exists else 0)
-    saved = read_objects(folder, plan.manifest, name)
-    for name, thing in objects.items():
+    saved = read_objects(folder, plan.manifest, objects_file(members.rank if exists else 0))
+    things = dict(objects)
+    if BUFFERS in saved and members.size == len(digests):
+        things[BUFFERS] = BufferState(plan.model)
+    if rng and RANDOM in saved:
+        things[RANDOM] = RandomState(None if exists else members.rank)
+    for name, thing in things.items():
         if name not in saved:
             plan.problems.append(f"objects: {name!r} is missing in the checkpoint")
             continue
-        if members.size != len(digests) and len({d.get(name) for d in digests}) > 1:
+        other_ranks = name in objects and members.size != len(digests)
+        if other_ranks and len({digest.get(name) for digest in digests}) > 1:
             plan.problems.append(
                 f"objects: {name!r} was saved with a state of its own on each of {len(digests)} "
                 f"ranks; here are {members.size}"
@@ -165,15 +159,6 @@ def _plan_objects(
         living = _living_dtensors(plan, name, thing)
         state = decode(saved[name], functools.partial(_read_object, plan, living))
         plan.afterwards.append(functools.partial(thing.load_state_dict, state))
-    if BUFFERS in saved and members.size == len(digests):
-        state = decode(saved[BUFFERS], plan.read_whole)
-        plan.afterwards.append(functools.partial(BufferState(plan.model).load_state_dict, state))
-    if rng and RANDOM in saved:
-        generators = RandomState()
-        state = decode(saved[RANDOM], plan.read_whole)
-        plan.afterwards.append(lambda: generators.load_state_dict(state))
-        if not exists:
-            plan.afterwards.append(lambda: generators.diverge(members.rank))
 
 
 def _living_dtensors(plan: LoadPlan, name: str, thing: Stateful) -> dict[str, Tensor]:
@@ -194,7 +179,7 @@ def _read_object(plan: LoadPlan, living: Mapping[str, Tensor], key: str) -> Tens
     """Plan to read a tensor of an object: in place if it is a DTensor there, else a new one."""
     if key not in living:
         return plan.read_whole(key)
-    plan.parts.append((key, part_of(living[key])))
+    plan.read_into(key, part_of(living[key]))
     return living[key]
 
 

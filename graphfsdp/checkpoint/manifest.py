@@ -1,4 +1,4 @@
-"""The list of what a checkpoint holds: JSON with a checksum, read without running anything."""
+"""What a checkpoint holds: a list in JSON with a checksum, files that are as they were written."""
 
 import hashlib
 import json

@@ -1,4 +1,8 @@
-"""The tensors of a model and of its optimizer by name, as this rank has them."""
+"""The tensors of a model and of its optimizer by name, as this rank has them.
+
+A checkpoint does not know of a pipeline's stages: each tensor is saved under its name, whichever
+rank has it.
+"""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -8,13 +12,30 @@ import torch
 from torch import Tensor, nn
 
 from graphfsdp.base.dtensors import is_dtensor, local_part, wrap_like
-from graphfsdp.errors import CheckpointError
+from graphfsdp.base.sharded import pipeline_stages
+from graphfsdp.checkpoint.members import Members
+from graphfsdp.errors import CheckpointError, ConfigError
 
 # Of a dictionary of state dicts, as torch.distributed.checkpoint flattens it.
 MODEL = "model."
 OPTIMIZER = "optimizer.state."
 # What wrappers put into names; a checkpoint does not depend on them.
 _WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
+
+
+class Stages(nn.ModuleList):
+    """The stages of a pipeline on this rank, whose parts have their names in the whole model."""
+
+    def __init__(self, stages: Sequence[Any]) -> None:
+        """Hold them; ``stages`` are torch's."""
+        super().__init__(stage.submod for stage in stages)
+        self.indices = tuple(int(stage.stage_index) for stage in stages)
+
+
+def as_module(model: Any) -> Any:
+    """Return the stages of a schedule, anything else as it is."""
+    stages = pipeline_stages(model)
+    return Stages(stages) if stages else model
 
 
 def part_of(tensor: Tensor, like: Tensor | None = None) -> Tensor:
@@ -24,20 +45,6 @@ def part_of(tensor: Tensor, like: Tensor | None = None) -> Tensor:
     of DTensors made of ours that torch has cut them.
     """
     return wrap_like(local_part(tensor).detach(), tensor if like is None else like)
-
-
-def once_each(state: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Return tied tensors under the first of their names alone, and that by their other names."""
-    tensors: dict[str, Tensor] = {}
-    aliases: dict[str, str] = {}
-    first_names: dict[int, str] = {}  # by identity
-    for name, tensor in state.items():
-        first = first_names.setdefault(id(tensor), name)
-        if first == name:
-            tensors[name] = tensor
-        else:
-            aliases[name] = first
-    return tensors, aliases
 
 
 @dataclass(frozen=True)
@@ -58,23 +65,46 @@ class NamedModel:
 
 
 def name_model(model: nn.Module) -> NamedModel:
-    """Find everything that ``state_dict`` gives, under names without those of wrappers."""
+    """Find everything that ``state_dict`` gives, under names without those of wrappers.
+
+    Tied tensors have the first of their names. ConfigError: two stages use the same name.
+    """
     if isinstance(model, nn.parallel.DistributedDataParallel):
         model = model.module
     _refuse_whole_units(model)
-    found: dict[str, Tensor] = {}
-    extra: dict[str, tuple[nn.Module, Any]] = {}
-    for raw_name, value in model.state_dict(keep_vars=True).items():
-        name = raw_name
-        for wrapper in _WRAPPERS:
-            name = name.replace(wrapper, "")
-        owner, _, last = raw_name.rpartition(".")
-        if not isinstance(value, Tensor) or last == "_extra_state":
-            extra[name] = (model.get_submodule(owner), value)
-            continue
-        found[name] = value
-    tensors, aliases = once_each(found)
-    return NamedModel(tensors, aliases, extra)
+    named = NamedModel({}, {}, {})
+    first_names: dict[int, str] = {}  # by identity
+    for stage in model if isinstance(model, Stages) else (model,):
+        for raw_name, value in stage.state_dict(keep_vars=True).items():
+            name = raw_name
+            for wrapper in _WRAPPERS:
+                name = name.replace(wrapper, "")
+            owner, _, last = raw_name.rpartition(".")
+            if name in named.tensors or name in named.aliases or name in named.extra:
+                raise _refuse_name(name)
+            if not isinstance(value, Tensor) or last == "_extra_state":
+                named.extra[name] = (stage.get_submodule(owner), value)
+            elif (first := first_names.setdefault(id(value), name)) == name:
+                named.tensors[name] = value
+            else:
+                named.aliases[name] = first
+    return named
+
+
+def names_elsewhere(model: nn.Module, named: NamedModel, members: Members) -> set[str]:
+    """Return the names that only other ranks have; none without a pipeline. A collective then.
+
+    ConfigError: two stages use the same name.
+    """
+    if not isinstance(model, Stages):
+        return set()
+    mine = {*named.tensors, *named.aliases, *named.extra}
+    holders: dict[str, tuple[int, ...]] = {}
+    for indices, names in members.gather((model.indices, sorted(mine))):
+        for name in names:
+            if holders.setdefault(name, indices) != indices:
+                raise _refuse_name(name)
+    return holders.keys() - mine
 
 
 def state_part(param: Tensor, value: Tensor) -> Tensor | None:
@@ -89,18 +119,18 @@ def state_part(param: Tensor, value: Tensor) -> Tensor | None:
     return part_of(value) if value.shape == param.shape else None
 
 
-def name_parameters(
-    model: NamedModel, optimizer: torch.optim.Optimizer
-) -> list[list[tuple[str, Tensor]]]:
-    """A parameter that the model does not have is named after its place in the optimizer."""
+def states_by_name(
+    model: NamedModel, optimizer: torch.optim.Optimizer, state_dict: Mapping[str, Any]
+) -> Iterator[tuple[int, str, Tensor, Any]]:
+    """Yield row of the group, name, and key in ``state_dict["state"]`` of every parameter.
+
+    A parameter that the model does not have is named after its place in the optimizer.
+    """
     names = {id(tensor): name for name, tensor in model.tensors.items()}
-    return [
-        [
-            (names.get(id(param), f"param_groups[{row}][{place}]"), param)
-            for place, param in enumerate(group["params"])
-        ]
-        for row, group in enumerate(optimizer.param_groups)
-    ]
+    rows = zip(optimizer.param_groups, state_dict["param_groups"], strict=True)
+    for row, (group, saved) in enumerate(rows):
+        for place, (param, index) in enumerate(zip(group["params"], saved["params"], strict=True)):
+            yield row, names.get(id(param), f"param_groups[{row}][{place}]"), param, index
 
 
 def _refuse_whole_units(model: nn.Module) -> None:
@@ -116,10 +146,10 @@ def _refuse_whole_units(model: nn.Module) -> None:
             )
 
 
-def states_by_index(
-    state_dict: Mapping[str, Any], named: Sequence[Sequence[tuple[str, Tensor]]]
-) -> Iterator[tuple[str, Tensor, Any]]:
-    """Yield name, parameter and key in ``state_dict["state"]`` of every parameter."""
-    for group, saved in zip(named, state_dict["param_groups"], strict=True):
-        for (name, param), index in zip(group, saved["params"], strict=True):
-            yield name, param, index
+def _refuse_name(name: str) -> ConfigError:
+    return ConfigError(
+        f"two stages of the pipeline call a part {name!r}, which can be saved only once. Remedy: "
+        "stages whose parts have the names that they have in the whole model: build it and "
+        "delete the layers of other stages from a ModuleDict, or give stages modules that keep "
+        "the names"
+    )

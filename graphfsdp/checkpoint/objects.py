@@ -52,6 +52,10 @@ class BufferState:
 class RandomState:
     """torch's generators of the CPU and of the current GPU, numpy's global one and Python's."""
 
+    def __init__(self, new_rank: int | None = None) -> None:
+        """Take the number of a rank that did not exist when the state was saved."""
+        self._new_rank = new_rank
+
     def state_dict(self) -> dict[str, Any]:
         kind, keys, position, has_gauss, gauss = np.random.get_state(legacy=True)
         found: dict[str, Any] = {
@@ -64,21 +68,20 @@ class RandomState:
         return found
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Set every generator that the state has and this machine too."""
+        """Set every generator that the state has and this machine too.
+
+        torch's are seeded anew on a new rank, from what they would draw next and its number: it
+        must not repeat what another rank draws.
+        """
         torch.set_rng_state(state["torch"])
         random.setstate(state["python"])
         kind, keys, position, has_gauss, gauss = state["numpy"]
         np.random.set_state((kind, keys, position, has_gauss, gauss))
         if "cuda" in state and torch.cuda.is_available():
             torch.cuda.set_rng_state(state["cuda"])
-
-    def diverge(self, rank: int) -> None:
-        """Seed torch's generators anew, from what they would draw next and a rank.
-
-        For a rank that did not exist when the state was saved: it must not repeat another's.
-        """
-        drawn = int(torch.randint(2**62, (), dtype=torch.int64, device="cpu"))
-        torch.manual_seed((drawn + rank * _STRIDE) % 2**63)
+        if self._new_rank is not None:
+            drawn = int(torch.randint(2**62, (), dtype=torch.int64, device="cpu"))
+            torch.manual_seed((drawn + self._new_rank * _STRIDE) % 2**63)
 
 
 @dataclass

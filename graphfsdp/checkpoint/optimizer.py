@@ -9,17 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from graphfsdp.base.dtensors import is_dtensor, local_part, wrap_like
-from graphfsdp.checkpoint.load_plan import MAIN, LoadPlan
-from graphfsdp.checkpoint.named import (
-    OPTIMIZER,
-    NamedModel,
-    name_parameters,
-    state_part,
-    states_by_index,
-)
+from graphfsdp.base.dtensors import is_dtensor, local_part
+from graphfsdp.checkpoint.load_plan import MAIN, LoadPlan, new_like
+from graphfsdp.checkpoint.named import OPTIMIZER, NamedModel, state_part, states_by_name
 from graphfsdp.checkpoint.objects import TensorSink
-from graphfsdp.checkpoint.values import Json, StoreTensor, decode, encode, tensor_under
+from graphfsdp.checkpoint.values import Json, decode, encode, tensor_under
 from graphfsdp.errors import CheckpointError, ConfigError
 from graphfsdp.optim.adapters.baked import make_skip_counter, skip_counter
 from graphfsdp.optim.fused.adam import FusedAdam
@@ -35,24 +29,25 @@ _RULE_SETTINGS = (
     "decoupled_weight_decay",
     "nesterov",
 )
+_NO_NUMBERS = frozenset({"params", "param_names"})
 
 
 def describe_optimizer(
     model: NamedModel, optimizer: torch.optim.Optimizer, sink: TensorSink
 ) -> dict[str, Json]:
     state_dict = optimizer.state_dict()
-    named = name_parameters(model, optimizer)
-    settings = _settings(optimizer)
-    groups = [
-        {**saved, **settings, "params": [name for name, _ in group]}
-        for group, saved in zip(named, state_dict["param_groups"], strict=True)
-    ]
     skipped = skip_counter(optimizer)
     if skipped is not None:  # as the optimizers that count themselves have it
         state_dict.setdefault("control", {"skipped_steps": skipped})
-    kind = type(optimizer).__name__
-    facts = optimizer_facts({**state_dict, "kind": kind, "param_groups": groups}, sink.store)
-    for name, param, index in states_by_index(state_dict, named):
+    settings = _settings(optimizer)
+    groups: list[dict[str, Any]] = []
+    for row, group in enumerate(state_dict["param_groups"]):
+        hyper = {key: value for key, value in group.items() if key not in _NO_NUMBERS} | settings
+        where = f"{OPTIMIZER}param_groups[{row}]"
+        groups.append({"params": [], "hyper": encode(hyper, where, sink.store)})
+    state: dict[str, Json] = {}
+    for row, name, param, index in states_by_name(model, optimizer, state_dict):
+        groups[row]["params"].append(name)
         for key, value in state_dict["state"].get(index, {}).items():
             # A step count is a number beside the others, also that of a 0-D parameter.
             is_like = isinstance(value, Tensor) and name in model.tensors and key != "step"
@@ -69,23 +64,13 @@ def describe_optimizer(
                 )
             else:
                 entry = encode(value, where, sink.store)
-            facts["state"].setdefault(name, {})[key] = entry
-    return facts
-
-
-def optimizer_facts(full: Mapping[str, Any], store: StoreTensor) -> dict[str, Json]:
-    """Encode all but the states of a state dict that has its kind, and names of parameters."""
-    groups = []
-    for row, group in enumerate(full["param_groups"]):
-        hyper = {k: v for k, v in group.items() if k not in ("params", "param_names")}
-        where = f"{OPTIMIZER}param_groups[{row}]"
-        groups.append({"params": list(group["params"]), "hyper": encode(hyper, where, store)})
-    rest = {k: v for k, v in full.items() if k not in ("state", "param_groups", "kind")}
+            state.setdefault(name, {})[key] = entry
+    rest = {key: value for key, value in state_dict.items() if key not in ("state", "param_groups")}
     return {
-        "kind": full.get("kind", "AdamW"),
+        "kind": type(optimizer).__name__,
         "groups": groups,
-        "rest": encode(rest, f"{OPTIMIZER}rest", store),
-        "state": {},
+        "rest": encode(rest, f"{OPTIMIZER}rest", sink.store),
+        "state": state,
     }
 
 
@@ -111,27 +96,29 @@ def plan_optimizer(plan: LoadPlan, optimizer: torch.optim.Optimizer) -> None:
     if kind != saved["kind"] and not {kind, saved["kind"]} <= _ADAMS:
         plan.problems.append(f"optimizer: saved from {saved['kind']}, here a {kind}")
         return
-    current = optimizer.state_dict()
-    named = name_parameters(plan.model, optimizer)
-    state: dict[Any, Any] = {}
     num_problems = len(plan.problems)
-    groups = [
-        _plan_group(plan, saved, group, here, optimizer)
-        for group, here in zip(named, current["param_groups"], strict=True)
-    ]
-    for name, param, index in states_by_index(current, named):
-        read = _read_state(plan, name, param, current["state"].get(index, {}), optimizer)
+    current = optimizer.state_dict()
+    names: list[list[str]] = [[] for _ in optimizer.param_groups]
+    state: dict[Any, Any] = {}
+    for row, name, param, index in states_by_name(plan.model, optimizer, current):
+        names[row].append(name)
+        here = current["state"].get(index, {})
+        read = _read_state(plan, saved["state"].get(name, {}), name, param, here, optimizer)
         if read:
             state[index] = read
-    trained = {name for group in named for name, _ in group}
-    for name in saved["state"]:
-        if name not in trained and name not in plan.elsewhere:
-            plan.problems.append(
-                f"optimizer: the checkpoint has a state of {name!r}, which this one does not train"
-            )
+    known = plan.elsewhere.union(*names)
+    plan.problems += [
+        f"optimizer: the checkpoint has a state of {name!r}, which this one does not train"
+        for name in saved["state"]
+        if name not in known
+    ]
+    groups = [
+        _read_group(plan, saved["groups"], *named, isinstance(optimizer, FusedAdam))
+        for named in zip(names, current["param_groups"], strict=True)
+    ]
     rest = decode(saved["rest"], plan.read_whole)
-    known = {key: value for key, value in rest.items() if key in current}
-    state_dict = {**current, "state": state, "param_groups": groups, **known}
+    more = {key: value for key, value in rest.items() if key in current}
+    state_dict = {**current, "state": state, "param_groups": groups, **more}
     if len(plan.problems) == num_problems and isinstance(optimizer, FusedAdam):
         try:
             optimizer.match(state_dict)
@@ -144,49 +131,46 @@ def plan_optimizer(plan: LoadPlan, optimizer: torch.optim.Optimizer) -> None:
         plan.afterwards.append(lambda: make_skip_counter(optimizer).copy_(skipped))
 
 
-def _plan_group(
+def _read_group(
     plan: LoadPlan,
-    saved: Mapping[str, Json],
-    group: Sequence[tuple[str, Tensor]],
+    saved: Sequence[Mapping[str, Json]],
+    names: Sequence[str],
     here: Mapping[str, Any],
-    optimizer: torch.optim.Optimizer,
+    compares: bool,  # its load_state_dict does that, with better words
 ) -> dict[str, Any]:
-    row_of = {name: row for row, g in enumerate(saved["groups"]) for name in g["params"]}
+    """Return a group with the numbers that its parameters were saved with."""
+    row_of = {name: row for row, group in enumerate(saved) for name in group["params"]}
     rows: dict[int, str] = {}
-    for name, _ in group:
+    for name in names:
         if name in row_of:
             rows.setdefault(row_of[name], name)
         else:
             plan.problems.append(
                 f"optimizer: {name!r} is in no parameter group of the saved optimizer"
             )
-    hypers = {row: decode(saved["groups"][row]["hyper"], _no_tensor) for row in rows}
-    for row, name in list(rows.items())[1:]:
-        first_row, first_name = next(iter(rows.items()))
-        if hypers[row] != hypers[first_row]:
+    if not rows:
+        return dict(here)
+    (first_row, first_name), *others = rows.items()
+    for row, name in others:
+        if saved[row]["hyper"] != saved[first_row]["hyper"]:
             plan.problems.append(
                 f"optimizer: {first_name!r} and {name!r} are in one parameter group here, but "
                 f"were saved in groups {first_row} and {row} with other hyper-parameters"
             )
-    if not rows:
-        return dict(here)
-    chosen = next(iter(hypers.values()))
-    compares = isinstance(optimizer, FusedAdam)  # its state_dict does, with better words
-    for setting in _RULE_SETTINGS if not compares else ():
-        default = setting == "bias_correction"
-        if setting in chosen and chosen[setting] != here.get(setting, default):
-            plan.problems.append(
-                f"optimizer: saved with {setting}={chosen[setting]}, here "
-                f"{here.get(setting, default)}"
-            )
-    known = {key: value for key, value in chosen.items() if key not in _RUN_SETTINGS}
-    if not compares:
-        known = {k: v for k, v in known.items() if k in here or k not in _RULE_SETTINGS}
+    hyper = decode(saved[first_row]["hyper"], plan.read_whole)
+    known = {key: value for key, value in hyper.items() if key not in _RUN_SETTINGS}
+    for key in _RULE_SETTINGS if not compares else ():
+        mine = here.get(key, key == "bias_correction")
+        if known.get(key, mine) != mine:
+            plan.problems.append(f"optimizer: saved with {key}={known[key]}, here {mine}")
+        if key not in here:
+            known.pop(key, None)
     return {**here, **known}
 
 
 def _read_state(
     plan: LoadPlan,
+    saved: Mapping[str, Json],
     name: str,
     param: Tensor,
     here: Mapping[str, Any],
@@ -196,66 +180,29 @@ def _read_state(
 
     ``here`` is what the optimizer has of it, by key.
     """
-    saved = plan.manifest.facts["optimizer"]["state"].get(name, {})
-    dtypes: Mapping[str, Any] = here
+    wanted: Mapping[str, Any] = here
     if isinstance(optimizer, FusedAdam):
-        dtypes = optimizer.settings.state_dtypes(param)
+        wanted = optimizer.settings.state_dtypes(param)
     found: dict[str, Any] = {}
-    for key, encoded in saved.items():
-        if key == MAIN and MAIN not in dtypes:
+    for key, entry in saved.items():
+        stored = f"{OPTIMIZER}{name}.{key}"
+        if key == MAIN and MAIN not in wanted:
             continue
-        stored = encoded.get("key") if isinstance(encoded, dict) else None
-        if stored != f"{OPTIMIZER}{name}.{key}" or name not in plan.model.tensors:
-            found[key] = decode(encoded, plan.read_whole)
+        if entry != tensor_under(stored):
+            found[key] = decode(entry, plan.read_whole)
         elif plan.fits(stored, param.shape, f"optimizer: {key} of {name!r}"):
-            found[key] = _read_tensor(plan, name, param, stored, here.get(key))
-    if MAIN in dtypes and MAIN not in saved:
-        main = _read_main(plan, name, param)
-        if main is not None:
-            found[MAIN] = main
-            if not saved and isinstance(optimizer, FusedAdam):
-                # Never stepped: only a state of zeros can hold a main weight that was saved wider.
-                found["step"] = torch.zeros((), device="cpu")
-                found |= {key: _new(param, torch.float32).zero_() for key in dtypes if key != MAIN}
+            found[key] = plan.read_like(stored, param, here.get(key))
+    weight = None if name in plan.unread else plan.saved_key(name)
+    if weight is None or plan.width(weight) <= param.dtype.itemsize:
+        return found
+    if MAIN not in wanted or MAIN in saved:
+        return found
+    found[MAIN] = plan.read_like(weight, param)
+    if not saved and isinstance(optimizer, FusedAdam):
+        # Never stepped: only a state of zeros can hold a main weight that was saved wider.
+        found["step"] = torch.zeros((), device="cpu")
+        found |= {key: new_like(param, torch.float32).zero_() for key in wanted if key != MAIN}
     return found
-
-
-def _read_tensor(plan: LoadPlan, name: str, param: Tensor, key: str, existing: object) -> Tensor:
-    """Plan to read into the existing state where it has the right dtype, else into a new tensor."""
-    dtype = plan.manifest.tensors[key].dtype
-    if isinstance(existing, Tensor) and existing.dtype == dtype:
-        part = state_part(param, existing)
-        if part is not None:
-            plan.parts.append((key, part))
-            return existing
-    weight_key = plan.saved_key(name)
-    if key.endswith(f".{MAIN}") and weight_key is not None:
-        made = _new(param, torch.float32)
-        plan.read_main(weight_key, key, made)
-    else:
-        made = _new(param, dtype)
-        plan.parts.append((key, made))
-    return made
-
-
-def _read_main(plan: LoadPlan, name: str, param: Tensor) -> Tensor | None:
-    """Plan to read the main weight from the model's, if that was saved wider."""
-    key = plan.saved_key(name)
-    if key is None or name in plan.unread:
-        return None
-    if plan.manifest.tensors[key].dtype.itemsize <= param.dtype.itemsize:
-        return None
-    main = _new(param, torch.float32)
-    plan.parts.append((key, main))
-    return main
-
-
-def _new(param: Tensor, dtype: torch.dtype) -> Tensor:
-    return wrap_like(torch.empty_like(local_part(param.detach()), dtype=dtype), param)
-
-
-def _no_tensor(key: str) -> Tensor:
-    raise KeyError(key)
 
 
 def _load_in_place(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:

@@ -1,16 +1,10 @@
-"""Reads a checkpoint through torch.distributed.checkpoint, after all ranks have checked it."""
+"""Reads what a checkpoint says of itself, and checks that its files are as they were written."""
 
 import hashlib
 import json
 from collections.abc import Sequence
 from pathlib import Path
 
-import torch
-from torch import Tensor
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
-from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
-
-from graphfsdp.checkpoint.dcp_errors import dcp_errors
 from graphfsdp.checkpoint.folder import entries
 from graphfsdp.checkpoint.manifest import (
     FORMAT,
@@ -67,34 +61,11 @@ def read_objects(folder: Path, manifest: Manifest, name: str) -> dict[str, Json]
     return found
 
 
-def read_parts(
-    parts: Sequence[tuple[str, Tensor]], folder: Path, manifest: Manifest, members: Members
-) -> None:
-    """Check all files, then fill every rank's parts; after damage no rank fills any.
-
-    Each file is read once to be checked, by one of the ranks.
-    """
+def check_files(folder: Path, manifest: Manifest, members: Members) -> None:
+    """Read every file once, each on one of the ranks; what one of them finds, all raise."""
     mine = sorted(manifest.files)[members.rank :: members.size]
     damage = members.gather(_damage_of(folder, manifest, mine))
     _refuse_damage(folder, [line for lines in damage for line in lines])
-    # A tensor may be read twice, such as a weight and the main weight that is made of it.
-    rounds: list[dict[str, Tensor]] = []
-    for key, tensor in parts:
-        free = next((state for state in rounds if key not in state), None)
-        if free is None:
-            rounds.append(free := {})
-        free[key] = tensor
-    reader = manifest.reader(folder)
-    for number in range(max(members.gather(len(rounds)))):
-        # Slices of files come on the default device.
-        with dcp_errors(members), torch.device("cpu"):
-            dcp_load(
-                rounds[number] if number < len(rounds) else {},
-                storage_reader=reader,
-                planner=DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False),
-                process_group=members.group,
-                no_dist=members.group is None,
-            )
 
 
 def _damage_of(folder: Path, manifest: Manifest, names: Sequence[str]) -> list[str]:
@@ -123,15 +94,9 @@ def name_last_good(damaged: Path) -> str:
         folder = damaged.parent / entry.name
         try:
             manifest = read_manifest(folder)
+            _refuse_damage(folder, _damage_of(folder, manifest, list(manifest.files)))
         except CheckpointError:
             continue
-        if _damage_of(folder, manifest, list(manifest.files)):
-            continue
-        which = (
-            "The newest one before it is without damage:"
-            if entry == earlier[-1]
-            else "Of those before it, the newest without damage is"
-        )
-        return f"{which} step={entry.step} of {damaged.parent}, or the path {folder}"
-    what = "None of those before it is without damage" if earlier else "There is none before it"
-    return f"{what} in {damaged.parent}"
+        place = f"step={entry.step} of {damaged.parent}, or the path {folder}"
+        return f"The newest one before it without damage is {place}"
+    return f"None before it is without damage in {damaged.parent}"

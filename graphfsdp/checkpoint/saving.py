@@ -2,11 +2,11 @@
 
 import functools
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent import futures
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 import torch.distributed as dist
@@ -15,7 +15,15 @@ from torch import Tensor, nn
 from graphfsdp.base.dtensors import local_part, wrap_like
 from graphfsdp.checkpoint.folder import begin
 from graphfsdp.checkpoint.members import Members
-from graphfsdp.checkpoint.named import MODEL, NamedModel, name_model, part_of
+from graphfsdp.checkpoint.named import (
+    MODEL,
+    NamedModel,
+    Stages,
+    as_module,
+    name_model,
+    names_elsewhere,
+    part_of,
+)
 from graphfsdp.checkpoint.objects import (
     BufferState,
     RandomState,
@@ -25,7 +33,6 @@ from graphfsdp.checkpoint.objects import (
     encode_objects,
 )
 from graphfsdp.checkpoint.optimizer import describe_optimizer
-from graphfsdp.checkpoint.stages import Stages, as_module, joined_facts, names_elsewhere
 from graphfsdp.checkpoint.values import Json, encode
 from graphfsdp.checkpoint.writing import Snapshot, write_snapshot
 from graphfsdp.errors import CheckpointError, ConfigError
@@ -111,28 +118,29 @@ def _begin(
         things[RANDOM] = RandomState()
 
     module: nn.Module = as_module(model)
-    names_elsewhere(module, members)  # which refuses names that two stages use
+    is_staged = isinstance(module, Stages)
+    named = members.together(lambda: name_model(module))
+    names_elsewhere(module, named, members)  # which refuses names that two stages use
 
     def take_snapshot() -> Snapshot:
-        named, sink, facts = describe_state(module, optimizer, members)
-        if members.size > 1 and named.buffers() and not isinstance(module, Stages):
+        sink, facts = _describe(named, optimizer, has_buffers=is_staged or members.rank == 0)
+        if members.size > 1 and named.buffers() and not is_staged:
             things[BUFFERS] = BufferState(named)
-        encoded = encode_objects(things, sink)
-        return keep(Snapshot(sink.tensors, facts, encoded))
+        return keep(Snapshot(sink.tensors, facts, encode_objects(things, sink)))
 
     snapshot, root = members.together(take_snapshot), Path(path)
-    snapshot = replace(snapshot, facts=joined_facts(module, snapshot.facts, members))
+    if is_staged:
+        everyone = members.gather(snapshot.facts)
+        snapshot = replace(snapshot, facts=members.together(lambda: _join(everyone)))
     number, folder = members.first(lambda: begin(root, step))
     return functools.partial(write_snapshot, snapshot, root, folder, number, keep_last=keep_last)
 
 
-def describe_state(
-    module: nn.Module, optimizer: torch.optim.Optimizer | None, members: Members
-) -> tuple[NamedModel, TensorSink, dict[str, Json]]:
+def _describe(
+    named: NamedModel, optimizer: torch.optim.Optimizer | None, *, has_buffers: bool
+) -> tuple[TensorSink, dict[str, Json]]:
     """Return views of the living tensors, and the facts of model and optimizer."""
-    named = name_model(module)
-    with_buffers = isinstance(module, Stages) or members.rank == 0
-    left_out = {} if with_buffers else named.buffers()
+    left_out = {} if has_buffers else named.buffers()
     sink = TensorSink(
         {f"{MODEL}{n}": part_of(t) for n, t in named.tensors.items() if n not in left_out}
     )
@@ -140,7 +148,29 @@ def describe_state(
     facts = {"aliases": named.aliases, "extra": encode(extra, "extra", sink.store)}
     if optimizer is not None:
         facts["optimizer"] = describe_optimizer(named, optimizer, sink)
-    return named, sink, facts
+    return sink, facts
+
+
+def _join(everyone: Sequence[Mapping[str, Json]]) -> dict[str, Json]:
+    """Return what the ranks of a pipeline say of their stages as if one had them all."""
+    joined: dict[str, Json] = dict(everyone[0])
+    for key in ("aliases", "extra"):
+        joined[key] = {name: value for facts in everyone for name, value in facts[key].items()}
+    if "optimizer" not in joined:
+        return joined
+    optimizers: list[Any] = [facts["optimizer"] for facts in everyone]
+    if len({len(each["groups"]) for each in optimizers}) > 1:
+        raise ConfigError(
+            "the optimizers of a pipeline have other numbers of parameter groups on each rank. "
+            "Remedy: the same groups on all ranks, also where one has no parameter"
+        )
+    groups = []
+    for rows in zip(*(each["groups"] for each in optimizers), strict=True):
+        params = dict.fromkeys(name for row in rows for name in row["params"])
+        groups.append({**rows[0], "params": list(params)})
+    state = {name: value for each in optimizers for name, value in each["state"].items()}
+    joined["optimizer"] = {**optimizers[0], "groups": groups, "state": state}
+    return joined
 
 
 class AsyncSaver:

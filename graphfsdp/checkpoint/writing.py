@@ -20,7 +20,6 @@ from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from graphfsdp.checkpoint.dcp_errors import dcp_errors
 from graphfsdp.checkpoint.file_format import safetensors
 from graphfsdp.checkpoint.folder import commit, explained, give_up, unfinished
 from graphfsdp.checkpoint.manifest import Manifest, SavedFile, SavedTensor
@@ -63,7 +62,7 @@ def write_snapshot(
         **snapshot.facts,
     }
     try:
-        with dcp_errors(members):
+        with members.dcp_errors():
             dcp_save(
                 snapshot.tensors,
                 storage_writer=_Writer(
