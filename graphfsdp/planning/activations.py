@@ -2,14 +2,13 @@
 
 The model lies on the meta device, where nothing has memory. What its operators make is counted as
 long as it lives. Whole weights and gradients of its units are counted beside that by rules: a unit
-gathers before it runs and the next one with it, and while one unit's gradients are reduced the next
-one's are made.
+is gathered before an operator reads its weights, and the next one with it, and while one unit's
+gradients are reduced the next one's are made.
 """
 
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -18,20 +17,34 @@ from torch.overrides import TorchFunctionMode
 
 from graphfsdp.base.op_tensors import OpCall, OperatorMode, is_empty
 from graphfsdp.base.torch_internals import key_of
+from graphfsdp.sharding.plan import BufferPlan
 
 
-@dataclass(frozen=True)
-class WholeUnit:
-    """A sharded unit; bytes of its weights while they are gathered, and of its whole gradients."""
+class Unit(NamedTuple):
+    """A module that is sharded by itself."""
 
+    name: str
     module: nn.Module
     parameters: tuple[nn.Parameter, ...]
-    weight_bytes: int
-    grad_bytes: int
+    buffers: tuple[BufferPlan, ...]
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of its weights while they are gathered."""
+        return sum(whole_bytes(each, each.dtypes.compute) for each in self.buffers if each.sharded)
+
+    @property
+    def grad_bytes(self) -> int:
+        """Bytes of whole gradients on their way to the main grads."""
+        return sum(whole_bytes(each, each.dtypes.comm) for each in self.buffers if each.trainable)
 
 
-@dataclass(frozen=True)
-class Activations:
+def whole_bytes(buffer: BufferPlan, dtype: torch.dtype) -> int:
+    """Return the bytes of all ranks' parts together, padding included."""
+    return buffer.layout.total_numel * dtype.itemsize
+
+
+class Activations(NamedTuple):
     saved_bytes: int  # what the forward pass leaves for the backward pass
     peak_bytes: int  # the most that lives at one time, whole weights and gradients included
     whole_bytes: int  # the most of whole weights and gradients alone
@@ -40,93 +53,24 @@ class Activations:
 
 def run_without_numbers(
     run: Callable[[], Tensor],
-    units: Sequence[WholeUnit],  # in the order of their forward passes, the root first
+    units: Sequence[Unit],  # in the order of their forward passes, the root first
     stage: int,
     num_microbatches: int = 1,
 ) -> Activations:
     """``run`` is the forward pass of one micro-batch; ``stage`` is ZeRO's."""
     lives = Lives()
-    schedule = _Schedule(units, stage, lives)
+    iteration = _Iteration(units, stage, lives)
     saved_bytes = 0
-    watching = _Watching(lives)
-    with _FusedKernels(), watching, schedule.attached():
+    with _FusedKernels(), iteration, iteration.hooks():
         for left in reversed(range(min(num_microbatches, 2))):  # a third one is as the second
-            schedule.reduces = left == 0 or stage >= 2
-            watching.num_kernels = 0
+            iteration.reduces = left == 0 or stage >= 2
+            iteration.num_kernels = 0
+            iteration.begins_pass(ahead=1)
             loss = run()
             saved_bytes = lives.now()
+            iteration.begins_pass(ahead=-1)
             loss.backward()
-    return Activations(saved_bytes, lives.peak_bytes, lives.peak_held_bytes, watching.num_kernels)
-
-
-class _Schedule:
-    """Which units' weights and gradients are whole, by the calls of modules and gradients."""
-
-    def __init__(self, units: Sequence[WholeUnit], stage: int, lives: "Lives") -> None:
-        self._units, self._stage, self._lives = units, stage, lives
-        self._awaited = [0] * len(units)  # parameters without a gradient yet, of each unit
-        self._reducing: int | None = None
-        self.reduces = True
-
-    def attached(self) -> ExitStack:
-        """Return a context with hooks on all units."""
-        stack = ExitStack()
-        for index, unit in enumerate(self._units):
-            handles: list[Any] = [
-                unit.module.register_forward_pre_hook(lambda *_, index=index: self._gather(index)),
-                unit.module.register_forward_hook(lambda *_, index=index: self._ran(index)),
-            ]
-            mine = {id(param) for param in unit.parameters}
-            for module in unit.module.modules():
-                if any(id(param) in mine for param in module.parameters(recurse=False)):
-                    handles.append(
-                        module.register_forward_hook(
-                            lambda _module, _args, out, index=index: self._uses(index, out)
-                        )
-                    )
-            for param in unit.parameters:
-                handles.append(
-                    param.register_post_accumulate_grad_hook(
-                        lambda _, index=index: self._has_gradient(index)
-                    )
-                )
-            for handle in handles:
-                stack.callback(handle.remove)
-        return stack
-
-    def _gather(self, index: int, ahead: int = 1) -> None:
-        """Also what runs next, whose gather is overlapped with this one."""
-        for each in (index, index + ahead):
-            if self._stage and 0 <= each < len(self._units):
-                self._lives.hold((each, "weights"), self._units[each].weight_bytes)
-
-    def _ran(self, index: int) -> None:
-        if self._stage == 3:
-            self._lives.drop((index, "weights"))
-        self._awaited[index] = len(self._units[index].parameters)
-
-    def _uses(self, index: int, out: Any) -> None:
-        """A backward pass gathers a unit when it comes to the last of what needs its weights."""
-        out = out[0] if isinstance(out, tuple) else out
-        if out.requires_grad:
-            out.register_hook(lambda _: self._gather(index, ahead=-1))
-
-    def _has_gradient(self, index: int) -> None:
-        self._awaited[index] -= 1
-        if self._awaited[index]:
-            return
-        unit, lives = self._units[index], self._lives
-        if self._stage:  # all of a unit's are copied to its whole gradients together
-            lives.hold((index, "grads"), unit.grad_bytes)
-        for param in unit.parameters:
-            param.grad = None
-        if self._stage == 3:
-            lives.drop((index, "weights"))
-        if self.reduces:
-            lives.drop((self._reducing, "grads"))  # the one before has been reduced meanwhile
-            self._reducing = index
-        if self.reduces and index == 0:  # the root is the last
-            lives.drop((index, "grads"))
+    return Activations(saved_bytes, lives.peak_bytes, lives.peak_held_bytes, iteration.num_kernels)
 
 
 class Lives:
@@ -161,31 +105,83 @@ class Lives:
             self._total += storage.nbytes()
         self._compare()
 
-    def add_made(self, args: Sequence[Any], result: Any) -> bool:
-        """Add what an operator has returned that it was not given; tell whether that is any."""
-        given = {key_of(storage) for storage in _storages(args)}
-        returned = _storages(result if isinstance(result, list | tuple) else (result,))
-        made = [storage for storage in returned if key_of(storage) not in given]
-        for storage in made:
-            self.add(storage)
-        return bool(made)
-
     def _compare(self) -> None:
         if self._total > self.peak_bytes:  # else it is no new maximum, whatever has been freed
             self.peak_bytes = max(self.peak_bytes, self.now())
 
 
-class _Watching(OperatorMode):
-    def __init__(self, lives: Lives) -> None:
+class _Iteration(OperatorMode):
+    """Sees operators, and so which units are gathered, what is made, and which gradients wait."""
+
+    def __init__(self, units: Sequence[Unit], stage: int, lives: Lives) -> None:
         super().__init__()
-        self._lives = lives
+        self._units, self._stage, self._lives = units, stage, lives
+        self._unit_of = {
+            key_of(param.untyped_storage()): index
+            for index, unit in enumerate(units)
+            for param in unit.parameters
+        }
+        self._awaited = [0] * len(units)  # parameters without a gradient yet, of each unit
+        self._reducing: int | None = None
+        self.reduces = True
         self.num_kernels = 0
+        self._ahead = 1  # to the unit that runs next; -1 in the backward pass
+        self._begun: set[int] = set()  # units in this pass
+
+    def hooks(self) -> ExitStack:
+        """Return a context with hooks on all units."""
+        stack = ExitStack()
+        for index, unit in enumerate(self._units):
+            ran = unit.module.register_forward_hook(lambda *_, index=index: self._ran(index))
+            stack.callback(ran.remove)
+            for param in unit.parameters:
+                has_gradient = param.register_post_accumulate_grad_hook(
+                    lambda _, index=index: self._has_gradient(index)
+                )
+                stack.callback(has_gradient.remove)
+        return stack
+
+    def begins_pass(self, ahead: int) -> None:
+        self._ahead = ahead
+        self._begun.clear()
 
     def on_op(self, call: OpCall) -> Any:
+        given = {key_of(each) for each in _storages((*call.args, *call.kwargs.values()))}
+        read = {self._unit_of[key] for key in given if key in self._unit_of}
+        for index in read - self._begun if self._stage else ():
+            self._begun.add(index)
+            for each in (index, index + self._ahead):  # the next one's gather is overlapped
+                if 0 <= each < len(self._units):
+                    self._lives.hold((each, "weights"), self._units[each].weight_bytes)
         result = call.run()
-        makes = self._lives.add_made((*call.args, *call.kwargs.values()), result)
-        self.num_kernels += (makes or bool(call.written)) and not is_empty(call.op)
+        returned = _storages(result if isinstance(result, list | tuple) else (result,))
+        made = [storage for storage in returned if key_of(storage) not in given]
+        for storage in made:
+            self._lives.add(storage)
+        self.num_kernels += bool(made or call.written) and not is_empty(call.op)
         return result
+
+    def _ran(self, index: int) -> None:
+        if self._stage == 3:
+            self._lives.drop((index, "weights"))
+        self._awaited[index] = len(self._units[index].parameters)
+
+    def _has_gradient(self, index: int) -> None:
+        self._awaited[index] -= 1
+        if self._awaited[index]:
+            return
+        unit, lives = self._units[index], self._lives
+        if self._stage:  # all of a unit's are copied to its whole gradients together
+            lives.hold((index, "grads"), unit.grad_bytes)
+        for param in unit.parameters:
+            param.grad = None
+        if self._stage == 3:
+            lives.drop((index, "weights"))
+        if self.reduces:
+            lives.drop((self._reducing, "grads"))  # the one before has been reduced meanwhile
+            self._reducing = index
+        if self.reduces and index == 0:  # the root is the last
+            lives.drop((index, "grads"))
 
 
 def _storages(values: Iterable[Any]) -> Iterator[torch.UntypedStorage]:

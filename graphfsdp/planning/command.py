@@ -1,21 +1,18 @@
-"""``graphfsdp plan``: what a training run will need, as a table or as JSON."""
+"""``graphfsdp plan``: what a training run will need, as lines or as JSON."""
 
 import argparse
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Annotated
 
 from rich.console import Console
-from rich.table import Table
 
 from graphfsdp.command_line import Parser, add_flags, print_line, require
 from graphfsdp.planning.plan import Collective, TrainingPlan, plan_training
 from graphfsdp.planning.roofline import DEVICES, Bound, DeviceName
 from graphfsdp.training.arguments import parse_train_arguments
 from graphfsdp.training.config import StrategyName
-
-_UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
 
 @dataclass(frozen=True)
@@ -25,33 +22,13 @@ class _Options:
     world_size: Annotated[int, "number of ranks"] = 8
     strategy: Annotated[StrategyName | None, "short for --data-parallel-sharding-strategy"] = None
     device: Annotated[DeviceName | None, "the least time of an iteration on such GPUs"] = None
-    json: Annotated[bool, "print JSON instead of tables", "store_true"] = False
+    json: Annotated[bool, "print JSON instead of lines", "store_true"] = False
 
     def __post_init__(self) -> None:
         require("world_size", self.world_size, self.world_size >= 1, "at least 1")
 
 
 def run_plan(arguments: Sequence[str], console: Console) -> None:
-    parsed, others = _make_parser().parse_known_args(arguments)
-    options = _Options(**vars(parsed))
-    if options.strategy is not None:
-        others += ["--data-parallel-sharding-strategy", options.strategy]
-    config = parse_train_arguments(others)
-    plan = plan_training(config, num_ranks=options.world_size)
-    bound = None if options.device is None else plan.bound(DEVICES[options.device])
-    if options.json:
-        found = {} if bound is None else {"bound_s": bound._asdict(), "device": options.device}
-        console.print_json(json.dumps(plan.to_dict() | found))
-        return
-    for table in (_memory_table(plan), _collective_table(plan)):
-        console.print(table)
-    for line in _summary(plan):
-        print_line(console, line)
-    if bound is not None:
-        print_line(console, _least(bound, plan))
-
-
-def _make_parser() -> Parser:
     parser = Parser(
         prog="graphfsdp plan",
         description="Tell what each rank of a training run will need, on any machine: memory by "
@@ -62,43 +39,50 @@ def _make_parser() -> Parser:
         allow_abbrev=False,
     )
     add_flags(parser, _Options, {})
-    return parser
+    parsed, others = parser.parse_known_args(arguments)
+    options = _Options(**vars(parsed))
+    if options.strategy is not None:
+        others += ["--data-parallel-sharding-strategy", options.strategy]
+    plan = plan_training(parse_train_arguments(others), num_ranks=options.world_size)
+    bound = None if options.device is None else plan.bound(DEVICES[options.device])
+    if options.json:
+        found = {} if bound is None else {"bound_s": bound._asdict(), "device": options.device}
+        console.print_json(json.dumps(plan.to_dict() | found))
+        return
+    for line in _lines(plan):
+        print_line(console, line)
+    if bound is not None:
+        print_line(console, _least(bound, plan))
 
 
-def _memory_table(plan: TrainingPlan) -> Table:
-    config = plan.config
-    table = Table(
-        title=f"{config.preset}: memory of each of {plan.batch.num_ranks} ranks, "
-        f"{config.sharding.value}{_axes(plan)}",
-        title_justify="left",
-    )
-    for name in ("kind", "bytes", ""):
-        table.add_column(name, justify="right" if name == "bytes" else "left")
-    table.add_column("how it comes about", style="dim")
-    for line in plan.memory:
-        about = "~ " if not line.exact else ""
-        exact = f"{line.num_bytes:,}" if line.exact else ""
-        table.add_row(line.kind, exact, about + _readable(line.num_bytes), line.note)
-    table.add_section()
-    table.add_row("together", "", f"~ {_readable(plan.total_bytes)}", "", style="bold")
-    return table
-
-
-def _collective_table(plan: TrainingPlan) -> Table:
-    table = Table(title="collectives of one iteration", title_justify="left")
-    for name in ("operation", "units", "calls", "bytes of a call", "a rank sends"):
-        table.add_column(name, justify="left" if name in ("operation", "units") else "right")
+def _lines(plan: TrainingPlan) -> Iterator[str]:
+    config, axes = plan.config, plan.axes
+    over = f" over {axes.inner} ranks, {axes.outer} times" if axes.outer > 1 else ""
+    over += ", optimizer state cut over all" if axes.cuts_outside else ""
+    yield f"{config.preset} on {plan.batch.num_ranks} ranks, {config.sharding.value}{over}"
+    yield "memory of each rank (~ marks estimates; all else the layout decides, to the byte):"
+    for kind, num_bytes, exact in plan.memory:
+        yield _row(kind, "" if exact else "~", num_bytes)
+    yield _row("together", "~", plan.total_bytes)
+    yield "a rank sends in one iteration:"
     for calls in _equal_ones(plan.collectives):
-        first = calls[0]
-        units = first.unit if len(calls) == 1 else f"{first.unit} ... {calls[-1].unit}"
-        table.add_row(
-            first.op,
-            units,
-            f"{sum(call.count for call in calls)}",
-            f"{first.buffer_bytes:,}",
-            _readable(sum(call.wire_bytes for call in calls)),
-        )
-    return table
+        first, last, count = calls[0], calls[-1], sum(call.count for call in calls)
+        units = first.unit if first.unit == last.unit else f"{first.unit} ... {last.unit}"
+        what = f"{first.op} of {units}, {count} x {first.buffer_bytes:,} B"
+        yield _row(what, "", sum(call.wire_bytes for call in calls))
+    padding = 100 * plan.num_padding / max(plan.num_parameters, 1)
+    yield (
+        f"{plan.num_parameters:,} parameters in {len(plan.units)} units, "
+        f"{plan.num_padding:,} elements of padding on all ranks ({padding:.3f} %)"
+    )
+    yield (
+        f"{plan.batch.num_tokens:,} tokens in an iteration, {plan.batch.num_microbatches} "
+        f"micro-batches on each rank, {plan.flops / 1e12:,.3g} TFLOP of arithmetic"
+    )
+
+
+def _row(what: str, mark: str, num_bytes: int) -> str:
+    return f"  {mark:1}{num_bytes / 2**20:>13,.2f} MiB  {what}"
 
 
 def _equal_ones(calls: Sequence[Collective]) -> list[list[Collective]]:
@@ -106,17 +90,6 @@ def _equal_ones(calls: Sequence[Collective]) -> list[list[Collective]]:
     for call in calls:
         groups.setdefault((call.op, call.buffer_bytes, call.count), []).append(call)
     return list(groups.values())
-
-
-def _summary(plan: TrainingPlan) -> list[str]:
-    padding = 100 * plan.num_padding / max(plan.num_parameters, 1)
-    return [
-        f"{plan.num_parameters:,} parameters in {len(plan.units)} units, "
-        f"{plan.num_padding:,} elements of padding on all ranks ({padding:.3f} %)",
-        f"{plan.batch.num_tokens:,} tokens in an iteration, {plan.batch.num_microbatches} "
-        f"micro-batches on each rank, {plan.flops / 1e12:,.3g} TFLOP of arithmetic",
-        "~ marks estimates; everything else is what the layout decides, to the byte",
-    ]
 
 
 def _least(bound: Bound, plan: TrainingPlan) -> str:
@@ -131,18 +104,3 @@ def _least(bound: Bound, plan: TrainingPlan) -> str:
 
 def _ms(seconds: float) -> str:
     return f"{1e3 * seconds:,.3g} ms"
-
-
-def _axes(plan: TrainingPlan) -> str:
-    axes = plan.axes
-    if axes.outer == 1:
-        return ""
-    state = ", optimizer state cut over these too" if axes.cuts_outside else ""
-    return f" over {axes.inner}, {axes.outer} times{state}"
-
-
-def _readable(num_bytes: int) -> str:
-    size, unit = float(num_bytes), 0
-    while size >= 1024 and unit < len(_UNITS) - 1:
-        size, unit = size / 1024, unit + 1
-    return f"{size:,.2f} {_UNITS[unit]}" if unit else f"{num_bytes} B"

@@ -5,26 +5,24 @@ Activations, and the whole weights and gradients beside them, are an estimate (`
 Nothing here has memory or needs ranks.
 """
 
-import math
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from graphfsdp.base.memory_plan import neighbour_starts
 from graphfsdp.data import BYTES_VOCAB_SIZE
-from graphfsdp.planning.activations import Activations, WholeUnit, run_without_numbers
+from graphfsdp.planning.activations import Activations, Unit, run_without_numbers, whole_bytes
 from graphfsdp.planning.roofline import Bound, Device, bound
-from graphfsdp.sharding.plan import BufferPlan, ParameterKind, linear_weights, plan_buffers
+from graphfsdp.sharding.plan import BufferPlan, ParameterKind, plan_buffers
 from graphfsdp.training.build import make_model
 from graphfsdp.training.config import IterationBatch, TrainConfig
 from graphfsdp.training.gpt import GPT
 from graphfsdp.training.metrics import flops_per_token
 
-ROOT = "(root)"
-_TOKEN_BYTES, _NORM_BYTES, _SCALE_BYTES = 8, 8, 4
+_TOKEN_BYTES, _NORM_BYTES = 8, 8
 _STATE_BYTES = 8  # FusedAdam's two moments of an element, in float32
 
 
@@ -48,16 +46,13 @@ class Collective:
         return self.count * rounds * self.buffer_bytes * (self.num_ranks - 1) // self.num_ranks
 
 
-@dataclass(frozen=True)
-class MemoryLine:
+class MemoryLine(NamedTuple):
     kind: str
     num_bytes: int
     exact: bool  # the layout decides it to the byte; else it is an estimate
-    note: str  # how it comes about
 
 
-@dataclass(frozen=True)
-class Axes:
+class Axes(NamedTuple):
     """The ranks that units are cut over, and how many times that is repeated.
 
     With ``cuts_outside`` the optimizer state is cut over the outer axis too.
@@ -67,36 +62,6 @@ class Axes:
     outer: int
     cuts_outside: bool
 
-    @classmethod
-    def of(cls, config: TrainConfig, num_ranks: int) -> "Axes":
-        outer = config.num_distributed_optimizer_instances
-        cuts_outside = config.outer_dp_sharding_strategy == "optim" and outer > 1
-        return cls(num_ranks // outer, outer, cuts_outside)
-
-    @property
-    def cut(self) -> list[int]:
-        """Sizes of the axes along which ranks hold other elements."""
-        return [self.inner, self.outer] if self.cuts_outside else [self.inner]
-
-
-@dataclass(frozen=True)
-class UnitPlan:
-    """A module that is sharded by itself."""
-
-    name: str
-    module: nn.Module
-    parameters: tuple[nn.Parameter, ...]
-    buffers: tuple[BufferPlan, ...]
-
-    @property
-    def grad_bytes(self) -> int:
-        """Bytes of whole gradients on their way to the main grads."""
-        return sum(
-            buffer.layout.total_numel * buffer.dtypes.comm.itemsize
-            for buffer in self.buffers
-            if buffer.trainable
-        )
-
 
 @dataclass(frozen=True)
 class TrainingPlan:
@@ -105,7 +70,7 @@ class TrainingPlan:
     config: TrainConfig
     batch: IterationBatch
     axes: Axes
-    units: tuple[UnitPlan, ...]
+    units: tuple[Unit, ...]
     memory: tuple[MemoryLine, ...]
     collectives: tuple[Collective, ...]
     flops: int  # of one rank in one iteration
@@ -133,8 +98,7 @@ class TrainingPlan:
         Whatever memory is for is written and read at least once, activations by each micro-batch.
         As it is written, the host launches each kernel; captured, one graph.
         """
-        num_bytes = sum(line.num_bytes for line in self.memory)
-        num_bytes += self.saved_bytes * (self.batch.num_microbatches - 1)
+        num_bytes = self.total_bytes + self.saved_bytes * (self.batch.num_microbatches - 1)
         return bound(
             device,
             self.config.param_dtype,
@@ -155,7 +119,7 @@ class TrainingPlan:
             "num_padding": self.num_padding,
             "num_microbatches": self.batch.num_microbatches,
             "tokens_per_iteration": self.batch.num_tokens,
-            "memory": [asdict(line) for line in self.memory],
+            "memory": [line._asdict() for line in self.memory],
             "total_bytes": self.total_bytes,
             "collectives": [
                 asdict(call) | {"wire_bytes": call.wire_bytes} for call in self.collectives
@@ -170,22 +134,39 @@ def plan_training(config: TrainConfig, *, num_ranks: int) -> TrainingPlan:
     batch = config.batch(num_ranks)
     vocab_size = config.vocab_size or BYTES_VOCAB_SIZE
     model = make_model(config, vocab_size, torch.device("meta"), torch.float32)
-    flops = flops_per_token(model) * batch.num_tokens // num_ranks
-    axes = Axes.of(config, num_ranks)
-    units = tuple(_plan_units(config, model, axes))
-    calls = tuple(_collectives(config, units, axes, batch.num_microbatches))
-    kept = tuple(_kept(model, units, batch))
-    found = _run(config, model, units, batch.num_microbatches)
-    memory = (*kept, *_made(config, units, axes, batch.num_microbatches, found))
-    num_kernels = found.num_kernels * batch.num_microbatches
+    outer = config.num_distributed_optimizer_instances
+    cuts_outside = config.outer_dp_sharding_strategy == "optim" and outer > 1
+    axes = Axes(num_ranks // outer, outer, cuts_outside)
+    units = tuple(_units(config, model, num_ranks if cuts_outside else axes.inner))
+    # In the dtype of the computation.
+    for param in model.parameters():
+        param.data = param.data.to(config.param_dtype)
+    tokens = torch.empty(
+        (config.micro_batch_size, config.seq_length), dtype=torch.int64, device="meta"
+    )
+
+    def forward() -> Tensor:
+        loss: Tensor = model(tokens, tokens)
+        return loss
+
+    stage, microbatches = config.sharding.stage, batch.num_microbatches
+    found = run_without_numbers(forward, units, stage, microbatches)
+    lines = _memory(model, units, axes, stage, batch, found)
     return TrainingPlan(
-        config, batch, axes, units, memory, calls, flops, num_kernels, found.saved_bytes
+        config,
+        batch,
+        axes,
+        units,
+        tuple(line for line in lines if line.num_bytes),
+        tuple(_collectives(units, axes, stage, microbatches)),
+        flops_per_token(model) * batch.num_tokens // num_ranks,
+        found.num_kernels * microbatches,
+        found.saved_bytes,
     )
 
 
-def _plan_units(config: TrainConfig, model: GPT, axes: Axes) -> Iterator[UnitPlan]:
+def _units(config: TrainConfig, model: GPT, num_parts: int) -> Iterator[Unit]:
     """Yield units as the trainer makes them, in the order of their forward passes."""
-    linear = linear_weights(model.modules())
     for name, module in [("", model), *model.blocks.named_children()]:
         params = {
             key: param
@@ -193,37 +174,30 @@ def _plan_units(config: TrainConfig, model: GPT, axes: Axes) -> Iterator[UnitPla
             if name or not key.startswith("blocks.")
         }
         buffers = plan_buffers(
-            {key: ParameterKind.of(param, linear) for key, param in params.items()},
+            {key: ParameterKind.of(param, ()) for key, param in params.items()},
             policy=config.mp_policy,
             strategy=config.sharding,
-            num_ranks=math.prod(axes.cut),
+            num_ranks=num_parts,
         )
-        full_name = f"blocks.{name}" if name else ROOT
-        yield UnitPlan(full_name, module, tuple(params.values()), tuple(buffers))
+        full_name = f"blocks.{name}" if name else "(root)"
+        yield Unit(full_name, module, tuple(params.values()), tuple(buffers))
 
 
 def _collectives(
-    config: TrainConfig, units: tuple[UnitPlan, ...], axes: Axes, num_microbatches: int
+    units: tuple[Unit, ...], axes: Axes, stage: int, num_microbatches: int
 ) -> Iterator[Collective]:
     """Yield an iteration's: gathers as the units run, reductions the other way round."""
-    stage = config.sharding.stage
     num_gathers = 2 * num_microbatches if stage == 3 else 1
-    num_scales = 0
     for unit in units:
-        outside = f"{unit.name}, outer axis"
         for buffer in (each for each in unit.buffers if each.sharded):
+            num_bytes = whole_bytes(buffer, buffer.dtypes.compute)
             if axes.cuts_outside:
-                num_bytes = buffer.gather_bytes // axes.inner
-                yield Collective("all_gather", outside, 1, num_bytes, axes.outer)
-            yield Collective("all_gather", unit.name, num_gathers, buffer.gather_bytes, axes.inner)
-            num_scales += buffer.num_scales
-    for size in axes.cut if num_scales else ():
-        largest = "largest weights, for their scales"
-        yield Collective("all_reduce", largest, 1, _SCALE_BYTES * num_scales, size)
+                outside = f"{unit.name}, outer axis"
+                yield Collective("all_gather", outside, 1, num_bytes // axes.inner, axes.outer)
+            yield Collective("all_gather", unit.name, num_gathers, num_bytes, axes.inner)
     for unit in reversed(units):
-        outside = f"{unit.name}, outer axis"
         for buffer in (each for each in unit.buffers if each.trainable):
-            num_bytes = buffer.layout.total_numel * buffer.dtypes.comm.itemsize
+            num_bytes = whole_bytes(buffer, buffer.dtypes.comm)
             op, count = "all_reduce", 1
             if buffer.sharded:
                 op, count = "reduce_scatter", num_microbatches if stage >= 2 else 1
@@ -232,26 +206,53 @@ def _collectives(
                 cuts = buffer.sharded and axes.cuts_outside
                 op = "reduce_scatter" if cuts else "all_reduce"
                 num_bytes //= axes.inner if buffer.sharded else 1
-                yield Collective(op, outside, 1, num_bytes, axes.outer)
+                yield Collective(op, f"{unit.name}, outer axis", 1, num_bytes, axes.outer)
     # Over the ranks that hold other elements, axis by axis.
-    for size in axes.cut if stage else ():
-        yield Collective("all_reduce", "norm of the gradients", 1, _NORM_BYTES, size)
+    if stage:
+        for size in (axes.inner, axes.outer) if axes.cuts_outside else (axes.inner,):
+            yield Collective("all_reduce", "norm of the gradients", 1, _NORM_BYTES, size)
 
 
-def _kept(model: GPT, units: tuple[UnitPlan, ...], batch: IterationBatch) -> Iterator[MemoryLine]:
-    """Yield what stays from one iteration to the next."""
+def _memory(
+    model: GPT,
+    units: tuple[Unit, ...],
+    axes: Axes,
+    stage: int,
+    batch: IterationBatch,
+    found: Activations,
+) -> Iterator[MemoryLine]:
+    """Yield what stays from one iteration to the next, then what an iteration takes besides."""
     buffers = [buffer for unit in units for buffer in unit.buffers]
     trained = [buffer for buffer in buffers if buffer.trainable]
     main_bytes = _together(buffers, lambda buffer: buffer.dtypes.main)
     grad_bytes = _together(trained, lambda buffer: buffer.dtypes.grad)
-    state_bytes = _STATE_BYTES * sum(buffer.main_numel for buffer in trained)
-    module_bytes = sum(buffer.nbytes for buffer in model.buffers())
+    state_bytes = _STATE_BYTES * sum(buffer.main_numel for buffer in trained)  # padding has none
     inputs = 2 * _TOKEN_BYTES * batch.num_tokens // batch.num_ranks
-    yield MemoryLine("main weights", main_bytes, True, "what the optimizer updates")
-    yield MemoryLine("main grads", grad_bytes, True, "persistent gradient buffers")
-    yield MemoryLine("optimizer state", state_bytes, False, "two moments; padding has none")
-    yield MemoryLine("model's own buffers", module_bytes, True, "such as tables")
-    yield MemoryLine("static inputs", inputs, True, "tokens and targets of an iteration")
+    yield MemoryLine("main weights", main_bytes, True)
+    yield MemoryLine("main grads", grad_bytes, True)
+    yield MemoryLine("optimizer state", state_bytes, False)
+    yield MemoryLine("model's own buffers", sum(each.nbytes for each in model.buffers()), True)
+    yield MemoryLine("static inputs", inputs, True)
+    yield MemoryLine("whole weights and grads", found.whole_bytes, False)
+    # Copies of main weights that are not cut, and what was gathered over the outer axis alone.
+    whole = [(each, whole_bytes(each, each.dtypes.compute)) for each in buffers]
+    uncut = [n for each, n in whole if not each.sharded and each.dtypes.compute != each.dtypes.main]
+    half = [n // axes.inner for each, n in whole if each.sharded]
+    half_casts = sum(half) if axes.cuts_outside and stage == 3 else 0
+    yield MemoryLine("cast weights", sum(uncut) + half_casts, True)
+    if axes.cuts_outside:
+        waiting = [
+            sum(
+                whole_bytes(buffer, buffer.dtypes.grad) // axes.inner
+                for buffer in unit.buffers
+                if buffer.sharded and buffer.trainable
+            )
+            for unit in units
+        ]
+        # Reduced over the inner axis alone; those of all units wait for the last micro-batch.
+        all_wait = stage >= 2 and batch.num_microbatches > 1
+        yield MemoryLine("grads for the outer axis", (sum if all_wait else max)(waiting), False)
+    yield MemoryLine("activations", found.peak_bytes - found.whole_bytes, False)
 
 
 def _together(buffers: Iterable[BufferPlan], dtype_of: Any) -> int:
@@ -263,88 +264,3 @@ def _together(buffers: Iterable[BufferPlan], dtype_of: Any) -> int:
         neighbour_starts(found, dtype.itemsize)[-1] * dtype.itemsize
         for dtype, found in numels.items()
     )
-
-
-def _run(
-    config: TrainConfig, model: GPT, units: tuple[UnitPlan, ...], num_microbatches: int
-) -> Activations:
-    """Iterate without numbers, in the dtype of the computation."""
-    for param in model.parameters():
-        param.data = param.data.to(config.param_dtype)
-    whole_units = [
-        WholeUnit(
-            unit.module,
-            tuple(param for param in unit.parameters if param.requires_grad),
-            sum(buffer.full_bytes for buffer in unit.buffers if buffer.sharded),
-            unit.grad_bytes,
-        )
-        for unit in units
-    ]
-
-    return run_without_numbers(
-        lambda: _forward(config, model), whole_units, config.sharding.stage, num_microbatches
-    )
-
-
-def _made(
-    config: TrainConfig,
-    units: tuple[UnitPlan, ...],
-    axes: Axes,
-    num_microbatches: int,
-    found: Activations,
-) -> Iterator[MemoryLine]:
-    """Yield what an iteration takes besides."""
-    stage = config.sharding.stage
-    note = "gathered, or not reduced yet; the most at one time"
-    yield MemoryLine("whole weights and grads", found.whole_bytes, False, note)
-    if casts := _cast_bytes(units, axes, stage):
-        note = "weights in the dtype of the computation that stay for an iteration"
-        yield MemoryLine("cast weights", casts, True, note)
-    if waiting := _unreduced_outside_bytes(units, axes, keeps=stage >= 2 and num_microbatches > 1):
-        note = "reduced over the inner axis alone"
-        yield MemoryLine("grads for the outer axis", waiting, False, note)
-    num_bytes = found.peak_bytes - found.whole_bytes
-    yield MemoryLine("activations", num_bytes, False, "when all of it is most")
-
-
-def _forward(config: TrainConfig, model: GPT) -> Tensor:
-    """Run a micro-batch on the meta device; return its loss."""
-    shape = (config.micro_batch_size, config.seq_length)
-    tokens = torch.empty(shape, dtype=torch.int64, device="meta")
-    loss: Tensor = model(tokens, tokens)
-    return loss
-
-
-def _cast_bytes(units: Iterable[UnitPlan], axes: Axes, stage: int) -> int:
-    """Return bytes of weights in the dtype of the computation that stay for an iteration.
-
-    Copies of main weights that are not sharded, what was gathered over the outer axis alone, and
-    8-bit shards.
-    """
-    casts = 0
-    for unit in units:
-        for buffer in unit.buffers:
-            casts += buffer.packed_bytes
-            if not buffer.sharded and buffer.dtypes.compute != buffer.dtypes.main:
-                casts += buffer.full_bytes
-            if buffer.sharded and axes.cuts_outside and stage == 3:
-                casts += buffer.gather_bytes // axes.inner
-    return casts
-
-
-def _unreduced_outside_bytes(units: Iterable[UnitPlan], axes: Axes, *, keeps: bool) -> int:
-    """Return gradients that are reduced over the inner axis alone, beside the main grads.
-
-    ``keeps``: those of all units wait for the last micro-batch.
-    """
-    if not axes.cuts_outside:
-        return 0
-    waiting = [
-        sum(
-            buffer.layout.total_numel * buffer.dtypes.grad.itemsize // axes.inner
-            for buffer in unit.buffers
-            if buffer.sharded and buffer.trainable
-        )
-        for unit in units
-    ]
-    return sum(waiting) if keeps else max(waiting, default=0)

@@ -10,7 +10,7 @@ from torch import nn
 from graphfsdp.base.dtensors import EXTENSION, local_part
 from graphfsdp.base.torch_internals import parameters_of
 from graphfsdp.config import GatherFormat, MixedPrecisionPolicy, ShardingStrategy
-from graphfsdp.eight_bit.formats import BLOCK, packed_numel
+from graphfsdp.eight_bit.formats import BLOCK
 from graphfsdp.errors import ConfigError
 from graphfsdp.sharding.arguments import UnevenError
 from graphfsdp.sharding.layout import BufferLayout, Slot, plan_blocks, plan_unit
@@ -84,29 +84,6 @@ class BufferPlan:
     @property
     def main_numel(self) -> int:
         return self.layout.shard_numel if self.sharded else self.layout.total_numel
-
-    @property
-    def full_bytes(self) -> int:
-        return self.layout.total_numel * self.dtypes.compute.itemsize
-
-    @property
-    def gather_bytes(self) -> int:
-        """Bytes of what all ranks together send in an all-gather."""
-        if self.gather_format is None:
-            return self.full_bytes
-        return self.layout.num_ranks * self.packed_bytes
-
-    @property
-    def packed_bytes(self) -> int:
-        """Bytes of one rank's 8-bit weights, scales that travel with them included."""
-        if self.gather_format is None:
-            return 0
-        return packed_numel(self.layout.shard_numel, self.gather_format)
-
-    @property
-    def num_scales(self) -> int:
-        """Number of scales that all ranks find together, by an all-reduce."""
-        return sum(self.num_scales_of(slot) for slot in self.layout.slots)
 
     def num_scales_of(self, slot: Slot) -> int:
         if self.gather_format is GatherFormat.FLOAT8:

@@ -144,7 +144,7 @@ def what_is_there(model: nn.Module, microbatches: int, expected: int) -> dict[st
 
 
 def num_bytes(plan: TrainingPlan, kind: str) -> int:
-    return next(line.num_bytes for line in plan.memory if line.kind == kind)
+    return sum(line.num_bytes for line in plan.memory if line.kind == kind)
 
 
 def what_is_planned(plan: TrainingPlan) -> dict[str, Any]:

@@ -12,11 +12,16 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from graphfsdp.cli import main
-from graphfsdp.planning.activations import Activations, WholeUnit, run_without_numbers
-from graphfsdp.planning.plan import Collective, plan_training
+from graphfsdp.planning import roofline
+from graphfsdp.planning.activations import Activations, Unit, run_without_numbers
+from graphfsdp.planning.plan import Collective, TrainingPlan, plan_training
 from graphfsdp.training.arguments import parse_train_arguments
 from graphfsdp.training.config import TrainConfig
 from graphfsdp.training.gpt import GPT, GPTConfig
+from graphfsdp.training.metrics import peak_tflops
+
+H100, B200 = roofline.DEVICES["h100"], roofline.DEVICES["b200"]
+BF16 = torch.bfloat16
 
 # Odd sizes, tied embeddings, biases.
 SHAPE = GPTConfig(
@@ -34,9 +39,13 @@ def of_shape(line: str, shape: GPTConfig = SHAPE) -> TrainConfig:
     return dataclasses.replace(parse_train_arguments(line.split()), **dataclasses.asdict(shape))
 
 
+def plan_of(line: str, num_ranks: int = 1) -> TrainingPlan:
+    return plan_training(parse_train_arguments(line.split()), num_ranks=num_ranks)
+
+
 def measure(model: nn.Module, run: Callable[[], Tensor]) -> Activations:
     """As one unit that nobody cuts."""
-    unit = WholeUnit(model, tuple(model.parameters()), 0, 0)
+    unit = Unit("", model, tuple(model.parameters()), ())
     return run_without_numbers(run, [unit], stage=0)
 
 
@@ -72,13 +81,13 @@ def test_an_iteration_takes_less_than_its_parts_at_their_most() -> None:
     """Whole weights and gradients are few while the logits' gradient is there."""
     line = "--preset llama3-8b --num-layers 2 --bf16 --micro-batch-size 1 --global-batch-size 8"
     line += " --data-parallel-sharding-strategy optim_grads_params"
-    plan = plan_training(parse_train_arguments(line.split()), num_ranks=8)
+    plan = plan_of(line, 8)
     # Above the stand-in for a driver, torch's own allocator has counted 14,938 MiB.
     assert round(sum(item.num_bytes for item in plan.memory[-2:]) / 2**20) == 14_938
 
 
 def test_weights_that_an_iteration_casts_are_a_line_of_their_own() -> None:
-    plan = plan_training(parse_train_arguments(["--preset", "tiny", "--bf16"]), num_ranks=2)
+    plan = plan_of("--preset tiny --bf16", 2)
     casts, activations = plan.memory[-2:]
     assert (casts.kind, activations.kind) == ("cast weights", "activations")
     assert casts.num_bytes == 2 * plan.num_parameters
@@ -137,7 +146,7 @@ def test_command_plans_thousands_of_ranks(capsys: pytest.CaptureFixture[str]) ->
 def test_command_prints_tables_that_mark_estimates(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "--preset", "tiny", "--world-size", "2", "--strategy", "3"]) == 0
     out = capsys.readouterr().out
-    assert "tiny: memory of each of 2 ranks" in out
+    assert "tiny on 2 ranks, optim_grads_params" in out
     for word in ("main weights", "optimizer state", "whole weights", "reduce_scatter", "~ marks"):
         assert word in out
     activations = next(line for line in out.splitlines() if "activations" in line)
@@ -152,6 +161,60 @@ def test_command_says_what_an_iteration_takes_at_least(capsys: pytest.CaptureFix
     data = plan_json("--preset tiny --world-size 2 --device b200", capsys)
     assert data["device"] == "b200"
     assert set(data["bound_s"]) == {"arithmetic", "memory", "links", "host"}
+
+
+def test_a_kernel_takes_as_long_as_its_arithmetic_or_its_bytes() -> None:
+    flops, num_bytes = 989e12, 3.35e12  # a second of either on an H100
+    gap = roofline.NODE_S
+    assert roofline.kernel_s(flops, 0, BF16, H100) == pytest.approx(1 + gap)
+    assert roofline.kernel_s(0, 2 * num_bytes, BF16, H100) == pytest.approx(2 + gap)
+    assert roofline.kernel_s(flops, num_bytes / 2, BF16, H100) == pytest.approx(1 + gap)
+    assert roofline.kernel_s(0, 8e12, BF16, B200) == pytest.approx(1 + gap)
+
+
+def test_float32_is_slower_than_bfloat16() -> None:
+    narrow = roofline.arithmetic_s(67e12, BF16, H100)
+    assert roofline.arithmetic_s(67e12, torch.float32, H100) == pytest.approx(narrow * 989 / 67)
+
+
+@pytest.mark.parametrize("name", roofline.DEVICES)
+def test_each_device_has_a_peak(name: roofline.DeviceName) -> None:
+    assert peak_tflops(roofline.DEVICES[name].name, BF16) is not None
+
+
+def test_a_captured_iteration_is_bound_by_the_gpu_alone() -> None:
+    found = roofline.bound(
+        H100, BF16, flops=0, num_bytes=0, wire_bytes=450e9, num_kernels=1_000, num_calls=10**6
+    )
+    assert found.links == 1.0
+    assert found.arithmetic == found.memory == pytest.approx(500e-6)
+    assert found.host == max(found) == pytest.approx(3.8)
+    assert found.captured == 1.0
+    assert found._replace(arithmetic=0, memory=0, links=0).captured == roofline.CALL_S
+
+
+def test_a_plan_is_bound_by_what_it_counts() -> None:
+    one = plan_of("--preset tiny --bf16")
+    found = one.bound(H100)
+    gaps = one.num_kernels * roofline.NODE_S
+    assert found.arithmetic == pytest.approx(one.flops / 989e12 + gaps)
+    assert found.memory == pytest.approx(2 * one.total_bytes / 3.35e12 + gaps)
+    assert found.host == pytest.approx(one.num_kernels * roofline.CALL_S)
+    assert found.links == 0
+    assert (
+        plan_of("--preset tiny --bf16 --data-parallel-sharding-strategy 3", 2).bound(H100).links > 0
+    )
+    assert one.bound(B200).memory < found.memory
+
+
+def test_micro_batches_and_layers_have_kernels_of_their_own() -> None:
+    line = "--preset tiny --global-batch-size {} --micro-batch-size 1 --num-layers {}"
+    one, four = plan_of(line.format(1, 2)), plan_of(line.format(4, 2))
+    assert four.num_kernels >= 4 * one.num_kernels
+    assert four.bound(H100).memory > one.bound(H100).memory
+    deeper, deepest = plan_of(line.format(1, 3)), plan_of(line.format(1, 4))
+    of_a_layer = deeper.num_kernels - one.num_kernels
+    assert of_a_layer == deepest.num_kernels - deeper.num_kernels > 10
 
 
 @pytest.mark.parametrize(
