@@ -66,118 +66,23 @@ BUDGETS_S: Mapping[str, float] = MappingProxyType(
 RANK_BUDGETS_S: Mapping[str, float] = MappingProxyType(
     {"nccl": 75, "ends": 90, "mismatch": 40, "lost": 120, "nccl-registered": 75}
 )
-# What a part runs; DEVICE is that of the check. A CUDA error makes every later call in a process
-# fail, so in these parts each test has a process of its own.
+# A CUDA error makes every later call in a process fail, so in these parts each test has a process
+# of its own.
 ALONE = ("smoke", "parity", "verify-pinned", "broken", *RANK_BUDGETS_S)
-_ZOO = "tests/capture/test_model_zoo.py::test_"
-_FORWARD_BACKWARD = "conv_net-forward_backward-fused_adam-2"
-_DRIVER = "tests/capture/cuda/test_cuda_graph.py::test_errors_of_the_driver_are_explained"
-_ENDS = "tests/capture/ranks/test_nccl_ends.py::test_"
-_LOST = f"{_ENDS}a_rank_that_is_lost_in_a_replay_is_named_and_the_others_end"
-_NCCL = "tests/base/test_nccl_in_graphs.py::test_collectives_in_a_graph_equal_eager_ones"
-_COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "broadcast")
-_WORKLOADS = "tests/bench/test_bench_workloads.py::test_every_kind_of_workload"
-PARTS: Mapping[str, Sequence[str]] = MappingProxyType(
-    {
-        # The ways to use graphfsdp, on models of two layers or little more.
-        "smoke": (
-            *(
-                f"{_ZOO}replay_equals_eager_and_nothing_is_warned_of[DEVICE-{name}]"
-                for name in ("mlp", "conv_net", "norms", "encoder_layer", "gpt", "autocast")
-            ),
-            *(
-                f"{_ZOO}clipped_microbatches_equal_eager_and_nothing_reads_memory_after_its_planned"
-                f"_life[DEVICE-{name}]"
-                for name in ("channels_last-full_iteration-adamw-3", _FORWARD_BACKWARD)
-            ),
-            f"{_ZOO}replay_with_optimizers_of_torch_equals_eager[DEVICE-adamw-mlp]",
-            f"{_ZOO}replay_with_optimizers_of_torch_equals_eager[DEVICE-sgd-mlp]",
-            f"{_ZOO}dropout_draws_anew_in_every_replay[DEVICE-mlp]",
-            *(
-                f"tests/optim/test_optimizer_replays.py::test_a_replay_equals_the_eager_step"
-                f"[DEVICE-dtype0-{name}]"
-                for name in ("adam", "amsgrad", "torch sgd", "muon")
-            ),
-            "tests/optim/test_precision.py::test_accepted_precisions_replay_as_eager_runs"
-            "[DEVICE-main_weights-1]",
-            "tests/optim/test_skipped_steps.py::test_looking_at_the_count_waits_for_nothing[DEVICE]",
-            "tests/base/test_recompute.py::test_recomputation_in_every_microbatch[DEVICE]",
-            "tests/capture/cuda/test_cuda_streams.py::test_side_streams_that_fork_and_join_are_part"
-            "_of_the_graph[False]",
-            "tests/capture/test_custom_iteration.py::test_replays_are_bit_for_bit_the_plain_loop"
-            "[DEVICE-gan-make_two-fused_adams]",
-            "tests/capture/test_evaluation.py::test_training_is_bit_for_bit_that_without_evaluation"
-            "[DEVICE-full_iteration]",
-            "tests/capture/test_on_change.py::test_a_graph_for_each_kind_of_batch_in_any_order"
-            "[DEVICE]",
-            "tests/capture/test_verification.py::test_training_is_the_same_with_verification"
-            "[DEVICE-full_iteration]",
-            "tests/sharding/test_overlap.py::test_overlap_changes_no_bit"
-            "[gpu_ranks-optim_grads_params-3-True]",
-            "tests/sharding/test_overlap.py::test_overlap_changes_no_bit[gpu_ranks-optim-3-True]",
-        ),
-        "parity": (
-            *(
-                f"{_WORKLOADS}_replays_bit_for_bit[DEVICE-{name}]"
-                for name in ("gpt-tiny", "llama-tiny", "moe-tiny")
-            ),
-            *(
-                f"{_ZOO}replay_equals_eager_and_nothing_is_warned_of[DEVICE-{name}]"
-                for name in ("zoo-encoder", "zoo-conv")
-            ),
-            "tests/capture/cuda/test_cuda_graph.py::test_bfloat16_replays_as_eager",
-        ),
-        # Where eager differs from itself, since nobody has asked for determinism; and batches in
-        # memory that the host fills anew while the GPU is still to copy it.
-        "verify-pinned": (
-            *(
-                "tests/capture/test_verification.py::test_an_iteration_that_differs_from_itself_is"
-                f"_named_and_passes[{name}]"
-                for name in ("index_add", "attention")
-            ),
-            *(
-                "tests/capture/cuda/test_cuda_graph.py::test_batches_on_the_host_are_copied_without"
-                f"_a_host_sync[{pinned}]"
-                for pinned in (True, False)
-            ),
-        ),
-        "broken": (
-            *(f"{_DRIVER}_and_rolled_back[{name}]" for name in ("synchronize", "literal")),
-            "tests/capture/cuda/test_cuda_backend.py::test_the_first_error_of_a_capture_is_told"
-            "[error-True]",
-        ),
-        # The first of them in a rehearsal.
-        TESTS: (
-            *("tests/capture/cuda", "tests/capture/test_capture.py"),
-            *("tests/capture/test_lifetime.py", "tests/capture/test_gradients.py"),
-            *("tests/sharding/test_sharded_capture.py", "tests/sharding/test_overlap.py"),
-            "tests/optim",
-        ),
-        "overlap": ("tests/sharding/test_played_ranks.py",),
-        "compile": ("tests/capture/test_compiled.py",),
-        "nccl": tuple(f"{_NCCL}[{name}-0]" for name in _COLLECTIVES),
-        "ends": tuple(
-            f"{_ENDS}a_job_ends_whoever_still_holds_a_step[{name}-later]"
-            for name in (
-                *("ends_all", "ends_the_group_of_the_shards"),
-                "ends_with_an_iteration",
-                *("ends_with_python", "drops_the_step_first"),
-            )
-        ),
-        "mismatch": tuple(
-            f"{_ENDS}a_rank_that_fails_in_a_replay_frees_the_others[{kind}]"
-            for kind in ("batch", "guard")
-        ),
-        "lost": (
-            f"{_ENDS}a_program_may_abort_its_groups_while_a_rank_is_missing",
-            f"{_ENDS}who_waits_for_a_lost_rank_at_the_end_of_the_job_ends_too",
-            f"{_LOST}[killed-no sign of life of rank 1 of 2]",
-            f"{_LOST}[asleep-rank 1 of 2 lives, but has not launched as much]",
-            f"{_LOST}[stopped-no sign of life of rank 1 of 2]",
-        ),
-        "nccl-registered": tuple(f"{_NCCL}[{name}-1]" for name in _COLLECTIVES),
-    }
-)
+
+
+def tests_of_parts() -> dict[str, list[str]]:
+    """Return what each part that runs tests gives to pytest, DEVICE for that of the check."""
+    parts: dict[str, list[str]] = {}
+    for line in (ROOT / "benchmarks" / "gpu_check_parts.txt").read_text().splitlines():
+        if line.startswith("["):
+            names = parts[line.strip("[]")] = []
+        elif line and not line.startswith("#"):
+            names.append(line)
+    return parts
+
+
+PARTS: Mapping[str, Sequence[str]] = MappingProxyType(tests_of_parts())
 TOTAL_LIMIT_S = 560  # of 600 that a lent machine gives a command
 TEST_LIMIT_S = 60  # of one that has a process of its own
 NUM_PROCESSES = 6  # that run tests on the GPU at the same time
@@ -255,9 +160,8 @@ def spread_part(paths: Sequence[str], limit_s: float, device: torch.device) -> d
     """
     count = _num_processes()
     if importlib.util.find_spec("xdist") is not None:
-        return suite_part(
-            paths, limit_s, device, ("-p", "xdist", "-n", str(count), "--dist", "loadfile")
-        )
+        xdist = ("-p", "xdist", "-n", str(count), "--dist", "loadfile")
+        return suite_part(paths, limit_s, device, xdist)
     files: list[str] = []
     for path in paths:
         found = sorted((ROOT / path).rglob("test_*.py"))
