@@ -1,4 +1,4 @@
-"""What a benchmark runs on, and its limits: hardware and versions, FLOPs, peak."""
+"""What a benchmark runs on, hardware and versions, and how much arithmetic a case is."""
 
 import datetime
 import importlib.metadata
@@ -6,7 +6,6 @@ import os
 import platform
 import re
 import subprocess
-import time
 from pathlib import Path
 
 import torch
@@ -18,12 +17,10 @@ from graphfsdp.bench.results import Row
 from graphfsdp.bench.workloads import Case, make_model
 from graphfsdp.data import Batch
 from graphfsdp.training.gpt import GPT
-from graphfsdp.training.metrics import flops_per_token, peak_tflops
+from graphfsdp.training.metrics import flops_per_token
 
 PALM_FORMULA = "6 N + 12 L C T per token (PaLM, appendix B)"
 COUNTED = "3 x the matrix products and convolutions of a forward pass, counted"
-_CPU_SIZE, _GPU_SIZE = 1024, 8192
-_NUM_PRODUCTS = 5
 _PACKAGES = ("graphfsdp", "numpy", "triton", "transformer-engine", "apex", "megatron-fsdp")
 _QUERY = ("driver_version", "clocks.max.sm", "power.limit")
 
@@ -135,26 +132,3 @@ def num_parameters(case: Case) -> int:
     with torch.device("meta"):
         model = make_model(case.workload.model)
     return sum(param.numel() for param in model.parameters())
-
-
-def find_peak(device: torch.device, dtype: torch.dtype) -> Row:
-    """Measure the best of some products of large random matrices, and look up the data sheet's."""
-    on_gpu = device.type == "cuda"
-    size = _GPU_SIZE if on_gpu else _CPU_SIZE
-    generator = torch.Generator().manual_seed(0)
-    left, right = (torch.randn(size, size, generator=generator).to(device, dtype) for _ in "ab")
-    seconds = []
-    for _ in range(_NUM_PRODUCTS + 1):  # the first one finds a kernel
-        start = time.perf_counter()
-        left @ right
-        if on_gpu:
-            torch.cuda.synchronize(device)
-        seconds.append(time.perf_counter() - start)
-    name = torch.cuda.get_device_name(device) if on_gpu else ""
-    threads = "" if on_gpu else f" on {torch.get_num_threads()} thread(s)"
-    return {
-        "stated_tflops": peak_tflops(name, dtype) if on_gpu else None,
-        "measured_tflops": 2 * size**3 / min(seconds[1:]) / 1e12,
-        "measured_how": f"the best of {_NUM_PRODUCTS} products of random {size} x {size} matrices "
-        f"in {str(dtype).removeprefix('torch.')}{threads}",
-    }

@@ -6,11 +6,8 @@ Shapes: K = steps.
 import contextlib
 import functools
 import math
-import os
 import statistics
-import sys
 import time
-import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
@@ -29,11 +26,12 @@ from graphfsdp.bench.contenders import (
     find_contenders,
     group_for,
 )
-from graphfsdp.bench.machine import find_peak, model_flops, num_parameters
+from graphfsdp.bench.machine import model_flops, num_parameters
 from graphfsdp.bench.options import BenchOptions
 from graphfsdp.bench.results import REFERENCE, Row
 from graphfsdp.data import Batch
 from graphfsdp.errors import ConfigError
+from graphfsdp.training.metrics import peak_tflops
 from graphfsdp.training.ranks import Ranks
 
 T = TypeVar("T")
@@ -44,33 +42,21 @@ _NUM_PROBES = 2
 _NUM_EARLY_STEPS = 10
 # Of a case's time: when no further contender starts, and no further round.
 _START_SHARE, _TIMING_SHARE = 0.5, 0.8
-_MAX_CHARACTERS = 3000  # of a traceback
+_MAX_CHARACTERS = 400  # of a reason
 
 
 @dataclass(frozen=True)
 class Failure:
-    """Why something did not work, on some rank: a sentence, and the end of the traceback."""
+    """Why something did not work, on some rank."""
 
     reason: str
-    detail: str
 
     @classmethod
     def of(cls, error: BaseException, rank: int | None = None) -> "Failure":
         where = "" if rank is None else f"rank {rank}: "
         text = " ".join(str(error).split("\n\n")[0].split())
-        if len(text) > 400:
-            text = text[:400] + " ..."
-        name = type(error).__name__
-        lines = without_folders("".join(traceback.format_exception(error)))
-        return cls(f"{where}{name}: {text}", lines[-_MAX_CHARACTERS:])
-
-
-def without_folders(text: str) -> str:
-    """Return a traceback with files as Python finds them: results go to other people."""
-    folders = {os.getcwd(), sys.prefix, sys.base_prefix, *filter(os.path.isdir, sys.path)}
-    for folder in sorted(folders, key=len, reverse=True):
-        text = text.replace(os.path.join(folder, ""), "")
-    return text
+        text = text[:_MAX_CHARACTERS] + " ..." if len(text) > _MAX_CHARACTERS else text
+        return cls(f"{where}{type(error).__name__}: {text}")
 
 
 def attempt(make: Callable[[], T], ranks: Ranks) -> T | Failure:
@@ -237,7 +223,6 @@ def measure_case(job: Job, say: Say, specs: Sequence[ContenderSpec] | None = Non
     Every rank calls it. ``specs`` are the job's contenders, where these are not known by name.
     """
     setting, case, source = job.setting, job.setting.case, batch_source(job.setting)
-    say("peak", "")
     flops, formula = model_flops(case, source.make(0))
     facts = {
         "case": case.key,
@@ -251,7 +236,7 @@ def measure_case(job: Job, say: Say, specs: Sequence[ContenderSpec] | None = Non
         "num_parameters": num_parameters(case),
         "flops_per_step": flops,
         "flops_formula": formula,
-        **find_peak(setting.device, case.torch_dtype),
+        "stated_tflops": _peak(setting),
     }
     wanted = find_contenders(job.contenders) if specs is None else specs
     bench = _CaseBench(job, source, say)
@@ -261,6 +246,13 @@ def measure_case(job: Job, say: Say, specs: Sequence[ContenderSpec] | None = Non
         finally:
             bench.close()
     return [{**facts, **row} for row in (*rows, *bench.not_run)]
+
+
+def _peak(setting: Setting) -> float | None:
+    """Return the data sheet's TFLOP/s; a CPU's is not known."""
+    if setting.device.type != "cuda":
+        return None
+    return peak_tflops(torch.cuda.get_device_name(setting.device), setting.case.torch_dtype)
 
 
 class _CaseBench:
@@ -306,9 +298,9 @@ class _CaseBench:
         for spec in sorted(specs, key=lambda spec: spec.compiles):
             self._say("warm-up", spec.name)
             if spec.name in self._job.excluded:
-                self._leave_out(spec, Failure(self._job.excluded[spec.name], ""))
+                self._leave_out(spec, Failure(self._job.excluded[spec.name]))
             elif spec.name != REFERENCE and self._is_late(_START_SHARE):
-                self._leave_out(spec, Failure("the time for this case was over before", ""))
+                self._leave_out(spec, Failure("the time for this case was over before"))
             else:
                 line_up(self._setting.ranks, self._setting.device)
                 failure = self._start_one(spec, batches)
@@ -376,14 +368,8 @@ class _CaseBench:
         return window.mean_ms
 
     def _leave_out(self, spec: ContenderSpec, failure: Failure) -> None:
-        self.not_run.append(
-            {
-                "contender": spec.name,
-                "description": spec.description,
-                "reason": failure.reason,
-                "detail": failure.detail,
-            }
-        )
+        facts = {"contender": spec.name, "description": spec.description}
+        self.not_run.append({**facts, "reason": failure.reason})
 
 
 def compare_losses(

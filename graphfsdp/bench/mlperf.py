@@ -15,7 +15,7 @@ from rich.console import Console
 
 import graphfsdp
 from graphfsdp.bench.machine import find_environment
-from graphfsdp.bench.results import Row, Table, finite, wide_console
+from graphfsdp.bench.results import Row, finite
 from graphfsdp.command_line import Parser, print_line, require
 from graphfsdp.errors import ConfigError
 from graphfsdp.training.arguments import parse_train_arguments
@@ -43,7 +43,6 @@ All other flags are those of 'graphfsdp train', such as
 
   graphfsdp bench --mlperf --preset tiny --target-loss 2.6 --out runs/tiny
 """
-_COLUMNS = ("log", "seed", "run_s", "init_s", "num_samples", "loss", "converged", "accepted")
 
 
 def olympic_mean(run_s: Sequence[float | None]) -> float:
@@ -133,7 +132,6 @@ def run_mlperf(arguments: Sequence[str], console: Console) -> int:
     options, train_flags = _make_parser().parse_known_args(arguments)
     config = _checked(options, train_flags)
     folder = Path(options.out)
-    console = wide_console(console)
     benchmark, target = config.mllog_benchmark, config.target_loss
     assert target is not None
     print_line(console, f"{benchmark} to a loss of {target:g}; {UNVERIFIED}")
@@ -145,7 +143,10 @@ def run_mlperf(arguments: Sequence[str], console: Console) -> int:
         seed, log = config.seed + number, folder / f"result_{number}.txt"
         run = _run(_run_command(options.ranks, train_flags, seed, log), log, seed, config)
         runs.append(run)
-        what = f"{run['run_s']:.3f} s" if run["converged"] else run["reason"]
+        what = run["reason"]
+        if run["converged"]:
+            accepted = "" if run["accepted"] else f"; {what}"
+            what = f"{run['run_s']:.3f} s to a loss of {run['loss']:.4f}{accepted}"
         print_line(console, f"run {number}, seed {seed}: {what}")
     score_s, no_score = score(runs)
     found = {
@@ -161,9 +162,6 @@ def run_mlperf(arguments: Sequence[str], console: Console) -> int:
     }
     text = json.dumps(finite(found), indent=1) + "\n"
     (folder / "mlperf.json").write_text(text, encoding="utf-8")
-    rows = [tuple(_cell(run[name]) for name in _COLUMNS) for run in runs]
-    title = f"{benchmark}, target loss {target:g}"
-    console.print(Table(title, _COLUMNS, rows).rich())
     line = f"no score: {no_score} ({UNVERIFIED})"
     if score_s is not None:
         line = (
@@ -173,17 +171,6 @@ def run_mlperf(arguments: Sequence[str], console: Console) -> int:
     print_line(console, line)
     print_line(console, f"wrote {folder}: mlperf.json, result_*.txt")
     return EXIT_NO_SCORE if score_s is None else 0
-
-
-def _cell(value: object) -> str:
-    match value:
-        case None:
-            return "-"
-        case bool():
-            return "yes" if value else "no"
-        case float():
-            return f"{value:.3f}"
-    return str(value)
 
 
 def _make_parser() -> argparse.ArgumentParser:

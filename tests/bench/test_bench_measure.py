@@ -22,7 +22,7 @@ import forked
 from graphfsdp.bench import clock, process
 from graphfsdp.bench.clock import MIN_ROUNDS, make_schedule, time_window
 from graphfsdp.bench.contenders import Contender, ContenderSpec, Setting, find_contenders
-from graphfsdp.bench.measure import NUM_WARMUP_STEPS, Failure, Job, compare_losses, measure_case
+from graphfsdp.bench.measure import NUM_WARMUP_STEPS, Job, compare_losses, measure_case
 from graphfsdp.bench.options import BenchOptions
 from graphfsdp.bench.process import CaseFailedError, run_case
 from graphfsdp.bench.results import REFERENCE, Result, Row
@@ -100,8 +100,6 @@ def test_whatever_cannot_run_is_listed_with_its_reason(
         "in warm-up": "RuntimeError: broken on purpose",
         "in a window": "RuntimeError: broken on purpose",
     }
-    details = {row["contender"]: row["detail"] for row in not_run}
-    assert "in train" in details["in a window"]
     assert [contender.closed for contender in broken] == [True, True]
 
 
@@ -146,15 +144,6 @@ def test_a_case_without_time_measures_the_reference_and_names_the_others(
     assert len(eager["step_ms"]) == 1
     assert late["contender"] == "pytorch"
     assert late["reason"] == "the time for this case was over before"
-
-
-def test_a_failure_does_not_tell_where_somebody_keeps_files() -> None:
-    try:
-        torch.zeros(2).view(3)
-    except RuntimeError as error:
-        detail = Failure.of(error).detail
-    assert 'File "tests/test_bench_measure.py"' in detail or '"test_bench_measure.py"' in detail
-    assert os.getcwd() not in detail
 
 
 def test_losses_are_compared_bit_for_bit_and_by_size() -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from bench_results import CASE, ENVIRONMENT, FACTS, contender, result
 from graphfsdp.bench.options import BenchOptions, parse_bench_arguments
-from graphfsdp.bench.results import Result, Table, case_table, overviews, verdict
+from graphfsdp.bench.results import Result, Table, case_table, overviews
 from graphfsdp.bench.workloads import SuiteName, suite
 from graphfsdp.errors import ConfigError
 
@@ -45,21 +45,6 @@ def test_a_file_that_is_no_result_is_refused(
         Result.read(tmp_path)
 
 
-@pytest.mark.parametrize(
-    ("ratios", "word"),
-    [
-        ((1.0, 0.9, 1.2), "about equal"),
-        ((0.98, 0.97, 0.99), "about equal"),
-        ((1.05, 0.9, 1.2), "within the noise"),
-        ((1.05, 1.04, 1.06), "faster"),
-        ((1.8, 0.9, 2.0), "faster"),
-        ((0.5, 0.4, 0.6), "slower"),
-    ],
-)
-def test_a_ratio_near_one_is_called_so(ratios: tuple[float, ...], word: str) -> None:
-    assert verdict(ratios) == word
-
-
 def cell(table: Table, row: str, column: str) -> str:
     (cells,) = (cells for cells in table.rows if cells[0] == row)
     return cells[table.heading.index(column)]
@@ -69,10 +54,8 @@ def test_the_tables_show_the_numbers_of_the_lines() -> None:
     table = case_table(result(), CASE)
     assert cell(table, "full_iteration", "ms/step") == "1.500"
     assert cell(table, "full_iteration", "times as fast as eager") == "2.50 (2.00 to 3.00)"
-    assert cell(table, "full_iteration", "which is") == "faster"
-    assert cell(table, "eager", "which is") == "reference"
-    assert cell(table, "eager", "tokens/s") == "25,600"
-    assert cell(table, "eager", "MFU") == "2400.0% of measured"
+    assert cell(table, "eager", "times as fast as eager") == "reference"
+    assert cell(table, "eager", "MFU") == ""
     assert cell(table, "eager", "init s") == "0.02"
     known = result()
     known.rows = [{**row, "stated_tflops": 12.0, "memory_bytes": 2**28} for row in known.rows]
