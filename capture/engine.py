@@ -280,7 +280,7 @@ class Engine:
         return Guards(
             self.model,
             self._named_params,
-            self.gradients.named_views,
+            self.gradients.shown_views,
             optimizers=self.optimizer.optimizers if self.full and trains else (),
             counts=self.optimizer.counts,
             functions=self._iteration.functions,

@@ -35,7 +35,7 @@ class _Entry:
 
     __slots__ = (
         *("__weakref__", "address", "binding", "binds_at_once", "landed", "look", "name"),
-        *("num_holders", "param", "room", "sharding", "view"),
+        *("num_holders", "param", "room", "sharding", "shows_look", "view"),
     )
 
     def __init__(
@@ -54,8 +54,10 @@ class _Entry:
         self.landed = False
         self.binds_at_once = False
         self.room: _WaitingRoom | None = None
+        # The user sees a look at the view, and never the view itself.
+        self.shows_look = type(view) is Tensor and binding is not Binding.DECOUPLED_GRAD
         self.look: Tensor | None = None
-        self.address = view.data_ptr() if type(view) is Tensor else 0
+        self.address = view.data_ptr() if self.shows_look else 0
         self.num_holders = 0  # of the look, if the user has not kept it
 
     @property
@@ -125,8 +127,7 @@ class _Entry:
 
     def make_look(self) -> None:
         """Make a look at the view, where there is none; see Note [Kept gradients]."""
-        is_plain = type(self.view) is Tensor and self.binding is not Binding.DECOUPLED_GRAD
-        if is_plain and not self.is_looking:
+        if self.shows_look and not self.is_looking:
             self.look = in_same_memory(self.view)
             self.num_holders = sys.getrefcount(self.look)
 
@@ -351,17 +352,19 @@ class PersistentGradients:
                     entry.unbind()
                 entry.landed = id(entry) in reached
             self._landed = landed
-        # Runs before every replay: no function for each parameter, and no name that holds a look.
+        grad: Tensor | None = None
+        # Runs before every replay, so without a function for each parameter.
         if self._decoupled:
             loose = [e for p, view, e in landed if _decoupled_grad(p) is not view]
         else:
             loose = [
                 e
                 for p, view, e in landed
-                if p.grad is None
-                or p.grad is not (e.look if e.address else view)
+                if (grad := p.grad) is None
+                or grad is not (e.look if e.shows_look else view)
                 or (e.look is not None and e.look.data_ptr() != e.address)
             ]
+        grad = None  # a name that holds a look would pass for the user's
         for entry in loose:
             if not entry.show_again():
                 entry.part()
@@ -418,6 +421,10 @@ class PersistentGradients:
 
     def named_views(self) -> Iterator[tuple[str, Tensor]]:
         return ((entry.name, entry.view) for entry in self._entries)
+
+    def shown_views(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield those that the user has in his hands, and could give other memory."""
+        return ((entry.name, entry.view) for entry in self._entries if not entry.shows_look)
 
     def num_hooks(self) -> int:
         """Count what is called behind each gradient, of this step's, of others' and of users'."""

@@ -55,7 +55,7 @@ class Guards:
         Args:
             model: The model.
             named_params: Trainable parameters by full name.
-            named_gradients: Returns their persistent gradients.
+            named_gradients: Returns those of their persistent gradients that the user sees.
             optimizers: Those that step inside the graph.
             counts: Tells whether replays go on with a number that their state has under a key.
             functions: The loss function, or the user's iteration.

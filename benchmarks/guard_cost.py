@@ -1,0 +1,111 @@
+"""What a replay costs beside its program: ``python -m benchmarks.guard_cost`` (CPU, two minutes).
+
+Of each of twelve small architectures: a call of the captured step with another batch and another
+learning rate, and how much of it is the program that it runs. The rest is all that Python does
+around a replay: it finds the graph of the batch, copies it in, asks the guards, hands numbers to
+the optimizer and results to the caller. Beside it stands what torch.compile does around the code of
+the same model's forward and loss alone, without backward and optimizer: a call whose compiled parts
+return what they have returned before, and compute nothing.
+"""
+
+import json
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+
+from graphfsdp.bench.batches import batch_source
+from graphfsdp.bench.contenders import OwnContender, Setting, initial_model
+from graphfsdp.bench.machine import find_environment
+from graphfsdp.bench.workloads import Case, suite
+from graphfsdp.config import Scope
+
+RESULT = Path(__file__).parent / "results" / "guard_cost_cpu.json"
+CPU = torch.device("cpu")
+NUM_WARM_UPS = 8
+NUM_BATCHES = 20
+NUM_CALLS = 1_000
+
+
+class Stopwatch:
+    """Calls a function, and keeps how long it took."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self._function = function
+        self.us: list[float] = []
+
+    def __call__(self, *args: Any) -> Any:
+        start = time.perf_counter_ns()
+        result = self._function(*args)
+        self.us.append((time.perf_counter_ns() - start) / 1e3)
+        return result
+
+
+def without_computing(graph: torch.fx.GraphModule, _: Sequence[Tensor]) -> Callable[..., Any]:
+    """Be a backend of torch.compile whose code returns what the graph has returned once."""
+    made: list[Any] = []
+
+    def run(*args: Any) -> Any:
+        if not made:
+            made.append(tuple(each.detach() for each in graph(*args)))
+        return made[0]
+
+    return run
+
+
+def measure(case: Case) -> dict[str, Any]:
+    setting = Setting(case, CPU)
+    contender = OwnContender(setting, Scope.FULL_ITERATION)
+    batches = batch_source(setting).take(0, NUM_BATCHES)
+    for step in range(NUM_WARM_UPS):
+        contender(batches[step], step)
+    recording = contender.step._runner._recordings.latest
+    assert recording is not None
+    graph: Any = recording.graph
+    graph.replay = program = Stopwatch(graph.replay)
+    whole = Stopwatch(contender)
+    compiled = torch.compile(initial_model(setting), backend=without_computing)
+    for batch in batches:
+        compiled(*batch)
+    theirs = Stopwatch(compiled)
+    for index in range(NUM_CALLS):
+        batch = batches[index % NUM_BATCHES]
+        whole(batch, index)
+        theirs(*batch)
+    around = [a - b for a, b in zip(whole.us, program.us, strict=True)]
+    contender.close()
+    return {
+        "name": case.workload.name,
+        "num_params": len(contender.optimizer.param_groups[0]["params"]),
+        "step_us": statistics.median(whole.us),
+        "around_us": statistics.median(around),
+        "share": statistics.median(a / b for a, b in zip(around, whole.us, strict=True)),
+        "torch_compile_us": statistics.median(theirs.us),
+    }
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    results = [measure(planned.case) for planned in suite("zoo")]
+    table = Table(title="Around a replay, and around torch.compile's code of the forward alone")
+    table.add_column("architecture")
+    for heading in ("parameters", "step us", "around us", "share", "torch.compile us"):
+        table.add_column(heading, justify="right")
+    for row in results:
+        table.add_row(
+            *(row["name"], str(row["num_params"]), f"{row['step_us']:.0f}"),
+            *(f"{row['around_us']:.0f}", f"{row['share']:.1%}", f"{row['torch_compile_us']:.0f}"),
+        )
+    Console(width=100).print(table)
+    record = {"environment": find_environment(CPU), "architectures": results}
+    RESULT.write_text(json.dumps(record, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
