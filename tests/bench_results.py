@@ -8,7 +8,6 @@ CASE = "gpt-tiny fp32 x4"
 FACTS: Row = {
     "case": CASE,
     "workload": "gpt-tiny",
-    "family": "gpt",
     "dtype": "fp32",
     "batch_size": 4,
     "items_per_sample": 32,

@@ -10,11 +10,10 @@ from pathlib import Path
 
 import torch
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from graphfsdp.bench.contenders import TIMEOUT_MINUTES, Setting
 from graphfsdp.bench.machine import find_environment
-from graphfsdp.bench.measure import Job, Say, measure_case
+from graphfsdp.bench.measure import NUM_THREADS, Job, measure_case
 from graphfsdp.bench.mlperf import run_mlperf
 from graphfsdp.bench.options import BenchOptions, parse_bench_arguments
 from graphfsdp.bench.process import CaseFailedError, run_case
@@ -26,7 +25,6 @@ from graphfsdp.bench.results import (
     case_table,
     environment_text,
     overviews,
-    wide_console,
 )
 from graphfsdp.bench.workloads import PlannedCase
 from graphfsdp.command_line import print_line
@@ -36,6 +34,7 @@ from graphfsdp.training.ranks import Ranks, find_ranks, process_group
 from graphfsdp.training.run_directory import make_new_directory
 
 _BUSY = 0.5
+_WIDTH = 160  # of a file or a pipe, whose tables would be narrow
 # No case ends in less: Python and torch have to start.
 SHORTEST_CASE_S = 20.0
 _NO_LIMIT_S = 24 * 3600.0
@@ -48,13 +47,14 @@ def run_bench(arguments: Sequence[str], console: Console) -> int:
     options = parse_bench_arguments(arguments)
     ranks = find_ranks()
     device = choose_device(options.device, ranks)
-    torch.set_num_threads(options.threads)
+    torch.set_num_threads(NUM_THREADS)
     with process_group(ranks, device, timeout_minutes=TIMEOUT_MINUTES) as backend:
         environment = find_environment(device, num_ranks=ranks.size, backend=backend)
         command = shlex.join(["graphfsdp", "bench", *arguments])
         asked = dataclasses.asdict(options)
         result = Result({"environment": environment, "options": asked, "command": command})
-        console = wide_console(console, quiet=not ranks.is_first)
+        width = None if console.is_terminal else max(console.width, _WIDTH)
+        console = Console(file=console.file, width=width, quiet=not ranks.is_first)
         return _Bench(options, ranks, device, console, result).run()
 
 
@@ -88,26 +88,19 @@ class _Bench:
 
     def _measure_all(self, planned: Sequence[PlannedCase]) -> None:
         """What is known is in the directory after each case, so that Ctrl-C loses little."""
-        with _progress(self._console) as progress:
-            task = progress.add_task("", total=len(planned))
+        for number, each in enumerate(planned):
+            key = each.case.key
+            self._line(f"{key} ({number + 1} of {len(planned)})")
+            try:
+                self._result.rows += self._measure(each, len(planned) - number)
+                self._show(key)
+            except CaseFailedError as error:
+                self._result.rows.append({"case": key, "reason": str(error)})
+                self._line(f"{key}: left out: {error}", "yellow")
+            if self._folder is not None:
+                self._result.write(self._folder / RESULT)
 
-            def say(phase: str, name: str) -> None:
-                progress.update(task, description=f"{key}: {phase} {name}")
-
-            for number, each in enumerate(planned):
-                key = each.case.key
-                progress.update(task, completed=number)
-                try:
-                    rows = self._measure(each, len(planned) - number, say)
-                    self._result.rows += rows
-                    self._show(key)
-                except CaseFailedError as error:
-                    self._result.rows.append({"case": key, "reason": str(error)})
-                    self._line(f"{key}: left out: {error}", "yellow")
-                if self._folder is not None:
-                    self._result.write(self._folder / RESULT)
-
-    def _measure(self, planned: PlannedCase, num_left: int, say: Say) -> list[Row]:
+    def _measure(self, planned: PlannedCase, num_left: int) -> list[Row]:
         """The case may take three times its share of the time left."""
         left_s = self._ranks.exchange(self._left_s())[0]
         if left_s < SHORTEST_CASE_S:
@@ -115,9 +108,9 @@ class _Bench:
         limit_s = min(left_s, max(3 * left_s / num_left, SHORTEST_CASE_S))
         job = self._job(planned, limit_s)
         if not self._ranks.launched:
-            return run_case(job, say)
+            return run_case(job)
         try:
-            return measure_case(job, say)
+            return measure_case(job)
         except ConfigError as error:
             raise CaseFailedError(str(error)) from error
 
@@ -159,15 +152,3 @@ def _make_directory(out: str | None) -> Path:
     if out is None:
         out = str(Path("runs") / f"bench-{datetime.datetime.now():%Y%m%d-%H%M%S}")
     return make_new_directory(out)
-
-
-def _progress(console: Console) -> Progress:
-    return Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        TimeElapsedColumn(),
-        console=console,
-        refresh_per_second=2,
-        transient=True,
-        disable=not console.is_terminal,
-    )

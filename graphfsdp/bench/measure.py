@@ -36,6 +36,7 @@ from graphfsdp.training.ranks import Ranks
 
 T = TypeVar("T")
 
+NUM_THREADS = 1  # of torch on a CPU: steps of small models are too short to share
 # Three eager iterations, the capture, and two replays; torch.compile compiles in the first.
 NUM_WARMUP_STEPS = 6
 _NUM_PROBES = 2
@@ -81,8 +82,7 @@ def line_up(ranks: Ranks, device: torch.device) -> None:
         dist.barrier()
 
 
-# Told what goes on: a phase, and a contender's name or "".
-Say = Callable[[str, str], None]
+Turn = Callable[[str], object]  # told whose turn it is
 
 
 @dataclass(frozen=True)
@@ -217,7 +217,9 @@ def _set_generators(states: Sequence[Tensor]) -> None:
         torch.cuda.set_rng_state(state)
 
 
-def measure_case(job: Job, say: Say, specs: Sequence[ContenderSpec] | None = None) -> list[Row]:
+def measure_case(
+    job: Job, turn: Turn = lambda _: None, specs: Sequence[ContenderSpec] | None = None
+) -> list[Row]:
     """Return a line for each contender; ConfigError if the reference cannot run.
 
     Every rank calls it. ``specs`` are the job's contenders, where these are not known by name.
@@ -227,7 +229,6 @@ def measure_case(job: Job, say: Say, specs: Sequence[ContenderSpec] | None = Non
     facts = {
         "case": case.key,
         "workload": case.workload.name,
-        "family": case.workload.family,
         "dtype": case.dtype,
         "batch_size": case.batch_size,
         "items_per_sample": case.workload.items_per_sample,
@@ -239,7 +240,7 @@ def measure_case(job: Job, say: Say, specs: Sequence[ContenderSpec] | None = Non
         "stated_tflops": _peak(setting),
     }
     wanted = find_contenders(job.contenders) if specs is None else specs
-    bench = _CaseBench(job, source, say)
+    bench = _CaseBench(job, source, turn)
     with group_for(wanted, setting):
         try:
             rows = bench.run(wanted)
@@ -256,8 +257,8 @@ def _peak(setting: Setting) -> float | None:
 
 
 class _CaseBench:
-    def __init__(self, job: Job, source: BatchSource, say: Say) -> None:
-        self._job, self._source, self._say = job, source, say
+    def __init__(self, job: Job, source: BatchSource, turn: Turn) -> None:
+        self._job, self._source, self._turn = job, source, turn
         self._setting, self._options = job.setting, job.options
         self.not_run: list[Row] = []
         self._running: list[RunningContender] = []
@@ -296,7 +297,7 @@ class _CaseBench:
         """Those that compile come last, if time is left."""
         batches = self._source.take(0, NUM_WARMUP_STEPS)
         for spec in sorted(specs, key=lambda spec: spec.compiles):
-            self._say("warm-up", spec.name)
+            self._turn(spec.name)
             if spec.name in self._job.excluded:
                 self._leave_out(spec, Failure(self._job.excluded[spec.name]))
             elif spec.name != REFERENCE and self._is_late(_START_SHARE):
@@ -327,7 +328,7 @@ class _CaseBench:
     def _probe(self) -> tuple[int, int]:
         step_ms = []
         for item in list(self._running):
-            self._say("probe", item.spec.name)
+            self._turn(item.spec.name)
             window = self._window(item, self._source.take(self._next_step, _NUM_PROBES))
             if window is not None:
                 step_ms.append(window)
@@ -346,7 +347,7 @@ class _CaseBench:
             with without_collector():
                 for item in order:
                     if item in self._running:
-                        self._say("timing", item.spec.name)
+                        self._turn(item.spec.name)
                         self._window(item, batches, keep=True)
             order.reverse()
             self._next_step += num_steps

@@ -71,9 +71,6 @@ class BenchOptions:
     budget: Annotated[
         float | None, "cases that do not fit are listed as left out (default: no limit)", "MINUTES"
     ] = None
-    threads: Annotated[
-        int, "threads of torch on a CPU; steps of small models are too short to share"
-    ] = 1
     out: Annotated[
         str | None, "result directory, new or empty (default: a new one in runs/)", "DIR"
     ] = None
@@ -83,7 +80,6 @@ class BenchOptions:
             value = getattr(self, name)
             if value is not None:
                 require(name, value, value > 0, "greater than 0")
-        require("threads", self.threads, self.threads >= 1, "at least 1")
         for size in self.batch_size or ():
             require("batch_size", size, size >= 1, "at least 1")
         if self.suite is not None and self.workload:

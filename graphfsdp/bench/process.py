@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from graphfsdp.bench.measure import Job, Say, measure_case
+from graphfsdp.bench.measure import NUM_THREADS, Job, Turn, measure_case
 from graphfsdp.bench.results import REFERENCE, Row
 from graphfsdp.errors import ConfigError, GraphFSDPError
 
@@ -26,14 +26,14 @@ class CaseFailedError(GraphFSDPError):
     """A case has no result at all; the message says why."""
 
 
-def run_case(job: Job, say: Say) -> list[Row]:
+def run_case(job: Job, turn: Turn = lambda _: None) -> list[Row]:
     """A contender that ends the process is left out, with the reason; the others start anew.
 
     Raises CaseFailedError where the case cannot be measured, or not within the job's limit.
     """
     deadline = time.monotonic() + job.limit_s
     while True:
-        found = _run_child(job, say, deadline)
+        found = _run_child(job, turn, deadline)
         if isinstance(found, list):
             return found
         if isinstance(found, ConfigError):
@@ -50,22 +50,22 @@ def run_case(job: Job, say: Say) -> list[Row]:
 
 
 def child_main(tells: Connection, log: str, job: Job) -> None:
-    """Measure; tell phases and contenders as pairs, then the lines or a ConfigError."""
+    """Measure; tell whose turn it is, then the lines or a ConfigError."""
     # A session of its own, so that what it starts, compilers for example, can be ended with it.
     os.setsid()
     with open(log, "wb") as sink:
         os.dup2(sink.fileno(), 1)
         os.dup2(sink.fileno(), 2)
-    torch.set_num_threads(job.options.threads)
+    torch.set_num_threads(NUM_THREADS)
     answer: object
     try:
-        answer = measure_case(job, lambda phase, name: tells.send((phase, name)))
+        answer = measure_case(job, lambda name: tells.send((name,)))
     except ConfigError as error:
         answer = ConfigError(str(error))
     tells.send(answer)
 
 
-def _run_child(job: Job, say: Say, deadline: float) -> object:
+def _run_child(job: Job, turn: Turn, deadline: float) -> object:
     """Return what was measured, or the contender that the child was at and how it ended."""
     context = multiprocessing.get_context("spawn")
     hears, tells = context.Pipe(duplex=False)
@@ -85,9 +85,9 @@ def _run_child(job: Job, say: Say, deadline: float) -> object:
                         break
                     case str():
                         return at, message
-                    case (str(phase), str(name)):
+                    case (str(name),):
                         at = name
-                        say(phase, name)
+                        turn(name)
                     case _:
                         return message
         finally:  # also after Ctrl-C

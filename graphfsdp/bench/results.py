@@ -14,7 +14,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
 from rich.markup import escape
 from rich.table import Table as RichTable
 
@@ -25,7 +24,6 @@ RESULT = "result.jsonl"
 # The contender that all others are compared with: our code path, run eagerly.
 REFERENCE = "eager"
 NOT_MLPERF = "MLPerf-style conventions; result not verified by MLCommons Association."
-_WIDTH = 160  # of a file or a pipe
 
 Row = dict[str, Any]
 
@@ -129,12 +127,6 @@ def window_ms(row: Row, key: str = "step_ms") -> list[float]:
 def median_ms(row: Row) -> float:
     median: float = statistics.median(step for window in row["step_ms"] for step in window)
     return median
-
-
-def wide_console(console: Console, *, quiet: bool = False) -> Console:
-    """Return one that writes there, and whose tables are wide where no terminal says how wide."""
-    width = None if console.is_terminal else max(console.width, _WIDTH)
-    return Console(file=console.file, width=width, quiet=quiet)
 
 
 @dataclass(frozen=True)

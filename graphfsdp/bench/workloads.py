@@ -34,7 +34,6 @@ class Workload:
     """``batch_size`` is samples per step on each rank, where none is asked for."""
 
     name: str
-    family: str
     description: str
     model: ModelConfig
     batch_size: int
@@ -114,22 +113,22 @@ def _preset(name: str, seq_length: int | None = None) -> GPTConfig:
 
 
 def workloads() -> Iterator[Workload]:
-    yield Workload("gpt-tiny", "gpt", "GPT-2 style, 4 layers, width 64", _gpt(4, 64, 32), 4)
-    yield Workload("gpt-3m", "gpt", "GPT-2 style, 4 layers, width 256", _gpt(4, 256, 128), 8)
-    yield Workload("gpt-11m", "gpt", "GPT-2 style, 6 layers, width 384", _gpt(6, 384, 128), 8)
-    yield Workload("gpt2-124m", "gpt", "GPT-2's smallest", _preset("gpt2-124m"), 8)
-    yield Workload("gpt2-355m", "gpt", "GPT-2 medium", _preset("gpt2-355m"), 4)
-    yield Workload("llama-tiny", "llama", "Llama style, 4 layers, width 64", _llama(4, 64, 32), 4)
-    yield Workload("llama-4m", "llama", "Llama style, 4 layers, width 256", _llama(4, 256, 128), 8)
-    yield Workload("llama-160m", "llama", "Llama style, 12 layers", _preset("llama-160m", 1024), 8)
-    yield Workload("llama-1b", "llama", "Llama style, 22 layers", _preset("llama-1b", 1024), 4)
+    yield Workload("gpt-tiny", "GPT-2 style, 4 layers, width 64", _gpt(4, 64, 32), 4)
+    yield Workload("gpt-3m", "GPT-2 style, 4 layers, width 256", _gpt(4, 256, 128), 8)
+    yield Workload("gpt-11m", "GPT-2 style, 6 layers, width 384", _gpt(6, 384, 128), 8)
+    yield Workload("gpt2-124m", "GPT-2's smallest", _preset("gpt2-124m"), 8)
+    yield Workload("gpt2-355m", "GPT-2 medium", _preset("gpt2-355m"), 4)
+    yield Workload("llama-tiny", "Llama style, 4 layers, width 64", _llama(4, 64, 32), 4)
+    yield Workload("llama-4m", "Llama style, 4 layers, width 256", _llama(4, 256, 128), 8)
+    yield Workload("llama-160m", "Llama style, 12 layers", _preset("llama-160m", 1024), 8)
+    yield Workload("llama-1b", "Llama style, 22 layers", _preset("llama-1b", 1024), 4)
     tiny = _moe(_llama(4, 64, 32), 128, 8)
-    yield Workload("moe-tiny", "moe", "8 experts, 2 per token, 4 layers", tiny, 4)
+    yield Workload("moe-tiny", "8 experts, 2 per token, 4 layers", tiny, 4)
     small = _moe(_llama(8, 512, 512, 32000), 1024, 16)
-    yield Workload("moe-180m", "moe", "16 experts, 2 per token, 8 layers", small, 8)
+    yield Workload("moe-180m", "16 experts, 2 per token, 8 layers", small, 8)
     for name, found in zoo.architectures().items():
         about = f"{found.description}, width {zoo.WIDTH}"
-        yield Workload(f"zoo-{name}", "zoo", about, ZooConfig(name), 4)
+        yield Workload(f"zoo-{name}", about, ZooConfig(name), 4)
 
 
 def find_workload(name: str) -> Workload:

@@ -10,7 +10,7 @@ import graphfsdp
 from graphfsdp.command_line import print_line
 from graphfsdp.training.build import TrainingRun
 from graphfsdp.training.config import TrainConfig
-from graphfsdp.training.metrics import Metrics, describe_mfu
+from graphfsdp.training.metrics import Metrics
 
 
 class TrainingConsole:
@@ -79,7 +79,7 @@ def _facts(run: TrainingRun) -> list[tuple[str, str]]:
     device = f"CPU ({platform.machine()}), {torch.get_num_threads()} threads"
     if run.device.type == "cuda":
         device = f"{torch.cuda.get_device_name(run.device)}, CUDA {torch.version.cuda}"
-    facts = [
+    return [
         ("versions", versions + platform.python_version()),
         ("device", device),
         ("model", f"{num_params:,} parameters ({shape})"),
@@ -90,10 +90,6 @@ def _facts(run: TrainingRun) -> list[tuple[str, str]]:
         ("data", corpus.name),
         ("", f"{len(corpus.train):,} tokens to train on, {len(corpus.validation):,} held out"),
     ]
-    if run.device.type == "cuda":
-        name = torch.cuda.get_device_name(run.device)
-        facts.append(("MFU", describe_mfu(model, name, config.param_dtype)))
-    return facts
 
 
 def _describe_ranks(run: TrainingRun) -> list[tuple[str, str]]:

@@ -108,11 +108,3 @@ def peak_tflops(device_name: str, dtype: torch.dtype) -> float | None:
                 return bf16
             return tf32 if torch.get_float32_matmul_precision() != "highest" else fp32
     return None
-
-
-def describe_mfu(model: GPT, device_name: str, dtype: torch.dtype) -> str:
-    peak = peak_tflops(device_name, dtype)
-    if peak is None:
-        return "not shown: the peak of this GPU is not known"
-    flops = flops_per_token(model)
-    return f"of {peak:,.0f} TFLOP/s dense; {flops / 1e6:,.1f} MFLOP per token (6 N + 12 L C T)"

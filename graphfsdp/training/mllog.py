@@ -166,6 +166,12 @@ def _settings(config: TrainConfig, ranks: Ranks, device: torch.device) -> dict[s
     assumed = {"org": "unverified", "division": "closed", "status": "research"}
     submission = {**assumed, "platform": _platform(ranks, device), **config.submission}
     kept = "preset " + config.preset if config.out is None else f"{config.out}/config.json"
+    products = "bfloat16" if config.bf16 else "fp32"
+    tf32 = device.type == "cuda" and torch.get_float32_matmul_precision() != "highest"
+    if tf32 and not config.bf16:
+        products = "tf32"
+    # Gradients are reduced in float32; weights that are not kept by all travel as model weights.
+    gathers = ranks.launched and config.sharding is not ShardingStrategy.NO_SHARD
     return {
         "submission_benchmark": config.mllog_benchmark,
         **{f"submission_{key}": value for key, value in submission.items()},
@@ -181,39 +187,18 @@ def _settings(config: TrainConfig, ranks: Ranks, device: torch.device) -> dict[s
         "pipeline_parallelism": 1,
         "context_parallelism": 1,
         "expert_parallelism": 1,
-        **_optimizer_settings(config, batch.num_sequences),
-        **_precision_settings(config, ranks, device),
-    }
-
-
-def _optimizer_settings(config: TrainConfig, num_sequences: int) -> dict[str, object]:
-    warmup_iters = config.lr_warmup_iters
-    return {
         "opt_name": "adamw",
         "opt_base_learning_rate": config.lr,
         "opt_end_learning_rate": config.min_lr,
-        "opt_learning_rate_warmup_steps": warmup_iters,
-        "opt_learning_rate_warmup_samples": warmup_iters * num_sequences,
-        "opt_learning_rate_decay_steps": config.train_iters - warmup_iters,
+        "opt_learning_rate_warmup_steps": config.lr_warmup_iters,
+        "opt_learning_rate_warmup_samples": config.lr_warmup_iters * batch.num_sequences,
+        "opt_learning_rate_decay_steps": config.train_iters - config.lr_warmup_iters,
         "opt_learning_rate_decay_schedule": f"{config.lr_decay_style} with linear warmup",
         "opt_adamw_beta_1": config.adam_beta1,
         "opt_adamw_beta_2": config.adam_beta2,
         "opt_adamw_epsilon": config.adam_eps,
         "opt_adamw_weight_decay": config.weight_decay,
         "opt_gradient_clip_norm": config.clip_grad,
-    }
-
-
-def _precision_settings(
-    config: TrainConfig, ranks: Ranks, device: torch.device
-) -> dict[str, object]:
-    products = "bfloat16" if config.bf16 else "fp32"
-    if products == "fp32" and device.type == "cuda":
-        tf32 = torch.get_float32_matmul_precision() != "highest"
-        products = "tf32" if tf32 else "fp32"
-    # Gradients are reduced in float32; weights that are not kept by all travel as model weights.
-    gathers = ranks.launched and config.sharding is not ShardingStrategy.NO_SHARD
-    return {
         "lowest_numerical_precision_in_linear": products,
         "lowest_numerical_precision_in_attn": products,
         "lowest_numerical_precision_in_comm": "bfloat16" if gathers and config.bf16 else "fp32",

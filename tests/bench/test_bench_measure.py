@@ -64,10 +64,6 @@ def ran(rows: list[Row]) -> list[Row]:
     return [row for row in rows if "step_ms" in row]
 
 
-def no_talk(phase: str, name: str) -> None:
-    return
-
-
 @pytest.fixture(scope="module")
 def measured() -> tuple[list[Row], list[Faulty]]:
     broken = [Faulty(2), Faulty(NUM_WARMUP_STEPS + 3)]
@@ -84,7 +80,7 @@ def measured() -> tuple[list[Row], list[Faulty]]:
     ]
     job = job_on(torch.device("cpu"))
     job = dataclasses.replace(job, excluded={"forward_backward": "signal 11"})
-    return measure_case(job, no_talk, specs), broken
+    return measure_case(job, specs=specs), broken
 
 
 def test_whatever_cannot_run_is_listed_with_its_reason(
@@ -132,14 +128,14 @@ def test_the_captured_iteration_trains_the_same_losses_and_its_facts_are_told(
 def test_without_the_reference_there_is_no_case(device: torch.device) -> None:
     specs = [faulty(REFERENCE, lambda _: Faulty(0))]
     with pytest.raises(ConfigError, match=r"reference \(eager\) cannot run .* broken on purpose"):
-        measure_case(job_on(device), no_talk, specs)
+        measure_case(job_on(device), specs=specs)
 
 
 def test_a_case_without_time_measures_the_reference_and_names_the_others(
     device: torch.device,
 ) -> None:
     job = dataclasses.replace(job_on(device), limit_s=1e-9, contenders=("pytorch",))
-    eager, late = measure_case(job, no_talk)
+    eager, late = measure_case(job)
     assert eager["contender"] == "eager"
     assert len(eager["step_ms"]) == 1
     assert late["contender"] == "pytorch"
@@ -190,7 +186,7 @@ def ends_badly(how: str, result: list[Row], tells: Connection, log: str, job: Jo
     os.setsid()
     with open(log, "wb") as sink:
         os.dup2(sink.fileno(), 2)
-    tells.send(("warm-up", "pytorch"))
+    tells.send(("pytorch",))
     if not job.excluded:
         match how:
             case "orphan":
@@ -248,16 +244,16 @@ def test_a_contender_that_takes_its_process_down_is_left_out_and_named(
         return real(job, *others)
 
     monkeypatch.setattr(process, "_run_child", spy)
-    said: list[tuple[str, str]] = []
+    said: list[str] = []
 
-    def say(phase: str, name: str) -> None:
-        said.append((phase, name))
+    def turn(name: str) -> None:
+        said.append(name)
         if how == "hang" and len(jobs) == 1:
             monkeypatch.setattr(process, "SILENCE_LIMIT_S", 2.0)
 
-    assert run_case(dataclasses.replace(JOB, limit_s=3600), say) == measured[0]
+    assert run_case(dataclasses.replace(JOB, limit_s=3600), turn) == measured[0]
     assert [job.excluded for job in jobs] == [{}, {"pytorch": reason}]
-    assert said == [("warm-up", "pytorch")] * 2
+    assert said == ["pytorch"] * 2
 
 
 @pytest.mark.usefixtures("_quick_children")
@@ -267,7 +263,7 @@ def test_a_case_that_cannot_be_made_or_takes_too_long_fails_with_words(
     for how, limit_s, message in (("config", 3600, "no such text"), ("hang", 1, "was over")):
         monkeypatch.setattr(process, "child_main", functools.partial(ends_badly, how, measured[0]))
         with pytest.raises(CaseFailedError, match=message):
-            run_case(dataclasses.replace(JOB, limit_s=limit_s), no_talk)
+            run_case(dataclasses.replace(JOB, limit_s=limit_s))
 
 
 @pytest.mark.slow

@@ -38,7 +38,7 @@ def measure_on_rank() -> list[Row]:
         ContenderSpec("lame", "fails on one rank", fail_on_last),
         *find_contenders(("full_iteration",))[1:],
     ]
-    return measure_case(Job(setting, options=BenchOptions(seconds=0.1)), lambda *_: None, specs)
+    return measure_case(Job(setting, options=BenchOptions(seconds=0.1)), specs=specs)
 
 
 @pytest.mark.slow

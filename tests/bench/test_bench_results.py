@@ -109,7 +109,6 @@ def test_without_workloads_the_device_chooses_the_suite() -> None:
         ("--seconds 0", "--seconds must be greater than 0"),
         ("--seconds inf", "--seconds must be greater than 0"),
         ("--budget nan", "--budget must be greater than 0"),
-        ("--threads 0", "--threads must be at least 1"),
         ("--workload gpt-tiny --batch-size 0", "--batch-size must be at least 1"),
         ("--suite cpu --workload gpt-tiny", "give one of them"),
         ("--dtype fp8", "invalid choice"),

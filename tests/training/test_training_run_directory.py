@@ -13,7 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from graphfsdp.errors import ConfigError
 from graphfsdp.training.gpt import GPT, GPTConfig
-from graphfsdp.training.metrics import Metrics, describe_mfu, flops_per_token, peak_tflops
+from graphfsdp.training.metrics import Metrics, flops_per_token, peak_tflops
 from graphfsdp.training.run_directory import RunDirectory
 
 METRICS = Metrics(
@@ -101,10 +101,3 @@ def test_peak_depends_on_gpu_and_dtype(monkeypatch: pytest.MonkeyPatch) -> None:
     assert peak_tflops("NVIDIA H200", torch.float32) == 67.0
     monkeypatch.setattr(torch, "get_float32_matmul_precision", lambda: "high")
     assert peak_tflops("NVIDIA H200", torch.float32) == 494.0
-
-
-def test_the_banner_states_formula_and_peak() -> None:
-    line = describe_mfu(GPT(CONFIG), "NVIDIA H200", torch.bfloat16)
-    assert "989 TFLOP/s" in line
-    assert "6 N + 12 L C T" in line
-    assert "not known" in describe_mfu(GPT(CONFIG), "Unknown GPU", torch.bfloat16)
