@@ -13,19 +13,19 @@ import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from graphfsdp.checkpoint.file_format import file_errors
-from graphfsdp.checkpoint.manifest import MANIFEST
-from graphfsdp.errors import CheckpointError
+from graphfsdp.errors import CheckpointError, ConfigError
 
+MANIFEST = "manifest.json"
 LATEST = "latest"
-UNFINISHED = ".unfinished-"
+_UNFINISHED = ".unfinished-"
 _DELETED = ".deleted-"
 _NAME = re.compile(r"step-(\d+)(?:\.(\d+))?")
 
 
-@dataclass(frozen=True, order=True)
-class Entry:
+class Entry(NamedTuple):
     step: int
     attempt: int  # 0, or more where the same step was saved again
     name: str
@@ -33,10 +33,8 @@ class Entry:
 
 def entries(root: Path) -> list[Entry]:
     """The oldest first."""
-    if not root.is_dir():
-        return []
     found = []
-    for path in root.iterdir():
+    for path in root.iterdir() if root.is_dir() else ():
         match = _NAME.fullmatch(path.name)
         if match and (path / MANIFEST).is_file():
             found.append(Entry(int(match[1]), int(match[2] or 0), path.name))
@@ -48,98 +46,116 @@ def resolve(path: Path, step: int | None = None) -> Path:
     if (path / MANIFEST).is_file() and step is None:
         return path
     known = entries(path)
+    steps = ", ".join(dict.fromkeys(str(entry.step) for entry in known))
+    there = f"saved there and complete: step={steps}" if known else "nothing has been saved there"
     if step is not None:
-        chosen = [entry for entry in known if entry.step == step]
+        chosen = [entry.name for entry in known if entry.step == step]
         if not chosen:
-            raise CheckpointError(f"{path} has no checkpoint of step {step}; {_describe(known)}")
-        return path / chosen[-1].name
+            raise CheckpointError(f"{path} has no checkpoint of step {step}; {there}")
+        return path / chosen[-1]
     try:
         name = (path / LATEST).read_text(encoding="utf-8").strip()
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is no text"
         raise CheckpointError(
             f"{path} is no folder of checkpoints: {path / LATEST} cannot be read ({reason}); "
-            f"{_describe(known)}"
+            f"{there}"
         ) from None
     if name not in [entry.name for entry in known]:
-        raise CheckpointError(
-            f"{path / LATEST} names {name!r}, which is not there; {_describe(known)}"
-        )
+        raise CheckpointError(f"{path / LATEST} names {name!r}, which is not there; {there}")
     return path / name
 
 
-def _describe(known: list[Entry]) -> str:
-    if not known:
-        return "nothing has been saved there"
-    steps = ", ".join(dict.fromkeys(str(entry.step) for entry in known))
-    return f"saved there and complete: step={steps}"
+@dataclass(frozen=True)
+class Unfinished:
+    """A checkpoint that is being written.
+
+    Attributes:
+        name: Of its folder in ``root``, once it is complete.
+        keep_last: How many of the newest steps up to this one stay; None keeps all.
+    """
+
+    root: Path
+    name: str
+    step: int
+    keep_last: int | None
+
+    @property
+    def folder(self) -> Path:
+        return self.root / f"{_UNFINISHED}{self.name}"
+
+    def commit(self, manifest: bytes) -> None:
+        """Make it visible, on rank 0, when all files are synced; see Note [Order of a save]."""
+        with explained(self.root):
+            _write_synced(self.folder / MANIFEST, manifest)
+            _sync_folder(self.folder)
+            os.rename(self.folder, self.root / self.name)
+            _sync_folder(self.root)
+            pointer = self.root / f"{LATEST}.new"
+            _write_synced(pointer, f"{self.name}\n".encode())
+            os.replace(pointer, self.root / LATEST)
+            _sync_folder(self.root)
+        self._remove_old()
+
+    def give_up(self) -> None:
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+    def _remove_old(self) -> None:
+        """Later steps stay: who went back to an earlier one must not lose it for others.
+
+        Those may be damaged; they go when the run has passed their steps. Failing to remove is no
+        failure of the save: what is left is removed the next time.
+        """
+        known = entries(self.root)
+        steps = sorted({entry.step for entry in known if entry.step < self.step}, reverse=True)
+        kept = steps if self.keep_last is None else steps[: self.keep_last - 1]
+        for entry in known:
+            again = entry.step == self.step and entry.name != self.name
+            if again or (entry.step < self.step and entry.step not in kept):
+                with contextlib.suppress(OSError):
+                    # Renamed first, so that a half-removed one is never taken for a checkpoint.
+                    doomed = self.root / f"{_DELETED}{entry.name}"
+                    os.rename(self.root / entry.name, doomed)
+                    shutil.rmtree(doomed)
 
 
-def begin(root: Path, step: int | None) -> tuple[int, str]:
-    """Return the step and the final name of the save, whose folder is made.
+def begin(root: Path, step: int | None, keep_last: int | None) -> Unfinished:
+    """Make the folder of a save; without a step, of one more than the last.
 
     What earlier saves have left unfinished is removed, so one job at a time may save here.
+    ConfigError: a number cannot be used.
     """
+    for name, value, minimum in (("step", step, 0), ("keep_last", keep_last, 1)):
+        is_number = isinstance(value, int) and not isinstance(value, bool)
+        if value is not None and not (is_number and value >= minimum):
+            raise ConfigError(f"{name} must be an integer of at least {minimum}, got {value!r}")
     with explained(root):
         root.mkdir(parents=True, exist_ok=True)
         for path in root.iterdir():
-            if path.name.startswith((UNFINISHED, _DELETED)):
+            if path.name.startswith((_UNFINISHED, _DELETED)):
                 shutil.rmtree(path, ignore_errors=True)
         known = entries(root)
         if step is None:
             step = known[-1].step + 1 if known else 0
         attempts = [entry.attempt + 1 for entry in known if entry.step == step]
         name = f"step-{step:08d}" + (f".{max(attempts)}" if attempts else "")
-        unfinished(root, name).mkdir()
-    return step, name
+        begun = Unfinished(root, name, step, keep_last)
+        begun.folder.mkdir()
+    return begun
 
 
-def unfinished(root: Path, name: str) -> Path:
-    return root / f"{UNFINISHED}{name}"
-
-
-def commit(root: Path, name: str, manifest: bytes, keep_last: int | None) -> None:
-    """Make a checkpoint visible, on rank 0, when all files are synced; see Note [Order of a save].
-
-    All but ``keep_last`` of the newest steps up to this one are removed; None keeps all.
-    """
-    with explained(root):
-        folder = unfinished(root, name)
-        _write_synced(folder / MANIFEST, manifest)
-        _sync_folder(folder)
-        os.rename(folder, root / name)
-        _sync_folder(root)
-        pointer = root / f"{LATEST}.new"
-        _write_synced(pointer, f"{name}\n".encode())
-        os.replace(pointer, root / LATEST)
-        _sync_folder(root)
-    _remove_old(root, name, keep_last)
-
-
-def give_up(root: Path, name: str) -> None:
-    shutil.rmtree(unfinished(root, name), ignore_errors=True)
-
-
-def _remove_old(root: Path, name: str, keep_last: int | None) -> None:
-    """Later steps stay: who went back to an earlier one must not lose it for others.
-
-    Those may be damaged; they go when the run has passed their steps. Failing to remove is no
-    failure of the save: what is left is removed the next time.
-    """
-    known = entries(root)
-    saved = next(entry for entry in known if entry.name == name)
-    old = [entry for entry in known if entry.step == saved.step and entry != saved]
-    if keep_last is not None:
-        earlier = [entry for entry in known if entry.step < saved.step]
-        steps = sorted({entry.step for entry in earlier}, reverse=True)
-        kept = set(steps[: keep_last - 1])
-        old += [entry for entry in earlier if entry.step not in kept]
-    for entry in old:
-        with contextlib.suppress(OSError):
-            # Renamed first, so that a half-removed one is never taken for a checkpoint.
-            doomed = root / f"{_DELETED}{entry.name}"
-            os.rename(root / entry.name, doomed)
-            shutil.rmtree(doomed)
+@contextlib.contextmanager
+def explained(root: Path) -> Iterator[None]:
+    """Say of a failure of the file system what was to be done, and that nothing is lost."""
+    try:
+        yield
+    except file_errors() as error:
+        where = getattr(error, "filename", None) or root
+        why = getattr(error, "strerror", None) or error
+        raise CheckpointError(
+            f"the checkpoint cannot be written: {where}: {why}. Checkpoints "
+            f"that are complete in {root} are untouched"
+        ) from error
 
 
 def _write_synced(path: Path, content: bytes) -> None:
@@ -155,17 +171,3 @@ def _sync_folder(path: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
-
-
-@contextlib.contextmanager
-def explained(root: Path) -> Iterator[None]:
-    """Say of a failure of the file system what was to be done, and that nothing is lost."""
-    try:
-        yield
-    except file_errors() as error:
-        where = getattr(error, "filename", None) or root
-        why = getattr(error, "strerror", None) or error
-        raise CheckpointError(
-            f"the checkpoint cannot be written: {where}: {why}. Checkpoints "
-            f"that are complete in {root} are untouched"
-        ) from error

@@ -13,8 +13,6 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
-from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 
 from graphfsdp.base.dtensors import local_part, wrap_like
 from graphfsdp.checkpoint.manifest import Manifest
@@ -88,20 +86,7 @@ class LoadPlan:
     @torch.no_grad()
     def carry_out(self, folder: Path, members: Members) -> None:
         """Fill every rank's parts from files that were checked, and act; a collective."""
-        reader = self.manifest.reader(folder)
-        num_reads = max(members.gather(max(map(len, self.parts.values()), default=0)))
-        for number in range(num_reads):
-            # Slices of files come on the default device.
-            with members.dcp_errors(), torch.device("cpu"):
-                dcp_load(
-                    {k: parts[number] for k, parts in self.parts.items() if number < len(parts)},
-                    storage_reader=reader,
-                    planner=DefaultLoadPlanner(
-                        flatten_state_dict=False, flatten_sharded_tensors=False
-                    ),
-                    process_group=members.group,
-                    no_dist=members.group is None,
-                )
+        self.manifest.read(folder, self.parts, members)
         for action in self.afterwards:
             action()
 

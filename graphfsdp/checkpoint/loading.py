@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from graphfsdp.base.dtensors import is_dtensor
-from graphfsdp.base.sharded import ShardedModule, sharded_roots
+from graphfsdp.base.sharded import units_of
 from graphfsdp.checkpoint.folder import resolve
 from graphfsdp.checkpoint.load_plan import LoadPlan, plan_model
 from graphfsdp.checkpoint.manifest import Manifest
@@ -25,15 +25,9 @@ from graphfsdp.checkpoint.objects import (
     check_objects,
 )
 from graphfsdp.checkpoint.optimizer import plan_optimizer
-from graphfsdp.checkpoint.reading import (
-    check_files,
-    name_last_good,
-    read_manifest,
-    read_objects,
-)
+from graphfsdp.checkpoint.reading import name_last_good, read_manifest
 from graphfsdp.checkpoint.saving import BUFFERS, RANDOM
 from graphfsdp.checkpoint.values import decode, encode
-from graphfsdp.checkpoint.writing import objects_file
 from graphfsdp.errors import CheckpointDamagedError
 from graphfsdp.sharding.materialize.materialize import memory_for_values
 
@@ -119,13 +113,14 @@ def load(
         manifest = members.together(lambda: read_manifest(folder))
         with memory_for_values(module) as have_values:
             plan = members.together(lambda: make_plan(manifest))
-            check_files(folder, manifest, members)
+            manifest.check_files(folder, members)
             plan.carry_out(folder, members)
             have_values(plan.filled())
     except CheckpointDamagedError as error:  # on every rank
         found = members.first(lambda: name_last_good(folder))
         raise CheckpointDamagedError(f"{error}\n{found}") from None
-    _forget_gathered(module)
+    for unit in units_of(module):
+        unit.reshard()  # whole weights that were gathered before are not the loaded ones
     return Loaded(int(manifest.facts["step"]), folder, tuple(plan.problems))
 
 
@@ -139,7 +134,7 @@ def _plan_objects(
 ) -> None:
     digests: list[dict[str, str]] = plan.manifest.facts["objects"]
     exists = members.rank < len(digests)
-    saved = read_objects(folder, plan.manifest, objects_file(members.rank if exists else 0))
+    saved = plan.manifest.read_objects(folder, members.rank if exists else 0)
     things = dict(objects)
     if BUFFERS in saved and members.size == len(digests):
         things[BUFFERS] = BufferState(plan.model)
@@ -181,13 +176,3 @@ def _read_object(plan: LoadPlan, living: Mapping[str, Tensor], key: str) -> Tens
         return plan.read_whole(key)
     plan.read_into(key, part_of(living[key]))
     return living[key]
-
-
-def _forget_gathered(model: nn.Module) -> None:
-    """Drop whole weights that units have gathered before: they are not the loaded ones."""
-    for root in sharded_roots(model):
-        assert isinstance(root, nn.Module)
-        for module in root.modules():
-            reshard = getattr(module, "reshard", None)
-            if reshard is not None and isinstance(module, ShardedModule):
-                reshard()

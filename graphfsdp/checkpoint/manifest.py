@@ -1,21 +1,25 @@
-"""What a checkpoint holds: a list in JSON with a checksum, files that are as they were written."""
+"""What a checkpoint holds: a list in JSON with a checksum, and files as they were written."""
 
 import hashlib
 import json
-import mmap
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
-from torch.distributed.checkpoint.storage import StorageReader
+from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 
+from graphfsdp.checkpoint.members import Members
 from graphfsdp.checkpoint.values import Json, dtype_name
+from graphfsdp.errors import CheckpointDamagedError
 
-MANIFEST = "manifest.json"
 FORMAT = "graphfsdp checkpoint"
 VERSION = 2
+_MAX_NAMED = 20
 
 
 class SavedTensor(NamedTuple):
@@ -23,31 +27,15 @@ class SavedTensor(NamedTuple):
     shape: tuple[int, ...]
 
 
-@dataclass(frozen=True)
-class SavedFile:
+class SavedFile(NamedTuple):
     num_bytes: int
     sha256: str
 
     @staticmethod
-    def of(file: BinaryIO) -> "SavedFile":
-        """Describe a file, which may not be empty: mapped, since reading would copy it."""
-        with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
-            return SavedFile(len(content), hashlib.sha256(content).hexdigest())
-
-    def holds(self, file: BinaryIO) -> bool:
-        """Compare a file's bytes with those that were written."""
-        return SavedFile.of(file) == self
-
-    def find_damage(self, path: Path) -> str | None:
-        """Say what is wrong with the file; None if it is as it was written."""
-        try:
-            size = path.stat().st_size
-            if size != self.num_bytes:
-                return f"{path.name} has {size} bytes, expected {self.num_bytes}"
-            with path.open("rb") as file:
-                return None if self.holds(file) else f"{path.name}: the checksum differs"
-        except OSError as error:
-            return f"{path.name} cannot be read ({error.strerror or error})"
+    def of(path: Path) -> "SavedFile":
+        with path.open("rb") as file:
+            digest = hashlib.file_digest(file, "sha256")
+            return SavedFile(file.tell(), digest.hexdigest())
 
 
 @dataclass
@@ -61,24 +49,75 @@ class Manifest:
     files: dict[str, SavedFile] = field(default_factory=dict)
     tensors: dict[str, SavedTensor] = field(default_factory=dict)
 
-    def reader(self, folder: Path) -> StorageReader:
-        """Return what reads the tensors out of files that were checked."""
-        return HuggingFaceStorageReader(str(folder))
-
     def to_bytes(self) -> bytes:
-        body = {
-            "facts": self.facts,
-            "files": {name: [file.num_bytes, file.sha256] for name, file in self.files.items()},
-            "tensors": {
-                key: [dtype_name(tensor.dtype), tensor.shape]
-                for key, tensor in self.tensors.items()
-            },
-        }
-        text = dump_body(body)
-        digest = hashlib.sha256(text).hexdigest()
-        start = {"format": FORMAT, "version": VERSION, "sha256_of_body": digest}
-        return dump_body(start)[:-1] + b', "body": ' + text + b"}\n"
+        tensors = {key: [dtype_name(dtype), shape] for key, (dtype, shape) in self.tensors.items()}
+        body = dump({"facts": self.facts, "files": self.files, "tensors": tensors})
+        digest = hashlib.sha256(body).hexdigest()
+        start = dump({"format": FORMAT, "version": VERSION, "sha256_of_body": digest})
+        return start[:-1] + b', "body": ' + body + b"}\n"
+
+    def read(self, folder: Path, parts: Mapping[str, Sequence[Tensor]], members: Members) -> None:
+        """Fill this rank's parts of tensors, by key, from files that were checked; a collective."""
+        reader = HuggingFaceStorageReader(str(folder))
+        num_reads = max(members.gather(max(map(len, parts.values()), default=0)))
+        for number in range(num_reads):
+            # Slices of files come on the default device.
+            with members.dcp_errors(), torch.device("cpu"):
+                dcp_load(
+                    {key: into[number] for key, into in parts.items() if number < len(into)},
+                    storage_reader=reader,
+                    planner=DefaultLoadPlanner(
+                        flatten_state_dict=False, flatten_sharded_tensors=False
+                    ),
+                    process_group=members.group,
+                    no_dist=members.group is None,
+                )
+
+    def read_objects(self, folder: Path, rank: int) -> dict[str, Json]:
+        """Return the states in a rank's file of objects, which is checked before it is read."""
+        name = objects_file(rank)
+        _refuse_damage(folder, self._damage(folder, [name]))
+        found: dict[str, Json] = json.loads((folder / name).read_bytes())
+        return found
+
+    def check_files(self, folder: Path, members: Members) -> None:
+        """Read every file once, each on one of the ranks; what one of them finds, all raise."""
+        mine = sorted(self.files)[members.rank :: members.size]
+        damage = members.gather(self._damage(folder, mine))
+        _refuse_damage(folder, [line for lines in damage for line in lines])
+
+    def is_whole(self, path: Path) -> bool:
+        return SavedFile.of(path) == self.files[path.name]
+
+    def _damage(self, folder: Path, names: Iterable[str]) -> list[str]:
+        found = []
+        for name in names:
+            path, expected = folder / name, self.files[name].num_bytes
+            try:
+                if (size := path.stat().st_size) != expected:
+                    found.append(f"{name} has {size} bytes, expected {expected}")
+                elif not self.is_whole(path):
+                    found.append(f"{name}: the checksum differs")
+            except OSError as error:
+                found.append(f"{name} cannot be read ({error.strerror or error})")
+        return found
 
 
-def dump_body(value: Any) -> bytes:
+def objects_file(rank: int) -> str:
+    return f"objects-{rank:05d}.json"
+
+
+def _refuse_damage(folder: Path, damage: Sequence[str]) -> None:
+    if not damage:
+        return
+    named = "\n".join(f"  {line}" for line in damage[:_MAX_NAMED])
+    more = len(damage) - _MAX_NAMED
+    raise CheckpointDamagedError(
+        f"the checkpoint {folder} is damaged; nothing was loaded:\n{named}"
+        + (f"\n  and {more} more" if more > 0 else "")
+        + "\nRemedy: load an earlier one (step=...), or copy this one anew"
+    )
+
+
+def dump(value: Any) -> bytes:
     return json.dumps(value, allow_nan=False, sort_keys=True).encode()

@@ -1,6 +1,5 @@
 """`graphfsdp.save` and `AsyncSaver`: a training state into a folder, complete or not at all."""
 
-import functools
 import os
 from collections.abc import Callable, Mapping, Sequence
 from concurrent import futures
@@ -83,57 +82,45 @@ def save(
         ConfigError: an argument cannot be used.
     """
     members = Members.find(process_group)
-    return _begin(
-        *(path, model, optimizer, members),
-        objects=objects,
-        step=step,
-        keep_last=keep_last,
-        rng=rng,
-    )(members)
+    snapshot = _take_snapshot(model, optimizer, objects, members, rng=rng)
+    place = members.first(lambda: begin(Path(path), step, keep_last))
+    return write_snapshot(snapshot, place, members)
 
 
-def _begin(
-    path: str | os.PathLike[str],
+def _take_snapshot(
     model: "nn.Module | PipelineSchedule",
     optimizer: torch.optim.Optimizer | None,
+    objects: Mapping[str, Stateful] | None,
     members: Members,
     *,
-    objects: Mapping[str, Stateful] | None,
-    step: int | None,
-    keep_last: int | None,
     rng: bool,
-    keep: Callable[[Snapshot], Snapshot] = lambda snapshot: snapshot,
-) -> Callable[[Members], Path]:
-    """Return what will write the state, which ``keep`` may copy before it changes."""
+    keep: Callable[[dict[str, Tensor]], dict[str, Tensor]] = lambda tensors: tensors,
+) -> Snapshot:
+    """Return the state at this moment, of whose tensors ``keep`` may make copies."""
     things = dict(objects or {})
     check_objects(things)
     taken = {RANDOM, BUFFERS} & set(things)
     if taken:
         raise ConfigError(f"objects may not have the name {taken.pop()!r}, which is taken")
-    for name, value, minimum in (("step", step, 0), ("keep_last", keep_last, 1)):
-        is_number = isinstance(value, int) and not isinstance(value, bool)
-        if value is not None and not (is_number and value >= minimum):
-            raise ConfigError(f"{name} must be an integer of at least {minimum}, got {value!r}")
     if rng:
         things[RANDOM] = RandomState()
-
     module: nn.Module = as_module(model)
     is_staged = isinstance(module, Stages)
     named = members.together(lambda: name_model(module))
     names_elsewhere(module, named, members)  # which refuses names that two stages use
 
-    def take_snapshot() -> Snapshot:
+    def take() -> Snapshot:
         sink, facts = _describe(named, optimizer, has_buffers=is_staged or members.rank == 0)
         if members.size > 1 and named.buffers() and not is_staged:
             things[BUFFERS] = BufferState(named)
-        return keep(Snapshot(sink.tensors, facts, encode_objects(things, sink)))
+        encoded = encode_objects(things, sink)
+        return Snapshot(keep(sink.tensors), facts, encoded)
 
-    snapshot, root = members.together(take_snapshot), Path(path)
+    snapshot = members.together(take)
     if is_staged:
         everyone = members.gather(snapshot.facts)
         snapshot = replace(snapshot, facts=members.together(lambda: _join(everyone)))
-    number, folder = members.first(lambda: begin(root, step))
-    return functools.partial(write_snapshot, snapshot, root, folder, number, keep_last=keep_last)
+    return snapshot
 
 
 def _describe(
@@ -225,15 +212,10 @@ class AsyncSaver:
         self.wait()
         if self._is_closed:
             raise CheckpointError("this AsyncSaver was closed. Remedy: make another one")
-        write = _begin(
-            *(path, model, optimizer, self._members),
-            objects=objects,
-            step=step,
-            keep_last=keep_last,
-            rng=rng,
-            keep=self._copy,
-        )
-        self._saving = self._thread.submit(write, self._background)
+        members = self._members
+        snapshot = _take_snapshot(model, optimizer, objects, members, rng=rng, keep=self._copy)
+        place = members.first(lambda: begin(Path(path), step, keep_last))
+        self._saving = self._thread.submit(write_snapshot, snapshot, place, self._background)
 
     @property
     def is_saving(self) -> bool:
@@ -277,12 +259,11 @@ class AsyncSaver:
     def __exit__(self, *error: object) -> None:
         self.close()
 
-    def _copy(self, snapshot: Snapshot) -> Snapshot:
-        """Copy all tensors into memory on the CPU, which stays for the next save."""
-        copies: dict[str, Tensor] = {}
+    def _copy(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Copy them into memory on the CPU, which stays for the next save."""
         memory: dict[str, Tensor] = {}
         on_gpu = False
-        for key, tensor in snapshot.tensors.items():
+        for key, tensor in tensors.items():
             local, copy = local_part(tensor), self._memory.get(key)
             if copy is None or copy.shape != local.shape or copy.dtype != local.dtype:
                 copy = torch.empty(
@@ -290,8 +271,7 @@ class AsyncSaver:
                 )
             memory[key] = copy.copy_(local, non_blocking=True)
             on_gpu = on_gpu or local.is_cuda
-            copies[key] = wrap_like(copy, tensor)
         if on_gpu:
             torch.cuda.current_stream().synchronize()
         self._memory = memory
-        return Snapshot(copies, snapshot.facts, snapshot.objects)
+        return {key: wrap_like(memory[key], tensor) for key, tensor in tensors.items()}

@@ -5,40 +5,30 @@ Kept for the release after 0.1; a load and a save make a checkpoint of today.
 
 import json
 import zlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    TensorProperties,
-    TensorStorageMetadata,
-)
-from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
-from torch.distributed.checkpoint.storage import StorageReader
-from torch.futures import Future
+from torch import Tensor
 
+from graphfsdp.base.dtensors import is_dtensor, local_part
+from graphfsdp.base.torch_internals import part_and_offset
 from graphfsdp.checkpoint.manifest import Manifest, SavedFile, SavedTensor
+from graphfsdp.checkpoint.members import Members
 from graphfsdp.checkpoint.named import MODEL, OPTIMIZER
 from graphfsdp.checkpoint.values import dtype_of
 
 _BLOCK_BYTES = 1 << 22
 
 
-@dataclass(frozen=True)
-class _File(SavedFile):
-    blocks: list[tuple[int, int, int]]  # first byte, number of bytes, CRC-32
+class _Block(NamedTuple):
+    """What has a checksum of its own in a file."""
 
-    def holds(self, file: BinaryIO) -> bool:
-        for start, num_bytes, crc32 in self.blocks:
-            file.seek(start)
-            if zlib.crc32(file.read(num_bytes)) != crc32:
-                return False
-        return True
+    start: int
+    num_bytes: int
+    crc32: int
 
 
 class _Piece(NamedTuple):
@@ -53,15 +43,54 @@ class _Piece(NamedTuple):
 @dataclass
 class _Manifest(Manifest):
     pieces: dict[str, list[_Piece]] = field(default_factory=dict)
+    blocks: dict[str, list[_Block]] = field(default_factory=dict)
 
-    def reader(self, folder: Path) -> StorageReader:
-        return _Reader(self, folder)
+    def is_whole(self, path: Path) -> bool:
+        with path.open("rb") as file:
+            for start, num_bytes, crc32 in self.blocks[path.name]:
+                file.seek(start)
+                if zlib.crc32(file.read(num_bytes)) != crc32:
+                    return False
+        return True
+
+    def read(self, folder: Path, parts: Mapping[str, Sequence[Tensor]], members: Members) -> None:
+        """Copy out of mapped files what each piece has of each part."""
+        for key, (dtype, shape) in self.tensors.items():
+            for into in parts.get(key, ()):
+                place: Any = into
+                starts = (0,) * len(shape)
+                if is_dtensor(into):
+                    _, starts = part_and_offset(shape, place.device_mesh, place.placements)
+                for piece in self.pieces[key]:
+                    _copy(folder, piece, dtype, local_part(into), starts)
+
+
+def _copy(
+    folder: Path, piece: _Piece, dtype: torch.dtype, into: Tensor, starts: Sequence[int]
+) -> None:
+    """Copy what a piece has of a tensor's part that begins at ``starts``."""
+    path, sizes = folder / piece.file, torch.Size(piece.sizes)
+    content = torch.from_file(str(path), size=path.stat().st_size, dtype=torch.uint8)
+    flat = content.narrow(0, piece.start, sizes.numel() * dtype.itemsize)
+    if piece.start % dtype.itemsize:
+        flat = flat.clone()
+    saved = flat.view(dtype).view(sizes)
+    for axis, (mine, theirs) in enumerate(zip(starts, piece.offsets, strict=True)):
+        first = max(mine, theirs)
+        length = min(mine + into.shape[axis], theirs + saved.shape[axis]) - first
+        if length <= 0:
+            return
+        into = into.narrow(axis, first - mine, length)
+        saved = saved.narrow(axis, first - theirs, length)
+    into.copy_(saved)
 
 
 def read_body(body: dict[str, Any]) -> Manifest:
     facts = json.loads(json.dumps(body["facts"]), object_hook=_with_new_key)
     found = _Manifest(facts)
-    blocks = {name: [(0, head, crc32)] for name, (_, head, crc32) in body["files"].items()}
+    for name, (num_bytes, head, crc32) in body["files"].items():
+        found.files[name] = SavedFile(num_bytes, "")
+        found.blocks[name] = [_Block(0, head, crc32)]
     for old_key, entry in body["tensors"].items():
         key, dtype = _new_key(old_key), dtype_of(entry["dtype"])
         found.tensors[key] = SavedTensor(dtype, tuple(entry["shape"]))
@@ -71,9 +100,7 @@ def read_body(body: dict[str, Any]) -> Manifest:
             num_bytes = torch.Size(sizes).numel() * dtype.itemsize
             for crc32, first in zip(checksums, range(0, num_bytes, _BLOCK_BYTES), strict=True):
                 length = min(_BLOCK_BYTES, num_bytes - first)
-                blocks[file].append((start + first, length, crc32))
-    for name, (num_bytes, _, _) in body["files"].items():
-        found.files[name] = _File(num_bytes, "", blocks[name])
+                found.blocks[file].append(_Block(start + first, length, crc32))
     return found
 
 
@@ -90,61 +117,3 @@ def _new_key(key: str) -> str:
 def _with_new_key(value: dict[str, Any]) -> dict[str, Any]:
     is_stored = value.get("!") == "tensor" and "key" in value
     return {**value, "key": _new_key(value["key"])} if is_stored else value
-
-
-class _Reader(StorageReader):
-    """Copies pieces out of mapped files."""
-
-    def __init__(self, manifest: _Manifest, folder: Path) -> None:
-        self._manifest, self._folder = manifest, folder
-
-    def reset(self, checkpoint_id: Any = None) -> None:
-        """Do nothing: a reader reads one checkpoint."""
-
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        found: dict[str, Any] = {}
-        for key, (dtype, shape) in self._manifest.tensors.items():
-            chunks = [
-                ChunkStorageMetadata(torch.Size(piece.offsets), torch.Size(piece.sizes))
-                for piece in self._manifest.pieces[key]
-            ]
-            properties = TensorProperties(dtype=dtype)
-            found[key] = TensorStorageMetadata(properties, torch.Size(shape), chunks)
-        return Metadata(found)
-
-    def set_up_storage_reader(
-        self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any
-    ) -> None:
-        """Do nothing: the manifest is known."""
-
-    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        return plan
-
-    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        return plans
-
-    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        places = {
-            MetadataIndex(key, piece.offsets): (dtype, piece)
-            for key, (dtype, _) in self._manifest.tensors.items()
-            for piece in self._manifest.pieces[key]
-        }
-        for item in plan.items:
-            dtype, piece = places[item.storage_index]
-            path, sizes = self._folder / piece.file, torch.Size(piece.sizes)
-            num_bytes = path.stat().st_size
-            content = torch.from_file(str(path), size=num_bytes, dtype=torch.uint8)
-            flat = content.narrow(0, piece.start, sizes.numel() * dtype.itemsize)
-            if piece.start % dtype.itemsize:
-                flat = flat.clone()
-            saved = flat.view(dtype).view(sizes)
-            for axis, (first, n) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
-                saved = saved.narrow(axis, first, n)
-            planner.resolve_tensor(item).copy_(saved)
-        done: Future[None] = Future()
-        done.set_result(None)
-        return done
-
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
-        return False

@@ -1,10 +1,11 @@
 """Writes a checkpoint through torch.distributed.checkpoint: complete and synced, or nothing."""
 
 import hashlib
+import itertools
 import json
 import os
 import platform
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,8 +22,8 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from graphfsdp.checkpoint.file_format import safetensors
-from graphfsdp.checkpoint.folder import commit, explained, give_up, unfinished
-from graphfsdp.checkpoint.manifest import Manifest, SavedFile, SavedTensor
+from graphfsdp.checkpoint.folder import Unfinished, explained
+from graphfsdp.checkpoint.manifest import Manifest, SavedFile, SavedTensor, objects_file
 from graphfsdp.checkpoint.members import Members
 from graphfsdp.checkpoint.values import Json
 from graphfsdp.errors import CheckpointError
@@ -41,61 +42,22 @@ class Snapshot:
     objects: dict[str, Json]  # encoded states
 
 
-def objects_file(rank: int) -> str:
-    return f"objects-{rank:05d}.json"
-
-
-def write_snapshot(
-    snapshot: Snapshot,
-    root: Path,
-    name: str,
-    step: int,
-    members: Members,
-    *,
-    keep_last: int | None = None,
-) -> Path:
+def write_snapshot(snapshot: Snapshot, place: Unfinished, members: Members) -> Path:
     """Write, sync and show a checkpoint that was begun, or leave nothing of it; a collective."""
-    facts = {
-        "step": step,
-        "num_ranks": members.size,
-        "versions": {"torch": torch.__version__, "python": platform.python_version()},
-        **snapshot.facts,
-    }
     try:
         with members.dcp_errors():
             dcp_save(
                 snapshot.tensors,
-                storage_writer=_Writer(
-                    root, name, members.rank, snapshot.objects, facts, keep_last
-                ),
-                planner=_Planner(flatten_state_dict=False, flatten_sharded_tensors=False),
+                storage_writer=_Writer(snapshot, place, members),
+                planner=DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False),
                 process_group=members.group,
                 no_dist=members.group is None,
             )
     except CheckpointError:
         if members.rank == 0:
-            give_up(root, name)
+            place.give_up()
         raise
-    return root / name
-
-
-class _Planner(DefaultSavePlanner):
-    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
-        try:
-            return super().create_global_plan(all_plans)
-        except ValueError as error:
-            raise CheckpointError(
-                f"the parts of the tensors that the ranks have do not make up the whole: {error}. "
-                "Remedy: save on all ranks that share the model"
-            ) from error
-
-
-@dataclass(frozen=True)
-class _RankFiles:
-    """What a rank tells the first one."""
-
-    files: dict[str, SavedFile]
-    digests: dict[str, str]  # of its objects' states, by name
+    return place.root / place.name
 
 
 class _Writer(HuggingFaceStorageWriter):
@@ -104,69 +66,59 @@ class _Writer(HuggingFaceStorageWriter):
     torch's takes each file twice into memory, and twice as long.
     """
 
-    def __init__(
-        self,
-        root: Path,
-        name: str,
-        rank: int,
-        objects: Mapping[str, Json],
-        facts: dict[str, Json],
-        keep_last: int | None,
-    ) -> None:
-        super().__init__(str(unfinished(root, name)), save_distributed=True)
-        self._root, self._name, self._rank = root, name, rank
-        self._objects = objects
-        self._facts = facts
-        self._keep_last = keep_last
+    def __init__(self, snapshot: Snapshot, place: Unfinished, members: Members) -> None:
+        super().__init__(str(place.folder), save_distributed=True)
+        self._snapshot, self._place, self._members = snapshot, place, members
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         return plan  # the folder is there
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        folder = unfinished(self._root, self._name)
-        with explained(self._root), ThreadPoolExecutor(1, "graphfsdp-sync") as thread:
-            objects = folder / objects_file(self._rank)
-            with objects.open("xb") as file:
-                file.write(json.dumps(self._objects, allow_nan=False).encode())
-            paths, synced = [objects], [thread.submit(_sync, objects)]
+        folder, rank, objects = self._place.folder, self._members.rank, self._snapshot.objects
+        with explained(self._place.root), ThreadPoolExecutor(1, "graphfsdp-sync") as thread:
+            path = folder / objects_file(rank)
+            with path.open("xb") as file:
+                file.write(_dump(objects))
+            synced = {path.name: thread.submit(_sync, path)}
             for number, items in enumerate(_in_files(plan.items)):
-                path = folder / f"data-{self._rank:05d}-{number}.safetensors"
+                path = folder / f"data-{rank:05d}-{number}.safetensors"
                 _write_tensors(path, items, planner)
-                paths.append(path)
-                synced.append(thread.submit(_sync, path))
-            files = {path.name: file.result() for path, file in zip(paths, synced, strict=True)}
-        digests = {key: _digest(state) for key, state in self._objects.items()}
+                synced[path.name] = thread.submit(_sync, path)
+            files = {name: file.result() for name, file in synced.items()}
+        digests = {n: hashlib.sha256(_dump(state)).hexdigest()[:16] for n, state in objects.items()}
         done: Future[list[WriteResult]] = Future()
-        done.set_result([WriteResult(MetadataIndex(""), 0, _RankFiles(files, digests))])
+        done.set_result([WriteResult(MetadataIndex(""), 0, (files, digests))])
         return done
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        ranks: list[_RankFiles] = [told.storage_data for (told,) in results]
-        self._facts["objects"] = [rank.digests for rank in ranks]
-        manifest = Manifest(self._facts)
-        for rank in ranks:
-            manifest.files |= rank.files
+        ranks: list[tuple[dict[str, SavedFile], dict[str, str]]]
+        ranks = [told.storage_data for (told,) in results]
+        manifest = Manifest(
+            {
+                "step": self._place.step,
+                "num_ranks": self._members.size,
+                "versions": {"torch": torch.__version__, "python": platform.python_version()},
+                "objects": [digests for _, digests in ranks],
+                **self._snapshot.facts,
+            }
+        )
+        for files, _ in ranks:
+            manifest.files |= files
         for key, tensor in metadata.state_dict_metadata.items():
             saved: Any = tensor
             manifest.tensors[key] = SavedTensor(saved.properties.dtype, tuple(saved.size))
-        _check_sizes(unfinished(self._root, self._name), manifest.files)
-        commit(self._root, self._name, manifest.to_bytes(), self._keep_last)
+        _check_sizes(self._place.folder, manifest.files)
+        self._place.commit(manifest.to_bytes())
 
 
-def _in_files(items: Sequence[WriteItem]) -> Iterator[list[WriteItem]]:
-    """Yield what goes into each file."""
+def _in_files(items: Sequence[WriteItem]) -> Iterable[list[WriteItem]]:
+    """Return what goes into each file."""
     sizes = [item.tensor_storage_size() or 0 for item in items]
     enough = max(_FILE_BYTES, -(-sum(sizes) // _NUM_FILES))
-    found: list[WriteItem] = []
-    num_bytes = 0
-    for item, size in zip(items, sizes, strict=True):
-        found.append(item)
-        num_bytes += size
-        if num_bytes >= enough:
-            yield found
-            found, num_bytes = [], 0
-    if found:
-        yield found
+    found: dict[int, list[WriteItem]] = {}
+    for item, start in zip(items, itertools.accumulate(sizes, initial=0), strict=False):
+        found.setdefault(start // enough, []).append(item)
+    return found.values()
 
 
 def _write_tensors(path: Path, items: Sequence[WriteItem], planner: SavePlanner) -> None:
@@ -188,34 +140,30 @@ def _write_tensors(path: Path, items: Sequence[WriteItem], planner: SavePlanner)
     try:
         safetensors("safetensors.torch").save_file(tensors, path, about)
     except KeyError as error:  # its word for a dtype that it has no name for
-        dtype = error.args[0]
-        name = next((name for name, tensor in tensors.items() if tensor.dtype == dtype), None)
-        if name is None:
-            raise
+        (dtype,) = error.args
+        names = [name for name, tensor in tensors.items() if tensor.dtype == dtype]
         raise CheckpointError(
-            f"{name!r} has the dtype {dtype}, which a safetensors file cannot hold. Remedy: cast "
-            "or view it as another one"
+            f"{names} have the dtype {dtype}, which a safetensors file cannot hold. Remedy: cast "
+            "them or view them as another one"
         ) from error
 
 
 def _sync(path: Path) -> SavedFile:
     with path.open("rb") as file:
         os.fsync(file.fileno())
-        return SavedFile.of(file)
+    return SavedFile.of(path)
 
 
-def _digest(state: Json) -> str:
-    text = json.dumps(state, sort_keys=True, allow_nan=False)
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
+def _dump(value: Json) -> bytes:
+    return json.dumps(value, allow_nan=False).encode()
 
 
 def _check_sizes(folder: Path, files: Mapping[str, SavedFile]) -> None:
-    for name, file in files.items():
+    for name, (num_bytes, _) in files.items():
         path = folder / name
-        size = path.stat().st_size if path.exists() else None
-        if size != file.num_bytes:
+        seen = path.stat().st_size if path.exists() else "no"
+        if seen != num_bytes:
             raise CheckpointError(
-                f"{path} was written by its rank with {file.num_bytes} bytes, but rank 0 "
-                f"sees {'no such file' if size is None else f'{size} bytes'}. Remedy: a "
-                "folder on a file system that all machines share"
+                f"{path} was written by its rank with {num_bytes} bytes, but rank 0 sees {seen} "
+                "bytes. Remedy: a folder on a file system that all machines share"
             )

@@ -183,7 +183,7 @@ def test_what_only_a_pickle_could_hold_is_refused_by_name(tmp_path: Path) -> Non
 def test_a_dtype_that_no_file_holds_is_refused_by_name(tmp_path: Path) -> None:
     model = nn.Linear(1, 1)
     model.register_buffer("phases", torch.zeros(3, dtype=torch.complex128))
-    said = r"'model\.phases' has the dtype torch\.complex128, .* cannot hold"
+    said = r"'model\.phases'\] have the dtype torch\.complex128, .* cannot hold"
     with pytest.raises(graphfsdp.CheckpointError, match=said):
         graphfsdp.save(tmp_path, model)
     assert not list(tmp_path.iterdir())
