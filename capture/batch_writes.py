@@ -56,7 +56,7 @@ class Handed:
             return str(key)
         return f"{name}.{key}" if is_open(self.nodes[place]) else f"{name}[{key!r}]"
 
-    def of_caller(self, batch: Batch) -> list[Any]:
+    def nodes_alike(self, batch: Batch) -> list[Any]:
         """Return the nodes of another batch that is nested alike, in the order of these."""
         found: list[Any] = [None] * len(self.nodes)
 
@@ -147,7 +147,7 @@ class BatchWrites:
 
     def refuse_aliases(self, batch: Batch, leaves: Sequence[Any], names: Sequence[str]) -> None:
         """CaptureError: the caller gives twice what was written; the iteration had two copies."""
-        own = list(map(id, self._handed.of_caller(batch)))
+        own = list(map(id, self._handed.nodes_alike(batch)))
         storages = [storage_key(leaf) if isinstance(leaf, Tensor) else -1 for leaf in leaves]
         twice = [names[index] for index in self._in_place if storages.count(storages[index]) > 1]
         twice += [
@@ -174,7 +174,7 @@ class BatchWrites:
 
     def put_back(self, batch: Batch, leaves: Sequence[Any], tensors: Sequence[Tensor]) -> None:
         """Write results into the caller's batch, whose leaves are ``leaves``."""
-        own = self._handed.of_caller(batch)
+        own = self._handed.nodes_alike(batch)
 
         def found(value: _Value) -> Any:
             if isinstance(value, _Made):

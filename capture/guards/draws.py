@@ -21,7 +21,7 @@ def is_drawn_from(value: Any) -> bool:
     return is_pythons and callable(getattr(kind, "__next__", None))
 
 
-def of_everybody() -> dict[str, tuple[Any, str]]:
+def shared_generators() -> dict[str, tuple[Any, str]]:
     """Return the generators that the functions of Python's and NumPy's modules draw from."""
     numpys: Any = np.random.mtrand
     return {"random": (random._inst, "random"), "numpy.random": (numpys._rand, ".random")}

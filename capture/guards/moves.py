@@ -19,7 +19,7 @@ from graphfsdp._capture.guards.asks import (
     change_of,
     same,
 )
-from graphfsdp._capture.guards.draws import of_everybody, state_of, words_for
+from graphfsdp._capture.guards.draws import shared_generators, state_of, words_for
 from graphfsdp._capture.guards.uses import Uses
 from graphfsdp._capture.guards.walk import Walk
 from graphfsdp._capture.guards.weakened import Weakened, WeakTensor, is_alike, restored, weakened
@@ -67,7 +67,7 @@ class Before:
             title: replace(place, value=weakened(place.value))
             for title, place in walk.places.items()
         }
-        self._drawn = of_everybody() | walk.drawn
+        self._drawn = shared_generators() | walk.drawn
         self._states = {title: state_of(each) for title, (each, _) in self._drawn.items()}
 
     def stands(self, title: str, place: Place) -> bool:

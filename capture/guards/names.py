@@ -81,7 +81,7 @@ class Reads:
         is_whole = variable in self.whole or "__dict__" in read
         return read | deeper if is_whole else read
 
-    def of_arguments(self, code: types.CodeType) -> set[str]:
+    def read_of_arguments(self, code: types.CodeType) -> set[str]:
         """Return what a function reads of what it is handed; ``self`` is followed by itself."""
         arguments = set(code.co_varnames[: code.co_argcount + code.co_kwonlyargcount])
         arguments -= {"self", "cls"}
@@ -155,7 +155,7 @@ class ReadNames:
         self.codes: AbstractSet[types.CodeType] = frozenset()
         self.handed: set[str] = set()
         self.texts: set[str] = set()
-        self._of_classes: dict[type, Names] = {}
+        self._read_of_classes: dict[type, Names] = {}
 
     def follow(self) -> None:
         """Take in what has run since."""
@@ -166,8 +166,9 @@ class ReadNames:
         self.codes = self.ran.not_ours()
         near = {code: self.of(code) for code in self.ran.near()}
         self.texts |= {text for each in near.values() for text in each.texts if text.isidentifier()}
-        self.handed |= {name for code, each in near.items() for name in each.of_arguments(code)}
-        self._of_classes.clear()
+        read = (each.read_of_arguments(code) for code, each in near.items())
+        self.handed |= set().union(*read)
+        self._read_of_classes.clear()
 
     def functions(self, met: AbstractSet[types.CodeType]) -> Iterator[types.FunctionType]:
         """Yield the living functions of users' code that ran and was not met yet."""
@@ -210,17 +211,17 @@ class ReadNames:
         by_text = self.texts.union(texts) if reads.takes_apart else frozenset()
         return reads.deeper | self.handed | by_text
 
-    def of_class(self, kind: type) -> Names:
+    def read_of_class(self, kind: type) -> Names:
         """Return what the methods that ran read of an object of this class."""
-        if kind not in self._of_classes:
+        if kind not in self._read_of_classes:
             found: dict[str, set[str]] = {}
             for function in self._methods(kind):
                 code = function.__code__
                 deeper = self.deeper(code)
                 for name in self.of(code).of(code.co_varnames[0], deeper):
                     found.setdefault(name, set()).update(deeper)
-            self._of_classes[kind] = found
-        return self._of_classes[kind]
+            self._read_of_classes[kind] = found
+        return self._read_of_classes[kind]
 
     def _methods(self, kind: type) -> Iterator[types.FunctionType]:
         for base in kind.__mro__:

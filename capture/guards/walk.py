@@ -103,7 +103,7 @@ class Walk:
 
     def reads_mode(self, module: nn.Module) -> bool:
         """Tell whether code that ran asks a module, or a part of it, for its mode."""
-        return any("training" in self._names.of_class(type(part)) for part in module.modules())
+        return any("training" in self._names.read_of_class(type(part)) for part in module.modules())
 
     # Functions.
 
@@ -229,7 +229,7 @@ class Walk:
             name: handed for name in handed if name in vars(module) or hasattr(kind, name)
         }
         names |= {name: frozenset() for name in _OF_UNITS if hasattr(kind, name)}
-        names |= {"forward": frozenset(), **self._names.of_class(kind)}
+        names |= {"forward": frozenset(), **self._names.read_of_class(kind)}
         if has_compiled():  # which reads below Python
             public = (name for name in vars(module) if not name.startswith("_"))
             names |= {name: frozenset() for name in public if name not in names}
@@ -264,9 +264,9 @@ class Walk:
                 # What an object gets of its own comes before what its class has.
                 self._note(what, own, name, MISSING, f".{name}")
             if base is not None and base not in OF_PYTHON:
-                self._of_class(owner, base, name, deeper, depth)
+                self._add_class(owner, base, name, deeper, depth)
 
-    def _of_class(
+    def _add_class(
         self, owner: Any, base: type, name: str, deeper: AbstractSet[str], depth: int
     ) -> None:
         member, where = vars(base)[name], f"{base.__qualname__}.{name}"
@@ -378,7 +378,7 @@ class Walk:
         names = dict.fromkeys(read, deeper)
         if isinstance(value, type) or not isinstance(value, FUNCTIONS):
             kind = value if isinstance(value, type) else type(value)
-            for name, more in self._names.of_class(kind).items():
+            for name, more in self._names.read_of_class(kind).items():
                 names[name] = names.get(name, frozenset()) | more
         if names and depth <= _MAX_DEPTH and self._is_new("object", value, frozenset(names)):
             self._attributes(title, value, names, depth + 1)

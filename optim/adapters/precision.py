@@ -73,9 +73,9 @@ def check_precision(
     main = partial(main_param_dtype, policy=policy, facts=facts)
     grad = partial(main_grad_dtype, policy=policy, facts=facts)
     compared: tuple[tuple[_DtypeOf, _DtypeOf, Callable[[_Clash], str]], ...] = (
-        (facts.main_weight_dtype, main, _Clash.of_main_weights),
-        (main, grad, _Clash.of_a_casted_copy),
-        (_own_dtype, grad, _Clash.of_one_dtype),
+        (facts.main_weight_dtype, main, _Clash.main_weights_message),
+        (main, grad, _Clash.casted_copy_message),
+        (_own_dtype, grad, _Clash.one_dtype_message),
     )
     if facts.use_decoupled_grad:
         compared = compared[:1]
@@ -120,7 +120,7 @@ class _Clash(NamedTuple):
     policy: MixedPrecisionPolicy
     facts: OptimizerFacts
 
-    def of_main_weights(self) -> str:
+    def main_weights_message(self) -> str:
         ways = ["drop main_params_dtype from the policy", f"make the parameters {self.right}"]
         if self.facts.keeps_main_weights and self.right == "float32":
             ways.insert(0, "construct FusedAdam(..., master_weights=True)")
@@ -129,7 +129,7 @@ class _Clash(NamedTuple):
             f"in {self.left}, for {self.names}. Ways out: {_numbered(ways)}"
         )
 
-    def of_a_casted_copy(self) -> str:
+    def casted_copy_message(self) -> str:
         ways = [
             "read the gradient apart from the parameter: FusedAdam(..., use_decoupled_grad=True) "
             "with MixedPrecisionPolicy(use_decoupled_grad=True, ...)",
@@ -146,7 +146,7 @@ class _Clash(NamedTuple):
             f"{self.names}. Ways out: {_numbered(ways)}"
         )
 
-    def of_one_dtype(self) -> str:
+    def one_dtype_message(self) -> str:
         ways = [
             "use graphfsdp.optim.FusedAdam, which takes any float dtypes",
             f"main_grads_dtype={self.left}",
