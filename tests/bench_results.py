@@ -40,8 +40,6 @@ def contender(name: str, *windows: tuple[float, ...], cpu_ms: float = 2.0) -> Ro
         "description": f"{name} it is",
         "build_ms": 1.5,
         "warmup_ms": 20.0,
-        "num_warmup_steps": 5,
-        "compile_ms": None,
         "capture_ms": None,
         "num_nodes": 7,
         "pool_bytes": None,

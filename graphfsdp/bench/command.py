@@ -123,7 +123,7 @@ class _Bench:
         options = self._options
         how = options.compile == "on" or "auto"
         setting = Setting(planned.case, self._device, ranks=self._ranks, compile=how)
-        return Job(setting, planned.contenders, options, limit_s)
+        return Job(setting, planned.contenders, options.seconds, limit_s)
 
     def _greet(self) -> None:
         environment = self._result.head["environment"]

@@ -3,12 +3,10 @@
 Shapes: K = steps.
 """
 
-import contextlib
 import functools
 import math
-import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
@@ -27,10 +25,9 @@ from graphfsdp.bench.contenders import (
     group_for,
 )
 from graphfsdp.bench.machine import model_flops, num_parameters
-from graphfsdp.bench.options import BenchOptions
 from graphfsdp.bench.results import REFERENCE, Row
 from graphfsdp.data import Batch
-from graphfsdp.errors import ConfigError
+from graphfsdp.errors import ConfigError, GraphFSDPError
 from graphfsdp.training.metrics import peak_tflops
 from graphfsdp.training.ranks import Ranks
 
@@ -46,33 +43,28 @@ _START_SHARE, _TIMING_SHARE = 0.5, 0.8
 _MAX_CHARACTERS = 400  # of a reason
 
 
-@dataclass(frozen=True)
-class Failure:
-    """Why something did not work, on some rank."""
-
-    reason: str
-
-    @classmethod
-    def of(cls, error: BaseException, rank: int | None = None) -> "Failure":
-        where = "" if rank is None else f"rank {rank}: "
-        text = " ".join(str(error).split("\n\n")[0].split())
-        text = text[:_MAX_CHARACTERS] + " ..." if len(text) > _MAX_CHARACTERS else text
-        return cls(f"{where}{type(error).__name__}: {text}")
+class ContenderFailedError(GraphFSDPError):
+    """A contender cannot run here, on some rank; the message says why."""
 
 
-def attempt(make: Callable[[], T], ranks: Ranks) -> T | Failure:
-    """Run what may fail; where it fails on any rank, every rank gets the failure.
+def together(make: Callable[[], T], ranks: Ranks) -> T:
+    """Run what may fail; where it fails on any rank, every rank raises ContenderFailedError.
 
     A rank that went on alone would wait for the others in its next collective.
     """
-    failure: Failure | None = None
+    reason = None
     made: list[T] = []
     try:
         made.append(make())
     except Exception as error:  # whatever a contender dies of is a result: it could not run here
-        failure = Failure.of(error, ranks.rank if ranks.size > 1 else None)
-    failures = [found for found in ranks.exchange(failure) if found is not None]
-    return failures[0] if failures else made[0]
+        text = " ".join(str(error).split("\n\n")[0].split())
+        text = text[:_MAX_CHARACTERS] + " ..." if len(text) > _MAX_CHARACTERS else text
+        where = f"rank {ranks.rank}: " if ranks.size > 1 else ""
+        reason = f"{where}{type(error).__name__}: {text}"
+    for found in ranks.exchange(reason):
+        if found is not None:
+            raise ContenderFailedError(found)
+    return made[0]
 
 
 def line_up(ranks: Ranks, device: torch.device) -> None:
@@ -95,7 +87,7 @@ class Job:
 
     setting: Setting
     contenders: tuple[str, ...] | None = None
-    options: BenchOptions = field(default_factory=BenchOptions)
+    seconds: float = 15.0  # of the timed region
     limit_s: float = math.inf
     excluded: Mapping[str, str] = field(default_factory=dict)
 
@@ -105,7 +97,6 @@ class RunningContender:
     """A contender and what has been seen of it so far.
 
     ``before`` is what a GPU's allocator held before it was built, allocated and reserved;
-    ``random`` the states of its own generators, so that dropout drops the same for every contender;
     ``losses`` come in pieces of [K] float32 on the device.
     """
 
@@ -113,23 +104,20 @@ class RunningContender:
     contender: Contender
     build_ms: float
     before: tuple[int, int]
-    random: list[Tensor]
-    warmup_ms: tuple[float, ...] = ()
+    warmup_ms: float = 0.0
     memory_bytes: tuple[int, int] | None = None  # of a GPU's allocator: allocated, reserved
     losses: list[Tensor] = field(default_factory=list)
     windows: list[Window] = field(default_factory=list)
 
     def warm_up(self, batches: Sequence[Batch], device: torch.device) -> None:
-        """Time each step with a sync after it; a GPU's peak includes capture and compilation."""
-        times = []
+        """With a sync after each step; a GPU's peak includes capture and compilation."""
+        start = time.perf_counter()
+        torch.manual_seed(0)
         for index, batch in enumerate(batches):
-            start = time.perf_counter()
-            with self._own_randomness(device):
-                self.losses.append(self.contender(batch, index)[None])
+            self.losses.append(self.contender(batch, index)[None])
             if device.type == "cuda":
                 torch.cuda.synchronize(device)
-            times.append((time.perf_counter() - start) * 1e3)
-        self.warmup_ms = tuple(times)
+        self.warmup_ms = (time.perf_counter() - start) * 1e3
         if device.type == "cuda":
             allocated, reserved = self.before
             self.memory_bytes = (
@@ -139,41 +127,26 @@ class RunningContender:
 
     def time(self, batches: Sequence[Batch], first_step: int, device: torch.device) -> Window:
         losses: list[Tensor] = []
-        steps = [
-            functools.partial(self._step, losses, batch, first_step + index)
-            for index, batch in enumerate(batches)
-        ]
-        with self._own_randomness(device):
-            window = time_window(steps, device)
+
+        def step(batch: Batch, number: int) -> None:
+            losses.append(self.contender(batch, number))
+
+        torch.manual_seed(first_step)  # so that dropout drops the same for every contender
+        steps = [functools.partial(step, each, first_step + n) for n, each in enumerate(batches)]
+        window = time_window(steps, device)
         self.losses.append(torch.stack(losses))
         return window
-
-    def _step(self, losses: list[Tensor], batch: Batch, step: int) -> None:
-        losses.append(self.contender(batch, step))
-
-    @contextlib.contextmanager
-    def _own_randomness(self, device: torch.device) -> Iterator[None]:
-        with torch.random.fork_rng([device] if device.type == "cuda" else []):
-            _set_generators(self.random)
-            yield
-            self.random = _generators()
 
     def row(self, reference: Tensor) -> Row:
         """``reference`` are the losses of the contender that all others are compared with."""
         report = self.contender.report()
-        compile_ms = None
-        if self.spec.compiles:
-            usual = statistics.median(window.mean_ms for window in self.windows)
-            compile_ms = max(0.0, sum(self.warmup_ms) - len(self.warmup_ms) * usual)
         allocated, reserved = self.memory_bytes or (None, None)
         return {
             "contender": self.spec.name,
             "description": self.spec.description,
             # Before the timed region; the warm-up has capture and compilation in it.
             "build_ms": self.build_ms,
-            "warmup_ms": sum(self.warmup_ms),
-            "num_warmup_steps": len(self.warmup_ms),
-            "compile_ms": compile_ms,
+            "warmup_ms": self.warmup_ms,
             "capture_ms": report and report.capture_ms,
             "num_nodes": report and report.num_nodes,
             "pool_bytes": report and report.pool_bytes,
@@ -202,19 +175,7 @@ def build_contender(spec: ContenderSpec, setting: Setting) -> RunningContender:
     start = time.perf_counter()
     contender = spec.make(setting)
     build_ms = (time.perf_counter() - start) * 1e3
-    return RunningContender(spec, contender, build_ms, before, _generators())
-
-
-def _generators() -> list[Tensor]:
-    """Return the states of torch's generators of the CPU and of the current GPU."""
-    on_gpu = [torch.cuda.get_rng_state()] if torch.cuda.is_available() else []
-    return [torch.get_rng_state(), *on_gpu]
-
-
-def _set_generators(states: Sequence[Tensor]) -> None:
-    torch.set_rng_state(states[0])
-    for state in states[1:]:
-        torch.cuda.set_rng_state(state)
+    return RunningContender(spec, contender, build_ms, before)
 
 
 def measure_case(
@@ -259,7 +220,7 @@ def _peak(setting: Setting) -> float | None:
 class _CaseBench:
     def __init__(self, job: Job, source: BatchSource, turn: Turn) -> None:
         self._job, self._source, self._turn = job, source, turn
-        self._setting, self._options = job.setting, job.options
+        self._setting = job.setting
         self.not_run: list[Row] = []
         self._running: list[RunningContender] = []
         self._next_step = NUM_WARMUP_STEPS
@@ -298,32 +259,30 @@ class _CaseBench:
         batches = self._source.take(0, NUM_WARMUP_STEPS)
         for spec in sorted(specs, key=lambda spec: spec.compiles):
             self._turn(spec.name)
-            if spec.name in self._job.excluded:
-                self._leave_out(spec, Failure(self._job.excluded[spec.name]))
-            elif spec.name != REFERENCE and self._is_late(_START_SHARE):
-                self._leave_out(spec, Failure("the time for this case was over before"))
-            else:
-                line_up(self._setting.ranks, self._setting.device)
-                failure = self._start_one(spec, batches)
-                if failure is not None:
-                    self._leave_out(spec, failure)
+            try:
+                self._start_one(spec, batches)
+            except ContenderFailedError as error:
+                self._leave_out(spec, str(error))
         self._reference()
         names = [spec.name for spec in specs]
         self._running.sort(key=lambda item: names.index(item.spec.name))
         self.not_run.sort(key=lambda row: names.index(row["contender"]))
 
-    def _start_one(self, spec: ContenderSpec, batches: Sequence[Batch]) -> Failure | None:
+    def _start_one(self, spec: ContenderSpec, batches: Sequence[Batch]) -> None:
         """Build and warm up; ranks tell each other after both, before anyone communicates alone."""
         setting = self._setting
-        built = attempt(functools.partial(build_contender, spec, setting), setting.ranks)
-        if isinstance(built, Failure):
-            return built
-        warmed = attempt(functools.partial(built.warm_up, batches, setting.device), setting.ranks)
-        if isinstance(warmed, Failure):
+        if spec.name in self._job.excluded:
+            raise ContenderFailedError(self._job.excluded[spec.name])
+        if spec.name != REFERENCE and self._is_late(_START_SHARE):
+            raise ContenderFailedError("the time for this case was over before")
+        line_up(setting.ranks, setting.device)
+        built = together(lambda: build_contender(spec, setting), setting.ranks)
+        try:
+            together(lambda: built.warm_up(batches, setting.device), setting.ranks)
+        except ContenderFailedError:
             built.contender.close()
-            return warmed
+            raise
         self._running.append(built)
-        return None
 
     def _probe(self) -> tuple[int, int]:
         step_ms = []
@@ -334,7 +293,7 @@ class _CaseBench:
                 step_ms.append(window)
         self._next_step += _NUM_PROBES
         self._reference()
-        schedule = make_schedule(step_ms, self._options.seconds)
+        schedule = make_schedule(step_ms, self._job.seconds)
         return self._setting.ranks.exchange(schedule)[0]
 
     def _time(self, num_rounds: int, num_steps: int) -> None:
@@ -358,19 +317,20 @@ class _CaseBench:
         """Return ms per step; a contender that fails in the window on any rank leaves."""
         device, ranks = self._setting.device, self._setting.ranks
         line_up(ranks, device)
-        window = attempt(lambda: item.time(batches, self._next_step, device), ranks)
-        if isinstance(window, Failure):
+        try:
+            window = together(lambda: item.time(batches, self._next_step, device), ranks)
+        except ContenderFailedError as error:
             self._running.remove(item)
             item.contender.close()
-            self._leave_out(item.spec, window)
+            self._leave_out(item.spec, str(error))
             return None
         if keep:
             item.windows.append(window)
         return window.mean_ms
 
-    def _leave_out(self, spec: ContenderSpec, failure: Failure) -> None:
+    def _leave_out(self, spec: ContenderSpec, reason: str) -> None:
         facts = {"contender": spec.name, "description": spec.description}
-        self.not_run.append({**facts, "reason": failure.reason})
+        self.not_run.append({**facts, "reason": reason})
 
 
 def compare_losses(

@@ -5,7 +5,6 @@ from torch import Tensor
 
 from graphfsdp.bench.contenders import Contender, ContenderSpec, Setting, find_contenders
 from graphfsdp.bench.measure import Job, measure_case
-from graphfsdp.bench.options import BenchOptions
 from graphfsdp.bench.results import Row
 from graphfsdp.bench.workloads import Case, find_workload
 from graphfsdp.data import Batch
@@ -38,7 +37,7 @@ def measure_on_rank() -> list[Row]:
         ContenderSpec("lame", "fails on one rank", fail_on_last),
         *find_contenders(("full_iteration",))[1:],
     ]
-    return measure_case(Job(setting, options=BenchOptions(seconds=0.1)), specs=specs)
+    return measure_case(Job(setting, seconds=0.1), specs=specs)
 
 
 @pytest.mark.slow
