@@ -2,8 +2,8 @@
 
 The model lies on the meta device, where nothing has memory. What its operators make is counted as
 long as it lives. Whole weights and gradients of its units are counted beside that by rules: a unit
-is gathered before an operator reads its weights, and the next one with it, and while one unit's
-gradients are reduced the next one's are made.
+is gathered before an operator reads its weights, and the next one with it, the root's weights stay
+from forward to backward, and while one unit's gradients are reduced the next one's are made.
 """
 
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
@@ -162,7 +162,7 @@ class _Iteration(OperatorMode):
         return result
 
     def _ran(self, index: int) -> None:
-        if self._stage == 3:
+        if self._stage == 3 and index != 0:  # the root is kept for its backward
             self._lives.drop((index, "weights"))
         self._awaited[index] = len(self._units[index].parameters)
 

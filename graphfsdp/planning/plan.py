@@ -187,8 +187,9 @@ def _collectives(
     units: tuple[Unit, ...], axes: Axes, stage: int, num_microbatches: int
 ) -> Iterator[Collective]:
     """Yield an iteration's: gathers as the units run, reductions the other way round."""
-    num_gathers = 2 * num_microbatches if stage == 3 else 1
-    for unit in units:
+    for index, unit in enumerate(units):
+        passes = 2 if index else 1  # that gather: the root is kept for its backward
+        num_gathers = passes * num_microbatches if stage == 3 else 1
         for buffer in (each for each in unit.buffers if each.sharded):
             num_bytes = whole_bytes(buffer, buffer.dtypes.compute)
             if axes.cuts_outside:

@@ -4,8 +4,9 @@ Note [Unshard as an operator of autograd]: the whole weights of a unit are outpu
 autograd function, whose backward gets all their gradients at once and reduces them. Operators
 inside the unit save weights for backward not as tensors but as places in the gathered buffer
 (saved-tensor hooks), so after forward nothing holds the buffer and it is freed by itself; the
-first operator of the backward pass that asks for a place gathers it again. No storage is ever
-resized, no hook waits on a parameter, and a recording sees ordinary operators only.
+first operator of the backward pass that asks for a place gathers it again. A unit that is kept
+holds on to its buffer. No storage is ever resized, no hook waits on a parameter, and a recording
+sees ordinary operators only.
 
 Note [Writes into weights]: a program may write weights anywhere (averages of weights, clipping,
 renormalisation). While a unit is at rest its parameters are DTensors over the main weights, and
@@ -99,6 +100,7 @@ class Unit:
         self._num_within = 0  # calls of its modules inside of its own forward pass
         self.pinned = False
         self.phase = self._rest = Phase.RESTING
+        self._last_backward = NO_BACKWARD  # that has asked for whole weights
         self._frees = group.options.strategy is ShardingStrategy.OPTIM_GRADS_PARAMS
         self._reduces_each_time = group.options.strategy.stage >= 2  # not once an iteration
         self._cpu_token = torch.zeros((), device="cpu", requires_grad=True)
@@ -132,7 +134,7 @@ class Unit:
 
     @property
     def _reshards_after_forward(self) -> bool:
-        """As FSDP2 does it, where nobody has said anything: all units but the root."""
+        """As FSDP2 has it, where nobody has said anything: all units but the root."""
         asked = self.settings.reshard_after_forward
         return self._frees and (not self.is_root if asked is None else asked)
 
@@ -161,7 +163,8 @@ class Unit:
                 self._kept_with_gradients = torch.is_grad_enabled()
         self._waiting.discard(module)
         self._whole = self.group.copies()
-        frees = self._reshards_after_forward and not self.pinned
+        # Also of weights that will be kept: what backward asks for first tells where it has come.
+        frees = self._frees and not self.pinned
         if torch.is_grad_enabled() and frees and not foreign_hooks_are_active():
             hooks = saving_places(self.group.name, self.group.buffers, self._gather_again)
             self._context.enter_context(hooks)
@@ -443,10 +446,14 @@ class Unit:
 
     def _gather_again(self, buffer: ShardBuffer) -> Tensor:
         self._queue_end_of_backward()
-        if buffer.full is not None:
-            return buffer.full
-        with self._gathering([buffer]):
-            return buffer.unshard()
+        is_first = self._last_backward != backward_id()
+        self._last_backward = backward_id()
+        if buffer.full is None:
+            with self._gathering([buffer]):
+                return buffer.unshard()
+        if is_first and not self._reshards_after_forward:
+            self.schedule.gathered(self, [buffer])  # they were kept: the next unit's turn
+        return buffer.full
 
     def _drop_weights(self, *, outside: bool, to_few: bool = False) -> None:
         with nvtx_range(f"reshard {self.group.name}"):

@@ -185,11 +185,8 @@ def _on_ranks(scope: str | None) -> Train:
 # ---- who trains Llama-3-8B, as one rank of eight: float32, computed in bfloat16 ----
 
 
-def _large(scope: str | None, num_graphs: int = 0, *, keeps_root: bool = False) -> Train:
-    """Return FSDP2 with torch's fused AdamW where no scope of ours is given.
-
-    It keeps the root's weights from forward to backward; so does ``keeps_root``.
-    """
+def _large(scope: str | None, num_graphs: int = 0, *, root_reshards: bool | None = None) -> Train:
+    """Return FSDP2 with torch's fused AdamW where no scope of ours is given."""
     config = find_preset(LARGE_MODEL)
     assert config.vocab_size is not None
     model = make_model(config, config.vocab_size, torch.device("meta"), torch.float32)
@@ -206,7 +203,7 @@ def _large(scope: str | None, num_graphs: int = 0, *, keeps_root: bool = False) 
             mesh,
             strategy=strategy,
             mp_policy=config.mp_policy,
-            reshard_after_forward=None if keeps_root else True,
+            reshard_after_forward=root_reshards,
         )
     model.to_empty(device=DEVICE)
     optimizer = make_optimizer(config, model, sharded=True)
@@ -221,8 +218,8 @@ LARGE: Mapping[str, Callable[[], Train]] = MappingProxyType(
         "FSDP2, AdamW(fused)": functools.partial(_large, None),
         "FSDP2, one of eight, two graphs": functools.partial(_large, None, 2),
         "graphfsdp, one of eight, eager": functools.partial(_large, "none"),
-        "graphfsdp, one of eight, the root kept, captured": functools.partial(
-            _large, "full_iteration", keeps_root=True
+        "graphfsdp, one of eight, the root gathered again, captured": functools.partial(
+            _large, "full_iteration", root_reshards=True
         ),
         "graphfsdp, one of eight, captured": functools.partial(_large, "full_iteration"),
     }
@@ -290,8 +287,10 @@ class _Operators(OperatorMode):
             num_bytes = sum(map(_nbytes, (*read, *{id(each): each for each in made}.values())))
             found = self.in_captures if captures else self.outside
             found["operand_bytes"] += num_bytes
+            # c10d says of no coalesced collective that it writes what it is given.
+            dtype = (made or read)[0].dtype
             for name, device in DEVICES.items():
-                found[name] += kernel_s(_flops(call, result), num_bytes, made[0].dtype, device)
+                found[name] += kernel_s(_flops(call, result), num_bytes, dtype, device)
         return result
 
 

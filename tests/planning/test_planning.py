@@ -82,8 +82,8 @@ def test_an_iteration_takes_less_than_its_parts_at_their_most() -> None:
     line = "--preset llama3-8b --num-layers 2 --bf16 --micro-batch-size 1 --global-batch-size 8"
     line += " --data-parallel-sharding-strategy optim_grads_params"
     plan = plan_of(line, 8)
-    # Above the stand-in for a driver, torch's own allocator has counted 14,938 MiB.
-    assert round(sum(item.num_bytes for item in plan.memory[-2:]) / 2**20) == 14_938
+    # Above the stand-in for a driver, torch's own allocator has counted 16,942 MiB.
+    assert round(sum(item.num_bytes for item in plan.memory[-2:]) / 2**20) == 16_942
 
 
 def test_weights_that_an_iteration_casts_are_a_line_of_their_own() -> None:
@@ -135,7 +135,10 @@ def test_command_plans_thousands_of_ranks(capsys: pytest.CaptureFixture[str]) ->
     assert not memory["whole weights and grads"]["exact"]
     assert data["total_bytes"] == sum(entry["num_bytes"] for entry in data["memory"])
     counts = Counter(call["op"] for call in data["collectives"] for _ in range(call["count"]))
-    assert counts["all_gather"] == 2 * counts["reduce_scatter"]
+    # Both passes gather, but for the root, which stays whole between them.
+    of_root = Counter(call["op"] for call in data["collectives"] if call["unit"] == "(root)")
+    assert of_root["all_gather"] == of_root["reduce_scatter"] > 0
+    assert counts["all_gather"] == 2 * counts["reduce_scatter"] - of_root["all_gather"]
     long, short = (
         plan_json(f"--preset tiny --world-size 2 --seq-length {length}", capsys)
         for length in (128, 64)

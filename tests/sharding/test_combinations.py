@@ -50,7 +50,7 @@ OPTIONS = st.fixed_dictionaries(
         "recomputes": st.sampled_from(WAYS),
         "meta": st.booleans(),
         "overlap": st.booleans(),
-        "reshard_after_forward": st.booleans(),
+        "reshard_after_forward": st.sampled_from([None, True, False]),
         "evaluates": st.booleans(),
     }
 )

@@ -195,13 +195,13 @@ def casted() -> Any:
     return graphfsdp.fully_shard(everyday_scripts.whole_model().double()).float()
 
 
-def as_fsdp2_reshards() -> Any:
+def root_reshards() -> Any:
     model = everyday_scripts.whole_model()
-    graphfsdp.fully_shard(model[0], reshard_after_forward=None)
-    return graphfsdp.fully_shard(model, reshard_after_forward=None)
+    graphfsdp.fully_shard(model[0])
+    return graphfsdp.fully_shard(model, reshard_after_forward=True)
 
 
-MADE = (in_one_unit, divided, renamed, ignoring, casted, as_fsdp2_reshards)
+MADE = (in_one_unit, divided, renamed, ignoring, casted, root_reshards)
 
 
 @pytest.mark.parametrize("make", MADE)

@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 import graphfsdp
@@ -88,17 +89,57 @@ def test_unshard_by_hand_and_reshard(strategy: str) -> None:
 @on_ranks("ranks2")
 def test_reshard_after_forward_decides_what_is_held_until_backward() -> None:
     found = []
-    for reshard in (False, True):
+    for reshard in (False, True, None):
         model = make_net("optim_grads_params", reshard_after_forward=reshard)
         loss = model(*my_part(batches(1)[0]))
-        assert all((buffer.full is None) == reshard for buffer in buffers(model))
+        for unit in units(model):
+            keeps = unit.is_root if reshard is None else not reshard
+            assert all((buffer.full is not None) == keeps for buffer in unit.group.buffers)
         loss.backward()
         assert all(buffer.full is None for buffer in buffers(model, trainable=True))
         with torch.no_grad():
             model(*my_part(batches(1)[0]))
         assert all(buffer.full is None for buffer in buffers(model))
         found.append(gradients(model))
-    assert_equal_tensors(*found)
+    assert_equal_tensors(found[0], found[1])
+    assert_equal_tensors(found[0], found[2])
+
+
+def everything_between_steps(**options: Any) -> list[Tensor]:
+    """Whatever may leave or find whole weights, before and after steps of the optimizer."""
+    model: Any = make_net("optim_grads_params", **options)
+    optim = adam(model)
+    seen: list[Tensor] = []
+    for batch in batches(NUM_STEPS):
+        part = my_part(batch)
+        seen.append(model(*part).detach())  # no backward pass follows, which would drop weights
+        for half in range(2):
+            model.set_is_last_backward(half == 1)
+            loss = model(*(rows[half::2] for rows in part))
+            with torch.no_grad():
+                seen.append(model(*part))  # between a forward pass and its backward
+            loss.backward()
+        seen.append(model(*part).detach())
+        optim.step()
+        optim.zero_grad()
+        seen.append(model(*part).detach())
+        with torch.no_grad():
+            next(model.parameters()).mul_(0.9)
+        seen.append(model(*part).detach())
+        seen += [value.full_tensor() for value in model.state_dict().values()]
+        model.unshard()
+        seen += [model(*part).detach(), *(param.detach().clone() for param in model.parameters())]
+        model.reshard()
+    return [*seen, *full_parameters(model).values()]
+
+
+@on_ranks("ranks2")
+def test_a_root_that_is_kept_is_never_older_than_its_shards() -> None:
+    expected = everything_between_steps(reshard_after_forward=True)
+    for before, after in ((3, 4), (4, 5)):  # the optimizer, and a write, have changed the weights
+        assert not torch.equal(expected[before], expected[after])
+    assert_equal_tensors(expected, everything_between_steps())
+    assert_equal_tensors(expected, everything_between_steps(overlap=False))
 
 
 @pytest.mark.parametrize("name", ["fused_adam", "adamw"])

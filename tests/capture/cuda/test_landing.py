@@ -242,8 +242,8 @@ SHARDED: dict[str, tuple[str, dict[str, Any], dict[str, Any], dict[str, Any], in
     "ZeRO-2, two microbatches": ("optim_grads", {}, {}, {"microbatches": 2}, 0, 4),
     "ZeRO-1, two microbatches": ("optim", {}, {}, {"microbatches": 2}, 0, 2),
     "not sharded": ("no_shard", {}, {}, {}, 0, 2),
-    # Six are the casts of weights, into the memory of their gathers.
-    "cast": (FULL, {"mp_policy": HALF}, {}, {}, 1 + 6, 2),
+    # Five are the casts of weights, into the memory of their gathers: the root has one.
+    "cast": (FULL, {"mp_policy": HALF}, {}, {}, 1 + 5, 2),
 }
 
 
