@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
@@ -28,7 +29,8 @@ from graphfsdp.bench.results import REFERENCE, Result, Row
 from graphfsdp.bench.workloads import Case, find_workload
 from graphfsdp.data import Batch
 from graphfsdp.errors import ConfigError
-from ranks import fork_server
+from graphfsdp.training.ranks import Ranks
+from ranks import RankPool, fork_server
 
 
 def job_on(device: torch.device) -> Job:
@@ -175,6 +177,42 @@ def test_a_schedule_has_enough_rounds_and_fits_where_it_can(
     planned_s = num_rounds * num_steps * math.fsum(step_ms) / 1e3
     least_s = MIN_ROUNDS * 2 * math.fsum(step_ms) / 1e3
     assert planned_s <= max(seconds, least_s) * 1.001
+
+
+def fail_on_last(setting: Setting) -> Contender:
+    if setting.ranks.rank == setting.ranks.size - 1:
+        raise RuntimeError("this rank alone")
+    return Faulty(0)  # which asks no other rank for anything, and is never asked for a step
+
+
+def measure_on_rank() -> list[Row]:
+    these = Ranks(dist.get_rank(), dist.get_world_size(), dist.get_rank(), 2, launched=True)
+    job = job_on(torch.device("cpu"))
+    setting = dataclasses.replace(job.setting, ranks=these)
+    specs = [
+        *find_contenders(("pytorch", "fsdp2")),
+        faulty("lame", fail_on_last),
+        *find_contenders(("full_iteration",))[1:],
+    ]
+    return measure_case(dataclasses.replace(job, setting=setting), specs=specs)
+
+
+@pytest.mark.slow
+def test_ranks_measure_together_and_leave_out_what_fails_on_one_of_them(ranks2: RankPool) -> None:
+    results = ranks2.run(measure_on_rank, limit_s=110)
+    eager = []
+    for found in results:
+        rows = {row["contender"]: row for row in found}
+        assert list(rows) == ["eager", "pytorch", "fsdp2", "full_iteration", "lame"]
+        assert rows["lame"]["reason"] == "rank 1: RuntimeError: this rank alone"
+        assert rows["full_iteration"]["bit_exact"]
+        for name in ("pytorch", "fsdp2"):
+            # Sums in another order.
+            assert rows[name]["early_difference"] < 1e-4
+        eager.append(rows["eager"])
+    shapes = [[len(window) for window in row["step_ms"]] for row in eager]
+    assert shapes[0] == shapes[1], "the ranks did not run the same rounds"
+    assert eager[0]["last_loss"] != eager[1]["last_loss"], "the ranks trained on the same batches"
 
 
 def ends_badly(how: str, result: list[Row], tells: Connection, log: str, job: Job) -> None:

@@ -3,14 +3,17 @@
 import dataclasses
 import json
 import math
+import sys
 from contextlib import closing
 from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
+import graphfsdp
 from graphfsdp.errors import ConfigError
 from graphfsdp.training.gpt import GPT, GPTConfig
 from graphfsdp.training.metrics import Metrics, flops_per_token, peak_tflops
@@ -101,3 +104,26 @@ def test_peak_depends_on_gpu_and_dtype(monkeypatch: pytest.MonkeyPatch) -> None:
     assert peak_tflops("NVIDIA H200", torch.float32) == 67.0
     monkeypatch.setattr(torch, "get_float32_matmul_precision", lambda: "high")
     assert peak_tflops("NVIDIA H200", torch.float32) == 494.0
+
+
+@pytest.fixture
+def _without_safetensors(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine on which nothing can be installed."""
+    for name in ("safetensors", "safetensors.torch"):
+        monkeypatch.setitem(sys.modules, name, None)
+
+
+@pytest.mark.usefixtures("_without_safetensors")
+def test_without_safetensors_a_run_keeps_its_model_as_torch_saves_it(tmp_path: Path) -> None:
+    model, other = nn.Linear(3, 2), nn.Linear(3, 2)
+    with closing(RunDirectory(str(tmp_path / "run"), {})) as run:
+        run.write_model(model.state_dict())
+    assert not (tmp_path / "run" / "model.safetensors").exists()
+    other.load_state_dict(torch.load(tmp_path / "run" / "model.pt"))
+    assert torch.equal(other.weight, model.weight)
+
+
+@pytest.mark.usefixtures("_without_safetensors")
+def test_a_checkpoint_says_that_safetensors_is_missing(tmp_path: Path) -> None:
+    with pytest.raises(graphfsdp.CheckpointError, match="Remedy: pip install safetensors"):
+        graphfsdp.save(tmp_path / "saved", nn.Linear(2, 2))
