@@ -15,7 +15,7 @@ from torch import Tensor
 from graphfsdp.base.memory_plan import neighbour_starts
 from graphfsdp.data import BYTES_VOCAB_SIZE
 from graphfsdp.planning.activations import Activations, Unit, run_without_numbers, whole_bytes
-from graphfsdp.planning.roofline import Bound, Device, bound
+from graphfsdp.planning.roofline import CALL_S, NODE_S, Bound, Device, arithmetic_s
 from graphfsdp.sharding.plan import BufferPlan, ParameterKind, plan_buffers
 from graphfsdp.training.build import make_model
 from graphfsdp.training.config import IterationBatch, TrainConfig
@@ -99,14 +99,12 @@ class TrainingPlan:
         As it is written, the host launches each kernel; captured, one graph.
         """
         num_bytes = self.total_bytes + self.saved_bytes * (self.batch.num_microbatches - 1)
-        return bound(
-            device,
-            self.config.param_dtype,
-            flops=self.flops,
-            num_bytes=2 * num_bytes,
-            wire_bytes=sum(call.wire_bytes for call in self.collectives),
-            num_kernels=self.num_kernels,
-            num_calls=self.num_kernels,
+        gaps = self.num_kernels * NODE_S
+        return Bound(
+            arithmetic_s(self.flops, self.config.param_dtype, device) + gaps,
+            2 * num_bytes / device.memory_rate + gaps,
+            sum(call.wire_bytes for call in self.collectives) / device.link_rate,
+            self.num_kernels * CALL_S,
         )
 
     def to_dict(self) -> dict[str, Any]:

@@ -62,23 +62,3 @@ def arithmetic_s(flops: float, dtype: torch.dtype, device: Device) -> float:
 def kernel_s(flops: float, num_bytes: float, dtype: torch.dtype, device: Device) -> float:
     """Return what one kernel takes at least, with the gap to the next one."""
     return NODE_S + max(arithmetic_s(flops, dtype, device), num_bytes / device.memory_rate)
-
-
-def bound(
-    device: Device,
-    dtype: torch.dtype,  # of the matrix products
-    *,
-    flops: float,
-    num_bytes: float,
-    wire_bytes: float,  # that this GPU sends
-    num_kernels: int,
-    num_calls: int,  # of the host
-) -> Bound:
-    """Return what an iteration takes at least of which no more than these sums is known."""
-    gaps = num_kernels * NODE_S
-    return Bound(
-        arithmetic_s(flops, dtype, device) + gaps,
-        num_bytes / device.memory_rate + gaps,
-        wire_bytes / device.link_rate,
-        num_calls * CALL_S,
-    )

@@ -186,13 +186,8 @@ def test_each_device_has_a_peak(name: roofline.DeviceName) -> None:
 
 
 def test_a_captured_iteration_is_bound_by_the_gpu_alone() -> None:
-    found = roofline.bound(
-        H100, BF16, flops=0, num_bytes=0, wire_bytes=450e9, num_kernels=1_000, num_calls=10**6
-    )
-    assert found.links == 1.0
-    assert found.arithmetic == found.memory == pytest.approx(500e-6)
-    assert found.host == max(found) == pytest.approx(3.8)
-    assert found.captured == 1.0
+    found = roofline.Bound(arithmetic=0.5, memory=0.25, links=1.0, host=3.8)
+    assert (found.captured, max(found)) == (1.0, 3.8)
     assert found._replace(arithmetic=0, memory=0, links=0).captured == roofline.CALL_S
 
 
