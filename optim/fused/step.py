@@ -141,6 +141,7 @@ class CpuStep:
 
     def __init__(self, args: StepArgs) -> None:
         self._args = args
+        self._kept: Tensor | None = None  # for scaled gradients, where they are few
 
     def run(self, args: StepArgs) -> None:
         if not args.dense:
@@ -160,12 +161,16 @@ class CpuStep:
         rows = args.hyper.tolist()
         scratch: Tensor | None = None
         if not as_is:
-            numel = max(part.numel for part in self._parts)
-            scratch = torch.empty(numel, dtype=wide_dtype, device="cpu")
+            scratch = self._kept
+            if scratch is None or scratch.dtype != wide_dtype:
+                scratch = torch.empty(self._most_numel, dtype=wide_dtype, device="cpu")
+            if self._most_numel <= _SMALLEST_CHUNK:
+                self._kept = scratch
         for part in self._groups if whole else self._parts:
             taken = part.columns
             if scratch is not None:  # unnamed, so that it is freed before the next one is made
-                taken = taken._replace(grads=part.scaled_grads(scale, scratch))
+                scaled = part.scaled_grads(scale, scratch, keeps=scratch is self._kept)
+                taken = taken._replace(grads=scaled)
             _update(taken, part.counts, rows[part.row], args.flags, wide_dtype)
 
     @cached_property
@@ -184,6 +189,10 @@ class CpuStep:
         return found
 
     @cached_property
+    def _most_numel(self) -> int:
+        return max(part.numel for part in self._parts)
+
+    @cached_property
     def _parts(self) -> "list[_Part]":
         return [part for group in self._groups for part in group.chunks()]
 
@@ -196,6 +205,7 @@ class _Part:
         self.counts = counts  # [] float32, the step count of each
         self.columns = columns
         self._sizes = [param.numel() for param in columns.params]
+        self._looks: tuple[list[Tensor], Tensor] | None = None
         self.numel = sum(self._sizes)
 
     def chunks(self) -> "Iterator[_Part]":
@@ -220,21 +230,31 @@ class _Part:
     def _part(self, start: int, stop: int) -> "_Part":
         return _Part(self.row, self.counts[start:stop], self.columns.part(start, stop))
 
-    def scaled_grads(self, scale: float, scratch: Tensor) -> list[Tensor]:
-        """Return scaled gradients of the scratch's dtype, in its memory."""
-        memory = scratch[: self.numel]
+    def scaled_grads(self, scale: float, scratch: Tensor, *, keeps: bool) -> list[Tensor]:
+        """Return scaled gradients of the scratch's dtype, in its memory.
+
+        ``keeps``: it is the same one in each step, so that looks at it are made once.
+        """
+        scaled, memory = self._looks if keeps and self._looks else self._looks_at(scratch)
+        if keeps:
+            self._looks = scaled, memory
         if self._joined is None:
-            scaled = list(_unflatten_dense_tensors(memory, self._contiguous))
             foreach_copy_(scaled, self._contiguous)
         elif self._joined.dtype == memory.dtype:  # one operator for all of them
             torch.mul(self._joined, scale, out=memory)
-            return list(memory.split_with_sizes(self._sizes))
+            return scaled
         else:
-            scaled = list(memory.split_with_sizes(self._sizes))
             memory.copy_(self._joined)
         if scale != 1.0:
             memory.mul_(scale)
         return scaled
+
+    def _looks_at(self, scratch: Tensor) -> tuple[list[Tensor], Tensor]:
+        """Return looks at a scratch for each gradient, and for all of them together."""
+        memory = scratch[: self.numel]
+        if self._joined is None:
+            return list(_unflatten_dense_tensors(memory, self._contiguous)), memory
+        return list(memory.split_with_sizes(self._sizes)), memory
 
     @cached_property
     def _joined(self) -> Tensor | None:
