@@ -1,8 +1,10 @@
 """`graphfsdp.load`: a checkpoint into what exists, in place, on any ranks."""
 
 import functools
+import hashlib
+import json
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -13,22 +15,24 @@ from torch import Tensor, nn
 
 from graphfsdp.base.dtensors import is_dtensor
 from graphfsdp.base.sharded import units_of
-from graphfsdp.checkpoint.folder import resolve
+from graphfsdp.checkpoint.folder import MANIFEST, resolve
 from graphfsdp.checkpoint.load_plan import LoadPlan, plan_model
-from graphfsdp.checkpoint.manifest import Manifest
+from graphfsdp.checkpoint.manifest import FORMAT, VERSION, Manifest, SavedFile, SavedTensor, dump
 from graphfsdp.checkpoint.members import Members
-from graphfsdp.checkpoint.named import as_module, name_model, names_elsewhere, part_of
+from graphfsdp.checkpoint.named import as_module, name_model, names_elsewhere
 from graphfsdp.checkpoint.objects import (
     BufferState,
     RandomState,
     Stateful,
+    TensorSink,
     check_objects,
+    encode_objects,
 )
 from graphfsdp.checkpoint.optimizer import plan_optimizer
-from graphfsdp.checkpoint.reading import name_last_good, read_manifest
 from graphfsdp.checkpoint.saving import BUFFERS, RANDOM
-from graphfsdp.checkpoint.values import decode, encode
-from graphfsdp.errors import CheckpointDamagedError
+from graphfsdp.checkpoint.values import decode, dtype_of
+from graphfsdp.checkpoint.version_1 import read_body
+from graphfsdp.errors import CheckpointDamagedError, CheckpointError
 from graphfsdp.sharding.materialize.materialize import memory_for_values
 
 if TYPE_CHECKING:
@@ -109,16 +113,12 @@ def load(
             plan.refuse_problems(folder)
         return plan
 
-    try:
-        manifest = members.together(lambda: read_manifest(folder))
-        with memory_for_values(module) as have_values:
-            plan = members.together(lambda: make_plan(manifest))
-            manifest.check_files(folder, members)
-            plan.carry_out(folder, members)
-            have_values(plan.filled())
-    except CheckpointDamagedError as error:  # on every rank
-        found = members.first(lambda: name_last_good(folder))
-        raise CheckpointDamagedError(f"{error}\n{found}") from None
+    manifest = members.together(lambda: _read_manifest(folder))
+    with memory_for_values(module) as have_values:
+        plan = members.together(lambda: make_plan(manifest))
+        manifest.check_files(folder, members)
+        plan.carry_out(folder, members)
+        have_values(plan.filled())
     for unit in units_of(module):
         unit.reshard()  # whole weights that were gathered before are not the loaded ones
     return Loaded(int(manifest.facts["step"]), folder, tuple(plan.problems))
@@ -151,28 +151,47 @@ def _plan_objects(
                 f"ranks; here are {members.size}"
             )
             continue
-        living = _living_dtensors(plan, name, thing)
-        state = decode(saved[name], functools.partial(_read_object, plan, living))
+        state = decode(saved[name], _find(plan, name, thing))
         plan.afterwards.append(functools.partial(thing.load_state_dict, state))
 
 
-def _living_dtensors(plan: LoadPlan, name: str, thing: Stateful) -> dict[str, Tensor]:
-    """Return the DTensors in an object's present state by the key that they are saved under."""
-    found: dict[str, Tensor] = {}
-
-    def note(where: str, tensor: Tensor) -> str:
-        if is_dtensor(tensor):
-            found[where] = tensor
-        return where
-
+def _find(plan: LoadPlan, name: str, thing: Stateful) -> Callable[[str], Tensor]:
+    """Return what plans to read a tensor of an object: into the DTensor there, or a new one."""
+    here = TensorSink()
     if any(key.startswith(f"objects/{name}") for key in plan.manifest.tensors):
-        encode(thing.state_dict(), f"objects/{name}", note)
-    return found
+        encode_objects({name: thing}, here)
+    living = {key: part for key, part in here.tensors.items() if is_dtensor(part)}
+    return lambda key: plan.read_into(key, living[key]) if key in living else plan.read_whole(key)
 
 
-def _read_object(plan: LoadPlan, living: Mapping[str, Tensor], key: str) -> Tensor:
-    """Plan to read a tensor of an object: in place if it is a DTensor there, else a new one."""
-    if key not in living:
-        return plan.read_whole(key)
-    plan.read_into(key, part_of(living[key]))
-    return living[key]
+def _read_manifest(folder: Path) -> Manifest:
+    """Read the list of a checkpoint.
+
+    CheckpointDamagedError: it is not what was written; CheckpointError: it cannot be read.
+    """
+    path = folder / MANIFEST
+    try:
+        content = path.read_bytes()
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read ({error.strerror or error})") from None
+    try:
+        document = json.loads(content)
+        known, version = document["format"] == FORMAT, int(document["version"])
+        digest, body = document["sha256_of_body"], document["body"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise CheckpointDamagedError(f"{path} is damaged: {error!r}") from None
+    if not known or version > VERSION:
+        raise CheckpointError(
+            f"{path} has the format {document['format']!r} version {version}; this release "
+            f"reads {FORMAT!r} up to version {VERSION}"
+        )
+    if hashlib.sha256(dump(body)).hexdigest() != digest:
+        raise CheckpointDamagedError(f"{path} is damaged: its checksum differs")
+    if version == 1:
+        return read_body(body)
+    tensors = {
+        key: SavedTensor(dtype_of(dtype), tuple(shape))
+        for key, (dtype, shape) in body["tensors"].items()
+    }
+    files = {name: SavedFile(*file) for name, file in body["files"].items()}
+    return Manifest(body["facts"], files, tensors)

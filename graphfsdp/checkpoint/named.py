@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from graphfsdp.base.dtensors import is_dtensor, local_part, wrap_like
-from graphfsdp.base.sharded import pipeline_stages
+from graphfsdp.base.sharded import pipeline_stages, put_back, units_of
 from graphfsdp.checkpoint.members import Members
-from graphfsdp.errors import CheckpointError, ConfigError
+from graphfsdp.errors import ConfigError
 
 # Of a dictionary of state dicts, as torch.distributed.checkpoint flattens it.
 MODEL = "model."
@@ -67,11 +67,12 @@ class NamedModel:
 def name_model(model: nn.Module) -> NamedModel:
     """Find everything that ``state_dict`` gives, under names without those of wrappers.
 
-    Tied tensors have the first of their names. ConfigError: two stages use the same name.
+    Tied tensors have the first of their names; what was unsharded by hand is resharded.
+    ConfigError: two stages use the same name.
     """
     if isinstance(model, nn.parallel.DistributedDataParallel):
         model = model.module
-    _refuse_whole_units(model)
+    put_back(units_of(model))
     named = NamedModel({}, {}, {})
     first_names: dict[int, str] = {}  # by identity
     for stage in model if isinstance(model, Stages) else (model,):
@@ -131,19 +132,6 @@ def states_by_name(
     for row, (group, saved) in enumerate(rows):
         for place, (param, index) in enumerate(zip(group["params"], saved["params"], strict=True)):
             yield row, names.get(id(param), f"param_groups[{row}][{place}]"), param, index
-
-
-def _refuse_whole_units(model: nn.Module) -> None:
-    for name, module in model.named_modules():
-        if not hasattr(module, "prepare_shards"):
-            continue
-        from graphfsdp.sharding.module import unit_of
-
-        if unit_of(module).is_whole:
-            raise CheckpointError(
-                f"unit {name!r} is unsharded, so the model holds copies of its weights. Remedy: "
-                "reshard() it, and save and load between two iterations"
-            )
 
 
 def _refuse_name(name: str) -> ConfigError:

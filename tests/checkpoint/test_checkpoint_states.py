@@ -128,6 +128,40 @@ def test_statistics_of_each_rank_come_back_to_it(
     assert ranks1.run(buffers_of_ranks, tmp_path, False) == [[1.0, 1.0]]
 
 
+class Average:
+    """An object that holds sharded weights."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.weights: dict[str, Any] = dict(model.named_parameters())
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"weights": self.weights}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.weights = state["weights"]
+
+
+def average_of_ranks(path: Path, seed: int) -> list[float]:
+    torch.manual_seed(seed)
+    model = nn.Linear(5, 7)
+    graphfsdp.fully_shard(model)
+    average = Average(model)
+    if seed == 0:
+        graphfsdp.save(path, model, objects={"average": average})
+    places = [value.to_local().data_ptr() for value in average.weights.values()]
+    graphfsdp.load(path, nn.Module(), objects={"average": average}, strict=False)
+    assert [value.to_local().data_ptr() for value in average.weights.values()] == places
+    found: list[float] = average.weights["weight"].full_tensor().flatten().tolist()
+    return found
+
+
+def test_sharded_weights_in_an_object_are_read_where_they_are(
+    tmp_path: Path, ranks2: RankPool, ranks4: RankPool
+) -> None:
+    expected = ranks2.run(average_of_ranks, tmp_path, 0)[0]
+    assert ranks4.run(average_of_ranks, tmp_path, 1) == [expected] * 4
+
+
 def save_in_halves(path: Path) -> None:
     """Two groups of ranks save and load models of their own at the same time."""
     groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
@@ -151,16 +185,18 @@ def unsharded_by_hand(path: Path) -> None:
     model = nn.Sequential(nn.Linear(3, 3))
     graphfsdp.fully_shard(model)
     assert isinstance(model, graphfsdp.FSDPModule)
+    expected = model(torch.ones(1, 3)).detach().clone()
     model.unshard()
-    for act in (graphfsdp.save, graphfsdp.load):
-        with pytest.raises(graphfsdp.CheckpointError):
-            act(path, model)
-    model.reshard()
     graphfsdp.save(path, model)
+    with torch.no_grad():
+        for param in model.parameters():
+            param.zero_()
+    model.unshard()
     graphfsdp.load(path, model)
+    assert torch.equal(model(torch.ones(1, 3)), expected)
 
 
-def test_a_unit_that_is_unsharded_is_refused(tmp_path: Path, ranks2: RankPool) -> None:
+def test_a_unit_that_was_unsharded_by_hand_is_resharded(tmp_path: Path, ranks2: RankPool) -> None:
     ranks2.run(unsharded_by_hand, tmp_path)
 
 
