@@ -32,12 +32,6 @@ def _casts() -> None:
         compute.install_op(f"graphfsdp::{name}")
 
 
-def _benchmark() -> None:
-    """Multiply smaller matrices: those that show a GPU's peak take a CPU minutes."""
-    machine: Any = sys.modules["graphfsdp.bench.machine"]
-    machine._GPU_SIZE = machine._CPU_SIZE
-
-
 class _After(MetaPathFinder):
     """Calls a function when a module has been imported."""
 
@@ -71,6 +65,5 @@ if "CUDA_STAND_IN" in os.environ and os.environ.get("CUDA_STAND_IN_KERNELS") != 
         "torch": _torch,
         "graphfsdp.optim.fused.step": _optimizers,
         "graphfsdp.eight_bit.cast": _casts,
-        "graphfsdp.bench.machine": _benchmark,
     }
     sys.meta_path.insert(0, _After(calls))
