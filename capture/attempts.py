@@ -226,7 +226,8 @@ class Evaluator:
         restore = save_random_states(self._engine.model, self._engine.backend.device)
         try:
             with nvtx_range("evaluate"):
-                recording = self._recordings.load(args, kwargs, num_microbatches)
+                recording = self._recordings.find(args, kwargs, num_microbatches)
+                recording.inputs.load()
                 results = self._results(recording, eager=eager)
         finally:
             restore()

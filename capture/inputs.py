@@ -151,11 +151,9 @@ class StaticInputs:
     """The batch as the graph sees it: same addresses in every iteration.
 
     A batch of another structure, shape, dtype or device than the first, or with other values that
-    are no tensors, is not accepted.
+    are no tensors, is not accepted. One that is accepted is copied in by ``load``, once guards have
+    found nothing against it.
     """
-
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
 
     def __init__(
         self,
@@ -192,22 +190,36 @@ class StaticInputs:
         self._versions: list[int] = []
         # The caller's batch and its leaves, for what an iteration writes into them.
         self._own: tuple[Batch, list[Any]] | None = (args, kwargs), leaves
-        self._copy(leaves)
 
     def accept(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """Copy a batch in; False, and nothing copied, if it is not like the first."""
+        """Take a batch that is to be copied in; False if it is not like the first."""
         batch = (args, kwargs)
         leaves = None if self._form is None else self._form.leaves(batch)
         if leaves is None or not self._match(leaves):
             leaves = self._flatten(batch)
             if leaves is None or not self._match(leaves):
                 return False
-        # Only now: copy_ would broadcast a batch of 1 and cast another dtype without a word.
-        self._copy(leaves)
-        for index in self._plain:
-            self._static[index] = leaves[index]
         self._own = batch, leaves
         return True
+
+    def load(self) -> None:
+        """Copy the batch in that was accepted last."""
+        assert self._own is not None
+        _, leaves = self._own
+        for index in self._plain:
+            self._static[index] = leaves[index]
+        for index, target, stages in self._targets:
+            if target.requires_grad:
+                self._let_go()
+            leaf = leaves[index]
+            if leaf.requires_grad:  # copied, and never linked to the graph
+                leaf = leaf.detach()
+            # Of a batch that was not compared with the first one, copy_ would broadcast a single
+            # row and cast another dtype without a word.
+            if stages is None:
+                target.copy_(leaf, non_blocking=True)
+            else:
+                stages.copy_to(target, leaf)
 
     def hand_out(self, index: int = 0, num_microbatches: int = 1) -> Batch:
         """Return the arguments of one microbatch, in new containers; tensors are static inputs.
@@ -315,18 +327,6 @@ class StaticInputs:
             f"{', '.join([*missing, *extra]) or containers}. "
             "Remedy: pass every batch with the same arguments, keys and lengths"
         )
-
-    def _copy(self, leaves: list[Any]) -> None:
-        for index, target, stages in self._targets:
-            if target.requires_grad:
-                self._let_go()
-            leaf = leaves[index]
-            if leaf.requires_grad:  # copied, and never linked to the graph
-                leaf = leaf.detach()
-            if stages is None:
-                target.copy_(leaf, non_blocking=True)
-            else:
-                stages.copy_to(target, leaf)
 
     def tensors(self) -> list[Tensor]:
         """Return the static inputs, each once."""

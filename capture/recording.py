@@ -233,12 +233,12 @@ class Recordings:
     def num_graphs(self) -> int:
         return sum(entry.graph is not None for entry in self)
 
-    def load(
+    def find(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], num_microbatches: int
     ) -> Recording:
-        """Copy a batch to the inputs made for its kind.
+        """Return the recording of a batch's kind, whose inputs can load it.
 
-        A kind that is new gets inputs; they are kept only if a graph may follow.
+        A kind that is new gets one; it is kept only if a graph may follow.
         """
         for entry in reversed(self._entries.values()):
             if entry.num_microbatches == num_microbatches and entry.inputs.accept(args, kwargs):

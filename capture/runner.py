@@ -98,7 +98,9 @@ class StepRunner:
             self._engine.put_back_units()
         if self.phase is Phase.WARMUP:  # later guards notice it
             self._engine.refuse_other_parameters()
-        recording = self._prepare(args, kwargs)
+        recording = self._find(args, kwargs)
+        with nvtx_range("copy-in"):
+            recording.inputs.load()
         if self._first_states is not None and self._first_states.are_missing:
             return self._finish_first(recording, self._first_states)
         if recording.graph is not None and self._auditor.is_due(recording):
@@ -112,10 +114,9 @@ class StepRunner:
             results = self._run_eagerly(recording) if is_eager else self._attempt(recording)
         return self._engine.unpack(recording, results)
 
-    def _prepare(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Recording:
-        """Copy the batch in; return what is to be replayed, if it has a graph, or run eagerly."""
-        with nvtx_range("copy-in"):
-            recording = self._recordings.load(args, kwargs, self.num_microbatches)
+    def _find(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Recording:
+        """Return what is to be replayed, if it has a graph, or run eagerly."""
+        recording = self._recordings.find(args, kwargs, self.num_microbatches)
         if self._first_states is not None and self._first_states.are_missing:
             return recording
         if recording.graph is not None:

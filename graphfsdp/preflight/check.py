@@ -192,6 +192,7 @@ def _judge_until_it_fails(
 ) -> None:
     with suppress(Exception):  # that of the warm-up, which is told
         inputs = StaticInputs(args, kwargs, device=judge.device, num_microbatches=microbatches)
+        inputs.load()
         recording = Recording(inputs, microbatches)
         judge.record(
             lambda: engine.iterate(recording),
