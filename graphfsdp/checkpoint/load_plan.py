@@ -7,19 +7,16 @@ other one, bit for bit.
 """
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from graphfsdp.base.dtensors import local_part, wrap_like
 from graphfsdp.checkpoint.manifest import Manifest
-from graphfsdp.checkpoint.members import Members
 from graphfsdp.checkpoint.named import MODEL, OPTIMIZER, NamedModel, part_of, state_part
 from graphfsdp.checkpoint.values import decode
-from graphfsdp.errors import CheckpointMismatchError
 from graphfsdp.optim.fused.storage import join_remainder
 
 MAIN = "master_param"
@@ -73,27 +70,6 @@ class LoadPlan:
         if saved != tuple(shape):
             self.problems.append(f"{what}: saved {list(saved)}, here {list(shape)}")
         return saved == tuple(shape)
-
-    def refuse_problems(self, folder: Path) -> None:
-        if self.problems:
-            listed = "\n".join(f"  {problem}" for problem in self.problems)
-            raise CheckpointMismatchError(
-                f"the checkpoint {folder} does not fit; nothing was loaded:\n{listed}\n"
-                "Remedy: the model and optimizer that were saved, or strict=False, which leaves as "
-                "it is what does not fit"
-            )
-
-    @torch.no_grad()
-    def carry_out(self, folder: Path, members: Members) -> None:
-        """Fill every rank's parts from files that were checked, and act; a collective."""
-        self.manifest.read(folder, self.parts, members)
-        for action in self.afterwards:
-            action()
-
-    def filled(self) -> Iterator[Tensor]:
-        for name, tensor in self.model.tensors.items():
-            if name not in self.unread:
-                yield tensor
 
 
 def plan_model(plan: LoadPlan) -> None:

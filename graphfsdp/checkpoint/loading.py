@@ -23,16 +23,15 @@ from graphfsdp.checkpoint.named import as_module, name_model, names_elsewhere
 from graphfsdp.checkpoint.objects import (
     BufferState,
     RandomState,
+    Snapshot,
     Stateful,
-    TensorSink,
     check_objects,
-    encode_objects,
 )
 from graphfsdp.checkpoint.optimizer import plan_optimizer
 from graphfsdp.checkpoint.saving import BUFFERS, RANDOM
 from graphfsdp.checkpoint.values import decode, dtype_of
 from graphfsdp.checkpoint.version_1 import read_body
-from graphfsdp.errors import CheckpointDamagedError, CheckpointError
+from graphfsdp.errors import CheckpointDamagedError, CheckpointError, CheckpointMismatchError
 from graphfsdp.sharding.materialize.materialize import memory_for_values
 
 if TYPE_CHECKING:
@@ -103,25 +102,31 @@ def load(
     named = members.together(lambda: name_model(module))
     elsewhere = names_elsewhere(module, named, members)
 
-    def make_plan(manifest: Manifest) -> LoadPlan:
-        plan = LoadPlan(manifest, named, elsewhere)
+    plan = members.together(lambda: LoadPlan(_read_manifest(folder), named, elsewhere))
+
+    def make_plan() -> None:
         plan_model(plan)
         if optimizer is not None:
             plan_optimizer(plan, optimizer)
         _plan_objects(plan, objects or {}, folder, members, rng=rng)
-        if strict:
-            plan.refuse_problems(folder)
-        return plan
+        if strict and plan.problems:
+            listed = "\n".join(f"  {problem}" for problem in plan.problems)
+            raise CheckpointMismatchError(
+                f"the checkpoint {folder} does not fit; nothing was loaded:\n{listed}\n"
+                "Remedy: the model and optimizer that were saved, or strict=False, which leaves as "
+                "it is what does not fit"
+            )
 
-    manifest = members.together(lambda: _read_manifest(folder))
-    with memory_for_values(module) as have_values:
-        plan = members.together(lambda: make_plan(manifest))
-        manifest.check_files(folder, members)
-        plan.carry_out(folder, members)
-        have_values(plan.filled())
+    with memory_for_values(module) as have_values, torch.no_grad():
+        members.together(make_plan)
+        plan.manifest.check_files(folder, members)
+        plan.manifest.read(folder, plan.parts, members)
+        for action in plan.afterwards:
+            action()
+        have_values(t for name, t in named.tensors.items() if name not in plan.unread)
     for unit in units_of(module):
         unit.reshard()  # whole weights that were gathered before are not the loaded ones
-    return Loaded(int(manifest.facts["step"]), folder, tuple(plan.problems))
+    return Loaded(int(plan.manifest.facts["step"]), folder, tuple(plan.problems))
 
 
 def _plan_objects(
@@ -157,9 +162,9 @@ def _plan_objects(
 
 def _find(plan: LoadPlan, name: str, thing: Stateful) -> Callable[[str], Tensor]:
     """Return what plans to read a tensor of an object: into the DTensor there, or a new one."""
-    here = TensorSink()
+    here = Snapshot()
     if any(key.startswith(f"objects/{name}") for key in plan.manifest.tensors):
-        encode_objects({name: thing}, here)
+        here.add_objects({name: thing})
     living = {key: part for key, part in here.tensors.items() if is_dtensor(part)}
     return lambda key: plan.read_into(key, living[key]) if key in living else plan.read_whole(key)
 

@@ -19,7 +19,6 @@ from graphfsdp.errors import CheckpointDamagedError
 
 FORMAT = "graphfsdp checkpoint"
 VERSION = 2
-_MAX_NAMED = 20
 
 
 class SavedTensor(NamedTuple):
@@ -110,12 +109,10 @@ def objects_file(rank: int) -> str:
 def _refuse_damage(folder: Path, damage: Sequence[str]) -> None:
     if not damage:
         return
-    named = "\n".join(f"  {line}" for line in damage[:_MAX_NAMED])
-    more = len(damage) - _MAX_NAMED
+    listed = "\n".join(f"  {line}" for line in damage)
     raise CheckpointDamagedError(
-        f"the checkpoint {folder} is damaged; nothing was loaded:\n{named}"
-        + (f"\n  and {more} more" if more > 0 else "")
-        + "\nRemedy: load an earlier one (step=...), or copy this one anew"
+        f"the checkpoint {folder} is damaged; nothing was loaded:\n{listed}\n"
+        "Remedy: load an earlier one (step=...), or copy this one anew"
     )
 
 

@@ -85,8 +85,12 @@ class RandomState:
 
 
 @dataclass
-class TensorSink:
+class Snapshot:
+    """All that one rank saves, at one moment."""
+
     tensors: dict[str, Tensor] = field(default_factory=dict)
+    facts: dict[str, Json] = field(default_factory=dict)  # for the manifest
+    objects: dict[str, Json] = field(default_factory=dict)  # encoded states
 
     def store(self, where: str, tensor: Tensor) -> str:
         """A plain tensor's key has its digest: ranks whose tensors are equal write one."""
@@ -97,6 +101,16 @@ class TensorSink:
         self.tensors[where] = part_of(tensor)
         return where
 
+    def add_objects(self, objects: Mapping[str, Stateful]) -> None:
+        for name, thing in objects.items():
+            state = thing.state_dict()
+            try:
+                self.objects[name] = encode(state, f"objects/{name}", self.store)
+            except RecursionError:
+                raise CheckpointError(
+                    f"the state of objects[{name!r}] holds itself, or is nested too deeply"
+                ) from None
+
 
 def check_objects(objects: Mapping[str, Any]) -> None:
     for name, thing in objects.items():
@@ -105,16 +119,3 @@ def check_objects(objects: Mapping[str, Any]) -> None:
                 f"objects[{name!r}] is a {type(thing).__name__}, which has no state_dict() and "
                 "load_state_dict(). Remedy: give it these, or wrap it"
             )
-
-
-def encode_objects(objects: Mapping[str, Stateful], sink: TensorSink) -> dict[str, Json]:
-    found = {}
-    for name, thing in objects.items():
-        state = thing.state_dict()
-        try:
-            found[name] = encode(state, f"objects/{name}", sink.store)
-        except RecursionError:
-            raise CheckpointError(
-                f"the state of objects[{name!r}] holds itself, or is nested too deeply"
-            ) from None
-    return found

@@ -12,7 +12,7 @@ from torch import Tensor
 from graphfsdp.base.dtensors import is_dtensor, local_part
 from graphfsdp.checkpoint.load_plan import MAIN, LoadPlan, new_like
 from graphfsdp.checkpoint.named import OPTIMIZER, NamedModel, state_part, states_by_name
-from graphfsdp.checkpoint.objects import TensorSink
+from graphfsdp.checkpoint.objects import Snapshot
 from graphfsdp.checkpoint.values import Json, decode, encode, tensor_under
 from graphfsdp.errors import CheckpointError, ConfigError
 from graphfsdp.optim.adapters.baked import make_skip_counter, skip_counter
@@ -33,7 +33,7 @@ _NO_NUMBERS = frozenset({"params", "param_names"})
 
 
 def describe_optimizer(
-    model: NamedModel, optimizer: torch.optim.Optimizer, sink: TensorSink
+    model: NamedModel, optimizer: torch.optim.Optimizer, snapshot: Snapshot
 ) -> dict[str, Json]:
     state_dict = optimizer.state_dict()
     skipped = skip_counter(optimizer)
@@ -44,7 +44,7 @@ def describe_optimizer(
     for row, group in enumerate(state_dict["param_groups"]):
         hyper = {key: value for key, value in group.items() if key not in _NO_NUMBERS} | settings
         where = f"{OPTIMIZER}param_groups[{row}]"
-        groups.append({"params": [], "hyper": encode(hyper, where, sink.store)})
+        groups.append({"params": [], "hyper": encode(hyper, where, snapshot.store)})
     state: dict[str, Json] = {}
     for row, name, param, index in states_by_name(model, optimizer, state_dict):
         groups[row]["params"].append(name)
@@ -54,7 +54,7 @@ def describe_optimizer(
             part = state_part(param, value) if is_like else None
             where = f"{OPTIMIZER}{name}.{key}"
             if part is not None:
-                sink.tensors[where] = part
+                snapshot.tensors[where] = part
                 entry = tensor_under(where)
             elif isinstance(value, Tensor) and is_dtensor(value):
                 raise CheckpointError(
@@ -63,13 +63,13 @@ def describe_optimizer(
                     "Remedy: an optimizer whose states have their parameter's shape"
                 )
             else:
-                entry = encode(value, where, sink.store)
+                entry = encode(value, where, snapshot.store)
             state.setdefault(name, {})[key] = entry
     rest = {key: value for key, value in state_dict.items() if key not in ("state", "param_groups")}
     return {
         "kind": type(optimizer).__name__,
         "groups": groups,
-        "rest": encode(rest, f"{OPTIMIZER}rest", sink.store),
+        "rest": encode(rest, f"{OPTIMIZER}rest", snapshot.store),
         "state": state,
     }
 
@@ -212,25 +212,22 @@ def _load_in_place(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any])
     the same shape, dtype and device, its values are replaced instead; numbers of groups come from
     a file, on the CPU, and torch leaves them there.
     """
-    states = {param: dict(entries) for param, entries in optimizer.state.items()}
-    groups = [dict(group) for group in optimizer.param_groups]
+
+    def places() -> dict[Any, dict[str, Any]]:
+        """Return what each parameter and each group has."""
+        states = {param: own for param, own in optimizer.state.items() if isinstance(own, dict)}
+        return {**states, **dict(enumerate(optimizer.param_groups))}
+
+    before = {place: dict(entries) for place, entries in places().items()}
     optimizer.load_state_dict(state_dict)
-    with torch.no_grad():
-        for param, entries in optimizer.state.items():
-            if isinstance(entries, dict):
-                _keep(entries, states.get(param, {}))
-        for group, before in zip(optimizer.param_groups, groups, strict=True):
-            _keep(group, before)
-
-
-def _keep(now: dict[str, Any], before: Mapping[str, Any]) -> None:
-    for key, old in before.items():
-        new = now.get(key)
-        if not isinstance(old, Tensor) or new is None or new is old:
-            continue
-        if not isinstance(new, Tensor):
-            new = torch.as_tensor(new, dtype=old.dtype, device=old.device)
-        kinds = [(t.shape, t.dtype, local_part(t).shape) for t in (new, old)]
-        if kinds[0] == kinds[1] and new.device in (old.device, torch.device("cpu")):
-            local_part(old).copy_(local_part(new))
-            now[key] = old
+    for place, entries in places().items():
+        for key, old in before.get(place, {}).items():
+            new = entries.get(key)
+            if not isinstance(old, Tensor) or new is None or new is old:
+                continue
+            if not isinstance(new, Tensor):
+                new = torch.as_tensor(new, dtype=old.dtype, device=old.device)
+            kinds = [(t.shape, t.dtype, local_part(t).shape) for t in (new, old)]
+            if kinds[0] == kinds[1] and new.device in (old.device, torch.device("cpu")):
+                local_part(old).copy_(local_part(new))
+                entries[key] = old

@@ -3,7 +3,6 @@
 import os
 from collections.abc import Callable, Mapping, Sequence
 from concurrent import futures
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
@@ -16,7 +15,6 @@ from graphfsdp.checkpoint.folder import begin
 from graphfsdp.checkpoint.members import Members
 from graphfsdp.checkpoint.named import (
     MODEL,
-    NamedModel,
     Stages,
     as_module,
     name_model,
@@ -26,14 +24,13 @@ from graphfsdp.checkpoint.named import (
 from graphfsdp.checkpoint.objects import (
     BufferState,
     RandomState,
+    Snapshot,
     Stateful,
-    TensorSink,
     check_objects,
-    encode_objects,
 )
 from graphfsdp.checkpoint.optimizer import describe_optimizer
 from graphfsdp.checkpoint.values import Json, encode
-from graphfsdp.checkpoint.writing import Snapshot, write_snapshot
+from graphfsdp.checkpoint.writing import write_snapshot
 from graphfsdp.errors import CheckpointError, ConfigError
 
 if TYPE_CHECKING:
@@ -110,32 +107,27 @@ def _take_snapshot(
     names_elsewhere(module, named, members)  # which refuses names that two stages use
 
     def take() -> Snapshot:
-        sink, facts = _describe(named, optimizer, has_buffers=is_staged or members.rank == 0)
+        snapshot, left_out = Snapshot(), {}
         if members.size > 1 and named.buffers() and not is_staged:
             things[BUFFERS] = BufferState(named)
-        encoded = encode_objects(things, sink)
-        return Snapshot(keep(sink.tensors), facts, encoded)
+            left_out = named.buffers() if members.rank else {}
+        for name, tensor in named.tensors.items():
+            if name not in left_out:
+                snapshot.tensors[f"{MODEL}{name}"] = part_of(tensor)
+        extra = {name: state for name, (_, state) in named.extra.items()}
+        snapshot.facts["aliases"] = named.aliases
+        snapshot.facts["extra"] = encode(extra, "extra", snapshot.store)
+        if optimizer is not None:
+            snapshot.facts["optimizer"] = describe_optimizer(named, optimizer, snapshot)
+        snapshot.add_objects(things)
+        snapshot.tensors = keep(snapshot.tensors)
+        return snapshot
 
     snapshot = members.together(take)
     if is_staged:
         everyone = members.gather(snapshot.facts)
-        snapshot = replace(snapshot, facts=members.together(lambda: _join(everyone)))
+        snapshot.facts = members.together(lambda: _join(everyone))
     return snapshot
-
-
-def _describe(
-    named: NamedModel, optimizer: torch.optim.Optimizer | None, *, has_buffers: bool
-) -> tuple[TensorSink, dict[str, Json]]:
-    """Return views of the living tensors, and the facts of model and optimizer."""
-    left_out = {} if has_buffers else named.buffers()
-    sink = TensorSink(
-        {f"{MODEL}{n}": part_of(t) for n, t in named.tensors.items() if n not in left_out}
-    )
-    extra = {name: state for name, (_, state) in named.extra.items()}
-    facts = {"aliases": named.aliases, "extra": encode(extra, "extra", sink.store)}
-    if optimizer is not None:
-        facts["optimizer"] = describe_optimizer(named, optimizer, sink)
-    return sink, facts
 
 
 def _join(everyone: Sequence[Mapping[str, Json]]) -> dict[str, Json]:

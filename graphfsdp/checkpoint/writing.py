@@ -7,7 +7,6 @@ import os
 import platform
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,21 +24,13 @@ from graphfsdp.checkpoint.file_format import safetensors
 from graphfsdp.checkpoint.folder import Unfinished, explained
 from graphfsdp.checkpoint.manifest import Manifest, SavedFile, SavedTensor, objects_file
 from graphfsdp.checkpoint.members import Members
+from graphfsdp.checkpoint.objects import Snapshot
 from graphfsdp.checkpoint.values import Json
 from graphfsdp.errors import CheckpointError
 
 # A rank writes about so many files, but none smaller than that: one is hashed and synced while the
 # next one is written.
 _NUM_FILES, _FILE_BYTES = 8, 64 << 20
-
-
-@dataclass(frozen=True)
-class Snapshot:
-    """All that one rank saves, at one moment."""
-
-    tensors: dict[str, Tensor]
-    facts: dict[str, Json]  # for the manifest
-    objects: dict[str, Json]  # encoded states
 
 
 def write_snapshot(snapshot: Snapshot, place: Unfinished, members: Members) -> Path:
