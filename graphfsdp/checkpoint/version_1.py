@@ -4,6 +4,7 @@ Kept for the release after 0.1; a load and a save make a checkpoint of today.
 """
 
 import json
+import re
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -15,12 +16,14 @@ from torch import Tensor
 
 from graphfsdp.base.dtensors import is_dtensor, local_part
 from graphfsdp.base.torch_internals import part_and_offset
+from graphfsdp.checkpoint.file_format import safetensors
 from graphfsdp.checkpoint.manifest import Manifest, SavedFile, SavedTensor
 from graphfsdp.checkpoint.members import Members
 from graphfsdp.checkpoint.named import MODEL, OPTIMIZER
 from graphfsdp.checkpoint.values import dtype_of
 
 _BLOCK_BYTES = 1 << 22
+_PIECE = re.compile(r"(.*?)(?:\[(\d+:\d+(?:,\d+:\d+)*)\])?")
 
 
 class _Block(NamedTuple):
@@ -31,18 +34,8 @@ class _Block(NamedTuple):
     crc32: int
 
 
-class _Piece(NamedTuple):
-    """One box of a tensor, in one file."""
-
-    offsets: Sequence[int]
-    sizes: Sequence[int]
-    file: str
-    start: int
-
-
 @dataclass
 class _Manifest(Manifest):
-    pieces: dict[str, list[_Piece]] = field(default_factory=dict)
     blocks: dict[str, list[_Block]] = field(default_factory=dict)
 
     def is_whole(self, path: Path) -> bool:
@@ -54,49 +47,42 @@ class _Manifest(Manifest):
         return True
 
     def read(self, folder: Path, parts: Mapping[str, Sequence[Tensor]], members: Members) -> None:
-        """Copy out of mapped files what each piece has of each part."""
-        for key, (dtype, shape) in self.tensors.items():
-            for into in parts.get(key, ()):
-                place: Any = into
-                starts = (0,) * len(shape)
-                if is_dtensor(into):
-                    _, starts = part_and_offset(shape, place.device_mesh, place.placements)
-                for piece in self.pieces[key]:
-                    _copy(folder, piece, dtype, local_part(into), starts)
+        """Copy what each piece, a box of a tensor, has of each part."""
+        for name in (name for name in self.files if name.endswith(".safetensors")):
+            opened = safetensors().safe_open(folder / name, framework="pt")
+            with opened as file, torch.device("cpu"):  # where slices come, too
+                for piece in file.keys():  # noqa: SIM118
+                    old_key, *box = _PIECE.fullmatch(piece).groups()  # type: ignore[union-attr]
+                    for part in parts.get(_new_key(old_key), ()):
+                        _copy(file.get_slice(piece), box[0], part)
 
 
-def _copy(
-    folder: Path, piece: _Piece, dtype: torch.dtype, into: Tensor, starts: Sequence[int]
-) -> None:
-    """Copy what a piece has of a tensor's part that begins at ``starts``."""
-    path, sizes = folder / piece.file, torch.Size(piece.sizes)
-    content = torch.from_file(str(path), size=path.stat().st_size, dtype=torch.uint8)
-    flat = content.narrow(0, piece.start, sizes.numel() * dtype.itemsize)
-    if piece.start % dtype.itemsize:
-        flat = flat.clone()
-    saved = flat.view(dtype).view(sizes)
-    for axis, (mine, theirs) in enumerate(zip(starts, piece.offsets, strict=True)):
-        first = max(mine, theirs)
-        length = min(mine + into.shape[axis], theirs + saved.shape[axis]) - first
-        if length <= 0:
+def _copy(saved: Any, box: str | None, part: Tensor) -> None:
+    """Copy what a piece has of this rank's part of a tensor; without a box it is the whole."""
+    place: Any = part
+    mine, into = (0,) * part.dim(), local_part(part)
+    if is_dtensor(part):
+        _, mine = part_and_offset(part.shape, place.device_mesh, place.placements)
+    theirs = [int(edges.split(":")[0]) for edges in box.split(",")] if box else (0,) * part.dim()
+    wanted = []
+    for axis, (here, there, size) in enumerate(zip(mine, theirs, saved.get_shape(), strict=True)):
+        first, end = max(here, there), min(here + into.shape[axis], there + size)
+        if first >= end:
             return
-        into = into.narrow(axis, first - mine, length)
-        saved = saved.narrow(axis, first - theirs, length)
-    into.copy_(saved)
+        into = into.narrow(axis, first - here, end - first)
+        wanted.append(slice(first - there, end - there))
+    into.copy_(saved[tuple(wanted)])
 
 
 def read_body(body: dict[str, Any]) -> Manifest:
-    facts = json.loads(json.dumps(body["facts"]), object_hook=_with_new_key)
-    found = _Manifest(facts)
+    found = _Manifest(json.loads(json.dumps(body["facts"]), object_hook=_with_new_key))
     for name, (num_bytes, head, crc32) in body["files"].items():
         found.files[name] = SavedFile(num_bytes, "")
         found.blocks[name] = [_Block(0, head, crc32)]
     for old_key, entry in body["tensors"].items():
-        key, dtype = _new_key(old_key), dtype_of(entry["dtype"])
-        found.tensors[key] = SavedTensor(dtype, tuple(entry["shape"]))
-        found.pieces[key] = []
-        for offsets, sizes, file, start, checksums in entry["pieces"]:
-            found.pieces[key].append(_Piece(offsets, sizes, file, start))
+        dtype = dtype_of(entry["dtype"])
+        found.tensors[_new_key(old_key)] = SavedTensor(dtype, tuple(entry["shape"]))
+        for _, sizes, file, start, checksums in entry["pieces"]:
             num_bytes = torch.Size(sizes).numel() * dtype.itemsize
             for crc32, first in zip(checksums, range(0, num_bytes, _BLOCK_BYTES), strict=True):
                 length = min(_BLOCK_BYTES, num_bytes - first)
