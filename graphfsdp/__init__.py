@@ -7,6 +7,7 @@ from graphfsdp._capture.phase import Phase as Phase
 from graphfsdp._capture.report.report import CaptureReport as CaptureReport
 from graphfsdp._capture.step import CapturedStep as CapturedStep
 from graphfsdp.api import capture as capture
+from graphfsdp.base.changes import ChangeKind as ChangeKind
 from graphfsdp.base.hazards import Hazard as Hazard
 from graphfsdp.base.hazards import HazardKind as HazardKind
 from graphfsdp.base.norms import clip_grad_norm_ as clip_grad_norm_
@@ -59,6 +60,7 @@ __all__ = [
     "CaptureError",
     "CaptureReport",
     "CapturedStep",
+    "ChangeKind",
     "CheckReport",
     "CheckpointDamagedError",
     "CheckpointError",

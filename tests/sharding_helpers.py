@@ -19,7 +19,7 @@ import graphfsdp
 from graphfsdp.base.dtensors import local_part
 from graphfsdp.optim import FusedAdam
 from graphfsdp.sharding.buffer import ShardBuffer
-from graphfsdp.sharding.module import unit_of
+from graphfsdp.sharding.module import unit_of as unit_of
 from graphfsdp.sharding.unit import Unit
 from helpers import NUM_STEPS, set_lr, without_compiling
 from ranks import rank_device

@@ -8,8 +8,7 @@ import torch
 from torch import Tensor, nn
 
 import graphfsdp
-from graphfsdp import PhaseError
-from graphfsdp._capture.phase import Phase
+from graphfsdp import Phase, PhaseError
 from graphfsdp.base import streams
 from graphfsdp.optim import FusedAdam
 

@@ -10,7 +10,6 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
 
 from compiling import compiling_models_by
-from graphfsdp.sharding.module import unit_of
 from ranks import on_ranks
 from sharding_helpers import (
     Net,
@@ -23,6 +22,7 @@ from sharding_helpers import (
     replayed_as_eager,
     shard,
     train,
+    unit_of,
 )
 
 

@@ -9,7 +9,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from graphfsdp.sharding.module import unit_of
 from overlap_helpers import inputs, make_stack
 from ranks import on_ranks
 from sharding_helpers import (
@@ -22,6 +21,7 @@ from sharding_helpers import (
     make_net,
     num_steps_of,
     train,
+    unit_of,
 )
 
 

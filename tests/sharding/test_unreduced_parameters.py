@@ -11,7 +11,7 @@ from torch.distributed.tensor import Replicate, distribute_tensor
 
 import graphfsdp
 from counting_net import mean_square
-from graphfsdp.base.hazards import HazardKind
+from graphfsdp import HazardKind
 from graphfsdp.errors import ConfigError
 from graphfsdp.optim import FusedAdam
 from ranks import on_ranks, rank_device

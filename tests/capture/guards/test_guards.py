@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 import graphfsdp
-from graphfsdp.base.changes import ChangeKind
+from graphfsdp import ChangeKind
 from guard_net import Guarded, refused, start
 from helpers import assert_same_state, same_bits
 

@@ -12,7 +12,7 @@ from torch.nn.modules import module as torch_module
 from torch.optim import optimizer as torch_optimizer
 
 import graphfsdp
-from graphfsdp.base.changes import ChangeKind
+from graphfsdp import ChangeKind
 from guard_net import Guarded, refused, start
 from helpers import assert_same_state, same_bits
 

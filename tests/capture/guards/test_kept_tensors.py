@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import graphfsdp
-from graphfsdp.base.hazards import HazardKind
+from graphfsdp import HazardKind
 from graphfsdp.errors import CaptureError
 from graphfsdp.optim import FusedAdam
 from helpers import snapshot

@@ -16,8 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import graphfsdp
 from counting_net import CountingNet, mean_square, refusal_of
-from graphfsdp import CaptureError
-from graphfsdp.base.hazards import HazardKind
+from graphfsdp import CaptureError, HazardKind
 from graphfsdp.optim import FusedAdam
 from helpers import assert_same_states, snapshot
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 import graphfsdp
 from counting_net import refusal_of
 from footgun_net import inputs, start
-from graphfsdp.base.hazards import HazardKind
+from graphfsdp import HazardKind
 from ways import WAYS, Data, Special
 
 CPU = torch.device("cpu")

@@ -9,9 +9,8 @@ import torch
 from torch import Tensor, nn
 
 import graphfsdp
-from graphfsdp import CaptureError, Phase
+from graphfsdp import CaptureError, HazardKind, Phase
 from graphfsdp._capture.rules.constants import ConstantWatch
-from graphfsdp.base.hazards import HazardKind
 from graphfsdp.optim import FusedAdam
 from helpers import assert_same_state, snapshot
 
