@@ -1,6 +1,6 @@
 """Train a GPT on the source of Python's standard library, whole iteration captured.
 
-``graphfsdp train`` does the same with flags, a run directory and a progress bar; this is the
+``graphfsdp train`` does the same with flags, and keeps a run in a directory; this is the
 loop to copy into a program of your own:
 
     python examples/train_gpt.py [full_iteration | forward_backward | none] [iterations]

@@ -1,64 +1,29 @@
-"""What a training run prints: banner, log lines, progress bar, summary."""
+"""What a training run says of itself, before and after its log lines."""
 
 import platform
+from collections.abc import Iterator
 
 import torch
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 import graphfsdp
-from graphfsdp.command_line import print_line
 from graphfsdp.training.build import TrainingRun
 from graphfsdp.training.config import TrainConfig
-from graphfsdp.training.metrics import Metrics
 
 
-class TrainingConsole:
-    """Prints a run to a terminal, or plain lines to a file or a pipe."""
+def banner(run: TrainingRun) -> Iterator[str]:
+    yield f"graphfsdp train, preset {run.config.preset}"
+    for label, fact in _facts(run):
+        yield f"  {label:<10} {fact}"
+    if run.config.out is None:
+        yield "nothing of this run is kept; --out DIR keeps metrics and parameters"
 
-    def __init__(self, console: Console, train_iters: int) -> None:
-        self._console = console
-        self._train_iters = train_iters
-        self.progress = Progress(
-            TextColumn("{task.description}"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TextColumn("left"),
-            TimeRemainingColumn(),
-            console=console,
-            refresh_per_second=2,
-            transient=True,
-            disable=not console.is_terminal,
-        )
-        self._task = self.progress.add_task("training", total=train_iters)
 
-    def banner(self, run: TrainingRun) -> None:
-        self.line(f"graphfsdp train, preset {run.config.preset}")
-        for label, fact in _facts(run):
-            self.line(f"  {label:<10} {fact}")
-        if run.config.out is None:
-            self.line("nothing of this run is kept; --out DIR keeps metrics and parameters")
-
-    def say(self, what: str) -> None:
-        """Show what goes on, "" if it is training."""
-        self.progress.update(self._task, description=what or "training")
-
-    def advance(self, num_iterations: int = 1) -> None:
-        self.progress.advance(self._task, num_iterations)
-
-    def log(self, metrics: Metrics) -> None:
-        self.line(metrics.describe(self._train_iters))
-
-    def summary(self, run: TrainingRun, validation_loss: float) -> None:
-        entropy = run.corpus.unigram_entropy
-        self.line(
-            f"validation loss {validation_loss:.4f} nats per token; unigram entropy of the "
-            f"corpus {entropy:.4f} (a model that knows only how frequent each token is)"
-        )
-        self.line(str(run.step.report()))
-
-    def line(self, text: str) -> None:
-        print_line(self._console, text)
+def summary(run: TrainingRun, validation_loss: float) -> str:
+    return (
+        f"validation loss {validation_loss:.4f} nats per token; unigram entropy of the corpus "
+        f"{run.corpus.unigram_entropy:.4f} (a model that knows only how frequent each token is)\n"
+        f"{run.step.report()}"
+    )
 
 
 def _facts(run: TrainingRun) -> list[tuple[str, str]]:

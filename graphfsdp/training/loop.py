@@ -1,6 +1,7 @@
 """The training loop: one captured step per iteration, nothing read from the device between."""
 
 import dataclasses
+import functools
 import math
 import platform
 import time
@@ -13,13 +14,13 @@ from rich.console import Console
 from torch import Tensor, nn
 
 import graphfsdp
-from graphfsdp.base.progress import telling
+from graphfsdp.command_line import print_line
 from graphfsdp.data import Batch, TokenBatches
 from graphfsdp.training.arguments import parse_train_arguments
 from graphfsdp.training.build import TrainingRun, build_run, choose_device
 from graphfsdp.training.checkpoints import Position, RunCheckpoints, refuse_unusable_folder
 from graphfsdp.training.config import TrainConfig
-from graphfsdp.training.console import TrainingConsole
+from graphfsdp.training.console import banner, summary
 from graphfsdp.training.gpt import GPT
 from graphfsdp.training.hugging_face import save_weights
 from graphfsdp.training.metrics import Metrics, flops_per_token, peak_memory_bytes, peak_tflops
@@ -44,7 +45,7 @@ def train(config: TrainConfig, console: Console) -> None:
     device = choose_device(config.device, ranks)
     if not ranks.is_first:
         console = Console(quiet=True)
-    out = TrainingConsole(console, config.train_iters)
+    say = functools.partial(print_line, console)
     with ExitStack() as stack:
         minutes = config.distributed_timeout_minutes
         stack.enter_context(process_group(ranks, device, timeout_minutes=minutes))
@@ -68,14 +69,13 @@ def train(config: TrainConfig, console: Console) -> None:
         keep: list[Sink] = [] if directory is None else [directory.add]
         if ranks.is_first and (config.tensorboard or config.wandb is not None):
             keep += open_sinks(config, _facts(run), start.iteration, stack)
-        out.banner(run)
         if config.mllog is not None:
-            out.line(f"MLPerf-style log in {config.mllog}; {UNVERIFIED}")
-        for line in lines:
-            out.line(line)
-        with out.progress, telling(out.say), closing(iter(run.feed)) as feed:
-            out.advance(start.iteration)
-            metrics = _iterate(run, feed, out, keep, checkpoints, start, log)
+            lines.append(f"MLPerf-style log in {config.mllog}; {UNVERIFIED}")
+        for line in (*banner(run), *lines):
+            say(line)
+        keep.insert(0, lambda metrics: say(metrics.describe(config.train_iters)))
+        with closing(iter(run.feed)) as feed:
+            metrics = _iterate(run, feed, keep, checkpoints, start, log)
         checkpoints.close()
         if config.out is not None:
             state = _whole_weights(run)
@@ -85,12 +85,12 @@ def train(config: TrainConfig, console: Console) -> None:
                     shape, target = run.model.config, directory.path / "hugging_face"
                     save_weights(state, shape, config.hf_model, target)
         assert metrics.val_loss is not None
-        out.summary(run, metrics.val_loss)
+        say(summary(run, metrics.val_loss))
         if config.target_loss is not None:
             what = "reached" if reached(config, metrics.val_loss) else "not reached"
-            out.line(f"target loss {config.target_loss:g} {what} after {metrics.step} iterations")
+            say(f"target loss {config.target_loss:g} {what} after {metrics.step} iterations")
         if directory is not None:
-            out.line(f"kept in {directory.path}")
+            say(f"kept in {directory.path}")
 
 
 def _whole_weights(run: TrainingRun) -> dict[str, Tensor]:
@@ -118,7 +118,6 @@ def _open_directory(run: TrainingRun, start: Position) -> RunDirectory | None:
 def _iterate(
     run: TrainingRun,
     feed: Iterator[Batch],
-    out: TrainingConsole,
     keep: Sequence[Sink],
     checkpoints: RunCheckpoints,
     start: Position,
@@ -136,7 +135,6 @@ def _iterate(
         loss = run.step(*batch)
         window.num_steps += 1
         captured = phase_before is not step.phase
-        out.advance()
         done = iteration + 1
         log.trained(done * run.batch.num_sequences)
         position = Position(done, start.tokens + (done - start.iteration) * run.batch.num_tokens)
@@ -154,7 +152,6 @@ def _iterate(
                     log.run_stops(success=is_success(config, val_loss))
                 else:
                     log.block_starts()
-            out.log(metrics)
             for sink in keep:
                 sink(metrics)
             window = _Window(run)

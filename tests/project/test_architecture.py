@@ -99,7 +99,7 @@ OPTIONAL_PACKAGES = (
     "wandb",
 )
 # May write to the terminal: it is what they are for.
-TERMINAL_MODULES = frozenset({"graphfsdp.cli", "graphfsdp.__main__", "graphfsdp.training.console"})
+TERMINAL_MODULES = frozenset({"graphfsdp.cli", "graphfsdp.__main__"})
 MUTABLE_CONTAINERS = frozenset(
     {
         *("bytearray", "dict", "list", "set", "Counter", "OrderedDict", "defaultdict", "deque"),
