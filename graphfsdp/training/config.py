@@ -200,7 +200,11 @@ class TrainConfig(GPTConfig):
 
     def __post_init__(self) -> None:
         self._check_ranges()
-        self._check_shape_and_schedule()
+        try:
+            self.gpt(self.vocab_size if self.vocab_size is not None else 256)
+            _ = self.sharding, self.held_out_percent
+        except ConfigError as error:
+            raise ConfigError(_in_flags(str(error))) from None
         self._check_together()
 
     def gpt(self, vocab_size: int) -> GPTConfig:
@@ -314,29 +318,17 @@ class TrainConfig(GPTConfig):
             self._in_range(name, lambda beta: 0 <= beta < 1, "in [0, 1)")
         self._in_range("clip_grad", lambda norm: norm >= 0, "at least 0 (0 turns clipping off)")
 
-    def _check_shape_and_schedule(self) -> None:
-        if self.lr_warmup_iters >= self.train_iters and self.lr_warmup_iters > 0:
-            raise ConfigError(
-                f"--lr-warmup-iters {self.lr_warmup_iters} leaves nothing of --train-iters "
-                f"{self.train_iters} to train at the full rate; give fewer warm-up iterations"
-            )
-        try:
-            self.gpt(self.vocab_size if self.vocab_size is not None else 256)
-            _ = self.sharding, self.held_out_percent
-        except ConfigError as error:
-            raise ConfigError(_in_flags(str(error))) from None
-
     def _check_together(self) -> None:
-        needs = (
-            ("--save DIR, which says where to", self.save, ("save_interval", "async_", "keep_")),
-            ("--out DIR, which says where to", self.out, ("tensorboard",)),
-        )
-        for field in fields(self):
-            for remedy, is_given, names in needs:
-                changed = getattr(self, field.name) != field.default
-                if field.name.startswith(names) and changed and not is_given:
-                    raise ConfigError(f"{flag_name(field.name)} needs {remedy}")
+        needs = {"save": ("save_interval", "async_save", "keep_last"), "out": ("tensorboard",)}
+        for folder, names in needs.items():
+            for name in names:
+                if getattr(self, name) and getattr(self, folder) is None:
+                    raise ConfigError(f"{flag_name(name)} needs --{folder} DIR, which says where")
         clashes = {
+            f"--lr-warmup-iters {self.lr_warmup_iters} leaves nothing of --train-iters "
+            f"{self.train_iters} to train at the full rate; give fewer warm-up iterations": (
+                self.lr_warmup_iters >= self.train_iters and self.lr_warmup_iters > 0
+            ),
             f"--outer-dp-sharding-strategy {self.outer_dp_sharding_strategy} needs several "
             "instances to cut over: add --num-distributed-optimizer-instances": (
                 self.outer_dp_sharding_strategy != "no_shard"
