@@ -64,9 +64,8 @@ def local_part(tensor: Tensor) -> Tensor:
 
     Of a wrapper that FSDP2 would ask what to gather (sharding/extension.py), what it wraps.
     """
-    if is_dtensor(tensor):
-        dtensor: Any = tensor.detach()
-        tensor = dtensor.to_local()
+    if is_dtensor(tensor):  # not to_local(), which is an operator of DTensors for each tensor
+        tensor = local_tensor_of(tensor).detach()
     inside = unwrapped(tensor)
     return tensor if inside is tensor else inside.detach()
 
