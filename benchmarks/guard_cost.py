@@ -92,7 +92,7 @@ def measure(case: Case) -> dict[str, Any]:
 
 def main() -> None:
     torch.set_num_threads(1)
-    results = [measure(planned.case) for planned in suite("zoo")]
+    results = [measure(case) for case in suite("zoo")]
     table = Table(title="Around a replay, and around torch.compile's code of the forward alone")
     table.add_column("architecture")
     for heading in ("parameters", "step us", "around us", "share", "torch.compile us"):

@@ -26,7 +26,7 @@ from graphfsdp.bench.results import (
     environment_text,
     overviews,
 )
-from graphfsdp.bench.workloads import PlannedCase
+from graphfsdp.bench.workloads import Case
 from graphfsdp.command_line import print_line
 from graphfsdp.errors import ConfigError
 from graphfsdp.training.build import choose_device
@@ -71,12 +71,12 @@ class _Bench:
     _started: float = field(default_factory=time.monotonic)
 
     def run(self) -> int:
-        planned = self._options.cases(self._device.type)
+        cases = self._options.cases(self._device.type)
         self._folder = self._ranks.decide(
             lambda: _make_directory(self._options.out) if self._ranks.is_first else None
         )
         self._greet()
-        self._measure_all(planned)
+        self._measure_all(cases)
         if not self._result.cases:
             return 1
         for table in overviews(self._result):
@@ -86,13 +86,13 @@ class _Bench:
             self._line(f"wrote {self._folder / RESULT}")
         return 0
 
-    def _measure_all(self, planned: Sequence[PlannedCase]) -> None:
+    def _measure_all(self, cases: Sequence[Case]) -> None:
         """What is known is in the directory after each case, so that Ctrl-C loses little."""
-        for number, each in enumerate(planned):
-            key = each.case.key
-            self._line(f"{key} ({number + 1} of {len(planned)})")
+        for number, case in enumerate(cases):
+            key = case.key
+            self._line(f"{key} ({number + 1} of {len(cases)})")
             try:
-                self._result.rows += self._measure(each, len(planned) - number)
+                self._result.rows += self._measure(case, len(cases) - number)
                 self._show(key)
             except CaseFailedError as error:
                 self._result.rows.append({"case": key, "reason": str(error)})
@@ -100,13 +100,15 @@ class _Bench:
             if self._folder is not None:
                 self._result.write(self._folder / RESULT)
 
-    def _measure(self, planned: PlannedCase, num_left: int) -> list[Row]:
+    def _measure(self, case: Case, num_left: int) -> list[Row]:
         """The case may take three times its share of the time left."""
         left_s = self._ranks.exchange(self._left_s())[0]
         if left_s < SHORTEST_CASE_S:
             raise CaseFailedError(f"the budget of {self._options.budget:g} min was spent")
         limit_s = min(left_s, max(3 * left_s / num_left, SHORTEST_CASE_S))
-        job = self._job(planned, limit_s)
+        how = self._options.compile == "on" or "auto"
+        setting = Setting(case, self._device, ranks=self._ranks, compile=how)
+        job = Job(setting, self._options.seconds, limit_s)
         if not self._ranks.launched:
             return run_case(job)
         try:
@@ -118,12 +120,6 @@ class _Bench:
         if self._options.budget is None:
             return _NO_LIMIT_S
         return self._options.budget * 60 - (time.monotonic() - self._started)
-
-    def _job(self, planned: PlannedCase, limit_s: float) -> Job:
-        options = self._options
-        how = options.compile == "on" or "auto"
-        setting = Setting(planned.case, self._device, ranks=self._ranks, compile=how)
-        return Job(setting, planned.contenders, options.seconds, limit_s)
 
     def _greet(self) -> None:
         environment = self._result.head["environment"]

@@ -79,14 +79,13 @@ Turn = Callable[[str], object]  # told whose turn it is
 
 @dataclass(frozen=True)
 class Job:
-    """A case, who is measured in it (None: everybody), and how.
+    """A case, and how it is measured.
 
     ``limit_s`` is of the whole case: when half of it is over, no contender starts, and when most
     is, no round. ``excluded`` says of contenders that ended a process before, how.
     """
 
     setting: Setting
-    contenders: tuple[str, ...] | None = None
     seconds: float = 15.0  # of the timed region
     limit_s: float = math.inf
     excluded: Mapping[str, str] = field(default_factory=dict)
@@ -200,7 +199,7 @@ def measure_case(
         "flops_formula": formula,
         "stated_tflops": _peak(setting),
     }
-    wanted = find_contenders(job.contenders) if specs is None else specs
+    wanted = find_contenders(case.contenders) if specs is None else specs
     bench = _CaseBench(job, source, turn)
     with group_for(wanted, setting):
         try:

@@ -2,7 +2,7 @@
 
 import argparse
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Annotated, Literal
 
@@ -10,7 +10,6 @@ from graphfsdp.bench.contenders import CONTENDERS, find_contenders
 from graphfsdp.bench.workloads import (
     Case,
     DtypeName,
-    PlannedCase,
     SuiteName,
     find_workload,
     suite,
@@ -88,10 +87,10 @@ class BenchOptions:
             find_workload(name)
         find_contenders(self.contender)
 
-    def cases(self, device_type: str) -> tuple[PlannedCase, ...]:
+    def cases(self, device_type: str) -> tuple[Case, ...]:
         if self.workload:
             return tuple(
-                PlannedCase(Case(workload, dtype, size), self.contender)
+                Case(workload, dtype, size, self.contender)
                 for workload in map(find_workload, dict.fromkeys(self.workload))
                 for dtype in dict.fromkeys(self.dtype or ("fp32",))
                 for size in dict.fromkeys(self.batch_size or [workload.batch_size])
@@ -99,10 +98,8 @@ class BenchOptions:
         for name, value in (("--batch-size", self.batch_size), ("--dtype", self.dtype)):
             if value is not None:
                 raise ConfigError(f"{name} goes with --workload; a suite has its own")
-        return tuple(
-            PlannedCase(each.case, self.contender or each.contenders)
-            for each in suite(self.suite or ("gpu" if device_type == "cuda" else "cpu"))
-        )
+        cases = suite(self.suite or ("gpu" if device_type == "cuda" else "cpu"))
+        return tuple(replace(each, contenders=self.contender or each.contenders) for each in cases)
 
 
 def parse_bench_arguments(arguments: Sequence[str]) -> BenchOptions:

@@ -57,6 +57,7 @@ class Case:
     workload: Workload
     dtype: DtypeName
     batch_size: int
+    contenders: tuple[str, ...] | None = None  # all of them
 
     @property
     def key(self) -> str:
@@ -138,14 +139,6 @@ def find_workload(name: str) -> Workload:
     return known[name]
 
 
-@dataclass(frozen=True)
-class PlannedCase:
-    """A case and how it is measured; ``contenders`` None is all of them."""
-
-    case: Case
-    contenders: tuple[str, ...] | None = None
-
-
 SuiteName = Literal["cpu", "gpu", "quick", "zoo"]
 _FEW = ("eager", "pytorch", "full_iteration")
 _QUICK = (*_FEW, "compile", "compiled_recording")
@@ -189,8 +182,5 @@ _SUITES: Mapping[str, tuple[tuple[str, Any, int, tuple[str, ...] | None], ...]] 
 )
 
 
-def suite(name: SuiteName) -> tuple[PlannedCase, ...]:
-    return tuple(
-        PlannedCase(Case(find_workload(workload), dtype, batch_size), contenders)
-        for workload, dtype, batch_size, contenders in _SUITES[name]
-    )
+def suite(name: SuiteName) -> tuple[Case, ...]:
+    return tuple(Case(find_workload(workload), *how) for workload, *how in _SUITES[name])

@@ -33,8 +33,9 @@ from graphfsdp.training.ranks import Ranks
 from ranks import RankPool, fork_server
 
 
-def job_on(device: torch.device) -> Job:
-    return Job(Setting(Case(find_workload("gpt-tiny"), "fp32", 1), device), seconds=0.2)
+def job_on(device: torch.device, *contenders: str) -> Job:
+    case = Case(find_workload("gpt-tiny"), "fp32", 1, contenders)
+    return Job(Setting(case, device), seconds=0.2)
 
 
 class Faulty(Contender):
@@ -132,7 +133,7 @@ def test_without_the_reference_there_is_no_case(device: torch.device) -> None:
 def test_a_case_without_time_measures_the_reference_and_names_the_others(
     device: torch.device,
 ) -> None:
-    job = dataclasses.replace(job_on(device), limit_s=1e-9, contenders=("pytorch",))
+    job = dataclasses.replace(job_on(device, "pytorch"), limit_s=1e-9)
     eager, late = measure_case(job)
     assert eager["contender"] == "eager"
     assert len(eager["step_ms"]) == 1
@@ -238,9 +239,7 @@ def ends_badly(how: str, result: list[Row], tells: Connection, log: str, job: Jo
     tells.send(result)
 
 
-JOB = dataclasses.replace(
-    job_on(torch.device("cpu")), contenders=("eager", "pytorch", "full_iteration")
-)
+JOB = job_on(torch.device("cpu"), "eager", "pytorch", "full_iteration")
 
 
 @pytest.fixture

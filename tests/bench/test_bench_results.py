@@ -82,12 +82,12 @@ def test_flags_make_the_product_of_workloads_precisions_and_batch_sizes() -> Non
     flags = "--workload gpt-tiny llama-tiny --dtype fp32 bf16 --batch-size 1 4"
     options = parse_bench_arguments(flags.split())
     planned = options.cases("cpu")
-    assert [each.case.key for each in planned][:4] == [
+    assert [each.key for each in planned][:4] == [
         *("gpt-tiny fp32 x1", "gpt-tiny fp32 x4", "gpt-tiny bf16 x1", "gpt-tiny bf16 x4")
     ]
     assert len(planned) == 8
     own_size = parse_bench_arguments(["--workload", "gpt-3m"]).cases("cpu")
-    assert [each.case.batch_size for each in own_size] == [8]
+    assert [each.batch_size for each in own_size] == [8]
 
 
 def test_without_workloads_the_device_chooses_the_suite() -> None:
@@ -97,7 +97,7 @@ def test_without_workloads_the_device_chooses_the_suite() -> None:
         "compile",
     )
     for name in get_args(SuiteName):
-        assert len({each.case.key for each in suite(name)}) == len(suite(name)) > 0
+        assert len({each.key for each in suite(name)}) == len(suite(name)) > 0
 
 
 @pytest.mark.parametrize(
