@@ -21,19 +21,19 @@ class Setup(NamedTuple):
         precision: "fp32", or "bf16" with float32 main weights: in the model where it is sharded,
             else in the optimizer.
         outer: Of a mesh of 2 x 2 ranks, what is cut over the outer axis; None for a 1-D mesh.
+        optimizer: "fused_adam" or "adamw".
     """
 
     strategy: str | None
     precision: str = "fp32"
     outer: str | None = None
+    optimizer: str = "fused_adam"
 
 
 SETUPS = tuple(Setup(strategy, p) for strategy in STRATEGIES for p in ("fp32", "bf16"))
 
 
-def make(
-    setup: Setup, seed: int = 0, kind: str = "fused_adam"
-) -> tuple[nn.Module, torch.optim.Optimizer]:
+def make(setup: Setup, seed: int = 0) -> tuple[nn.Module, torch.optim.Optimizer]:
     """Return a model and an optimizer that has not stepped yet."""
     torch.manual_seed(seed)
     model: nn.Module = Net()
@@ -48,7 +48,7 @@ def make(
     elif setup.precision != "fp32":
         model = model.to(torch.bfloat16)
         options["master_weights"] = True
-    return model, adam(model, kind, **options)
+    return model, adam(model, setup.optimizer, **options)
 
 
 def train_plainly(model: nn.Module, optimizer: torch.optim.Optimizer, num_steps: int) -> None:
@@ -110,9 +110,9 @@ def addresses(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, i
     return {name: getattr(t, "_local_tensor", t).data_ptr() for name, t in tensors.items()}
 
 
-def save_on_ranks(path: Path, setup: Setup, kind: str = "fused_adam") -> dict[str, str]:
+def save_on_ranks(path: Path, setup: Setup) -> dict[str, str]:
     """Train, save, and return what a load must bring back."""
-    model, optimizer = make(setup, kind=kind)
+    model, optimizer = make(setup)
     train_plainly(model, optimizer, 3)
     # Every rank has generators of its own, whatever ran on it before.
     torch.manual_seed(dist.get_rank() if dist.is_initialized() else 0)
@@ -120,11 +120,9 @@ def save_on_ranks(path: Path, setup: Setup, kind: str = "fused_adam") -> dict[st
     return digests(contents(model, optimizer))
 
 
-def load_on_ranks(
-    paths: list[Path], setup: Setup, kind: str = "fused_adam"
-) -> list[dict[str, str]]:
+def load_on_ranks(paths: list[Path], setup: Setup) -> list[dict[str, str]]:
     """Load each path into one model that has trained before, and can go on; return what it has."""
-    model, optimizer = make(setup, seed=1, kind=kind)
+    model, optimizer = make(setup, seed=1)
     train_plainly(model, optimizer, 1)
     before = addresses(model, optimizer)
     found = []
@@ -133,5 +131,5 @@ def load_on_ranks(
         found.append(digests(contents(model, optimizer)))
     assert addresses(model, optimizer).items() >= before.items()
     train_plainly(model, optimizer, 1)
-    assert isinstance(optimizer, FusedAdam) == (kind == "fused_adam")
+    assert isinstance(optimizer, FusedAdam) == (setup.optimizer == "fused_adam")
     return found

@@ -1,5 +1,8 @@
-"""Checkpoints that do not fit are reported whole."""
+"""Checkpoints that do not fit are reported whole, and what cannot be saved by name."""
 
+import types
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +22,7 @@ def trained(model: nn.Module, **options: Any) -> FusedAdam:
     return optimizer
 
 
-def bits(model: nn.Module, optimizer: FusedAdam) -> list[Tensor]:
+def bits(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Tensor]:
     states = [t.clone() for state in optimizer.state.values() for t in state.values()]
     return [*(p.detach().clone() for p in model.parameters()), *states]
 
@@ -54,44 +57,92 @@ def test_everything_that_does_not_fit_is_listed_and_nothing_is_written(tmp_path:
     assert torch.equal(other.get_parameter("b.weight"), before[2])
 
 
-@pytest.mark.parametrize(
-    ("saved", "here", "said"),
-    [
-        ({"amsgrad": True}, {}, "was saved with amsgrad=True"),
-        ({"maximize": True}, {}, "was saved with maximize=True"),
-        ({"bias_correction": False}, {}, "was saved with bias_correction=False"),
-        ({"weight_decay": 0.1}, {"adam_w_mode": False}, "decoupled_weight_decay=True"),
-    ],
-)
+def fused(model: nn.Linear, **options: Any) -> torch.optim.Optimizer:
+    return trained(model, **options)
+
+
+def two_groups(model: nn.Linear) -> torch.optim.Optimizer:
+    groups: list[dict[str, Any]] = [{"params": [model.weight]}]
+    return FusedAdam([*groups, {"params": [model.bias], "weight_decay": 0.5}])
+
+
+def sgd(model: nn.Linear) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+def adamw(model: nn.Linear, **options: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), **options)
+
+
+MISFITS: list[tuple[Callable[..., Any], Callable[..., Any], str]] = [
+    (partial(fused, amsgrad=True), fused, "was saved with amsgrad=True"),
+    (partial(fused, maximize=True), fused, "was saved with maximize=True"),
+    (partial(fused, bias_correction=False), fused, "was saved with bias_correction=False"),
+    (partial(fused, bias_correction=False), adamw, "saved with bias_correction=False, here True"),
+    (
+        partial(fused, weight_decay=0.1),
+        partial(fused, adam_w_mode=False),
+        "decoupled_weight_decay=True",
+    ),
+    (adamw, partial(adamw, maximize=True), "saved with maximize=False, here True"),
+    (two_groups, fused, "in one parameter group here"),
+    (fused, sgd, "saved from FusedAdam, here a SGD"),
+    (lambda model: None, sgd, "saved without one"),
+]
+
+
+@pytest.mark.parametrize(("saved", "here", "said"), MISFITS)
 def test_another_update_rule_is_reported_before_anything_is_written(
-    saved: dict[str, Any], here: dict[str, Any], said: str, tmp_path: Path
+    saved: Callable[..., Any], here: Callable[..., Any], said: str, tmp_path: Path
 ) -> None:
-    model = nn.Linear(3, 2)
-    graphfsdp.save(tmp_path, model, trained(model, **saved), rng=False)
-    other = nn.Linear(3, 2)
-    optimizer = trained(other, **here)
+    model, other = nn.Linear(3, 2), nn.Linear(3, 2)
+    graphfsdp.save(tmp_path, model, saved(model), rng=False)
+    optimizer = here(other)
     before = bits(other, optimizer)
     with pytest.raises(graphfsdp.CheckpointMismatchError, match=said):
         graphfsdp.load(tmp_path, other, optimizer)
     assert all(torch.equal(a, b) for a, b in zip(before, bits(other, optimizer), strict=True))
 
 
-def test_other_groups_and_kinds_are_reported(tmp_path: Path) -> None:
-    model = nn.Linear(3, 2)
-    groups: list[dict[str, Any]] = [
-        {"params": [model.weight]},
-        {"params": [model.bias], "weight_decay": 0.5},
-    ]
-    graphfsdp.save(tmp_path, model, FusedAdam(groups), rng=False)
-    other = nn.Linear(3, 2)
-    with pytest.raises(graphfsdp.CheckpointMismatchError, match="in one parameter group here"):
-        graphfsdp.load(tmp_path, other, FusedAdam(other.parameters()))
-    sgd = torch.optim.SGD(other.parameters(), lr=0.1)
-    with pytest.raises(graphfsdp.CheckpointMismatchError, match="saved from FusedAdam, here a SGD"):
-        graphfsdp.load(tmp_path, other, sgd)
-    graphfsdp.save(tmp_path, model, rng=False)
-    with pytest.raises(graphfsdp.CheckpointMismatchError, match="saved without one"):
-        graphfsdp.load(tmp_path, other, sgd)
+def thing(state: Any) -> Any:
+    return types.SimpleNamespace(state_dict=lambda: state, load_state_dict=print)
+
+
+def with_buffer(dtype: torch.dtype) -> nn.Module:
+    model = nn.Linear(1, 1)
+    model.register_buffer("phases", torch.zeros(3, dtype=dtype))
+    return model
+
+
+ENDLESS: dict[str, Any] = {}
+ENDLESS["endless"] = ENDLESS
+UNSAVED: list[tuple[dict[str, Any], type[Exception], str]] = [
+    (
+        {"objects": {"it": thing({"inner": [1, {"what": object()}]})}},
+        *(graphfsdp.CheckpointError, r"objects/it\.inner\[1\]\.what is a obj"),
+    ),
+    ({"objects": {"it": thing(ENDLESS)}}, graphfsdp.CheckpointError, "'it'. holds itself"),
+    ({"objects": {"it": 3}}, graphfsdp.ConfigError, r"objects\['it'\] is a int"),
+    ({"objects": {"random": thing({})}}, graphfsdp.ConfigError, "'random', which is taken"),
+    (
+        {"model": with_buffer(torch.complex128)},
+        *(graphfsdp.CheckpointError, r"'model\.phases'\] have the dtype torch\.complex128"),
+    ),
+    *(
+        ({"step": step}, graphfsdp.ConfigError, "step must be an integer of at least 0")
+        for step in ("3", 2.0, True, -1)
+    ),
+    ({"keep_last": 0}, graphfsdp.ConfigError, "keep_last must be an integer of at least 1"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "error", "said"), UNSAVED)
+def test_what_cannot_be_saved_is_refused_by_name_and_leaves_nothing(
+    arguments: dict[str, Any], error: type[Exception], said: str, tmp_path: Path
+) -> None:
+    with pytest.raises(error, match=said):
+        graphfsdp.save(tmp_path, **({"model": nn.Linear(1, 1)} | arguments))
+    assert not list(tmp_path.iterdir())
 
 
 def test_groups_are_matched_by_names_not_by_order(tmp_path: Path) -> None:
