@@ -173,6 +173,7 @@ class Place:
         is_exact: Another object in its place is a change, equal or not.
         name: By which code comes to it: of a variable, or of an attribute with a dot before it.
         owner: The object whose attribute it is, if it is one.
+        of_class: The class whose attribute it is, if it is one; what holds it cannot be written.
     """
 
     title: str
@@ -183,6 +184,7 @@ class Place:
     is_exact: bool = False
     name: str = ""
     owner: Any = None
+    of_class: type | None = None
 
     def look(self) -> Any:
         """Return what is found now."""

@@ -4,7 +4,7 @@ import contextlib
 import contextvars
 import logging
 from array import array
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -116,15 +116,17 @@ def move_of(old: Place, new: Place) -> Move:
 
 
 def _put_back(place: Place) -> None:
-    holder, key, live = place.holder, place.key, place.live
+    key, live = place.key, place.live
+    holder = place.holder if place.of_class is None else place.of_class
     old: Any = restored(place.value)
     if isinstance(live, partial) and isinstance(live.args[0], list):  # the length of a list
         del live.args[0][old:]
     elif isinstance(live, (list, bytearray, array)):
         live[:] = old
     elif isinstance(live, dict):
-        dict.clear(live)
-        dict.update(live, old)
+        kind = OrderedDict if isinstance(live, OrderedDict) else dict  # which keeps an order beside
+        kind.clear(live)
+        kind.update(live, old)
     elif isinstance(live, set):
         live.clear()
         live.update(old)

@@ -272,14 +272,16 @@ class Walk:
         member, where = vars(base)[name], f"{base.__qualname__}.{name}"
         functions = functions_of(member)
         if functions:
-            self._note(where, vars(base), name, member, f".{name}")
+            self._note(where, vars(base), name, member, f".{name}", of_class=base)
             if isinstance(member, functools.partialmethod):
                 self._contents(where, member.func, deeper, deeper, depth)
             return
         is_data = isinstance(member, (Tensor, *CONTAINERS)) or is_plain(member)
         is_library = _is_of_a_library(base)
         if is_data or not (is_library or hasattr(type(member), "__get__")):
-            self._variable(where, vars(base), name, member, deeper, deeper, depth, f".{name}")
+            self._variable(
+                where, vars(base), name, member, deeper, deeper, depth, f".{name}", of_class=base
+            )
         elif hasattr(type(member), "__get__") and not _is_of_a_library(type(member)):
             self._contents(where, member, deeper, deeper, depth)
 
@@ -296,6 +298,7 @@ class Walk:
         *,
         texts: AbstractSet[str] = frozenset(),
         owner: Any = None,
+        of_class: type | None = None,
     ) -> None:
         """Note a variable, and what it holds: ``read`` of it, ``deeper`` of what that holds."""
         at = title if isinstance(holder, types.MappingProxyType) else holder
@@ -306,7 +309,7 @@ class Walk:
         if isinstance(value, types.ModuleType):
             self._python_module(title, value, read, deeper)
             return
-        self._note(title, holder, key, value, name, owner)
+        self._note(title, holder, key, value, name, owner, of_class)
         if isinstance(value, torch.optim.Optimizer):
             if "param_groups" in read:
                 for index, group in enumerate(value.param_groups):
@@ -429,13 +432,22 @@ class Walk:
                         self._note(f"{key!r} of {title}", live, key, item, name)
 
     def _note(
-        self, title: str, holder: Any, key: Any, value: Any, name: str, owner: Any = None
+        self,
+        title: str,
+        holder: Any,
+        key: Any,
+        value: Any,
+        name: str,
+        owner: Any = None,
+        of_class: type | None = None,
     ) -> None:
         if isinstance(value, np.ndarray):
             return
         at = title if isinstance(holder, types.MappingProxyType) else holder  # another each time
         if self._is_new("place", at, repr(key)):
-            self._found.add(Place(title, holder, key, value, name=name, owner=owner))
+            self._found.add(
+                Place(title, holder, key, value, name=name, owner=owner, of_class=of_class)
+            )
 
     def _look(self, title: str, live: Any, name: str, of: Any = None) -> None:
         """Note what something holds or tells, by looking at it; see ``copy_of``."""

@@ -18,6 +18,7 @@ from graphfsdp._capture.rules.constants import ConstantWatch
 from graphfsdp._capture.trace.backend import GraphBackend
 from graphfsdp._capture.trees import flatten
 from graphfsdp._capture.undo.host_state import generators_of
+from graphfsdp.base.hazards import HazardKind
 from graphfsdp.base.host_memory import available_bytes
 from graphfsdp.base.torch_internals import (
     TreeSpec,
@@ -30,10 +31,17 @@ from graphfsdp.base.torch_internals import (
     tracing_state,
 )
 from graphfsdp.in_place.part_backward import NotAPartError
-from graphfsdp.in_place.part_graphs import PartGraphs, PartResults, has_own_memory, run_part
+from graphfsdp.in_place.part_graphs import (
+    PartGraphs,
+    PartResults,
+    guards_of,
+    has_own_memory,
+    run_part,
+)
 
 _LOG = logging.getLogger("graphfsdp")
 _NUM_WARM_UPS = 2
+_MOST_UNSETTLED = 3  # warm-ups that did what the one before did not, and are repeated
 _MOST_KINDS = 16  # of calls, by shapes and numbers
 _MOST_SLOTS = 4  # calls that are under way at the same time
 _ROOM = 4  # times what a recording has taken must be free for another one
@@ -81,6 +89,8 @@ class _Kind:
     """Calls that are alike."""
 
     num_seen: int = 0
+    num_unsettled: int = 0
+    told: Any = None  # what is no tensor of what such a call returned last
     constants: ConstantWatch | None = None
     slots: list[PartGraphs] = field(default_factory=list)
     is_refused: bool = False
@@ -225,8 +235,15 @@ class ModulePart:
             return self.module._call_impl(*args, **kwargs)
         self._on_capture()
         given = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        settling = _Settling(self.module, self._backend.device, kind.constants)
         with kind.constants.noting(is_first=is_first, given=given):
             output = self.module._call_impl(*args, **kwargs)
+        told, kind.told = kind.told, PartResults.told_by(output)
+        why = settling.why_not()
+        if not why and not is_first and told != kind.told:
+            why = f"it returns {kind.told}, and returned {told} before"
+        if why:
+            self._count_unsettled(kind, why)
 
         def look(_: Tensor) -> None:
             if torch.is_grad_enabled():
@@ -236,6 +253,17 @@ class ModulePart:
             if tensor.requires_grad:
                 tensor.register_hook(look)
         return output
+
+    def _count_unsettled(self, kind: _Kind, why: str) -> None:
+        """Warm up once more: a recording that is given up cannot take all of this back."""
+        kind.num_seen -= 1
+        kind.num_unsettled += 1
+        if kind.num_unsettled > _MOST_UNSETTLED:
+
+            def refuse() -> None:
+                raise NotAPartError(why)
+
+            kind.is_refused = self._refuses(refuse)
 
     def _refuse_second_order(self, kind: _Kind) -> None:
         """Let such calls run as written: autograd adds up within them what comes of both passes."""
@@ -316,7 +344,7 @@ class ModulePart:
 
         def record() -> None:
             assert kind.constants is not None
-            made.append(PartGraphs(module, self._backend, leaves, spec, kind.constants))
+            made.append(PartGraphs(module, self._backend, leaves, spec, kind.constants, kind.told))
 
         try:
             kind.is_refused = self._refuses(record)
@@ -365,6 +393,34 @@ class ModulePart:
     def close(self) -> None:
         self.state, self.is_on = PartState.AS_WRITTEN, False
         self._drop()
+
+
+class _Settling:
+    """Tells whether a warm-up did what it did not do the time before.
+
+    What has been drawn from an iterator, or read from a file, cannot be put back when a recording
+    is given up. So one is begun only behind a warm-up that did nothing of the kind.
+    """
+
+    def __init__(self, module: nn.Module, device: torch.device, constants: ConstantWatch) -> None:
+        """Look before the warm-up, where the code is known that the one before has run."""
+        self._constants = constants
+        self._known = constants.log
+        self._guards = guards_of(module, device, constants)
+        self._before = None if self._known is None else self._guards.python()
+
+    def why_not(self) -> str:
+        """Return what it did, in words; "" for nothing."""
+        now = self._constants.log
+        if self._before is None or self._known is None or now is None:
+            return ""
+        moves = [*self._guards.moved(self._before), *(words for words, _ in self._before.draws())]
+        if moves:
+            return f"it moves Python: {moves[0]}"
+        for found in self._known.differences(now):
+            if found.refusal.kind is not HazardKind.STATE:  # memory, which a recording looks at
+                return found.refusal.what
+        return ""
 
 
 def room_on(device: torch.device) -> int | None:

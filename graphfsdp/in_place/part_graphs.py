@@ -60,6 +60,21 @@ _NUM_WARM_BACKWARD = 2
 _MOST_BACKWARD = 4  # forms of gradients
 
 
+def guards_of(module: nn.Module, device: torch.device, constants: ConstantWatch) -> Guards:
+    """Return what looks at all that a call of a module reads in Python."""
+    params = {name: param for name, param in module.named_parameters() if param.requires_grad}
+    return Guards(
+        module,
+        params,
+        lambda: [],
+        optimizers=(),
+        counts=lambda key: False,
+        functions=(),
+        device=device,
+        ran=constants.ran,
+    )
+
+
 class PartResults:
     """How what a module returns is made of tensors and of plain values."""
 
@@ -75,6 +90,12 @@ class PartResults:
     @staticmethod
     def tensors_of(output: object) -> list[Tensor]:
         return [leaf for leaf in flatten(output)[0] if isinstance(leaf, Tensor)]
+
+    @staticmethod
+    def told_by(output: object) -> str:
+        """Return what is no tensor in it, in words to be compared."""
+        leaves = (leaf for leaf in flatten(output)[0] if isinstance(leaf, _PLAIN_RESULTS))
+        return ", ".join(map(repr, leaves))
 
     def made_of(self, tensors: Sequence[Tensor]) -> Any:
         if self._is_tensor:
@@ -101,10 +122,12 @@ class PartGraphs:
         leaves: Sequence[Any],
         spec: TreeSpec | None,
         constants: ConstantWatch,
+        told: str,
     ) -> None:
         """Record a call with these arguments; NotAPartError, and everything is as it was.
 
-        The call has then taken effect once, and ``first`` has its results.
+        The call has then taken effect once, and ``first`` has its results. ``told``: what it
+        returned beside tensors before.
         """
         self.is_taken = False
         self._is_dropped = False
@@ -119,6 +142,7 @@ class PartGraphs:
             if isinstance(self._static[place], Tensor)
         ]
         self._spec = spec
+        self._told = told
         self._kept: list[Tensor] = []
         self._uses: list[Any] = []
         self._backwards: dict[Any, BackwardGraph | None] = {}  # by form of the gradients
@@ -127,10 +151,10 @@ class PartGraphs:
 
     def _record(self, leaves: Sequence[Any], constants: ConstantWatch) -> None:
         module, backend = self._module, self._backend
-        params = dict(module.named_parameters())
+        params = list(module.parameters())
         states = [generator.get_state() for generator in generators_of(module, backend.device)]
         held = [dict(vars(each)) for each in module.modules()]
-        state = [*params.values(), *module.buffers(), *(each for *_, each in kept_by(module))]
+        state = [*params, *module.buffers(), *(each for *_, each in kept_by(module))]
         attempt = Attempt(
             module,
             (),
@@ -138,16 +162,7 @@ class PartGraphs:
             device=backend.device,
             restore_gradients=lambda: None,
         )
-        self.guards = Guards(
-            module,
-            {name: param for name, param in params.items() if param.requires_grad},
-            lambda: [],
-            optimizers=(),
-            counts=lambda key: False,
-            functions=(),
-            device=backend.device,
-            ran=constants.ran,
-        )
+        self.guards = guards_of(module, backend.device, constants)
 
         def check(was_read: Callable[[Tensor], bool]) -> None:
             attempt.host_state.check_unchanged(was_read)
@@ -211,6 +226,8 @@ class PartGraphs:
             raise NotAPartError("it writes into a container that it is given")
         if need_grads != [leaf.requires_grad for leaf in self._inputs()]:
             raise NotAPartError("it changes requires_grad of an input")
+        if (told := PartResults.told_by(output)) != self._told:
+            raise NotAPartError(f"it returns {told}, and returned {self._told} before")
         self.results = PartResults(output)
         self._kept = self.results.tensors_of(output)
         self._check_results()

@@ -1,8 +1,12 @@
 """Which modules of a loop become parts, and what runs as it is written."""
 
+import io
+import itertools
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -109,6 +113,77 @@ def test_what_no_graph_can_hold_runs_as_written_and_the_net_in_it_is_captured(wh
     (why,) = (part.why for part in parts.report().parts if part.name == "model")
     assert why
     assert f"Around: as written. {why}" in str(parts.report())
+
+
+class Telling(Around):
+    """Does something in Python with each call, which nothing could take back, and tells of it."""
+
+    num_calls = 0
+
+    def __init__(self, what: Callable[[Any, Tensor], Any]) -> None:
+        super().__init__(what)
+        type(self).num_calls = 0
+        self.numbers = itertools.count()
+        self.made = (number for number in range(1000))
+        self.lines = io.StringIO("\n".join(map(str, range(1000))))
+        self.drawn = np.random.default_rng(3)
+        self.recent = OrderedDict.fromkeys(range(4))
+        self.told: list[Any] = []
+
+
+def advances_an_iterator(module: Any, x: Tensor) -> Any:
+    module.told.append(next(module.numbers))
+    return module.net(x)
+
+
+def advances_a_generator(module: Any, x: Tensor) -> Any:
+    return module.net(x) * next(module.made)
+
+
+def reads_a_file(module: Any, x: Tensor) -> Any:
+    return module.net(x), int(module.lines.readline())
+
+
+def draws_from_a_generator_of_its_own(module: Any, x: Tensor) -> Any:
+    return module.net(x) * float(module.drawn.random())
+
+
+def counts_in_its_class(module: Any, x: Tensor) -> Any:
+    Telling.num_calls += 1
+    return module.net(x)
+
+
+def turns_its_keys_over(module: Any, x: Tensor) -> Any:
+    key, _ = module.recent.popitem(last=False)
+    module.recent[key] = module.recent[next(iter(module.recent))] = key
+    return module.net(x)
+
+
+@pytest.mark.parametrize(
+    "what",
+    [
+        *(advances_an_iterator, advances_a_generator, reads_a_file, counts_in_its_class),
+        *(draws_from_a_generator_of_its_own, turns_its_keys_over),
+    ],
+    ids=lambda what: what.__name__,
+)
+def test_what_a_call_does_in_python_is_done_once(what: Any) -> None:
+    def loop(model: Any, optimizer: torch.optim.Optimizer) -> Iterator[Any]:
+        for _, x, y in batches():
+            optimizer.zero_grad()
+            output = model(x)
+            logits, number = output if isinstance(output, tuple) else (output, 0)
+            loss = cross_entropy(logits, y)
+            loss.backward()
+            optimizer.step()
+            yield loss
+            yield number
+            yield len(model.told) and model.told[-1]
+            yield Telling.num_calls
+            yield list(model.recent)
+
+    parts = check(loop, lambda: Telling(what))
+    assert states(parts)["model.net"] == "captured"
 
 
 def test_a_dict_of_tensors_and_numbers_is_made_anew() -> None:

@@ -332,13 +332,19 @@ def test_what_a_mode_around_the_loop_counts_is_none_of_the_iterations() -> None:
 
 def test_a_refused_capture_leaves_what_it_has_moved_as_it_was() -> None:
     state = types.SimpleNamespace(calls=0, seen=[], table={"calls": 0})
+    state.recent = collections.OrderedDict.fromkeys(range(2))
 
     def loss_fn(model: nn.Module, x: Tensor) -> Tensor:
         state.calls += 1
         state.seen.append(state.calls)
         state.table["calls"] += 1
+        state.recent[state.recent.popitem(last=False)[0] + 2] = None
+        Shared.calls += 1
         loss = mean_square(model, x)
         return loss * 2 if state.calls > 1_000 else loss
+
+    class Shared:
+        calls = 0
 
     model = nn.Linear(4, 4)
     seen, table = state.seen, state.table
@@ -351,6 +357,8 @@ def test_a_refused_capture_leaves_what_it_has_moved_as_it_was() -> None:
     assert (state.calls, state.seen, state.table) == (3, [1, 2, 3], {"calls": 3})
     assert state.seen is seen
     assert state.table is table
+    assert Shared.calls == 3
+    assert list(state.recent) == [3, 4]
 
 
 def test_the_check_says_the_same_without_training(caplog: pytest.LogCaptureFixture) -> None:
