@@ -1,4 +1,4 @@
-"""Who is told what goes on where a call takes long: a progress bar, if somebody shows one."""
+"""What goes on where a call takes long, for whoever sits at a terminal."""
 
 import sys
 import threading
@@ -10,17 +10,8 @@ from time import monotonic  # under this name: clocks that an iteration reads ar
 _told: ContextVar[Callable[[str], None] | None] = ContextVar("told", default=None)
 
 
-@contextmanager
-def telling(tell: Callable[[str], None]) -> Iterator[None]:
-    """Have ``tell`` called with what goes on in the body, "" when it is over."""
-    token = _told.set(tell)
-    try:
-        yield
-    finally:
-        _told.reset(token)
-
-
 def say(text: str) -> None:
+    """Tell what goes on within a call that is shown when it is slow, "" when that is over."""
     tell = _told.get()
     if tell is not None:
         tell(text)
@@ -30,7 +21,7 @@ def say(text: str) -> None:
 def shown_when_slow(text: str, after_s: float = 2.0) -> Iterator[None]:
     """Show what goes on in the body, if it lasts, where the errors go to a terminal.
 
-    Whoever is told already (``telling``) shows it in a way of its own.
+    Of two such bodies, one in the other, the outer one is shown.
     """
     if _told.get() is not None or not sys.stderr.isatty():
         yield
@@ -56,9 +47,10 @@ def shown_when_slow(text: str, after_s: float = 2.0) -> Iterator[None]:
     # torch's modes and Python's profile hook belong to a thread each: this one has none of them.
     shower = threading.Thread(target=show, daemon=True)
     shower.start()
+    token = _told.set(tell)
     try:
-        with telling(tell):
-            yield
+        yield
     finally:
+        _told.reset(token)
         is_over.set()
         shower.join()

@@ -1,25 +1,12 @@
-"""Progress is told to whoever asks, and to nobody else."""
+"""What takes long is shown at a terminal, and nowhere else."""
 
 import io
 import sys
 
 import pytest
 
-from graphfsdp.base.progress import say, shown_when_slow, telling
+from graphfsdp.base.progress import say, shown_when_slow
 from limits import until
-
-
-def test_what_is_said_is_told_to_the_innermost_listener() -> None:
-    outer: list[str] = []
-    inner: list[str] = []
-    say("to nobody")
-    with telling(outer.append):
-        say("one")
-        with telling(inner.append):
-            say("two")
-        say("three")
-    say("to nobody")
-    assert (outer, inner) == (["one", "three"], ["two"])
 
 
 class Terminal(io.StringIO):
@@ -37,7 +24,8 @@ def test_what_lasts_is_shown_on_a_terminal(
 ) -> None:
     monkeypatch.setattr(sys, "stderr", stream)
     monkeypatch.setenv("TERM", "xterm")
-    with shown_when_slow("recording", after_s):
+    say("to nobody")
+    with shown_when_slow("recording", after_s), shown_when_slow("within", after_s):
         say("a piece")
         if is_shown:
             until(lambda: "a piece, " in stream.getvalue(), 30)
