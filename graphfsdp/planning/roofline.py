@@ -57,8 +57,3 @@ def arithmetic_s(flops: float, dtype: torch.dtype, device: Device) -> float:
     peak = peak_tflops(device.name, dtype)
     assert peak is not None
     return flops / (peak * 1e12)
-
-
-def kernel_s(flops: float, num_bytes: float, dtype: torch.dtype, device: Device) -> float:
-    """Return what one kernel takes at least, with the gap to the next one."""
-    return NODE_S + max(arithmetic_s(flops, dtype, device), num_bytes / device.memory_rate)

@@ -42,7 +42,7 @@ from graphfsdp.bench.results import Table  # noqa: E402
 from graphfsdp.bench.workloads import Case, find_workload  # noqa: E402
 from graphfsdp.config import ShardingStrategy  # noqa: E402
 from graphfsdp.optim import FusedAdam  # noqa: E402
-from graphfsdp.planning.roofline import CALL_S, DEVICES, kernel_s  # noqa: E402
+from graphfsdp.planning.roofline import CALL_S, DEVICES, NODE_S, arithmetic_s  # noqa: E402
 from graphfsdp.training.arguments import find_preset  # noqa: E402
 from graphfsdp.training.build import make_model, make_optimizer  # noqa: E402
 from graphfsdp.training.ranks import Ranks  # noqa: E402
@@ -290,7 +290,9 @@ class _Operators(OperatorMode):
             # c10d says of no coalesced collective that it writes what it is given.
             dtype = (made or read)[0].dtype
             for name, device in DEVICES.items():
-                found[name] += kernel_s(_flops(call, result), num_bytes, dtype, device)
+                busy_s = arithmetic_s(_flops(call, result), dtype, device)
+                # A kernel takes as long as its arithmetic or its bytes, and the gap to the next.
+                found[name] += NODE_S + max(busy_s, num_bytes / device.memory_rate)
         return result
 
 

@@ -166,15 +166,6 @@ def test_command_says_what_an_iteration_takes_at_least(capsys: pytest.CaptureFix
     assert set(data["bound_s"]) == {"arithmetic", "memory", "links", "host"}
 
 
-def test_a_kernel_takes_as_long_as_its_arithmetic_or_its_bytes() -> None:
-    flops, num_bytes = 989e12, 3.35e12  # a second of either on an H100
-    gap = roofline.NODE_S
-    assert roofline.kernel_s(flops, 0, BF16, H100) == pytest.approx(1 + gap)
-    assert roofline.kernel_s(0, 2 * num_bytes, BF16, H100) == pytest.approx(2 + gap)
-    assert roofline.kernel_s(flops, num_bytes / 2, BF16, H100) == pytest.approx(1 + gap)
-    assert roofline.kernel_s(0, 8e12, BF16, B200) == pytest.approx(1 + gap)
-
-
 def test_float32_is_slower_than_bfloat16() -> None:
     narrow = roofline.arithmetic_s(67e12, BF16, H100)
     assert roofline.arithmetic_s(67e12, torch.float32, H100) == pytest.approx(narrow * 989 / 67)
