@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -77,20 +78,24 @@ def check(
     Raises:
         ConfigError: an argument is of another type, or no such target or kind exists.
     """
-    return check_call(
-        model,
-        optimizer,
-        batch,
-        kwargs,
-        loss_fn=loss_fn,
-        iteration=iteration,
-        scope=scope,
-        microbatches=microbatches,
-        max_grad_norm=max_grad_norm,
-        mp_policy=mp_policy,
-        target=target,
-        ignore=ignore,
+    how = CheckOptions(
+        loss_fn, iteration, scope, microbatches, max_grad_norm, mp_policy, target, ignore
     )
+    return check_call(model, optimizer, batch, kwargs, how)
+
+
+@dataclass(frozen=True)
+class CheckOptions:
+    """How a call is checked: see ``check``."""
+
+    loss_fn: Callable[..., Any] | None = None
+    iteration: Callable[..., Any] | None = None
+    scope: str | Scope = "full_iteration"
+    microbatches: int = 1
+    max_grad_norm: float | None = None
+    mp_policy: MixedPrecisionPolicy | None = None
+    target: str = "cuda"
+    ignore: Iterable[HazardKind | str] = ()
 
 
 def check_call(
@@ -98,21 +103,14 @@ def check_call(
     optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
-    *,
-    loss_fn: Callable[..., Any] | None = None,
-    iteration: Callable[..., Any] | None = None,
-    scope: str | Scope = "full_iteration",
-    microbatches: int = 1,
-    max_grad_norm: float | None = None,
-    mp_policy: MixedPrecisionPolicy | None = None,
-    target: str = "cuda",
-    ignore: Iterable[HazardKind | str] = (),
+    how: CheckOptions,
 ) -> CheckReport:
     """Do what ``check`` does, for a batch whose keyword arguments may have any names."""
+    scope, target = Scope.parse(how.scope), how.target
     options = CaptureOptions(
-        scope=Scope.FULL_ITERATION if Scope.parse(scope) is Scope.NONE else Scope.parse(scope),
-        microbatches=microbatches,
-        max_grad_norm=max_grad_norm,
+        scope=Scope.FULL_ITERATION if scope is Scope.NONE else scope,
+        microbatches=how.microbatches,
+        max_grad_norm=how.max_grad_norm,
         audit=0,
     )
     if pipeline_stages(model):
@@ -121,10 +119,10 @@ def check_call(
             "ranks of a pipeline. Remedy: check a stage's module with a loss of its own; or "
             "capture the schedule, which names the same and leaves everything as it was"
         )
-    refuse_arguments(model, optimizer, loss_fn, iteration, options, mp_policy)
+    refuse_arguments(model, optimizer, how.loss_fn, how.iteration, options, how.mp_policy)
     if target not in _TARGETS:
         raise ConfigError(f"unknown target {target!r}; expected one of {_TARGETS}")
-    ignored = {_kind(kind) for kind in ignore}
+    ignored = {_kind(kind) for kind in how.ignore}
     findings = Findings()
     device, num_ops = "?", 0
     inner = [inner_optimizer(each, ignoring) for each in as_list(optimizer, "optimizer")]
@@ -135,10 +133,10 @@ def check_call(
         engine = make_engine(
             model,
             optimizer,
-            loss_fn=loss_fn,
-            iteration=iteration,
+            loss_fn=how.loss_fn,
+            iteration=how.iteration,
             options=options,
-            mp_policy=mp_policy,
+            mp_policy=how.mp_policy,
             noting=findings.noting,
         )
         device = str(engine.backend.device)
@@ -147,7 +145,7 @@ def check_call(
         runner = StepRunner(engine, options)
         try:
             with engine.attempt(beside=[*engine.around(), *gradients]).undone():
-                _run(runner, engine, judge, args, dict(kwargs), findings, microbatches)
+                _run(runner, engine, judge, args, dict(kwargs), findings, options.microbatches)
         finally:
             num_ops = judge.num_ops
             runner.release()

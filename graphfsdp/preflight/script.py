@@ -21,7 +21,7 @@ from graphfsdp._capture.phase import Phase
 from graphfsdp.api import answering
 from graphfsdp.base.hazards import HazardKind
 from graphfsdp.errors import ConfigError, first_line
-from graphfsdp.preflight.check import check_call
+from graphfsdp.preflight.check import CheckOptions, check_call
 from graphfsdp.preflight.loop import ScriptLoops
 from graphfsdp.preflight.no_writes import nothing_written
 from graphfsdp.preflight.report import CheckReport
@@ -106,7 +106,7 @@ class ScriptCheck:
                     args, kwargs = (), batch
                 model, optimizer = made.pop("model"), made.pop("optimizer")
                 options = {"target": self.target, "ignore": self.ignore, **made}
-                return check_call(model, optimizer, args, kwargs, **options)
+                return check_call(model, optimizer, args, kwargs, CheckOptions(**options))
         except ScriptError:
             raise
         except Exception as error:  # whatever somebody else's function raises
@@ -140,7 +140,8 @@ class _Flight:
     ) -> "_CheckedStep":
         self.num_steps += 1
         self.loops.leave()
-        return _CheckedStep(self, partial(check_call, model, optimizer, **options))
+        how = CheckOptions(target=self.how.target, **options)
+        return _CheckedStep(self, partial(check_call, model, optimizer, how=how))
 
 
 @dataclass
@@ -155,7 +156,7 @@ class _CheckedStep:
 
     def __call__(self, *args: Any, **kwargs: Any) -> NoReturn:
         if not self._flight.reports:
-            self._flight.end(self._check(args, kwargs, target=self._flight.how.target))
+            self._flight.end(self._check(args, kwargs))
         raise _CheckedExit(0)
 
     def close(self) -> None:
