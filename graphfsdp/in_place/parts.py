@@ -29,7 +29,7 @@ from graphfsdp.base.sharded import units_of
 from graphfsdp.base.torch_internals import COMPILED_CALL
 from graphfsdp.in_place.module_part import SLOW, ModulePart, PartState
 from graphfsdp.in_place.part_report import PartLine, PartsReport
-from graphfsdp.optim.adapters.grouped_step import GroupedStep
+from graphfsdp.optim.adapters.grouped_step import GroupedStep, is_torchs_step
 
 _LOG = logging.getLogger("graphfsdp")
 # Whether the part is on: each half of it, and each half of that, has as many of both.
@@ -90,7 +90,7 @@ class Parts:
         self._num_steps = 0
         self._undo = ExitStack()
         self._is_closed = False
-        self._steps = [GroupedStep(optimizer) for optimizer in optimizers]
+        self._steps: list[GroupedStep | None] = []
         for place, model in enumerate(models):
             self._add(f"model {place}" if len(models) > 1 else "model", model)
         for place in range(len(optimizers)):
@@ -160,9 +160,11 @@ class Parts:
             self._trial.is_disturbed = True
 
     def _take_step(self, place: int) -> None:
-        optimizer, grouped = self._optimizers[place], self._steps[place]
+        optimizer = self._optimizers[place]
         before = vars(optimizer).get("step")
         step = optimizer.step
+        grouped = GroupedStep(optimizer) if is_torchs_step(step) else None
+        self._steps.append(grouped)
         tells = hasattr(step, "_wrapped_by_lr_sched")
 
         @wraps(step)  # with the mark that schedulers look for

@@ -23,7 +23,7 @@ from graphfsdp.base.torch_internals import without_modes
 from graphfsdp.config import MixedPrecisionPolicy, Scope
 from graphfsdp.errors import ConfigError
 from graphfsdp.optim.adapters.baked import BakedAdapter, Word
-from graphfsdp.optim.adapters.grouped_step import GroupedStep
+from graphfsdp.optim.adapters.grouped_step import GroupedStep, is_torchs_step
 from graphfsdp.optim.adapters.live_numbers import LiveScalars
 from graphfsdp.optim.fused.hyper_table import LiveMemory, plain_lr
 
@@ -207,8 +207,7 @@ class TorchAdapter(BakedAdapter):
         """Step by an operator for each group, where nobody has another step in its place."""
         if self._grouped is None or any(args) or any(kwargs.values()):
             return False
-        own = getattr(step, "__func__", None) is type(self.optimizer).step
-        if not own and not getattr(step, "_wrapped_by_lr_sched", False):
+        if not is_torchs_step(step):
             return False
         if not self._grouped.step(self._live_rates()):
             return False

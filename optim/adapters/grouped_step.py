@@ -35,6 +35,21 @@ _Tensors = Any  # a list or a tuple of them, as torch has it
 _State = Mapping[Tensor, Mapping[str, Any]]
 
 
+def is_torchs_step(step: Callable[..., Any]) -> bool:
+    """Tell whether a step is that of torch's class, and nobody has put one of theirs around it.
+
+    Those that torch's own schedulers put around it only note that it was called.
+    """
+    function: Any = getattr(step, "__func__", step)
+    while function is not None:
+        # Names are handed on by functools.wraps, the variables of the file are not.
+        file = getattr(function, "__globals__", {}).get("__name__", "")
+        if not file.startswith("torch.optim."):
+            return False
+        function = getattr(function, "__wrapped__", None)
+    return True
+
+
 class GroupedStep:
     """Steps one optimizer as its own ``step()`` does, where that goes parameter by parameter.
 
@@ -112,6 +127,7 @@ class _Plan(ABC):
     def __init__(self, params: list[Tensor], columns: list[list[Tensor]]) -> None:
         self.params = params
         self.columns = columns
+        self._places = list(map(Tensor.data_ptr, params))
 
     @classmethod
     def of(cls, group: _Group, params: list[Tensor], state: _State) -> "_Plan | None":
@@ -145,6 +161,9 @@ class _Plan(ABC):
         if len(params) != len(self.params) or not self._has_path(group):
             return False
         if not all(map(operator.is_, params, self.params)):
+            return False
+        # `.data = ...` may have two of them share memory since.
+        if self._places != list(map(Tensor.data_ptr, params)):
             return False
         names = self.names_in(group)
         if len(names) != len(self.columns):

@@ -1,6 +1,8 @@
 """Steps by an operator for each group beside torch's own, bit for bit."""
 
 import copy
+import functools
+import types
 from collections.abc import Sequence
 from typing import Any
 
@@ -124,6 +126,69 @@ def test_a_group_takes_as_many_operators_for_many_parameters_as_for_few(kind: An
         reads = num_params if kind is torch.optim.AdamW else 0
         found.append(count_operators(optimizer) - reads)
     assert found[0] == found[1]
+
+
+def test_parameters_that_come_to_share_memory_are_stepped_one_after_the_other() -> None:
+    def train(captured: bool) -> list[Tensor]:
+        other = nn.Linear(1, 1)
+        torch.manual_seed(0)
+        params = [nn.Parameter(torch.randn(3)) for _ in range(2)]
+        optimizer = torch.optim.SGD(params, lr=0.1, momentum=0.9, weight_decay=0.1)
+        if captured:
+            graphfsdp.capture_in_place(other, optimizer)
+        for index in range(8):
+            if index == 4:
+                params[1].data = params[0].data
+            for param in params:
+                param.grad = torch.randn(3)
+            optimizer.step()
+        return params
+
+    for found, expected in zip(train(True), train(False), strict=True):
+        assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("scheduler_first", [None, False, True])
+@pytest.mark.parametrize("captures", ["in place", "as a whole"])
+def test_a_step_of_users_around_torchs_is_called(
+    captures: str, scheduler_first: bool | None
+) -> None:
+    """With the names of torch's, which ``wraps`` gives it, and the mark of a scheduler."""
+    model = nn.Linear(3, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    if scheduler_first:
+        torch.optim.lr_scheduler.StepLR(optimizer, 100)
+
+    @functools.wraps(getattr(optimizer.step, "__func__", optimizer.step))
+    def step(self: Any, closure: Any = None) -> None:
+        for param in model.parameters():
+            assert param.grad is not None
+            param.grad.clamp_(-1e-3, 1e-3)
+        torch.optim.SGD.step(self, closure)
+
+    optimizer.step = types.MethodType(step, optimizer)  # type: ignore[method-assign]
+    if scheduler_first is False:
+        torch.optim.lr_scheduler.StepLR(optimizer, 100)
+    before = model.weight.detach().clone()
+    if captures == "in place":
+        graphfsdp.capture_in_place(nn.Linear(1, 1), optimizer)
+        for _ in range(4):
+            optimizer.zero_grad()
+            model(torch.full((2, 3), 9.0)).sum().backward()
+            optimizer.step()
+    else:
+
+        def iteration(model: nn.Module, optimizer: Any, x: Tensor) -> Tensor:
+            optimizer.zero_grad()
+            loss: Tensor = model(x).sum()
+            loss.backward()
+            optimizer.step()
+            return loss
+
+        with graphfsdp.capture(model, optimizer, iteration=iteration) as captured_step:
+            for _ in range(5):
+                captured_step(torch.full((2, 3), 9.0))
+    assert (model.weight - before).abs().max() < 5e-3
 
 
 def test_what_watches_steps_sees_torchs_own() -> None:
