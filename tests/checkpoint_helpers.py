@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 import graphfsdp
 from graphfsdp.optim import FusedAdam
+from parallel_models import expert_parallel, plain_model, tensor_parallel
 from sharding_helpers import STRATEGIES, Net, adam, batches, hybrid_mesh, my_part, shard
 
 
@@ -22,12 +23,14 @@ class Setup(NamedTuple):
             else in the optimizer.
         outer: Of a mesh of 2 x 2 ranks, what is cut over the outer axis; None for a 1-D mesh.
         optimizer: "fused_adam" or "adamw".
+        model: "net"; or "feed" or "mixture", and these as "tensor" and "expert" share them out.
     """
 
     strategy: str | None
     precision: str = "fp32"
     outer: str | None = None
     optimizer: str = "fused_adam"
+    model: str = "net"
 
 
 SETUPS = tuple(Setup(strategy, p) for strategy in STRATEGIES for p in ("fp32", "bf16"))
@@ -36,8 +39,14 @@ SETUPS = tuple(Setup(strategy, p) for strategy in STRATEGIES for p in ("fp32", "
 def make(setup: Setup, seed: int = 0) -> tuple[nn.Module, torch.optim.Optimizer]:
     """Return a model and an optimizer that has not stepped yet."""
     torch.manual_seed(seed)
-    model: nn.Module = Net()
     options: dict[str, Any] = {}
+    model: nn.Module
+    if setup.model == "tensor":
+        model = tensor_parallel(sequence=True)
+    elif setup.model == "expert":
+        model = expert_parallel(outer_strategy="no_shard")
+    else:
+        model = Net() if setup.model == "net" else plain_model(setup.model)
     if setup.strategy is not None:
         dtype = torch.bfloat16 if setup.precision == "bf16" else None
         policy = graphfsdp.MixedPrecisionPolicy(param_dtype=dtype)
@@ -56,7 +65,11 @@ def train_plainly(model: nn.Module, optimizer: torch.optim.Optimizer, num_steps:
     for index, batch in enumerate(batches(num_steps, seed=11)):
         optimizer.param_groups[0]["lr"] = 0.02 / (1 + index)
         optimizer.zero_grad()
-        model(*(my_part(batch) if is_sharded(model) else batch)).backward()
+        if isinstance(model, Net):
+            model(*(my_part(batch) if is_sharded(model) else batch)).backward()
+        else:
+            for param in optimizer.param_groups[0]["params"]:  # others take other batches
+                param.grad = param.detach() * (index + 1)
         optimizer.step()
 
 

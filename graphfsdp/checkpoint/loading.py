@@ -166,7 +166,13 @@ def _find(plan: LoadPlan, name: str, thing: Stateful) -> Callable[[str], Tensor]
     if any(key.startswith(f"objects/{name}") for key in plan.manifest.tensors):
         here.add_objects({name: thing})
     living = {key: part for key, part in here.tensors.items() if is_dtensor(part)}
-    return lambda key: plan.read_into(key, living[key]) if key in living else plan.read_whole(key)
+
+    def find(key: str) -> Tensor:
+        if key in living and plan.fits(key, living[key].shape, f"objects: {key!r}"):
+            return plan.read_into(key, living[key])
+        return plan.read_whole(key)
+
+    return find
 
 
 def _read_manifest(folder: Path) -> Manifest:

@@ -6,25 +6,16 @@ meshes of two axes and model-parallel ranks.
 
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
 
-import graphfsdp
 from checkpoint_helpers import (
     SETUPS,
     Setup,
-    addresses,
-    contents,
-    digests,
     load_on_ranks,
     save_on_ranks,
 )
-from helpers import local_part
-from parallel_models import expert_parallel, plain_model, tensor_parallel
 from ranks import RankPool
-from sharding_helpers import adam
 
 Way = tuple[int, Setup]  # number of ranks, and how the model is cut
 
@@ -57,6 +48,18 @@ MAIN_WEIGHTS = {
 ADAMW = (1, Setup(None, optimizer="adamw"))
 KINDS = {ONE_AXIS: [ADAMW], (2, Setup("optim")): [ADAMW], ADAMW: [ONE_AXIS, (2, Setup("optim"))]}
 
+# What ranks share out by tensors or by experts are whole parameters there.
+TENSORS, EXPERTS = (4, Setup(None, model="tensor")), (4, Setup(None, model="expert"))
+FEED, MIXTURE = (1, Setup(None, model="feed")), (1, Setup(None, model="mixture"))
+PARALLEL = {
+    FEED: [TENSORS],
+    (2, Setup("optim_grads_params", model="feed")): [TENSORS],
+    TENSORS: [FEED],
+    MIXTURE: [EXPERTS],
+    (2, Setup("optim_grads_params", model="mixture")): [EXPERTS],
+    EXPERTS: [MIXTURE],
+}
+
 
 @pytest.fixture(scope="module")
 def pools(ranks1: RankPool, ranks2: RankPool, ranks4: RankPool) -> dict[int, RankPool]:
@@ -84,61 +87,11 @@ def check(root: Path, pairs: Mapping[Way, Iterable[Way]], pools: dict[int, RankP
 
 
 @pytest.mark.parametrize(
-    "pairs", [PAIRS, AXES, MAIN_WEIGHTS, KINDS], ids=["every two", "axes", "main weights", "adamw"]
+    "pairs",
+    [PAIRS, AXES, MAIN_WEIGHTS, KINDS, PARALLEL],
+    ids=["every two", "axes", "main weights", "adamw", "model-parallel"],
 )
 def test_a_checkpoint_loads_elsewhere_with_the_same_bits(
     pairs: Mapping[Way, Iterable[Way]], tmp_path: Path, pools: dict[int, RankPool]
 ) -> None:
     check(tmp_path, pairs, pools)
-
-
-def model_of(kind: str) -> Any:
-    if kind == "tensor":
-        return tensor_parallel(sequence=True)
-    if kind == "expert":
-        return expert_parallel(outer_strategy="no_shard")
-    model = plain_model("feed" if kind.endswith("feed") else "mixture")
-    if kind.startswith("one axis"):
-        model = graphfsdp.fully_shard(model)
-    return model
-
-
-def stepped(kind: str, num_steps: int, seed: int) -> tuple[Any, torch.optim.Optimizer]:
-    """Return a model and its optimizer after steps along gradients that are its own weights."""
-    model = model_of(kind)
-    optimizer = adam(model)
-    with torch.no_grad():
-        for param in model.parameters():
-            local_part(param).mul_(seed)
-    for index in range(num_steps):
-        for param in model.parameters():
-            if param.requires_grad:
-                param.grad = param.detach() * (index + 1)
-        optimizer.step()
-        optimizer.zero_grad()
-    return model, optimizer
-
-
-def save_kind(path: Path, kind: str) -> dict[str, str]:
-    model, optimizer = stepped(kind, 2, 1)
-    graphfsdp.save(path, model, optimizer)
-    return digests(contents(model, optimizer))
-
-
-def load_kind(path: Path, kind: str) -> dict[str, str]:
-    model, optimizer = stepped(kind, 1, 3)
-    before = addresses(model, optimizer)
-    graphfsdp.load(path, model, optimizer)
-    assert addresses(model, optimizer) == before
-    return digests(contents(model, optimizer))
-
-
-@pytest.mark.parametrize(("kind", "plain"), [("tensor", "feed"), ("expert", "mixture")])
-def test_checkpoints_hold_whole_parameters_of_model_parallel_ranks(
-    tmp_path: Path, ranks1: RankPool, ranks2: RankPool, ranks4: RankPool, kind: str, plain: str
-) -> None:
-    (expected, *_) = ranks4.run(save_kind, tmp_path / "parallel", kind)
-    assert ranks1.run(load_kind, tmp_path / "parallel", plain) == [expected]
-    assert ranks2.run(load_kind, tmp_path / "parallel", f"one axis {plain}") == [expected] * 2
-    ranks1.run(save_kind, tmp_path / "plain", plain)
-    assert ranks4.run(load_kind, tmp_path / "plain", kind) == [expected] * 4

@@ -152,6 +152,11 @@ def average_of_ranks(path: Path, seed: int) -> list[float]:
     graphfsdp.load(path, nn.Module(), objects={"average": average}, strict=False)
     assert [value.to_local().data_ptr() for value in average.weights.values()] == places
     found: list[float] = average.weights["weight"].full_tensor().flatten().tolist()
+    other = nn.Linear(5, 6)
+    graphfsdp.fully_shard(other)
+    said = r"objects: 'objects/average\.weights\.weight': saved \[7, 5\], here \[6, 5\]"
+    with pytest.raises(graphfsdp.CheckpointMismatchError, match=said):
+        graphfsdp.load(path, model, objects={"average": Average(other)})
     return found
 
 
