@@ -132,7 +132,7 @@ def test_parameters_that_come_to_share_memory_are_stepped_one_after_the_other() 
     def train(captured: bool) -> list[Tensor]:
         other = nn.Linear(1, 1)
         torch.manual_seed(0)
-        params = [nn.Parameter(torch.randn(3)) for _ in range(2)]
+        params: list[Tensor] = [nn.Parameter(torch.randn(3)) for _ in range(2)]
         optimizer = torch.optim.SGD(params, lr=0.1, momentum=0.9, weight_decay=0.1)
         if captured:
             graphfsdp.capture_in_place(other, optimizer)
