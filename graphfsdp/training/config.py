@@ -2,8 +2,9 @@
 
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
+from types import MappingProxyType
 from typing import Annotated, Any, Literal
 
 import torch
@@ -18,6 +19,15 @@ DeviceChoice = Literal["auto", "cpu", "cuda"]
 CompileChoice = Literal["off", "on", "auto"]
 ScopeName = Literal["none", "forward_backward", "full_iteration"]
 StrategyName = Literal["no_shard", "optim", "optim_grads", "optim_grads_params", "0", "1", "2", "3"]
+# What --mllog-submission takes; without choices, any name.
+_SUBMISSION: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {
+        "org": (),
+        "platform": (),
+        "division": ("closed", "open"),
+        "status": ("onprem", "cloud", "research"),
+    }
+)
 
 
 @dataclass(frozen=True)
@@ -196,13 +206,24 @@ class TrainConfig(GPTConfig):
         "made-up tokens and everything put back, then the clock starts, and only then is the "
         "data touched",
     ] = None
-    mllog_benchmark: str = "graphfsdp_gpt"  # no flag: a preset says if it is one of MLPerf's
+    mllog_benchmark: Annotated[str, "name of the benchmark, such as llama31_8b", "NAME"] = (
+        "graphfsdp_gpt"
+    )
+    mllog_submission: Annotated[
+        str,
+        "more of who has run it, each if it is another one than graphfsdp assumes: org, platform, "
+        "division (closed or open) and status (onprem, cloud or research)",
+        "KEY=VALUE,...",
+    ] = ""
+    mllog_cache_cleared: Annotated[
+        bool, "whoever started this run has emptied the system's caches before"
+    ] = False
 
     def __post_init__(self) -> None:
         self._check_ranges()
         try:
             self.gpt(self.vocab_size if self.vocab_size is not None else 256)
-            _ = self.sharding, self.held_out_percent
+            _ = self.sharding, self.held_out_percent, self.submission
         except ConfigError as error:
             raise ConfigError(_in_flags(str(error))) from None
         self._check_together()
@@ -289,6 +310,19 @@ class TrainConfig(GPTConfig):
         if style == "cosine":
             left = 0.5 * (math.cos(math.pi * progress) + 1.0)
         return self.min_lr + left * (self.lr - self.min_lr)
+
+    @property
+    def submission(self) -> dict[str, str]:
+        """What ``--mllog-submission`` says, by key; ConfigError names a key that it has not."""
+        found = {}
+        for part in filter(None, self.mllog_submission.split(",")):
+            key, _, value = part.partition("=")
+            choices = _SUBMISSION.get(key)
+            if choices is None or not value or (choices and value not in choices):
+                known = ", ".join(f"{k}={'|'.join(v) or 'NAME'}" for k, v in _SUBMISSION.items())
+                raise ConfigError(f"--mllog-submission {part} must be some of {known}")
+            found[key] = value
+        return found
 
     @property
     def param_dtype(self) -> torch.dtype:

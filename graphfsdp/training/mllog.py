@@ -121,7 +121,7 @@ def open_run_log(
         lines.addHandler(file)
         root = re.escape(str(Path(graphfsdp.__file__).parent.parent))
         logger = MLLogger(lines, root_dir=root, default_stack_offset=2)
-        logger.event("cache_clear", False, time_ms=began_ms)  # of the system; nobody has done it
+        logger.event("cache_clear", config.mllog_cache_cleared, time_ms=began_ms)
         logger.start("init_start", time_ms=began_ms)
         logger.event("note", f"MLPerf-style log; {UNVERIFIED}")
         for key, value in _settings(config, ranks, device).items():
@@ -163,6 +163,8 @@ def reached(config: TrainConfig, loss: float | None) -> bool:
 
 def _settings(config: TrainConfig, ranks: Ranks, device: torch.device) -> dict[str, object]:
     batch = config.batch(ranks.size)
+    assumed = {"org": "unverified", "division": "closed", "status": "research"}
+    submission = {**assumed, "platform": _platform(ranks, device), **config.submission}
     kept = "preset " + config.preset if config.out is None else f"{config.out}/config.json"
     products = "bfloat16" if config.bf16 else "fp32"
     tf32 = device.type == "cuda" and torch.get_float32_matmul_precision() != "highest"
@@ -172,10 +174,7 @@ def _settings(config: TrainConfig, ranks: Ranks, device: torch.device) -> dict[s
     gathers = ranks.launched and config.sharding is not ShardingStrategy.NO_SHARD
     return {
         "submission_benchmark": config.mllog_benchmark,
-        "submission_org": "unverified",
-        "submission_platform": _platform(ranks, device),
-        "submission_division": "closed",
-        "submission_status": "research",
+        **{f"submission_{key}": value for key, value in submission.items()},
         "seed": config.seed,
         "config_filename": kept,
         "global_batch_size": batch.num_sequences,

@@ -146,12 +146,21 @@ def test_bf16_keeps_main_weights_and_gradients_in_float32() -> None:
     assert parse("").mp_policy.param_dtype == torch.float32
 
 
+def test_who_has_run_it_is_told_by_key() -> None:
+    assert parse("").submission == {}
+    found = parse("--mllog-submission org=us,division=open,status=cloud,platform=8xH100").submission
+    assert found == {"org": "us", "division": "open", "status": "cloud", "platform": "8xH100"}
+
+
 @pytest.mark.parametrize(
     ("line", "message"),
     [
         ("--preset huge", "--preset huge: there is no such preset; choose one of default, tiny"),
         ("--swiglu", "unrecognized arguments: --swiglu"),
         ("--lr-decay-style WSD", "argument --lr-decay-style: invalid choice"),
+        ("--mllog-submission org", "--mllog-submission org must be some of org=NAME, platform="),
+        ("--mllog-submission division=all", "division=all must be .* division=closed|open"),
+        ("--mllog-submission name=us", "--mllog-submission name=us must be some of"),
         ("--hidden-size 100 --num-attention-heads 3", "--hidden-size 100 is not divisible by --nu"),
         ("--cuda-graph-scope some", "argument --cuda-graph-scope: invalid choice"),
         ("--lr 0", "--lr must be greater than 0, got 0.0"),
