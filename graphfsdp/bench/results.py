@@ -124,9 +124,12 @@ def window_ms(row: Row, key: str = "step_ms") -> list[float]:
     return [sum(w) / len(w) if isinstance(w, list | tuple) else w for w in row[key]]
 
 
+def step_ms(row: Row) -> list[float]:
+    return [step for window in row["step_ms"] for step in window]
+
+
 def median_ms(row: Row) -> float:
-    median: float = statistics.median(step for window in row["step_ms"] for step in window)
-    return median
+    return statistics.median(step_ms(row))
 
 
 @dataclass(frozen=True)
@@ -257,23 +260,28 @@ def _with_ratio(ms: float, row: Row, ratios: Sequence[float]) -> str:
 
 
 def case_table(result: Result, case: str) -> Table:
-    """Return a row for each contender of a case; the lines of a result hold more."""
+    """Return a row for each contender of a case, without columns in which nothing stands."""
+    first = result.of(case)[0]
     rows = []
     for row in result.of(case):
         ratios = result.ratios(case, row["contender"])
-        rows.append(
-            (
-                row["contender"],
-                "reference" if row["contender"] == REFERENCE else spread_text(ratios),
-                f"{median_ms(row):.3f}",
-                f"{(row['build_ms'] + row['warmup_ms']) / 1e3:.2f}",
-                utilization_text(row),
-                memory_text(row),
-                losses_text(row),
-            )
-        )
-    heading = ("contender", "times as fast as eager", "ms/step", "init s", "MFU", "memory")
-    first = result.of(case)[0]
+        steps = step_ms(row)
+        items = row["batch_size"] * row["items_per_sample"]
+        cells = {
+            "contender": row["contender"],
+            "times as fast as eager": spread_text(ratios),
+            "ms/step": f"{statistics.median(steps):.3f}",
+            "p95": f"{statistics.quantiles(steps, n=20, method='inclusive')[-1]:.3f}",
+            f"{first['unit']}/s": f"{items / statistics.median(steps) * 1e3:,.0f}",
+            "init s": f"{(row['build_ms'] + row['warmup_ms']) / 1e3:.2f}",
+            "MFU": utilization_text(row),
+            "memory": memory_text(row),
+            "losses against eager": losses_text(row),
+        }
+        if row["contender"] == REFERENCE:
+            cells["times as fast as eager"] = "reference"
+        rows.append(cells)
+    heading = tuple(name for name in rows[0] if any(row[name] for row in rows))
     windows = first["step_ms"]
     title = f"{workload_text(first)}: {len(windows)} windows of {len(windows[0])} steps, in turns"
-    return Table(title, (*heading, "losses against eager"), tuple(rows))
+    return Table(title, heading, tuple(tuple(row[name] for name in heading) for row in rows))
