@@ -54,10 +54,13 @@ class Auditor:
         are those of a replay, whatever others do.
         """
         audited, log = recording.again(), ConstantLog()
+        backend = self._engine.backend
         with nvtx_range("audit"), self._engine.gradients.shown():
-            if self._engine.backend.device.type == "cpu":
+            if backend.device.type == "cpu":
+                backend.give_back_memory()  # activations are in the heap now, or in replays' memory
                 with as_written():
                     results = self._engine.iterate(audited, self._noting(log))
+                backend.give_back_memory()
             else:
                 results, log = self._record(audited)
         found = self._difference(recording, log) or self._moves(recording)

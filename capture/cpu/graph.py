@@ -235,7 +235,9 @@ class CpuGraphBackend:
         """Return nothing to enter: a CPU has no streams."""
         return nullcontext()
 
-    def give_back_memory(self, *, workspaces: bool = True) -> None: ...
+    def give_back_memory(self, *, workspaces: bool = True) -> None:
+        """Give back what replays compute in, too: iterations as written take as much beside it."""
+        self.arena.give_back_pages()
 
     def begin_undo(self, state: Iterable[Tensor], scratch: Iterable[Tensor] = ()) -> CopyOnWrite:
         """Copy nothing yet; what is written is seen, known state or not."""
