@@ -21,6 +21,8 @@ from graphfsdp.checkpoint.manifest import FORMAT, VERSION, Manifest, SavedFile, 
 from graphfsdp.checkpoint.members import Members
 from graphfsdp.checkpoint.named import as_module, name_model, names_elsewhere
 from graphfsdp.checkpoint.objects import (
+    BUFFERS,
+    RANDOM,
     BufferState,
     RandomState,
     Snapshot,
@@ -28,7 +30,6 @@ from graphfsdp.checkpoint.objects import (
     check_objects,
 )
 from graphfsdp.checkpoint.optimizer import plan_optimizer
-from graphfsdp.checkpoint.saving import BUFFERS, RANDOM
 from graphfsdp.checkpoint.values import decode, dtype_of
 from graphfsdp.checkpoint.version_1 import read_body
 from graphfsdp.errors import CheckpointDamagedError, CheckpointError, CheckpointMismatchError
@@ -97,11 +98,10 @@ def load(
     """
     members = Members.find(process_group)
     check_objects(objects or {})
-    folder = Path(members.first(lambda: str(resolve(Path(path), step))))
+    folder = members.first(lambda: resolve(Path(path), step))
     module: nn.Module = as_module(model)
     named = members.together(lambda: name_model(module))
     elsewhere = names_elsewhere(module, named, members)
-
     plan = members.together(lambda: LoadPlan(_read_manifest(folder), named, elsewhere))
 
     def make_plan() -> None:
@@ -182,19 +182,17 @@ def _read_manifest(folder: Path) -> Manifest:
     """
     path = folder / MANIFEST
     try:
-        content = path.read_bytes()
+        document = json.loads(path.read_bytes())
+        kind, version = document["format"], int(document["version"])
+        digest, body = document["sha256_of_body"], document["body"]
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read ({error.strerror or error})") from None
-    try:
-        document = json.loads(content)
-        known, version = document["format"] == FORMAT, int(document["version"])
-        digest, body = document["sha256_of_body"], document["body"]
     except (ValueError, KeyError, TypeError) as error:
         raise CheckpointDamagedError(f"{path} is damaged: {error!r}") from None
-    if not known or version > VERSION:
+    if kind != FORMAT or version > VERSION:
         raise CheckpointError(
-            f"{path} has the format {document['format']!r} version {version}; this release "
-            f"reads {FORMAT!r} up to version {VERSION}"
+            f"{path} has the format {kind!r} version {version}; this release reads {FORMAT!r} up "
+            f"to version {VERSION}"
         )
     if hashlib.sha256(dump(body)).hexdigest() != digest:
         raise CheckpointDamagedError(f"{path} is damaged: its checksum differs")

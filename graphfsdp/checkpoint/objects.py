@@ -15,6 +15,9 @@ from graphfsdp.checkpoint.named import NamedModel, part_of
 from graphfsdp.checkpoint.values import Json, encode
 from graphfsdp.errors import CheckpointError, ConfigError
 
+# Names of ours among the objects.
+RANDOM = "random"
+BUFFERS = "buffers"
 # Takes a state apart from those of the ranks that were there when it was saved.
 _STRIDE = 0x9E3779B97F4A7C15
 
@@ -114,6 +117,8 @@ class Snapshot:
 
 def check_objects(objects: Mapping[str, Any]) -> None:
     for name, thing in objects.items():
+        if name in (RANDOM, BUFFERS):
+            raise ConfigError(f"objects may not have the name {name!r}, which is taken")
         if not isinstance(thing, Stateful):
             raise ConfigError(
                 f"objects[{name!r}] is a {type(thing).__name__}, which has no state_dict() and "

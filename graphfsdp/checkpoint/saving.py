@@ -35,6 +35,8 @@ from graphfsdp.checkpoint.named import (
     part_of,
 )
 from graphfsdp.checkpoint.objects import (
+    BUFFERS,
+    RANDOM,
     BufferState,
     RandomState,
     Snapshot,
@@ -47,10 +49,6 @@ from graphfsdp.errors import CheckpointError, ConfigError
 
 if TYPE_CHECKING:
     from graphfsdp.base.torch_internals import PipelineSchedule
-
-# Names among the objects.
-RANDOM = "random"
-BUFFERS = "buffers"
 # A rank writes about so many files, but none smaller than that: one is hashed and synced while the
 # next one is written.
 _NUM_FILES, _FILE_BYTES = 8, 64 << 20
@@ -111,9 +109,6 @@ def _take_snapshot(
     """Return the state at this moment, of whose tensors ``keep`` may make copies."""
     things = dict(objects or {})
     check_objects(things)
-    taken = {RANDOM, BUFFERS} & set(things)
-    if taken:
-        raise ConfigError(f"objects may not have the name {taken.pop()!r}, which is taken")
     if rng:
         things[RANDOM] = RandomState()
     module: nn.Module = as_module(model)
