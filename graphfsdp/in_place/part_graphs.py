@@ -305,15 +305,20 @@ class PartGraphs:
         leaves: dict[int, Tensor] = {}
         uses: dict[int, list[tuple[Node, int]]] = {}
         seen: set[Node] = set()
+        results = {(tensor.grad_fn, tensor.output_nr) for tensor in self._kept if tensor.grad_fn}
         waiting = [tensor.grad_fn for tensor in self._kept if tensor.grad_fn is not None]
         while waiting:
             node = waiting.pop()
             if node in seen:
                 continue
             seen.add(node)
-            for index, (following, _) in enumerate(node.next_functions):
+            for index, (following, number) in enumerate(node.next_functions):
                 if following is None:
                     continue
+                # Whoever asks for the gradient of such a one, or changes it by a hook, means all
+                # that comes to it, and what comes through the other result would stay in here.
+                if (following, number) in results:
+                    raise NotAPartError("it returns a tensor of which it makes another result")
                 variable = getattr(following, "variable", None)
                 if variable is None:
                     waiting.append(following)
