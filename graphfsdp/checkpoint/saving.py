@@ -49,6 +49,7 @@ from graphfsdp.errors import CheckpointError, ConfigError
 
 if TYPE_CHECKING:
     from graphfsdp.base.torch_internals import PipelineSchedule
+
 # A rank writes about so many files, but none smaller than that: one is hashed and synced while the
 # next one is written.
 _NUM_FILES, _FILE_BYTES = 8, 64 << 20
