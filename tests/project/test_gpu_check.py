@@ -192,7 +192,7 @@ def test_the_benchmark_is_a_part_whose_result_is_kept(
     assert part["error"] is None
     rows = {row["what"]: row for row in part["rows"]}
     captured = rows["gpt-tiny fp32, 4 x 32 tokens: full_iteration"]
-    assert ", ms/step 1.500, init s 0.02, " in captured["result"]
+    assert ", ms/step 1.500, p95 3.700, tokens/s 85,333, init s 0.02, " in captured["result"]
     assert captured["result"].startswith("times as fast as eager 2.50 (2.00 to 3.00), ")
     assert "losses against eager equal bit for bit" in captured["result"]
     assert rows["gpt-tiny fp32, 4 x 32 tokens: compile"]["result"] == "no compiler"
