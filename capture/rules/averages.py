@@ -10,6 +10,8 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
 from torch.overrides import TorchFunctionMode
 
+from graphfsdp._capture.trace.source import called_function
+
 
 @contextmanager
 def averages_without_looks() -> Iterator[None]:
@@ -60,4 +62,4 @@ class _NeverTheFirst(TorchFunctionMode):
     ) -> Any:
         if func in self._answers and args[0] is self._count:
             return self._answers[func]
-        return func(*args, **(kwargs or {}))
+        return called_function(func)(*args, **(kwargs or {}))

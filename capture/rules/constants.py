@@ -23,6 +23,7 @@ from graphfsdp._capture.trace.landing import Landing, Trace
 from graphfsdp._capture.trace.ran import Ran
 from graphfsdp._capture.trace.source import (
     SiteTable,
+    called_function,
     has_compiled,
     has_compiled_regions,
 )
@@ -382,7 +383,7 @@ class _SameFunctions(TorchFunctionMode):
         kwargs = kwargs or {}
         if is_fixed_one_hot(func, args, kwargs):
             return one_hot(*args, **kwargs)
-        return func(*args, **kwargs)
+        return called_function(func)(*args, **kwargs)
 
 
 class _ConstantMode(OperatorMode):

@@ -20,7 +20,7 @@ from graphfsdp._capture.rules.refusals import (
     Refusal,
     Varies,
 )
-from graphfsdp._capture.trace.source import called_by_user, frames
+from graphfsdp._capture.trace.source import called_by_user, called_function, frames
 from graphfsdp.base.op_tensors import flat_tensors
 
 _MASKS = "transformers.masking_utils"
@@ -136,7 +136,9 @@ class WithoutLooks(TorchFunctionMode):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        return False if asks_for_masks(func) else func(*args, **(kwargs or {}))
+        if asks_for_masks(func):
+            return False
+        return called_function(func)(*args, **(kwargs or {}))
 
 
 @contextmanager

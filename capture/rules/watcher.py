@@ -33,6 +33,7 @@ from graphfsdp._capture.trace.ran import Ran
 from graphfsdp._capture.trace.source import (
     ModuleTracker,
     SiteTable,
+    called_function,
     user_line_in_backward,
     user_source_line,
 )
@@ -355,6 +356,7 @@ class _FunctionMode(TorchFunctionMode):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
+        func = called_function(func)
         profile: Any = sys.getprofile()  # which is told of every call until it pauses
         try:
             pauses = profile is not None and profile.__self__.leaves_out_modes

@@ -7,7 +7,7 @@ import os
 import sys
 import sysconfig
 import types
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -103,6 +103,26 @@ def frames() -> Iterator[FrameType]:
     while frame is not None:
         yield frame
         frame = frame.f_back
+
+
+def called_function(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return what a mode for functions is to call, of what ``__torch_function__`` is given.
+
+    torch's functions in Python hand themselves on by their names. Where users have put one of
+    theirs under such a name, which calls torch's, that one would be called within itself.
+    """
+    if torch.compiler.is_compiling():  # which looks into this
+        return function
+    code = getattr(function, "__code__", None)
+    if code is None or is_torchs_file(code.co_filename):
+        return function
+    handing = sys._getframe(2)
+    called = handing.f_back
+    if handing.f_code.co_name != "handle_torch_function" or called is None:
+        return function
+    if not is_torchs_file(called.f_code.co_filename) or called.f_code.co_freevars:
+        return function
+    return types.FunctionType(called.f_code, called.f_globals)
 
 
 def user_line_of(error: BaseException) -> SourceLine | None:

@@ -171,6 +171,8 @@ class PartGraphs:
             self.guards.arm(was_read)
             if self.guards.moves:
                 raise NotAPartError(f"it moves Python: {self.guards.moves[0]}")
+            for told in constants.ran.clocks:
+                raise NotAPartError(f"{told}, and what follows from it would stay as it is")
 
         is_cpu = backend.device.type == "cpu"
         try:

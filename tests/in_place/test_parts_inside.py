@@ -2,6 +2,7 @@
 
 import io
 import itertools
+import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -23,6 +24,8 @@ from parts_helpers import (
     states,
     trains,
 )
+
+START = time.monotonic()
 
 
 class Around(nn.Module):
@@ -103,12 +106,17 @@ def draws_in_python(module: Any, x: Tensor) -> Any:
     return module.net(x) if random.random() < 2 else x
 
 
+def asks_for_the_time(module: Any, x: Tensor) -> Any:
+    logits = module.net(x)
+    return logits if time.monotonic() < START + 1e6 else logits * 0
+
+
 @pytest.mark.parametrize(
     "what",
     [
         *(reads, counts, appends, keeps, returns_its_input, writes_its_input),
         *(returns_two_looks, returns_an_object, differs_in_shape, draws_in_python),
-        returns_what_it_makes_a_result_of,
+        *(returns_what_it_makes_a_result_of, asks_for_the_time),
     ],
     ids=lambda what: what.__name__,
 )
