@@ -134,7 +134,8 @@ class Engine:
             f"gradients: parameter {name!r} was {was}, and is now "
             f"{'another one, ' if was.matches(param) else ''}{TensorLeaf.of(param)}{more}"
             ". Remedy: change the model first, then make the optimizer of its parameters, and "
-            "then capture"
+            "then capture; a forward pass that puts another one there writes into it instead "
+            "(copy_, under torch.no_grad())"
         )
 
     def iterate(

@@ -99,6 +99,39 @@ def test_a_model_that_is_changed_before_its_capture_is_refused(
                 step(torch.ones(2, 1))
 
 
+class Codebook(nn.Module):
+    """A weight that the forward pass moves: by another parameter in its place, or in place."""
+
+    def __init__(self, replaces: bool) -> None:
+        super().__init__()
+        self.replaces = replaces
+        self.codes = nn.Parameter(torch.ones(3))
+        self.scale = nn.Parameter(torch.ones(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            codes = 0.9 * self.codes + 0.1 * x.mean(0)
+            if self.replaces:
+                self.codes = nn.Parameter(codes)
+            else:
+                self.codes.copy_(codes)
+        return (x * self.scale - self.codes.detach()).square().mean()
+
+
+def test_a_parameter_that_a_forward_pass_replaces_is_refused_with_a_remedy_that_works() -> None:
+    model = Codebook(replaces=True)
+    with graphfsdp.capture(model, FusedAdam(model.parameters())) as step:
+        step(torch.ones(2, 3))
+        with pytest.raises(graphfsdp.GuardError, match=r"writes into it instead \(copy_"):
+            step(torch.ones(2, 3))
+    losses = []
+    for scope in ("full_iteration", "none"):
+        model = Codebook(replaces=False)
+        with graphfsdp.capture(model, FusedAdam(model.parameters()), scope=scope) as step:
+            losses.append([float(step(torch.full((2, 3), float(i)))) for i in range(8)])
+    assert losses[0] == losses[1]
+
+
 class Wrapper:
     """A child of what it wraps, made on the way, as Lightning Fabric's are."""
 
