@@ -458,7 +458,7 @@ class Collects(nn.Module):
         elif self.kind == "dict":
             others["h"] = y.detach() + others["h"]
         elif self.kind == "dataclass":
-            return Batch(y, notes=[y.mean() + others.x.sum()])  # type: ignore[return-value]
+            return Batch(y, notes=[x.mean() + others.x.sum()])  # type: ignore[return-value]
         return y
 
 

@@ -262,7 +262,7 @@ def test_a_suite_that_takes_too_long_still_reports_what_it_ran(
     part = gpu_check.suite_part([str(tmp_path)], 600, torch.device("cpu"))
     assert part["rows"][0]["result"] == "1 passed, 0 failed, 0 skipped"
     assert "stopped after 600 s" in part["error"]
-    assert "test_long.py:5: KeyboardInterrupt" in part["error"]
+    assert ": KeyboardInterrupt" in part["error"]  # where it was then, in touch() or in sleep()
 
 
 def over_when(path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
