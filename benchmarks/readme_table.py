@@ -198,6 +198,10 @@ def keep(folder: pathlib.Path, results: pathlib.Path = RESULTS) -> pathlib.Path:
     if facts["gpu"] is not None:
         gpu = re.sub(r"[^a-z0-9]+", "-", facts["gpu"].lower()).strip("-")
         name = f"bench_gpu_{gpu}_{facts['date'][:10]}"
+    out = result.head["options"].get("out")
+    if out is not None:  # where it was on that machine is nobody's business
+        result.head["options"]["out"] = pathlib.Path(out).name
+        result.head["command"] = result.head["command"].replace(out, pathlib.Path(out).name)
     results.mkdir(parents=True, exist_ok=True)
     target = results / f"{name}.jsonl"
     result.write(target)

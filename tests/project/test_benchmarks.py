@@ -26,6 +26,18 @@ def test_a_result_of_the_command_is_kept(tmp_path: pathlib.Path) -> None:
     assert "on NVIDIA Z9" in str(readme_table.bench_gpu(results))
 
 
+def test_a_result_that_is_kept_names_no_folder_of_the_machine(tmp_path: pathlib.Path) -> None:
+    folder = tmp_path / "run"
+    folder.mkdir()
+    made = result()
+    made.head["options"] = {"out": str(folder)}
+    made.head["command"] = f"graphfsdp bench --out {folder} --seconds 2"
+    made.write(folder / RESULT)
+    kept = readme_table.keep(folder, tmp_path / "results").read_text()
+    assert str(tmp_path) not in kept
+    assert "graphfsdp bench --out run --seconds 2" in kept
+
+
 def test_without_a_result_the_readme_says_so(tmp_path: pathlib.Path) -> None:
     assert readme_table.bench_cpu(tmp_path) == "Not measured yet: `make bench`."
     assert readme_table.bench_gpu(tmp_path) == "No GPU has been measured yet."
