@@ -29,8 +29,8 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from cuda_stand_in.cannot import reasons_of
 from cuda_stand_in.library import is_below, take_races
-from limits import Limit, slowdown
 from ranks import chosen_device, gpu_ranks, gpu_ranks4, launched2, ranks1, ranks2, ranks4  # noqa: F401  (fixtures)
+from time_limits import Limit, slowdown
 
 # A machine on which nothing can be installed has no safetensors, and so no checkpoints.
 collect_ignore_glob = [] if importlib.util.find_spec("safetensors") else ["checkpoint/*"]

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import graphfsdp
 from graphfsdp.optim import FusedAdam
 from helpers import assert_same_state, snapshot
-from unseen import Unseen
+from hidden_count import Unseen
 
 
 class Garbage:

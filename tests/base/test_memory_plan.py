@@ -11,8 +11,8 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+from cpu_recording import PoisoningBackend, record
 from graphfsdp.base.memory_plan import ALIGNMENT_BYTES, Lifetime, plan_memory
-from recording import PoisoningBackend, record
 
 CPU = torch.device("cpu")
 

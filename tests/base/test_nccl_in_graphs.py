@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from forked import forked
+from forked_programs import forked
 from graphfsdp.base.collectives import (
     all_gather_,
     all_reduce_,

@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from graphfsdp.base.progress import say, shown_when_slow
-from limits import until
+from time_limits import until
 
 
 class Terminal(io.StringIO):

@@ -19,7 +19,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-import forked
+import forked_programs
 from graphfsdp.bench import clock, process
 from graphfsdp.bench.clock import MIN_ROUNDS, make_schedule, time_window
 from graphfsdp.bench.contenders import Contender, ContenderSpec, Setting, find_contenders
@@ -307,7 +307,7 @@ def test_the_command_measures_in_a_child_and_keeps_a_directory(tmp_path: pathlib
     flags = ["bench", "--workload", "gpt-tiny"]
     flags += ["--batch-size", "1", "--seconds", "0.3", "--out", str(out)]
     flags += ["--contender", "full_iteration", "fsdp2", "megatron_fsdp"]
-    done = forked.run_source(program, *flags)
+    done = forked_programs.run_source(program, *flags)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stderr == ""
     result = Result.read(out)

@@ -10,12 +10,12 @@ import torch
 from torch import Tensor, nn
 
 import graphfsdp
-from compiling import compiling_models_by as compiling_by
 from cuda_stand_in.library import computes
 from graphfsdp._capture.cuda.recorder import UnwatchedRecorder
 from graphfsdp._capture.trace.source import has_compiled_regions
 from graphfsdp.optim import FusedAdam
 from helpers import Batch, Case, assert_same_run, check_against_eager, run
+from stand_in_compilers import compiling_models_by as compiling_by
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:Using `torch.compile.module.`:UserWarning"),

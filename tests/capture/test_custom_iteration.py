@@ -12,8 +12,8 @@ from torch import Tensor, nn
 import graphfsdp
 from graphfsdp.optim import FusedAdam
 from helpers import assert_same_states, snapshot
+from hidden_count import Unseen
 from iterations import gan, gradient_penalty, moving_average, train_by
-from unseen import Unseen
 
 NUM_STEPS = 16
 Optimizer = torch.optim.Optimizer

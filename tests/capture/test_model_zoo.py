@@ -5,9 +5,9 @@ import itertools
 import pytest
 import torch
 
+from cpu_recording import PoisoningBackend
 from graphfsdp._capture import choose_backend
 from helpers import check_against_eager, run
-from recording import PoisoningBackend
 from zoo import ZOO
 
 

@@ -13,7 +13,7 @@ from torch.nn import functional
 import graphfsdp
 from graphfsdp.optim import FusedAdam
 from helpers import Batch, Case, check_against_eager
-from probe import Inner, batches, check_captured, make_probe, refusal_of
+from mid_forward import Inner, batches, check_captured, make_probe, refusal_of
 
 CPU = torch.device("cpu")
 

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-import forked
+import forked_programs
 import graphfsdp
 from checkpoint_helpers import Setup, contents, digests, make, train_plainly
 from kill_saves import UNFINISHED, is_all, loaded_step, model_of
@@ -38,9 +38,9 @@ def fast_folder(tmp_path: Path) -> Iterator[Path]:
 
 
 def test_a_kill_at_any_moment_leaves_the_last_complete_checkpoint(fast_folder: Path) -> None:
-    program = Path(__file__).parents[1] / "kill_saves.py"
+    program = Path(__file__).parents[1] / "support" / "kill_saves.py"
     seed = str(random.randrange(1000))
-    result = forked.run_file(program, str(fast_folder), str(NUM_KILLS), seed)
+    result = forked_programs.run_file(program, str(fast_folder), str(NUM_KILLS), seed)
     assert result.returncode == 0, result.stderr
     found = json.loads(result.stdout)
     assert found["advances"] > NUM_KILLS // 2

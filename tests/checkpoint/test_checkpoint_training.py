@@ -152,7 +152,7 @@ def test_torchrun_restarts_a_run_whose_rank_was_killed(tmp_path: Path, launched2
     plan.runs.append(Run("undisturbed", (flags("undisturbed"),) * 2))
     plan.execute(launched2)
     assert [answer.code for answer in plan.answers("undisturbed")] == [0, 0]
-    program = [str(ROOT / "tests" / "kill_once.py"), str(4 * 16), *flags("killed")]
+    program = [str(ROOT / "tests" / "support" / "kill_once.py"), str(4 * 16), *flags("killed")]
     options = ("--max-restarts=1", "--monitor-interval=0.1", *FORKS)
     with torchrun(*options, *program) as launcher:
         done = launcher.ended()

@@ -18,7 +18,9 @@ def environment() -> dict[str, str]:
     """Return what a process above the stand-in finds in its environment."""
     library = build.built_library()
     here = pathlib.Path(__file__).resolve().parent
-    paths = [str(here / "site"), str(here.parent), str(here.parent.parent)]
+    tests = here.parent
+    folders = (here / "site", tests, tests / "support", tests / "programs", tests.parent)
+    paths = [str(folder) for folder in folders]
     wanted = {
         "LD_PRELOAD": f"{library} {library.parent / build.NVRTC}",
         "LD_LIBRARY_PATH": str(library.parent),

@@ -24,7 +24,7 @@ HERE = pathlib.Path(__file__).resolve().parent
 DOCS = HERE.parents[1] / "docs"
 PAGES = tuple(DOCS / name for name in ("emulated.md", "notes/2026-11-26_launches.md", "beside.md"))
 if __name__ == "__main__":  # a program has its own folder on the path, and not the package
-    sys.path[0] = str(HERE.parent)
+    sys.path[:1] = [str(HERE.parent), str(HERE.parent / "support")]
 
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402

@@ -26,11 +26,12 @@ import graphfsdp
 from cuda_stand_in import library
 from cuda_stand_in.orders import assert_any_order, chosen
 from graphfsdp import Phase
+from hidden_count import Unseen
 from make_step import make_step
 from moe_models import experts_on_ranks
 from parallel_models import TP_AXES, expert_parallel, part_of_axis, tensor_parallel
 from ranks import RankError, RankPool, rank_device
-from recomputing import Recomputing
+from recomputing_models import Recomputing
 from sharding_helpers import (
     MAX_NORM,
     STRATEGIES,
@@ -49,7 +50,6 @@ from sharding_helpers import (
     shard,
     train,
 )
-from unseen import Unseen
 from zoo import ZOO
 
 pytestmark = [

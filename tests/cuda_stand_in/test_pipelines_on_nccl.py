@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import graphfsdp
 from cuda_stand_in import library
 from cuda_stand_in.orders import assert_any_order
-from faults import Fault, FaultMode, InjectedError
+from faults_at_operators import Fault, FaultMode, InjectedError
 from graphfsdp import Phase
 from helpers import set_lr
 from pipeline_models import (

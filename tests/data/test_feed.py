@@ -10,11 +10,11 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 import graphfsdp
-from forked import run_source
+from forked_programs import run_source
 from graphfsdp.data import Feed
 from graphfsdp.errors import ConfigError
 from graphfsdp.optim import FusedAdam
-from limits import until
+from time_limits import until
 
 
 class Numbers:

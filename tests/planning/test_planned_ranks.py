@@ -18,9 +18,9 @@ from graphfsdp.sharding.buffer import ShardBuffer
 from graphfsdp.training.build import shard_model
 from graphfsdp.training.config import TrainConfig
 from graphfsdp.training.gpt import GPT
-from limits import until
 from ranks import RankPool
 from sharding_helpers import buffers as sharded_buffers
+from time_limits import until
 
 WRITERS = ("all_gather", "all_to_all")
 NUM_WARMUPS = 4  # until all units know their order; then comes the capture

@@ -21,7 +21,7 @@ from helpers import (
     quick_garbage_collection,
     snapshot,
 )
-from probe import Inner, Probe, Program, batches
+from mid_forward import Inner, Probe, Program, batches
 from zoo import ZOO
 
 

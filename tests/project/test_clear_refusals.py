@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import forked
+import forked_programs
 import graphfsdp
 from graphfsdp.optim import FusedAdam
 
@@ -82,7 +82,7 @@ step.close()
 
 @pytest.mark.parametrize("phase", ["captures", "replays"])
 def test_a_call_after_the_process_group_is_refused(phase: str, tmp_path: pathlib.Path) -> None:
-    ended = forked.run_source(DESTROYED, f"file://{tmp_path}/store", phase)
+    ended = forked_programs.run_source(DESTROYED, f"file://{tmp_path}/store", phase)
     assert ended.returncode == 0, ended.stderr
     assert "after destroy_process_group" in ended.stdout
     assert "Remedy: step.close() first" in ended.stdout

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-import forked
+import forked_programs
 import graphfsdp
 from graphfsdp import cli
 from graphfsdp.cli import main
@@ -28,7 +28,7 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_the_package_runs_as_a_module() -> None:
     program = "import runpy; runpy.run_module('graphfsdp', None, '__main__')"
-    done = forked.run_source(program, "--version")
+    done = forked_programs.run_source(program, "--version")
     assert (done.returncode, done.stdout) == (0, f"graphfsdp {graphfsdp.__version__}\n")
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.distributed.run import get_args_parser
 
-import forked
+import forked_programs
 from graphfsdp.training.arguments import parse_train_arguments
 from train_on_ranks import FORKS, torchrun
 
@@ -19,7 +19,7 @@ EXAMPLES = ROOT / "examples"
 
 
 def run_example(name: str, *arguments: str) -> list[str]:
-    done = forked.run_file(EXAMPLES / name, *arguments)
+    done = forked_programs.run_file(EXAMPLES / name, *arguments)
     assert done.returncode == 0, done.stderr
     return done.stdout.splitlines()
 

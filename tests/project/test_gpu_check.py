@@ -10,11 +10,11 @@ import pytest
 import torch
 
 import bench_results
-import forked
+import forked_programs
 from benchmarks import gpu_check, limited
 from graphfsdp.bench.command import SHORTEST_CASE_S
 from graphfsdp.bench.results import RESULT
-from limits import until
+from time_limits import until
 
 STOPPED = types.SimpleNamespace(monotonic=lambda: 0.0)  # a clock
 
@@ -23,7 +23,7 @@ def run_gpu_check(out: pathlib.Path, *arguments: str) -> subprocess.CompletedPro
     program = "import runpy; runpy.run_module('benchmarks.gpu_check', None, '__main__')"
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("OUT", str(out))
-        return forked.run_source(program, *arguments)
+        return forked_programs.run_source(program, *arguments)
 
 
 def only_file(out: pathlib.Path) -> dict[str, Any]:
@@ -68,7 +68,7 @@ def test_the_tests_of_all_parts_exist_and_smoke_are_twenty_five() -> None:
     names = [name.replace("DEVICE", "cpu") for part in parts.values() for name in part]
     program = "import sys, pytest; sys.exit(pytest.main(sys.argv[1:]))"
     options = ("--collect-only", "-q", "-p", "no:cacheprovider", "--strict-markers")
-    result = forked.run_source(program, *options, *names)
+    result = forked_programs.run_source(program, *options, *names)
     assert result.returncode == 0, result.stdout + result.stderr
 
 

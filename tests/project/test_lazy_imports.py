@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 import graphfsdp
-from recording import record
+from cpu_recording import record
 
 LIBRARY = """
 import random

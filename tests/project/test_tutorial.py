@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from torch.distributed.run import main as torchrun_main
 
-import forked
+import forked_programs
 from train_on_ranks import FORKS
 
 ROOT = Path(__file__).parents[2]
@@ -56,7 +56,7 @@ def run(commands: list[str], folder: Path) -> str:
         for command in commands:
             name, *arguments = command.replace("29511", port).split()
             call = (PROGRAMS[name], folder, arguments)
-            processes.append(stack.enter_context(forked.forked(*call)))
+            processes.append(stack.enter_context(forked_programs.forked(*call)))
         said = [process.ended() for process in processes]
     for done in said:
         assert done.returncode == 0, done.stderr
@@ -65,7 +65,7 @@ def run(commands: list[str], folder: Path) -> str:
 
 def python(folder: Path, arguments: list[str]) -> None:
     os.chdir(folder)
-    forked.run_as_main(folder / arguments[0], *arguments[1:])
+    forked_programs.run_as_main(folder / arguments[0], *arguments[1:])
 
 
 def torchrun(folder: Path, arguments: list[str]) -> None:

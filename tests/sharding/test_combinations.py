@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 import graphfsdp
 from ranks import on_ranks, rank_device
-from recomputing import Recomputing
+from recomputing_models import Recomputing
 from sharding_helpers import (
     FEW_STEPS,
     STRATEGIES,

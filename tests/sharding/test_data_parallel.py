@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from graphfsdp.cli import main
-from limits import until
 from ranks import RankPool
+from time_limits import until
 from train_on_ranks import FORKS, SMALL, TEXT, Answer, Plan, launchers_store, torchrun
 
 ROOT = Path(__file__).parents[2]

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-import forked
+import forked_programs
 from graphfsdp.errors import ConfigError
 from graphfsdp.sharding.layout import fsdp2_shard_numel, plan_blocks, plan_unit
 
@@ -203,4 +203,4 @@ def test_the_table_of_the_document_is_of_these_layouts(unit: str, num_ranks: int
 def test_the_document_shows_what_its_example_prints() -> None:
     blocks = (DOCS / "layout.md").read_text(encoding="utf-8").split("```")
     program, printed = blocks[1].removeprefix("python\n"), blocks[3].strip()
-    assert forked.run_source(program).stdout.strip() == printed
+    assert forked_programs.run_source(program).stdout.strip() == printed

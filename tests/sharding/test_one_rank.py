@@ -9,14 +9,14 @@ from torch import Tensor, nn
 
 import graphfsdp
 import rank_steps
-from faults import World
+from faults_at_operators import World
 from graphfsdp import CaptureError, Phase
 from graphfsdp.optim import FusedAdam
 from helpers import quick_garbage_collection
+from hidden_count import Unseen
 from rank_steps import WIDTH, batch
 from ranks import RankPool, on_ranks, rank_device
 from sharding_helpers import units
-from unseen import Unseen
 
 
 class Scaled(nn.Module):

@@ -11,7 +11,7 @@ from torch import Tensor
 import graphfsdp
 from graphfsdp.base.collectives import all_gather_
 from ranks import on_ranks, rank_device
-from recomputing import Recomputing
+from recomputing_models import Recomputing
 from sharding_helpers import (
     FEW_STEPS,
     STRATEGIES,

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from ranks import on_ranks, rank_device
-from recomputing import Recomputing
+from recomputing_models import Recomputing
 from sharding_helpers import (
     Training,
     adam,

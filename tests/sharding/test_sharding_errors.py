@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import graphfsdp
 from graphfsdp import CaptureError, ConfigError
 from helpers import assert_same_state, set_lr, snapshot
+from hidden_count import Unseen
 from ranks import on_ranks, rank_device
 from sharding_helpers import (
     Net,
@@ -25,7 +26,6 @@ from sharding_helpers import (
     raises_on_rank,
     shard,
 )
-from unseen import Unseen
 
 _TWO_GPUS = [pytest.mark.gpu, pytest.mark.multi_gpu]
 

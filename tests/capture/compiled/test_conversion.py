@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, nn
 
 import graphfsdp
-from compiling import Compiled, Compiler, as_it_is, assert_within_a_third_of_the_bound, compiling_by
 from graphfsdp._capture.compiled import worker
 from graphfsdp._capture.compiled.bounds import BOUNDS, allowances
 from graphfsdp._capture.compiled.inductor import RefusedError
@@ -22,6 +21,13 @@ from graphfsdp._capture.cpu import compiling
 from graphfsdp.base.op_tensors import is_empty
 from graphfsdp.optim import FusedAdam
 from helpers import Batch, Case, assert_same_state, check_against_eager, run, snapshot
+from stand_in_compilers import (
+    Compiled,
+    Compiler,
+    as_it_is,
+    assert_within_a_third_of_the_bound,
+    compiling_by,
+)
 from zoo import ZOO
 from zoo_models import WIDTH, Squared
 

@@ -6,11 +6,11 @@ from unittest import mock
 import pytest
 import torch.distributed as dist
 
-from compiling import Compiled, as_it_is, compiling_by
 from graphfsdp._capture.compiled.stretch_graph import StretchGraph
 from graphfsdp._capture.cpu import compiling
 from ranks import on_ranks
 from sharding_helpers import make_net, replayed_as_eager
+from stand_in_compilers import Compiled, as_it_is, compiling_by
 
 MICROBATCHES = 2
 

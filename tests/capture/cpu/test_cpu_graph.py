@@ -11,10 +11,10 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 import graphfsdp
+from cpu_recording import record
 from graphfsdp import CaptureError
 from graphfsdp.optim import FusedAdam
 from helpers import Case, assert_same_run, run
-from recording import record
 from zoo import ZOO, features
 from zoo_models import WIDTH
 

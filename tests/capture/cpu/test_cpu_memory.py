@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import graphfsdp
+from cpu_recording import record
 from graphfsdp.optim import FusedAdam
-from recording import record
 from zoo_models import WIDTH, Squared
 
 NUM_PROBED = 200  # several parts of a program

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import graphfsdp.api
+from cpu_recording import PoisoningBackend
 from helpers import OPTIMIZERS, Case, assert_same_run, run
-from recording import PoisoningBackend
 from zoo import features
 
 WIDTH = 4

@@ -4,10 +4,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from cpu_recording import CPU
 from graphfsdp._capture.cpu.recorder import Recorder
 from graphfsdp._capture.trace.source import OpPhase, Site
 from graphfsdp._capture.trace.values import Node
-from recording import CPU
 
 
 class Twice(nn.Module):

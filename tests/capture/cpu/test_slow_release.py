@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from recording import record
+from cpu_recording import record
 
 
 @pytest.mark.parametrize(("held_s", "patience_s", "num_escapes"), [(0.02, 20, 0), (None, 0.1, 1)])

@@ -16,7 +16,7 @@ import graphfsdp
 from graphfsdp import CaptureError, Phase
 from graphfsdp._capture.cuda import driver as cuda_driver
 from graphfsdp.optim import FusedAdam
-from unjoined import leaves_a_stream_unjoined
+from unjoined_stream import leaves_a_stream_unjoined
 from zoo_models import WIDTH, Squared
 
 pytestmark = pytest.mark.gpu

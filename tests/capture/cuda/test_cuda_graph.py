@@ -18,8 +18,8 @@ from cuda_twin import CODES, CONTROLS, REFUSED, UNSEEN, answer
 from graphfsdp._capture.cuda.errors import explain
 from graphfsdp.optim import FusedAdam
 from helpers import Case, assert_same_run, no_host_sync, run
-from limits import until
 from ranks import PRELOADED
+from time_limits import until
 from zoo import ZOO, features
 from zoo_models import GPT, WIDTH, Squared
 

@@ -9,12 +9,12 @@ import torch
 from torch import Tensor, nn
 
 import graphfsdp
+from cpu_recording import CPU
 from graphfsdp._capture.cuda.driver import CudaDriver, GraphNodes, find_driver
 from graphfsdp._capture.cuda.recorder import CudaRecorder
 from graphfsdp._capture.trace.program_facts import BufferKind, NodeFacts, ProgramFacts
 from graphfsdp.errors import CaptureError
 from helpers import OpNames
-from recording import CPU
 
 GRAPH, STREAM = 77, 5
 

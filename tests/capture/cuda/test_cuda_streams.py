@@ -14,7 +14,7 @@ from graphfsdp import CaptureError, Phase
 from graphfsdp._capture.rules.watcher import DispatchMode, Watcher
 from graphfsdp.bench.clock import time_window
 from graphfsdp.optim import FusedAdam
-from unjoined import leaves_a_stream_unjoined
+from unjoined_stream import leaves_a_stream_unjoined
 from zoo_models import WIDTH, Squared
 
 pytestmark = pytest.mark.gpu

@@ -15,9 +15,9 @@ from cuda_stand_in.orders import assert_any_order
 from graphfsdp import MixedPrecisionPolicy
 from graphfsdp.errors import CaptureError
 from graphfsdp.optim import FusedAdam
+from hidden_count import Unseen
 from ranks import RankPool, rank_device
 from sharding_helpers import assert_equal_tensors, shard
-from unseen import Unseen
 
 pytestmark = pytest.mark.gpu
 

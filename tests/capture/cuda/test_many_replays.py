@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import graphfsdp
-from forked import forked
+from forked_programs import forked
 from helpers import assert_same_state, quick_garbage_collection, same_bits, snapshot
 
 NUM_CALLS = 10_000

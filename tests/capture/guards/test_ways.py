@@ -11,7 +11,7 @@ import graphfsdp
 from counting_net import refusal_of
 from footgun_net import inputs, start
 from graphfsdp import HazardKind
-from ways import WAYS, Data, Special
+from ways_to_a_value import WAYS, Data, Special
 
 CPU = torch.device("cpu")
 

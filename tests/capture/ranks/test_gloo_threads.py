@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from forked import run_to_their_ends
+from forked_programs import run_to_their_ends
 from graphfsdp._capture.ranks import ranks
 from ranks import RankPool
 

@@ -17,12 +17,12 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import graphfsdp
-from faults import Fault, FaultMode, World
+from faults_at_operators import Fault, FaultMode, World
 from graphfsdp import Phase
 from graphfsdp.base.op_tensors import is_wrapper_subclass
-from limits import until
 from rank_steps import batch, build
 from ranks import RankPool, fork_server
+from time_limits import until
 
 NUM_RANKS = 3
 VICTIM = 1

@@ -28,9 +28,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import graphfsdp
 from cuda_stand_in import library
-from forked import forked
+from forked_programs import forked
 from graphfsdp.optim import FusedAdam
-from limits import until
+from time_limits import until
 
 pytestmark = [pytest.mark.gpu, pytest.mark.multi_gpu, pytest.mark.time_limit(300)]
 

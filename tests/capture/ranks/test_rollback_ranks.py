@@ -8,14 +8,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 import graphfsdp
-from faults import FAULTS, Fault, FaultMode, World
+from faults_at_operators import FAULTS, Fault, FaultMode, World
 from graphfsdp._capture.ranks.whereabouts import Whereabouts
 from graphfsdp.base.collectives import Interruptible
 from graphfsdp.base.rank_agreement import RankStore
 from helpers import quick_garbage_collection
-from limits import slowdown
 from rank_steps import batch, build
 from ranks import RankPool, on_ranks
+from time_limits import slowdown
 
 
 def losses_without_faults(strategy: str, num_calls: int) -> list[Tensor]:

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from cpu_recording import record
 from graphfsdp._capture.cpu.graph import CpuGraph
 from graphfsdp._capture.trace.program_facts import (
     BufferFacts,
@@ -16,7 +17,6 @@ from graphfsdp._capture.trace.program_facts import (
     ProgramFacts,
 )
 from graphfsdp._capture.trace.source import OpPhase
-from recording import record
 
 KIB = 1024
 

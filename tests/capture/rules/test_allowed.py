@@ -7,7 +7,7 @@ from allowed_programs import ALLOWED, ALLOWED_ON_A_CPU, CONSTANT_READS
 from catalogue import PROGRAMS
 from catalogue_models import MODELS
 from helpers import check_against_eager
-from probe import check_captured
+from mid_forward import check_captured
 
 CPU = torch.device("cpu")
 ONLY_ON_A_CPU = ALLOWED_ON_A_CPU | CONSTANT_READS

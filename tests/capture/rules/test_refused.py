@@ -1,6 +1,6 @@
 """Every known way in which a captured training step goes wrong, and its exact diagnosis.
 
-Programs come from the table in programs.py; below are the ones that are wrong in their settings.
+Programs come from refused_programs.py; below are those that are wrong in their settings.
 Each is judged twice: by ``capture``, which raises and leaves nothing behind, and by
 ``graphfsdp.check``, which lists.
 """
@@ -14,13 +14,13 @@ import torch
 from torch import nn
 
 import graphfsdp
-import programs
+import refused_programs
 from counting_net import mean_square
 from graphfsdp import HazardKind
 from graphfsdp.optim import FusedAdam
 from helpers import assert_same_state, line_of, snapshot
-from probe import Probe, Program, batches, check_refused, make_probe, refusal_of
-from programs import REFUSED, Refused
+from mid_forward import Probe, Program, batches, check_refused, make_probe, refusal_of
+from refused_programs import REFUSED, Refused
 
 CPU = torch.device("cpu")
 CAPTURED = [name for name, case in REFUSED.items() if case.by != "check"]
@@ -85,7 +85,7 @@ def assert_diagnosed(case: Refused, hazard: graphfsdp.Hazard) -> None:
     assert case.fix in hazard.fix
     if case.has_line:
         assert hazard.source is not None
-        assert hazard.source.file == programs.__file__
+        assert hazard.source.file == refused_programs.__file__
         assert hazard.source.line == line_of(case.program, "# refused")
 
 

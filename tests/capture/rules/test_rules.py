@@ -12,8 +12,8 @@ from torch import Tensor, nn
 import graphfsdp
 from graphfsdp.optim import FusedAdam
 from helpers import assert_same_state, snapshot
-from probe import Inner, assert_refused_in, batches, check_refused, make_probe, refusal_of
-from programs import REFUSED, SCALAR
+from mid_forward import Inner, assert_refused_in, batches, check_refused, make_probe, refusal_of
+from refused_programs import REFUSED, SCALAR
 
 CPU = torch.device("cpu")
 

@@ -17,11 +17,11 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import graphfsdp
-from faults import World
+from faults_at_operators import World
 from graphfsdp import Phase
 from graphfsdp.optim import FusedAdam
 from interrupting import InterruptAt, Interrupted, Place, batch
-from limits import until
+from time_limits import until
 
 # Of each kind of call; a call has thousands of places.
 NUM_TRIED = int(os.environ.get("GRAPHFSDP_INTERRUPTS", "40"))

@@ -8,7 +8,7 @@ from torch import Tensor
 
 import graphfsdp
 from fault_training import Training, expected
-from faults import FAULTS, Fault, FaultMode
+from faults_at_operators import FAULTS, Fault, FaultMode
 from graphfsdp import CapturedStep, Phase
 
 

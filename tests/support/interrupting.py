@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import graphfsdp
-from faults import World
+from faults_at_operators import World
 from graphfsdp.optim import FusedAdam
 from helpers import assert_same_state, snapshot
 

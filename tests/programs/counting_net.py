@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 import graphfsdp
-from faults import World
+from faults_at_operators import World
 from graphfsdp import CaptureError
 from graphfsdp.optim import FusedAdam
 

@@ -24,7 +24,7 @@ from torch.nn.utils.rnn import pack_padded_sequence
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from graphfsdp import CaptureError, HazardKind
-from probe import Inner, Program
+from mid_forward import Inner, Program
 
 
 @dataclass(frozen=True)

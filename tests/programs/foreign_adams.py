@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 CONTRACT: dict[str, Any] = json.loads(
-    (pathlib.Path(__file__).parent / "references" / "fused_adam_contract.json").read_text()
+    (pathlib.Path(__file__).parents[1] / "references" / "fused_adam_contract.json").read_text()
 )
 _PACKAGE, _SOURCE = "transformer_engine", "pytorch/optimizers/fused_adam.py"
 

@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import graphfsdp
 from graphfsdp.base.torch_internals import not_traced
 from graphfsdp.optim import FusedAdam
-from unseen import Unseen
+from hidden_count import Unseen
 
 NUM_STEPS = 14  # 3 warm-up, 1 capture, 10 replays
 OPTIMIZERS = ("fused_adam", "adamw", "sgd")

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import graphfsdp
-from faults import Fault, FaultMode
+from faults_at_operators import Fault, FaultMode
 from graphfsdp.optim import FusedAdam
 from ranks import RankPool, rank_device, world_group
 from sharding_helpers import ADAM_EPS, Block

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import graphfsdp
-from faults import FAULTS, Fault, FaultMode, World
+from faults_at_operators import FAULTS, Fault, FaultMode, World
 from graphfsdp import CapturedStep
 from graphfsdp.optim import FusedAdam
 from helpers import make_optimizer, quick_garbage_collection, set_lr, snapshot

@@ -12,7 +12,7 @@ from pathlib import Path
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.distributed.run import main as torchrun_main
 
-import forked
+import forked_programs
 import training_helpers
 from graphfsdp import cli
 from ranks import RankPool
@@ -69,10 +69,10 @@ FORKS = ("--run-path", "--start-method=fork")
 
 
 @contextlib.contextmanager
-def torchrun(*arguments: str) -> Iterator[forked.Forked]:
+def torchrun(*arguments: str) -> Iterator[forked_programs.Forked]:
     """Start two ranks as the README says; the launcher itself need not import torch anew."""
     options = ("--nproc-per-node=2", "--standalone")  # at a port that the system chooses
-    with forked.forked(_launch, [*options, *arguments]) as launcher:
+    with forked_programs.forked(_launch, [*options, *arguments]) as launcher:
         try:
             yield launcher
         finally:

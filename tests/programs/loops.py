@@ -18,7 +18,7 @@ from torch.nn.functional import cross_entropy, mse_loss
 from torch.overrides import _get_current_function_mode
 
 from graphfsdp.optim import FusedAdam
-from loops_of_pairs import is_adversarial, make_adams, make_pair, trains_in_turns
+from two_model_loops import is_adversarial, make_adams, make_pair, trains_in_turns
 
 Loop = Callable[[Any, Any], list[Any]]
 

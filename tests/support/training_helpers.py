@@ -10,10 +10,10 @@ from typing import Any
 
 import torch
 
-import forked
-from forked import ROOT as ROOT
+import forked_programs
+from forked_programs import ROOT as ROOT
 from graphfsdp.cli import main
-from limits import until
+from time_limits import until
 
 TEXT = argparse.__file__  # real text that every Python has; 16 KiB or more of it are held out
 # Of a flag that is given again, the last one counts.
@@ -49,9 +49,9 @@ def assert_same_run(out: Path, reference: Path) -> None:
 
 
 @contextlib.contextmanager
-def started(arguments: list[str], is_ready: Callable[[], bool]) -> Iterator[forked.Forked]:
+def started(arguments: list[str], is_ready: Callable[[], bool]) -> Iterator[forked_programs.Forked]:
     """Run a training in a process of its own until something is there; end it afterwards."""
-    with forked.forked(main, arguments) as process:
+    with forked_programs.forked(main, arguments) as process:
 
         def is_ready_or_over() -> bool:
             return is_ready() or not process.is_alive()
@@ -61,7 +61,7 @@ def started(arguments: list[str], is_ready: Callable[[], bool]) -> Iterator[fork
         yield process
 
 
-def ended(process: forked.Forked, number: signal.Signals) -> tuple[int, str]:
+def ended(process: forked_programs.Forked, number: signal.Signals) -> tuple[int, str]:
     """End a process by a signal; return its exit code and what it complained of."""
     process.send_signal(number)
     done = process.ended()

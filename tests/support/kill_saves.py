@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 import graphfsdp
 from graphfsdp.optim import FusedAdam
-from limits import until
+from time_limits import until
 
 UNFINISHED = ".unfinished-"
 

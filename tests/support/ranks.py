@@ -32,7 +32,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from limits import Limit, until
+from time_limits import Limit, until
 
 GROUP_TIMEOUT_S = 3600  # nobody may have to wait for it: a pool's limits are over before
 GRACE_S = 2  # for the other ranks after one has failed: some wait for it in a collective

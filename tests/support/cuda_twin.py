@@ -15,8 +15,8 @@ from torch import Tensor
 import graphfsdp
 from allowed_programs import ALLOWED
 from graphfsdp.optim import FusedAdam
-from probe import Inner, Probe, Program
-from programs import REFUSED as PROGRAMS
+from mid_forward import Inner, Probe, Program
+from refused_programs import REFUSED as PROGRAMS
 
 
 def synchronize(self: Inner, h: Tensor, x: Tensor) -> Tensor:
