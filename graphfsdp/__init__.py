@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from graphfsdp.checkpoint import load as load
     from graphfsdp.checkpoint import save as save
     from graphfsdp.sharding.fully_shard import fully_shard as fully_shard
-    from graphfsdp.sharding.materialize.materialize import materialize as materialize
+    from graphfsdp.sharding.materialize import materialize as materialize
     from graphfsdp.sharding.module import FSDPModule as FSDPModule
     from graphfsdp.sharding.module import GradientReductionHandle as GradientReductionHandle
     from graphfsdp.sharding.module import UnshardHandle as UnshardHandle
@@ -112,7 +112,7 @@ def __getattr__(name: str) -> Any:
 
         return getattr(module, name)
     if name == "materialize":
-        from graphfsdp.sharding.materialize.materialize import materialize
+        from graphfsdp.sharding.materialize import materialize
 
         return materialize
     if name in ("AsyncSaver", "load", "save"):

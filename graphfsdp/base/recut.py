@@ -1,11 +1,11 @@
 """Brings tensors that are being loaded into the cut of those that they are copied into."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from graphfsdp.base.dtensors import is_dtensor, wrap_like
 from graphfsdp.base.torch_internals import part_and_offset
@@ -36,25 +36,6 @@ def recut(pairs: Sequence[tuple[Tensor, Tensor]]) -> list[Tensor]:
         value, like = pairs[index]
         found[index] = _my_part(_whole(value), like)
     return found
-
-
-def recut_hook(managed: Callable[[], Iterable[Tensor]]) -> Callable[..., None]:
-    """Return a hook that brings what a module is about to load into the cut of its parameters."""
-
-    def before_loading(
-        module: nn.Module, state: dict[str, Any], prefix: str, *_: Any, **__: Any
-    ) -> None:
-        mine = {id(param) for param in managed()}
-        likes = {
-            f"{prefix}{name}": param
-            for name, param in module.named_parameters(remove_duplicate=False)
-            if id(param) in mine
-        }
-        names = [name for name in likes if isinstance(state.get(name), Tensor)]
-        values = recut([(state[name], likes[name]) for name in names])
-        state.update(zip(names, values, strict=True))
-
-    return before_loading
 
 
 def recut_states(state_dict: Mapping[str, Any], optimizer: torch.optim.Optimizer) -> dict[str, Any]:

@@ -33,7 +33,7 @@ from graphfsdp.checkpoint.optimizer import plan_optimizer
 from graphfsdp.checkpoint.values import decode, dtype_of
 from graphfsdp.checkpoint.version_1 import read_body
 from graphfsdp.errors import CheckpointDamagedError, CheckpointError, CheckpointMismatchError
-from graphfsdp.sharding.materialize.materialize import memory_for_values
+from graphfsdp.sharding.materialize import memory_for_values
 
 if TYPE_CHECKING:
     from graphfsdp.base.torch_internals import PipelineSchedule

@@ -5,7 +5,7 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy as CPUOffloadPolicy
 from torch.distributed.fsdp import MixedPrecisionPolicy as TorchPolicy
@@ -13,7 +13,6 @@ from torch.distributed.fsdp import OffloadPolicy as OffloadPolicy
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import _global_optimizer_pre_hooks, register_optimizer_step_pre_hook
 
-from graphfsdp.base.dtensors import can_be_copied
 from graphfsdp.base.sharded import IGNORED
 from graphfsdp.config import MixedPrecisionPolicy, ShardingStrategy
 from graphfsdp.errors import ConfigError
@@ -23,9 +22,7 @@ from graphfsdp.sharding.arguments import (
     parse_offload,
     parse_reshard,
 )
-from graphfsdp.sharding.copying import deep_copy
 from graphfsdp.sharding.group import TAKEN_AS, ShardGroup, UnitOptions
-from graphfsdp.sharding.materialize.assigning import assign_in_place, receive_values, recut_values
 from graphfsdp.sharding.mesh import find_axes
 from graphfsdp.sharding.module import FSDPModule as FSDPModule
 from graphfsdp.sharding.module import GradientReductionHandle as GradientReductionHandle
@@ -36,6 +33,7 @@ from graphfsdp.sharding.pipelines import (
     register_fsdp_forward_method as register_fsdp_forward_method,
 )
 from graphfsdp.sharding.pipelines import share_comm_ctx as share_comm_ctx
+from graphfsdp.sharding.states import after_state_dict, before_loading, deep_copy
 from graphfsdp.sharding.unit import Unit
 
 _Modules = TypeVar("_Modules", bound=nn.Module | Sequence[nn.Module])
@@ -204,10 +202,8 @@ def make_unit(modules: Sequence[nn.Module], group: ShardGroup) -> None:
         give_state(module)
         module.register_forward_pre_hook(begin_forward, prepend=True, with_kwargs=True)
         module.register_forward_hook(end_forward, always_call=True)
-        module.register_load_state_dict_pre_hook(receive_values)
-        module.register_load_state_dict_pre_hook(recut_values)
-        module.register_load_state_dict_pre_hook(assign_in_place)
-        module.register_state_dict_post_hook(_make_copyable)
+        module.register_load_state_dict_pre_hook(before_loading)
+        module.register_state_dict_post_hook(after_state_dict)
 
 
 def _refuse_old_parameters(optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
@@ -237,14 +233,6 @@ def _policy(given: MixedPrecisionPolicy | TorchPolicy | None) -> MixedPrecisionP
         output_dtype=given.output_dtype,
         cast_forward_inputs=given.cast_forward_inputs,
     )
-
-
-def _make_copyable(
-    module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: dict[str, Any]
-) -> None:
-    for name, value in state_dict.items():
-        if name.startswith(prefix) and isinstance(value, Tensor) and not value.requires_grad:
-            state_dict[name] = can_be_copied(value)
 
 
 def _check_reduction(reduction: str) -> str:

@@ -1,11 +1,4 @@
-"""The parameters that one `fully_shard` call took over: sharded at rest, whole while computing.
-
-Note [Gradients of shards]: gradients of a unit's weights come whole, from an autograd function of
-its own, and are reduced into the main grads; autograd never accumulates into the sharded parameter.
-So its hooks of gradients are called here, once ranks have reduced: those of ``register_hook`` with
-what is about to be added, then, when ``.grad`` is bound, those that torch calls behind that. A
-gradient that reaches the parameter on another way would be overwritten, and is an error.
-"""
+"""The parameters that one `fully_shard` call took over: sharded at rest, whole while computing."""
 
 import dataclasses
 import weakref
@@ -33,7 +26,10 @@ from graphfsdp.sharding.extension import (
     parts_of,
     refuse_wrapper,
 )
-from graphfsdp.sharding.gradient_hooks import (
+from graphfsdp.sharding.gradients import (
+    Gradients,
+    How,
+    Reduction,
     call_when_bound,
     change,
     has_hooks,
@@ -41,10 +37,9 @@ from graphfsdp.sharding.gradient_hooks import (
     refuse_gradient_hooks,
     watch_gradient,
 )
-from graphfsdp.sharding.gradients import Gradients, How, Reduction
 from graphfsdp.sharding.layout import Slot
-from graphfsdp.sharding.materialize.meta_tensors import become
 from graphfsdp.sharding.mesh import ModelAxes, UnitMesh, find_model_axes, join_meshes
+from graphfsdp.sharding.meta_tensors import become
 from graphfsdp.sharding.plan import (
     BufferDtypes,
     BufferPlan,
@@ -460,8 +455,12 @@ class ShardGroup:
         return [item for item in self.managed if item.trains]
 
     @property
+    def gradients(self) -> list[Gradients]:
+        return [buffer.gradients for buffer in self.buffers if buffer.gradients is not None]
+
+    @property
     def has_pending_gradients(self) -> bool:
-        return any(b.gradients is not None and b.gradients.is_pending for b in self.buffers)
+        return any(gradients.is_pending for gradients in self.gradients)
 
     def has_main_grads(self) -> bool:
         """Whether main grads hold something to add to; those without a gradient get zeros then."""
@@ -513,10 +512,10 @@ class ShardGroup:
         """Reduce what waits of earlier microbatches, over all ranks."""
         hooks = self.call_hooks if self.has_gradient_hooks else None
         how = How(self.has_main_grads(), self.reduction, outside, hooks)
-        for buffer in self.buffers:
-            if buffer.gradients is not None and buffer.gradients.is_pending:
-                buffer.gradients.begin_reduce(None, how)
-                buffer.gradients.end_reduce()
+        for gradients in self.gradients:
+            if gradients.is_pending:
+                gradients.begin_reduce(None, how)
+                gradients.end_reduce()
 
 
 def _gathered_as(plan: BufferPlan) -> str:

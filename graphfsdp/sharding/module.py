@@ -22,7 +22,7 @@ from graphfsdp.base.torch_internals import (
 from graphfsdp.errors import ConfigError, NotCopyableError
 from graphfsdp.sharding.arguments import check_precision
 from graphfsdp.sharding.group import ShardGroup
-from graphfsdp.sharding.materialize.meta_tensors import mark_unset_
+from graphfsdp.sharding.meta_tensors import mark_unset_
 from graphfsdp.sharding.model_shards import ModelShards
 from graphfsdp.sharding.unit import Unit
 
@@ -203,13 +203,7 @@ class FSDPModule(TorchModule):
         for module in unit.modules:
             module.gradient_divide_factor = float(factor)  # type: ignore[assignment]
 
-    def set_reduce_scatter_divide_factor(self, factor: float) -> None:
-        """FSDP2's former word for ``set_gradient_divide_factor``."""
-        self.set_gradient_divide_factor(factor)
-
-    def reset_iter_state(self) -> None:
-        """FSDP2's word for ``abandon_iteration``."""
-        self.abandon_iteration()
+    set_reduce_scatter_divide_factor = set_gradient_divide_factor  # FSDP2's former word
 
     def set_post_optim_event(self, event: torch.Event) -> None:
         """Let what comes wait for an event, behind which an optimizer has stepped elsewhere."""
@@ -313,6 +307,8 @@ class FSDPModule(TorchModule):
         """
         for unit in units_in(self):
             unit.abandon_iteration()
+
+    reset_iter_state = abandon_iteration  # FSDP2's word
 
     def __getattr__(self, name: str) -> Any:
         parent: Any = super()

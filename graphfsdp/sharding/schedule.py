@@ -185,12 +185,11 @@ class Schedule:
     def reduce(
         self,
         unit: Scheduled,
-        buffers: Sequence[ShardBuffer],
+        gradients: Sequence[Gradients],
         how: How,
         done: Callable[[], None] | None,
     ) -> None:
         """Begin to reduce the gradients of a unit's buffers; all is over before backward is."""
-        gradients = [each.gradients for each in buffers if each.gradients is not None]
         reduction = _Reduction(unit, gradients, done)
         if not unit.group.options.overlap:
             for each in gradients:

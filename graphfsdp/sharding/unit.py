@@ -25,22 +25,25 @@ in a capture).
 
 import functools
 import itertools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from enum import Enum
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
+from torch.autograd.graph import saved_tensors_hooks
 
+from graphfsdp.base.dtensors import Wrapping
 from graphfsdp.base.nvtx import nvtx_range
 from graphfsdp.base.recomputation import apart_from_checkpoints
 from graphfsdp.base.streams import Lane
 from graphfsdp.base.torch_internals import (
     NO_BACKWARD,
     backward_id,
+    key_of,
     not_traced,
     when_backward_ends,
 )
@@ -49,7 +52,6 @@ from graphfsdp.errors import PhaseError
 from graphfsdp.sharding.buffer import ShardBuffer, version_of
 from graphfsdp.sharding.gradients import Gradients, How
 from graphfsdp.sharding.group import Settings, ShardGroup
-from graphfsdp.sharding.saved_places import foreign_hooks_are_active, saving_places
 from graphfsdp.sharding.schedule import Schedule
 
 
@@ -165,9 +167,9 @@ class Unit:
         self._whole = self.group.copies()
         # Also of weights that will be kept: what backward asks for first tells where it has come.
         frees = self._frees and not self.pinned
-        if torch.is_grad_enabled() and frees and not foreign_hooks_are_active():
-            hooks = saving_places(self.group.name, self.group.buffers, self._gather_again)
-            self._context.enter_context(hooks)
+        if torch.is_grad_enabled() and frees and not _foreign_hooks_are_active():
+            places = _SavedPlaces(self.group, self._gather_again)
+            self._context.enter_context(saved_tensors_hooks(places.pack, places.unpack))
 
     def _can_use_kept(self) -> bool:
         alike = self._kept_with_gradients == torch.is_grad_enabled()
@@ -260,13 +262,12 @@ class Unit:
         settings = self.settings
         outside = settings.is_last_microbatch and settings.requires_all_reduce
         self.schedule.make_room()
-        buffers = []
+        added = []
         for buffer in self.group.buffers:
-            if buffer.gradients is not None and (
-                id(buffer) in trained or buffer.gradients.is_pending
-            ):
-                buffer.gradients.add(per_buffer[id(buffer)], accumulate=accumulate)
-                buffers.append(buffer)
+            gradients = buffer.gradients
+            if gradients is not None and (id(buffer) in trained or gradients.is_pending):
+                gradients.add(per_buffer[id(buffer)], accumulate=accumulate)
+                added.append(gradients)
         reduces = self._reduces_each_time or settings.is_last_microbatch
         if reduces and settings.requires_gradient_sync:
             hooks = self._call_hooks if self.group.has_gradient_hooks else None
@@ -274,7 +275,7 @@ class Unit:
             complete = outside or not self.group.repeats
             with nvtx_range(f"reduce_grad {self.group.name}"):
                 bind = self._bind_gradients if complete else None
-                self.schedule.reduce(self, buffers, how, bind)
+                self.schedule.reduce(self, added, how, bind)
         if settings.requires_gradient_sync and settings.is_last_microbatch:
             self._rest = Phase.RESTING
             self.schedule.end_iteration()
@@ -294,10 +295,9 @@ class Unit:
 
     def _end_backward(self) -> None:
         """Drop weights that a backward pass has gathered, and put the shards back."""
-        was_at_rest = self.phase in _AT_REST
-        self._enter(self._rest)
-        if not was_at_rest:
+        if self.phase not in _AT_REST:
             self.group.install_shards()
+        self._enter(self._rest)
         if self._frees and self.settings.reshard_after_backward and not self.is_whole:
             self._drop_weights(outside=not self._is_fresh)
 
@@ -353,9 +353,8 @@ class Unit:
         self._waiting.clear()
         self._kept = []
         self._whole.clear()
-        for buffer in self.group.buffers:
-            if buffer.gradients is not None:
-                buffer.gradients.forget()
+        for gradients in self.group.gradients:
+            gradients.forget()
         if not self.pinned:
             self.reshard()
 
@@ -410,13 +409,10 @@ class Unit:
         self._whole_gradient(position, by_layer=False).add_(grad)
 
     def _whole_gradient(self, position: int, *, by_layer: bool) -> Tensor:
-        item, gradients = (
-            self.group.managed[position],
-            self.group.managed[position].buffer.gradients,
-        )
-        assert gradients is not None
+        item = self.group.managed[position]
+        assert item.buffer.gradients is not None
         accumulate = self.group.has_main_grads()
-        return gradients.view(item.slot, accumulate=accumulate, by_layer=by_layer)
+        return item.buffer.gradients.view(item.slot, accumulate=accumulate, by_layer=by_layer)
 
     def _finish_backward(self) -> None:
         if self.phase is Phase.REDUCING:
@@ -524,3 +520,81 @@ class Unshard(Function):
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[None, None, None]:
         ctx.unit.take_gradients(dict(zip(ctx.positions, grads, strict=True)))
         return None, None, None
+
+
+class _SavedWeight(NamedTuple):
+    """A weight that autograd has saved for backward: where it lies in a gathered buffer."""
+
+    buffer_index: int
+    shape: torch.Size
+    stride: tuple[int, ...]
+    offset: int | torch.SymInt
+    dtype: torch.dtype  # of a buffer of bytes each weight is read in its own
+
+
+class _Wrapped(NamedTuple):
+    """A saved wrapper (DTensor, 8-bit numbers with scales) some of whose tensors are places."""
+
+    wrapping: Wrapping
+    parts: list[Any]
+
+
+class _SavedPlaces:
+    """Saves tensors for backward, and places instead of those that look at gathered buffers.
+
+    Whenever backward asks for a place, ``gather`` is called, and returns the whole buffer.
+    """
+
+    def __init__(self, group: ShardGroup, gather: Callable[[ShardBuffer], Tensor]) -> None:
+        self._group = group
+        self._gather = gather
+        self._storages = {
+            key_of(buffer.full.untyped_storage()): index
+            for index, buffer in enumerate(group.buffers)
+            if buffer.full is not None
+        }
+        self._moments = [buffer.moment() for buffer in group.buffers]
+
+    def pack(self, tensor: Tensor) -> Any:
+        wrapping, inside = Wrapping.take_apart(tensor)
+        if wrapping is not None:
+            parts = [self.pack(part) for part in inside]
+            has_places = any(isinstance(part, _SavedWeight | _Wrapped) for part in parts)
+            return _Wrapped(wrapping, parts) if has_places else tensor
+        if type(tensor) not in (Tensor, nn.Parameter) or tensor.layout is not torch.strided:
+            return tensor
+        index = self._storages.get(key_of(tensor.untyped_storage()))
+        if index is None:
+            return tensor
+        return _SavedWeight(
+            index, tensor.shape, tensor.stride(), tensor.storage_offset(), tensor.dtype
+        )
+
+    def unpack(self, saved: Any) -> Tensor:
+        if isinstance(saved, _Wrapped):
+            return saved.wrapping.around(self.unpack(part) for part in saved.parts)
+        if not isinstance(saved, _SavedWeight):
+            return saved  # type: ignore[no-any-return]
+        buffer = self._group.buffers[saved.buffer_index]
+        if buffer.moment()[0] != self._moments[saved.buffer_index][0]:
+            raise PhaseError(
+                f"weights of unit {self._group.name or '(root)'!r} were written between its "
+                "forward and its backward, which gathers them again: the gradients would be wrong "
+                "(without fully_shard, autograd says that they were modified by an inplace "
+                "operation). Remedy: optimizer.step() and other writes after the last backward; "
+                "or clone() what backward needs"
+            )
+        full = self._gather(buffer)
+        if full.dtype != saved.dtype:
+            full = full.view(saved.dtype)
+        return full.as_strided(saved.shape, saved.stride, saved.offset)
+
+
+def _foreign_hooks_are_active() -> bool:
+    """Tell whether somebody else packs saved tensors here (activation checkpointing).
+
+    Only the innermost hooks are asked, and a checkpoint must see every saved tensor. It saves no
+    weights itself: it runs the unit's forward again.
+    """
+    top = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    return top is not None and not isinstance(getattr(top[0], "__self__", None), _SavedPlaces)

@@ -34,10 +34,8 @@ MAY_IMPORT = {
     DATA: BASE,
     EIGHT_BIT: BASE,
     "graphfsdp.moe": BASE,
-    "graphfsdp.sharding": BASE
-    | {EIGHT_BIT, "graphfsdp.sharding.materialize", "graphfsdp.sharding.rows"},
+    "graphfsdp.sharding": BASE | {EIGHT_BIT, "graphfsdp.sharding.rows"},
     "graphfsdp.sharding.rows": BASE | {"graphfsdp.sharding"},
-    "graphfsdp.sharding.materialize": BASE | {"graphfsdp.sharding"},
     TRACE: BASE,
     **dict.fromkeys((*CHECKS, COMPILED), BASE | {TRACE}),
     **dict.fromkeys(UNDO_AND_REPORT, BASE | {TRACE} | CHECKS),

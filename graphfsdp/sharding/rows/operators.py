@@ -19,9 +19,9 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from graphfsdp.base.op_tensors import OpCall, flat_tensors
 from graphfsdp.base.torch_internals import OpOverload, local_tensor_of, schema_of, spec_of
 from graphfsdp.errors import ConfigError
-from graphfsdp.sharding.placement import RowShard
-from graphfsdp.sharding.rows.parts import (
+from graphfsdp.sharding.placement import (
     CommonRows,
+    RowShard,
     common_rows,
     is_cut,
     my_rows,

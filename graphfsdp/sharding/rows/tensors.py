@@ -32,8 +32,8 @@ from graphfsdp.base.torch_internals import (
     local_tensor_of,
 )
 from graphfsdp.errors import ConfigError
+from graphfsdp.sharding.placement import is_cut, my_rows, whole_of, without_rows, wrap_rows
 from graphfsdp.sharding.rows.operators import run
-from graphfsdp.sharding.rows.parts import is_cut, my_rows, whole_of, without_rows, wrap_rows
 
 # On a tensor: the hook that keeps its gradient cut by rows.
 _KEEPS_ROWS = "_graphfsdp_keeps_rows"

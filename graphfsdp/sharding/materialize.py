@@ -6,23 +6,25 @@ rank's values go to all ranks and each keeps its rows. So what is whole at a tim
 in a forward pass of ZeRO-3: the unit that is worked on, and those around it.
 """
 
-import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import inspect
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from functools import partial
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from graphfsdp.base.collectives import broadcast_
+from graphfsdp.base.dtensors import local_part
 from graphfsdp.base.rank_agreement import RankAgreement
 from graphfsdp.base.sharded import sharded_roots
-from graphfsdp.base.torch_internals import parameters_of
+from graphfsdp.base.torch_internals import buffers_of, parameters_of
 from graphfsdp.errors import ConfigError, GraphFSDPError
 from graphfsdp.sharding.group import ManagedParameter
-from graphfsdp.sharding.materialize.init_order import InitOrder, Stop, keeping
-from graphfsdp.sharding.materialize.meta_tensors import (
+from graphfsdp.sharding.meta_tensors import (
     give_memory,
     give_up_memory,
     is_partly_unset,
@@ -31,6 +33,8 @@ from graphfsdp.sharding.materialize.meta_tensors import (
 from graphfsdp.sharding.model_shards import ModelShards
 from graphfsdp.sharding.module import class_name, shards_of, units_in
 from graphfsdp.sharding.unit import Unit
+
+_CONTAINERS = (nn.ParameterList, nn.ParameterDict)
 
 
 def materialize(
@@ -84,7 +88,7 @@ def materialize(
     units = _units_of(model)
     target = _target_device(device, units)
     with torch.device(target), torch.no_grad():
-        _Materialization(InitOrder.of(model, units, init), units, shards, target).run()
+        _Materialization(_InitOrder.of(model, units, init), units, shards, target).run()
     return model
 
 
@@ -134,10 +138,195 @@ def memory_for_values(model: nn.Module) -> Iterator[Callable[[Iterable[Tensor]],
         materialize(model, device)
 
 
+@dataclass(frozen=True)
+class _Entry:
+    """A tensor under one of its names."""
+
+    name: str
+    module: nn.Module
+    place: dict[str, Any]  # the module's parameters or buffers
+    attribute: str
+    key: int  # the same for all names of a tensor
+
+    def tensor(self) -> Tensor:
+        held: Tensor = self.place[self.attribute]
+        return held
+
+
+@dataclass
+class _Stop:
+    name: str
+    module: nn.Module
+    own: Callable[[], object] | None  # its method that sets its values
+    of_model: Callable[[], object] | None  # what sets them after that
+    entries: list[_Entry]  # what it sets
+    opens: list[Unit] = field(default_factory=list)  # units that are made whole before
+    closes: list[Unit] = field(default_factory=list)  # units that are sharded again after
+
+    def __str__(self) -> str:
+        return f"{self.name or '(root)'} ({class_name(self.module)})"
+
+
+@dataclass(frozen=True)
+class _InitOrder:
+    """What a model awaits: ``stops`` are the modules to initialise, in this order.
+
+    ``plain``: what no unit manages of what they set, by key; ``kept``: tensors with values, by id.
+    """
+
+    stops: tuple[_Stop, ...]
+    plain: dict[int, _Entry]
+    kept: dict[int, _Entry]
+
+    @staticmethod
+    def of(
+        model: nn.Module, units: Sequence[Unit], init: Callable[[nn.Module], object] | None
+    ) -> "_InitOrder":
+        managed = {id(item.param): item for unit in units for item in unit.group.managed}
+        plain: dict[int, _Entry] = {}
+        kept: dict[int, _Entry] = {}
+        by_setter: dict[int, list[_Entry]] = {}
+        order = list(_in_init_order(model))
+        for name, module, around in order:
+            for entry in _entries(name, module):
+                item = managed.get(entry.key)
+                if entry.tensor().is_meta if item is None else item.awaited is not None:
+                    by_setter.setdefault(id(_sets_values_of(module, around)), []).append(entry)
+                    if item is None:
+                        plain.setdefault(entry.key, entry)
+                else:
+                    kept.setdefault(entry.key, entry)
+        stops = [
+            _Stop(
+                name,
+                module,
+                _own_initializer(module),
+                _model_initializer(module, around, init),
+                by_setter[id(module)],
+            )
+            for name, module, around in order
+            if id(module) in by_setter
+        ]
+        for unit in units:
+            keys = {id(item.param) for item in unit.group.managed}
+            mine = [stop for stop in stops if any(entry.key in keys for entry in stop.entries)]
+            if mine:
+                mine[0].opens.append(unit)
+                mine[-1].closes.append(unit)
+        return _InitOrder(tuple(stops), plain, kept)
+
+    def names(self) -> list[str]:
+        return [entry.name for stop in self.stops for entry in stop.entries]
+
+    def check(self) -> None:
+        able = {
+            entry.key
+            for stop in self.stops
+            if stop.own is not None or stop.of_model is not None
+            for entry in stop.entries
+        }
+        without = [
+            f"{entry.name!r} ({class_name(entry.module)})"
+            for stop in self.stops
+            for entry in stop.entries
+            if entry.key not in able
+        ]
+        if without:
+            raise ConfigError(
+                f"nothing initialises {', '.join(without)}, on the meta device: its module has no "
+                "reset_parameters(), and none around it an _init_weights(module). Remedy: "
+                "materialize(model, init=...) with a function that sets what the module that it "
+                "is given holds, or build these tensors on a real device"
+            )
+
+
+def _entries(module_name: str, module: nn.Module) -> Iterator[_Entry]:
+    places: tuple[Any, ...] = parameters_of(module), buffers_of(module)
+    for place in places:
+        for attribute, tensor in place.items():
+            if tensor is not None:
+                name = f"{module_name}.{attribute}" if module_name else attribute
+                yield _Entry(name, module, place, attribute, id(tensor))
+
+
+def _in_init_order(
+    module: nn.Module,
+    name: str = "",
+    around: tuple[nn.Module, ...] = (),
+    seen: set[int] | None = None,
+) -> Iterator[tuple[str, nn.Module, tuple[nn.Module, ...]]]:
+    """Yield full name, module, and the modules around it from the root on; children first.
+
+    So constructors run, and ``nn.Module.apply``: random numbers are drawn in the same order.
+    """
+    seen = set() if seen is None else seen
+    seen.add(id(module))
+    for child_name, child in module.named_children():
+        if id(child) not in seen:
+            full_name = f"{name}.{child_name}" if name else child_name
+            yield from _in_init_order(child, full_name, (*around, module), seen)
+    yield name, module, around
+
+
+def _sets_values_of(module: nn.Module, around: Sequence[nn.Module]) -> nn.Module:
+    """Return the module whose initialisation sets what a module holds: lists have none."""
+    if isinstance(module, _CONTAINERS) and around:
+        return _sets_values_of(around[-1], around[:-1])
+    return module
+
+
+def _own_initializer(module: nn.Module) -> Callable[[], object] | None:
+    for name in ("reset_parameters", "_reset_parameters"):
+        own = getattr(module, name, None)
+        if _takes(own):
+            return cast("Callable[[], object]", own)
+    return None
+
+
+def _model_initializer(
+    module: nn.Module,
+    around: Sequence[nn.Module],
+    init: Callable[[nn.Module], object] | None,
+) -> Callable[[], object] | None:
+    """Return what sets a module's values after it is constructed, None if there is nothing."""
+    if init is not None:
+        return partial(init, module)
+    for owner in (module, *reversed(around)):
+        of_model: Any = getattr(owner, "_init_weights", None)
+        if _takes(of_model, module):
+            return partial(of_model, module)
+    return None
+
+
+def _takes(function: Any, *args: object) -> bool:
+    if not callable(function):
+        return False
+    try:
+        inspect.signature(function).bind(*args)
+    except (TypeError, ValueError):
+        return False
+    return True
+
+
+@contextmanager
+def _keeping(module: nn.Module, kept: Set[int]) -> Iterator[None]:
+    """Put back what the body changes of some tensors, by id, in a module and below."""
+    found = [entry for below in module.modules() for entry in _entries("", below)]
+    tensors = [(entry, entry.tensor()) for entry in found if entry.key in kept]
+    before = [local_part(tensor).detach().clone() for _, tensor in tensors]
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for (entry, tensor), values in zip(tensors, before, strict=True):
+                local_part(tensor).detach().copy_(values)
+                entry.place[entry.attribute] = tensor
+
+
 class _Materialization:
     def __init__(
         self,
-        order: InitOrder,
+        order: _InitOrder,
         units: Sequence[Unit],
         shards: Sequence[ModelShards],
         device: torch.device,
@@ -198,25 +387,32 @@ class _Materialization:
         for entry in self._order.plain.values():
             give_memory(entry.tensor(), self._device, entry.name)
         for entry in self._order.kept.values():
-            if entry.is_buffer and entry.tensor().device != self._device:
+            if entry.tensor().device != self._device and entry.place is buffers_of(entry.module):
                 give_memory(entry.tensor(), self._device, entry.name)
 
     def _make_whole(self, unit: Unit) -> None:
-        whole = self._open[id(unit)] = _WholeUnit(unit, self._setters)
+        whole = self._open[id(unit)] = _WholeUnit(unit)
         self._attempt("", partial(whole.allocate, self._device))
-        if whole.needs_values:
-            self._agree()
-            whole.gather_others()
+        # What is set already is whole too, in copies that are dropped, where methods may read it.
+        others = [
+            item
+            for item in unit.group.managed
+            if item.awaited is None and any(id(owner) in self._setters for owner, _ in item.owners)
+        ]
+        if others:
+            self._agree()  # ahead of a collective
+            for item in others:
+                _install(item, item.param.full_tensor().clone())  # type: ignore[attr-defined]
 
-    def _initialize(self, stop: Stop) -> None:
+    def _initialize(self, stop: _Stop) -> None:
         earlier = [entry for entry in stop.entries if entry.key in self._done]
         kept = set(self._order.kept)
         if stop.own is not None and len(earlier) < len(stop.entries):
             # What is tied keeps the values of the module that comes first, as in constructors.
-            with keeping(stop.module, kept | {id(entry.tensor()) for entry in earlier}):
+            with _keeping(stop.module, kept | {id(entry.tensor()) for entry in earlier}):
                 stop.own()
         if stop.of_model is not None:
-            with keeping(stop.module, kept):
+            with _keeping(stop.module, kept):
                 stop.of_model()
         self._done |= {entry.key for entry in stop.entries}
 
@@ -224,10 +420,9 @@ class _Materialization:
         whole = self._open[id(unit)]
         self._attempt("", whole.collect)
         self._agree()
-        for flat in whole.flats:
-            _broadcast(flat, self._equal_groups(unit))
+        for _, tensor in whole.tensors:
+            _broadcast(tensor, self._equal_groups(unit))
         whole.store()
-        whole.close()
         del self._open[id(unit)]
 
     def _equal_groups(self, unit: Unit) -> list[dist.ProcessGroup]:
@@ -249,7 +444,7 @@ class _Materialization:
     def _undo(self) -> None:
         """Leave the model so that it can be materialised once more."""
         for whole in self._open.values():
-            whole.close()
+            whole.unit.group.install_shards()
         self._open.clear()
         for entry in self._order.plain.values():
             if not entry.tensor().is_meta:
@@ -320,84 +515,47 @@ def _groups(units: Sequence[Unit]) -> list[dist.ProcessGroup]:
 class _WholeUnit:
     """A unit whose awaited parameters are whole for a while, so that its modules can set them."""
 
-    def __init__(self, unit: Unit, owners: set[int]) -> None:
-        """Take ids of the modules whose initialisation will run.
-
-        What else these hold is made whole too, in copies that are dropped.
-        """
+    def __init__(self, unit: Unit) -> None:
         self.unit = unit
-        # [sum of elements] one per dtype: the whole parameters, one after the other.
-        self.flats: list[Tensor] = []
-        self._awaited = [item for item in unit.group.managed if item.awaited is not None]
-        self._others = [
-            item
-            for item in unit.group.managed
-            if item.awaited is None and any(id(owner) in owners for owner, _ in item.owners)
-        ]
-        self._views: list[Tensor] = []
-
-    @property
-    def needs_values(self) -> bool:
-        """Whether other parameters have to be gathered, which all ranks must do together."""
-        return bool(self._others)
+        self.tensors: list[tuple[ManagedParameter, Tensor]] = []
 
     def allocate(self, device: torch.device) -> None:
         """Make the awaited parameters whole, marked as not set, and put them into the modules."""
-        by_dtype: dict[torch.dtype, list[ManagedParameter]] = {}
-        for item in self._awaited:
-            assert item.awaited is not None
-            by_dtype.setdefault(item.awaited.dtype, []).append(item)
-        views: dict[int, Tensor] = {}
-        for dtype, items in by_dtype.items():
-            numels = [math.prod(item.initial_shape) for item in items]
-            flat = torch.empty(sum(numels), dtype=dtype, device=device)
-            mark_unset_(flat)
-            self.flats.append(flat)
-            for item, part in zip(items, flat.split(numels), strict=True):
-                views[id(item)] = part.view(item.initial_shape)
-        self._views = [views[id(item)] for item in self._awaited]
-        for item, view in zip(self._awaited, self._views, strict=True):
-            _install(item, view)
-
-    @torch.no_grad()
-    def gather_others(self) -> None:
-        """Put whole copies of the other parameters into the modules; a collective."""
-        for item in self._others:
-            _install(item, item.param.full_tensor().clone())  # type: ignore[attr-defined]
+        for item in self.unit.group.managed:
+            if item.awaited is not None:
+                dtype = item.awaited.dtype
+                whole = torch.empty(item.initial_shape, dtype=dtype, device=device)
+                mark_unset_(whole)
+                self.tensors.append((item, whole))
+                _install(item, whole)
 
     @torch.no_grad()
     def collect(self) -> None:
         """ConfigError: a parameter was set in parts, not at all, or put in another shape."""
-        for item, view in zip(self._awaited, self._views, strict=True):
+        for item, whole in self.tensors:
             owner, attribute = item.owners[0]
             held = parameters_of(owner).get(attribute)
             name = self.unit.group.full_name(item)
-            if held is None or held.shape != view.shape:
+            if held is None or held.shape != whole.shape:
                 shape = "nothing" if held is None else f"shape {tuple(held.shape)}"
                 raise ConfigError(
-                    f"the initialisation of parameter {name!r} put {shape} in the place of "
-                    f"shape {tuple(view.shape)}, which is sharded already. Remedy: fill it in place"
+                    f"the initialisation of parameter {name!r} put {shape} in the place of shape "
+                    f"{tuple(whole.shape)}, which is sharded already. Remedy: fill it in place"
                 )
-            if held.data_ptr() != view.data_ptr():
-                view.copy_(held)
-            if is_partly_unset(view):
+            if held.data_ptr() != whole.data_ptr():
+                whole.copy_(held)
+            if is_partly_unset(whole):
                 raise ConfigError(_unset_message(f"parameter {name!r}", class_name(owner)))
 
     @torch.no_grad()
     def store(self) -> None:
         """Keep this rank's rows; the parameters have values from now on."""
-        for item, view in zip(self._awaited, self._views, strict=True):
-            item.load(view)
+        for item, whole in self.tensors:
+            item.load(whole)
             owner, attribute = item.owners[0]
             vars(item.param).update(vars(parameters_of(owner)[attribute]))
             item.awaited = None
-
-    def close(self) -> None:
-        for item in (*self._awaited, *self._others):
-            for owner, attribute in item.owners:
-                parameters_of(owner)[attribute] = item.param
-        self._views.clear()
-        self.flats.clear()
+        self.unit.group.install_shards()
 
 
 def _unset_message(what: str, kind: str) -> str:
