@@ -14,9 +14,8 @@ from graphfsdp._capture.recording import Recording, Recordings, Results, kept_by
 from graphfsdp._capture.undo.host_state import Attempt, save_random_states
 from graphfsdp._capture.undo.interrupts import deliver_waiting
 from graphfsdp.base.changes import Change, ChangeKind
-from graphfsdp.base.nvtx import nvtx_range
 from graphfsdp.base.op_tensors import as_written
-from graphfsdp.base.streams import in_turn
+from graphfsdp.base.streams import in_turn, nvtx_range
 from graphfsdp.config import OnChange
 from graphfsdp.errors import CaptureError
 

@@ -8,8 +8,8 @@ from torch import Tensor
 from graphfsdp._capture.engine import Engine
 from graphfsdp._capture.recording import Recording
 from graphfsdp._capture.rules.constants import ConstantLog, noting_constants
-from graphfsdp.base.nvtx import nvtx_range
 from graphfsdp.base.op_tensors import as_written
+from graphfsdp.base.streams import nvtx_range
 from graphfsdp.errors import CaptureError, ConfigError
 
 _VARIABLE = "GRAPHFSDP_AUDIT"

@@ -18,8 +18,8 @@ from graphfsdp.base.capturable import CapturableOptimizer, IterationPart
 from graphfsdp.base.dtensors import RankGroups, num_meshes
 from graphfsdp.base.hazards import SourceLine
 from graphfsdp.base.norms import clip_coefficient, global_norm
-from graphfsdp.base.nvtx import nvtx_range
 from graphfsdp.base.sharded import sharded_roots
+from graphfsdp.base.streams import nvtx_range
 from graphfsdp.base.torch_internals import tree_leaves, tree_map, tree_structure, tree_unflatten
 from graphfsdp.errors import ConfigError, InvalidLossError
 

@@ -17,8 +17,8 @@ from graphfsdp._capture.rules.functions import without_looks
 from graphfsdp._capture.undo.interrupts import interruptible
 from graphfsdp.base.capturable import CapturableOptimizer
 from graphfsdp.base.collectives import broadcast_
-from graphfsdp.base.nvtx import nvtx_range
 from graphfsdp.base.sharded import pipeline_stages
+from graphfsdp.base.streams import nvtx_range
 from graphfsdp.base.torch_internals import tree_flatten, tree_map
 from graphfsdp.errors import ConfigError
 

@@ -25,8 +25,8 @@ from graphfsdp._capture.trees import copied
 from graphfsdp._capture.undo.interrupts import deliver_waiting
 from graphfsdp._capture.verify import Verifier
 from graphfsdp.base.changes import Change, ChangeKind, refuse
-from graphfsdp.base.nvtx import nvtx_range
 from graphfsdp.base.progress import shown_when_slow
+from graphfsdp.base.streams import nvtx_range
 from graphfsdp.config import CaptureOptions, OnChange, Scope
 from graphfsdp.errors import GuardError, PhaseError, VerificationError, split_remedy
 

@@ -9,7 +9,6 @@ from typing import Any, NamedTuple, ParamSpec, Self, TypeVar, cast
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import _pop_mode, _push_mode
 
 from graphfsdp.base.op_tensors import (
     RUNNING_STATISTICS,
@@ -21,7 +20,6 @@ from graphfsdp.base.op_tensors import (
 from graphfsdp.base.torch_internals import (
     OpOverload,
     TorchDispatchMode,
-    dispatch_mode_stack,
     num_users,
     schema_of,
     tree_flatten,
@@ -69,33 +67,6 @@ def recompute(function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
     call = cast("Callable[..., R]", checkpoint)
     options = {"preserve_rng_state": False, "context_fn": recompute_contexts}
     return call(function, *args, use_reentrant=False, **options, **kwargs)
-
-
-@contextmanager
-def apart_from_checkpoints() -> Iterator[None]:
-    """Hide what the body does from torch's selective checkpoints.
-
-    They count operators, and expect the same ones in a recomputation.
-    """
-    stack = dispatch_mode_stack()
-    first = next((place for place, mode in enumerate(stack) if _is_selective(mode)), len(stack))
-    above = [_pop_mode() for _ in stack[first:]][::-1]
-    others = [mode for mode in above if not _is_selective(mode)]
-    for mode in others:
-        _push_mode(mode)
-    try:
-        yield
-    finally:
-        for _ in others if above else ():
-            _pop_mode()
-        for mode in above:
-            _push_mode(mode)
-
-
-def _is_selective(mode: TorchDispatchMode) -> bool:
-    from torch.utils.checkpoint import _CachedTorchDispatchMode, _CachingTorchDispatchMode
-
-    return isinstance(mode, _CachedTorchDispatchMode | _CachingTorchDispatchMode)
 
 
 def recompute_contexts() -> tuple[TorchDispatchMode, TorchDispatchMode]:

@@ -1,20 +1,29 @@
-"""Streams and captures of a GPU; without a stream, on a CPU, nothing happens."""
+"""Streams and captures of a GPU, and ranges that profilers show of the host's time.
+
+Without a stream, on a CPU, nothing happens; ranges are shown in torch's profiler there.
+"""
 
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import cache
+from typing import Protocol
 
 import torch
+from torch._C._profiler import _RecordFunctionFast
 
+from graphfsdp.base.torch_internals import profiler_is_on
 from graphfsdp.errors import PhaseError
 
 _TURN_LIMIT_S = 600.0
 _SLICE_S = 0.1
 _kept: ContextVar[list[object] | None] = ContextVar("kept", default=None)
+# Before each name in torch's profiler, where operators are events like any other.
+RANGE_PREFIX = "graphfsdp: "
+_NO_RANGE = nullcontext()  # may be entered any number of times
 
 
 @cache
@@ -133,3 +142,35 @@ def keep_for_graph(thing: object, otherwise: list[object]) -> None:
     kept = otherwise if collected is None else collected
     if not any(other is thing for other in kept):
         kept.append(thing)
+
+
+class _RangeFactory(Protocol):
+    def __call__(self, name: str) -> AbstractContextManager[object]: ...
+
+
+@cache
+def _factory() -> _RangeFactory | None:
+    # A range costs microseconds even when no profiler listens, and a CPU-only machine has none.
+    if not torch.cuda.is_available():
+        return None
+    try:
+        import nvtx
+    except ImportError:
+        return lambda name: torch.cuda.nvtx.range(RANGE_PREFIX + name)  # it has no domains
+    return lambda name: nvtx.annotate(name, domain="graphfsdp")
+
+
+@contextmanager
+def _profiled(name: str) -> Iterator[None]:
+    # Not torch.profiler.record_function, which is an operator: a recording would hold it.
+    factory = _factory()
+    with factory(name) if factory else _NO_RANGE, _RecordFunctionFast(RANGE_PREFIX + name):
+        yield
+
+
+def nvtx_range(name: str) -> AbstractContextManager[object]:
+    """Capture: host side only; inside a recording it marks the host's time, not the kernels'."""
+    if profiler_is_on():
+        return _profiled(name)
+    factory = _factory()
+    return factory(name) if factory else _NO_RANGE

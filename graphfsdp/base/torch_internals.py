@@ -4,7 +4,8 @@ docs/architecture.md lists them, and those that a single module uses.
 """
 
 import platform
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from operator import attrgetter
 from types import CodeType
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -156,3 +157,30 @@ def not_traced(function: F) -> F:
     """
     function._torchdynamo_disable = True  # type: ignore[attr-defined]
     return not_compiled(function)
+
+
+@contextmanager
+def apart_from_checkpoints() -> Iterator[None]:
+    """Hide what the body does from torch's selective checkpoints.
+
+    They count operators, and expect the same ones in a recomputation.
+    """
+    stack = dispatch_mode_stack()
+    first = next((place for place, mode in enumerate(stack) if _is_selective(mode)), len(stack))
+    above = [_python_dispatch._pop_mode() for _ in stack[first:]][::-1]
+    others = [mode for mode in above if not _is_selective(mode)]
+    for mode in others:
+        _python_dispatch._push_mode(mode)
+    try:
+        yield
+    finally:
+        for _ in others if above else ():
+            _python_dispatch._pop_mode()
+        for mode in above:
+            _python_dispatch._push_mode(mode)
+
+
+def _is_selective(mode: TorchDispatchMode) -> bool:
+    from torch.utils.checkpoint import _CachedTorchDispatchMode, _CachingTorchDispatchMode
+
+    return isinstance(mode, _CachedTorchDispatchMode | _CachingTorchDispatchMode)

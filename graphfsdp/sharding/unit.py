@@ -37,11 +37,10 @@ from torch.autograd.function import once_differentiable
 from torch.autograd.graph import saved_tensors_hooks
 
 from graphfsdp.base.dtensors import Wrapping
-from graphfsdp.base.nvtx import nvtx_range
-from graphfsdp.base.recomputation import apart_from_checkpoints
-from graphfsdp.base.streams import Lane
+from graphfsdp.base.streams import Lane, nvtx_range
 from graphfsdp.base.torch_internals import (
     NO_BACKWARD,
+    apart_from_checkpoints,
     backward_id,
     key_of,
     not_traced,

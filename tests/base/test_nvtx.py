@@ -6,7 +6,7 @@ from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
 import graphfsdp
-from graphfsdp.base.nvtx import RANGE_PREFIX, nvtx_range
+from graphfsdp.base.streams import RANGE_PREFIX, nvtx_range
 from graphfsdp.optim import FusedAdam
 
 
