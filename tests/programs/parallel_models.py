@@ -1,4 +1,4 @@
-"""Models that model parallelism cuts before sharding, and their training in float64.
+"""Models in float64 that model parallelism cuts before sharding.
 
 Every run is in float64, where what is left between two right runs is rounding near 1e-15, so that
 one tolerance separates it from any mistake.
@@ -28,14 +28,9 @@ from graphfsdp.base.collectives import all_gather_, reduce_scatter_
 from ranks import rank_device
 from sharding_helpers import (
     VOCABULARY,
-    adam,
-    assert_replayed,
-    assert_same_training,
-    assert_trains_as_one,
+    Block,
     batches,
     hybrid_mesh,
-    my_part,
-    train,
 )
 
 WIDTH = 8
@@ -43,18 +38,6 @@ NUM_EXPERTS = 4
 NUM_STEPS = 15  # 4 that are not replays
 TP_AXES = ("dp", "tp")
 EP_AXES = ("edp", "ep")
-
-
-class Feed(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(WIDTH)
-        self.up = nn.Linear(WIDTH, 4 * WIDTH)
-        self.down = nn.Linear(4 * WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:  # [N, P, H] -> [N, P, H]
-        out: Tensor = x + self.down(torch.tanh(self.up(self.norm(x))))
-        return out
 
 
 class Experts(nn.Module):
@@ -161,7 +144,7 @@ class Stack(nn.Module):
 
 def plain_model(kind: str) -> nn.Module:
     torch.manual_seed(0)
-    blocks: list[nn.Module] = [Feed(), Feed() if kind == "feed" else Mixture()]
+    blocks: list[nn.Module] = [Block(WIDTH), Block(WIDTH) if kind == "feed" else Mixture()]
     return Stack(blocks).double()
 
 
@@ -209,7 +192,7 @@ def expert_parallel(strategy: str = "optim_grads_params", **options: Any) -> Any
     """Return the "mixture" model: experts on an (edp, ep) mesh of their own, the rest on all."""
     mesh = hybrid_mesh((2, 2), EP_AXES)
     torch.manual_seed(0)
-    model: Any = Stack([Feed(), Mixture(mesh.get_group("ep"))]).double().to(rank_device())
+    model: Any = Stack([Block(WIDTH), Mixture(mesh.get_group("ep"))]).double().to(rank_device())
     mixture = model.blocks[1]
     graphfsdp.fully_shard(
         mixture.experts, mesh, shard_axis="edp", expert_axis="ep", strategy=strategy, **options
@@ -228,27 +211,3 @@ def part_of_axis(batch: Sequence[Tensor], mesh: DeviceMesh, axis: str) -> list[T
 
 def whole_batches() -> list[tuple[Tensor, Tensor]]:
     return [(x.to(rank_device()), y.to(rank_device())) for x, y in batches(NUM_STEPS)]
-
-
-def trains_as_one(
-    kind: str, strategy: str, outer: str | None, microbatches: int, num_calls: int | None = None
-) -> None:
-    """Captured equals eager bit for bit, and both the whole model in float64."""
-    mesh = hybrid_mesh((2, 2), TP_AXES)
-    runs = []
-    for scope in ("none", "full_iteration"):
-        if kind == "expert":
-            model = expert_parallel(strategy)
-            parts = [list(my_part(batch)) for batch in whole_batches()[:num_calls]]
-        else:
-            model = tensor_parallel(strategy, sequence=kind == "sequence", outer=outer)
-            parts = [part_of_axis(batch, mesh, "dp") for batch in whole_batches()[:num_calls]]
-        options: dict[str, Any] = {"scope": scope, "microbatches": microbatches}
-        runs.append(train(model, adam(model), data=parts, **options))
-    assert_same_training(*runs)
-    assert_replayed(runs[1], num_calls or NUM_STEPS)
-    plain = plain_model("mixture" if kind == "expert" else "feed").to(rank_device())
-    expected = train(plain, adam(plain), data=whole_batches()[:num_calls], scope="none")
-    group = dist.group.WORLD if kind == "expert" else mesh.get_group("dp")
-    assert group is not None
-    assert_trains_as_one(runs[1], expected, group)

@@ -1,7 +1,6 @@
 """Two-axis meshes: cut over the inner ranks, repeated over the outer ones; or cut outside too."""
 
 import contextlib
-import functools
 from typing import Any
 
 import pytest
@@ -15,27 +14,13 @@ from ranks import on_ranks
 from sharding_helpers import (
     ADAM_EPS,
     Net,
-    assert_trains_as_whole,
     batches,
     full_parameters,
     hybrid_mesh,
     hybrid_net,
     my_part,
-    num_steps_of,
-    replayed_as_eager,
     shard,
 )
-
-
-@pytest.mark.parametrize(
-    ("strategy", "outer"), [("optim_grads", "no_shard"), ("optim_grads_params", "optim")]
-)
-@on_ranks("ranks4")
-def test_two_axes_train_as_one_rank_and_replay_as_eager(strategy: str, outer: str) -> None:
-    num_steps = num_steps_of(strategy, "optim_grads_params")
-    make = functools.partial(hybrid_net, strategy, outer, dtype=torch.float64)
-    assert_trains_as_whole(replayed_as_eager(make, num_steps=num_steps, microbatches=3))
-
 
 # Per backward pass: is it the last microbatch? "local": it runs under no_sync.
 PASSES = ((True, True), (False, True), (True, False, True), ("local", True), ("local", False, True))

@@ -5,8 +5,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import Phase, given, settings
-from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -19,48 +17,15 @@ from parallel_models import (
     part_of_axis,
     plain_model,
     tensor_parallel,
-    trains_as_one,
     whole_batches,
 )
-from ranks import RankPool, on_ranks, rank_device
+from ranks import on_ranks, rank_device
 from sharding_helpers import (
-    FEW_STEPS,
-    STRATEGIES,
     check_slices,
     hybrid_mesh,
-    num_steps_of,
     raises_on_rank,
     units,
 )
-
-
-@pytest.mark.parametrize(
-    ("kind", "strategy", "microbatches"),
-    [
-        *(("feed", "optim", 3), ("sequence", "optim_grads_params", 1)),
-        *(("expert", "no_shard", 1), ("expert", "optim_grads_params", 3)),
-    ],
-)
-def test_parallel_modules_train_as_one_rank_and_replay_as_eager(
-    ranks4: RankPool, kind: str, strategy: str, microbatches: int
-) -> None:
-    num_steps = num_steps_of(kind, "sequence")
-    ranks4.run(trains_as_one, kind, strategy, None, microbatches, num_steps)
-
-
-def test_model_parallel_combinations_train_as_one_rank(ranks4: RankPool) -> None:
-    @settings(max_examples=1, deadline=None, phases=[Phase.generate])
-    @given(
-        kind=st.sampled_from(["feed", "sequence", "expert"]),
-        strategy=st.sampled_from(STRATEGIES),
-        outer=st.sampled_from([None, "no_shard", "optim"]),
-        microbatches=st.sampled_from([1, 3]),
-    )
-    def each(kind: str, strategy: str, outer: str | None, microbatches: int) -> None:
-        outer = "no_shard" if strategy == "no_shard" and outer else outer
-        ranks4.run(trains_as_one, kind, strategy, outer, microbatches, FEW_STEPS)
-
-    each()
 
 
 @on_ranks("ranks4")

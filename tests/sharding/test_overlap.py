@@ -6,63 +6,15 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from overlap_helpers import inputs, make_stack
 from ranks import on_ranks
 from sharding_helpers import (
-    STRATEGIES,
-    adam,
     assert_equal_tensors,
-    assert_replayed,
-    assert_same_training,
     buffers,
     make_net,
-    num_steps_of,
-    train,
-    unit_of,
 )
-
-
-def overlapped_runs(strategy: str, microbatches: int, reshard: bool, num_steps: int) -> None:
-    """Train eagerly without overlap, and captured with it: they agree bit for bit."""
-    runs = []
-    for overlap, scope in ((False, "none"), (True, "full_iteration")):
-        options: dict[str, Any] = {"overlap": overlap, "reshard_after_forward": reshard}
-        model = make_net(strategy, dropout=0.3, **options)
-        torch.manual_seed(10 + dist.get_rank())
-        options = {"scope": scope, "microbatches": microbatches, "num_steps": num_steps}
-        runs.append(train(model, adam(model), **options))
-        schedule = unit_of(model).schedule
-        assert (schedule.num_prefetches > 0) == (overlap and strategy != "no_shard")
-        assert (schedule.max_reductions > 0) == overlap
-        assert schedule.max_reductions <= 2
-    assert_same_training(*runs)
-    assert_replayed(runs[1], num_steps)
-    assert runs[1].report.op_counts["graphfsdp.wait_.default"] > 0
-
-
-@pytest.mark.parametrize(
-    ("ranks", "strategy", "microbatches", "reshard"),
-    [
-        ("ranks2", "no_shard", 1, True),
-        ("ranks2", "optim", 3, True),
-        ("ranks2", "optim_grads_params", 1, True),
-        ("ranks4", "optim_grads_params", 3, False),
-        *(
-            pytest.param("gpu_ranks", strategy, 3, True, marks=pytest.mark.gpu)
-            for strategy in STRATEGIES
-        ),
-    ],
-)
-def test_overlap_changes_no_bit(
-    request: pytest.FixtureRequest, ranks: str, strategy: str, microbatches: int, reshard: bool
-) -> None:
-    is_long = ranks == "gpu_ranks" or (ranks == "ranks2" and strategy == "optim_grads_params")
-    num_steps = num_steps_of(is_long, True)
-    request.getfixturevalue(ranks).run(overlapped_runs, strategy, microbatches, reshard, num_steps)
-
 
 # ---------------------------------------------------------------- odd uses
 

@@ -1,6 +1,5 @@
 """`reshard_after_forward=2` of four ranks: two keep what forward has gathered, for backward."""
 
-import functools
 from typing import Any
 
 import pytest
@@ -8,50 +7,20 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-import graphfsdp
 from graphfsdp.base.collectives import all_gather_
 from ranks import on_ranks, rank_device
 from recomputing_models import Recomputing
 from sharding_helpers import (
     FEW_STEPS,
-    STRATEGIES,
     adam,
     assert_same_training,
-    assert_trains_as_whole,
     batches,
     buffers,
     make_net,
     my_part,
-    num_steps_of,
-    replayed_as_eager,
     shard,
     train,
 )
-
-
-@pytest.mark.parametrize("strategy", STRATEGIES)
-@on_ranks("ranks4")
-def test_training_changes_no_bit(strategy: str) -> None:
-    """What is gathered is the same from whichever ranks, also 8-bit weights, and in a graph."""
-    num_steps = num_steps_of(strategy, "optim_grads_params")
-    # Where weights stay whole between the passes, nothing is gathered that could overlap.
-    for overlap in (False, True) if strategy == "optim_grads_params" else (True,):
-        options: dict[str, Any] = {"overlap": overlap, "dtype": torch.float64}
-        make = functools.partial(make_net, strategy, **options)
-        few = functools.partial(make, reshard_after_forward=2)
-        got = replayed_as_eager(few, num_steps=num_steps, microbatches=3)
-        usual = make()
-        expected = train(usual, adam(usual), num_steps=num_steps, microbatches=3)
-        assert_same_training(expected, got)
-    assert_trains_as_whole(got)
-    if strategy == "optim_grads_params":
-        policy = graphfsdp.MixedPrecisionPolicy(
-            param_dtype=torch.bfloat16, gather_format="float8", main_grads_dtype=torch.float32
-        )
-        packed = functools.partial(make_net, strategy, mp_policy=policy)
-        few = functools.partial(packed, reshard_after_forward=2)
-        runs = [replayed_as_eager(each, num_steps=FEW_STEPS) for each in (packed, few)]
-        assert_same_training(*runs)
 
 
 @on_ranks("ranks4")

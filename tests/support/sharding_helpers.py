@@ -22,7 +22,7 @@ from graphfsdp.sharding.buffer import ShardBuffer
 from graphfsdp.sharding.module import unit_of as unit_of
 from graphfsdp.sharding.unit import Unit
 from helpers import NUM_STEPS, set_lr, without_compiling
-from ranks import rank_device
+from ranks import rank_device, world_group
 
 STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
 VOCABULARY = 17
@@ -281,12 +281,20 @@ def replayed_as_eager(
     make: Callable[[], nn.Module],
     optimizer: str = "fused_adam",
     num_steps: int = NUM_STEPS,
+    *,
+    eager: Callable[[], nn.Module] | None = None,
     **options: Any,
 ) -> Training:
-    """Train eagerly and captured, which must agree bit for bit; return the captured run."""
+    """Train eagerly and captured, which must agree bit for bit; return the captured run.
+
+    ``eager`` makes the model of the eager run, where that is to be another one.
+    """
     runs = []
-    for scope, chosen in (("none", without_compiling(options)), ("full_iteration", options)):
-        model = make()
+    for scope, make_one, chosen in (
+        ("none", eager or make, without_compiling(options)),
+        ("full_iteration", make, options),
+    ):
+        model = make_one()
         optim = adam(model, optimizer)
         runs.append(train(model, optim, scope=scope, num_steps=num_steps, **chosen))
     assert_same_training(*runs)
@@ -310,14 +318,21 @@ def assert_trains_as_one(got: Training, plain: Training, group: dist.ProcessGrou
             assert difference <= ATOL + RTOL * float(whole.abs().max()), f"{name}: {difference}"
 
 
-def assert_trains_as_whole(got: Training, optimizer: str = "fused_adam") -> None:
-    """Compare a Net's run in float64 with that of one process, of the whole model and batches."""
-    whole = make_net(None, dtype=torch.float64)
+def assert_trains_as_whole(
+    got: Training,
+    optimizer: str = "fused_adam",
+    *,
+    whole: nn.Module | None = None,
+    group: dist.ProcessGroup | None = None,
+) -> None:
+    """Compare a run in float64 with that of one process, of whole batches.
+
+    Its model is ``whole``, or a Net; ranks of ``group``, or all, have a part of each batch.
+    """
+    whole = make_net(None, dtype=torch.float64) if whole is None else whole
     data = [tuple(part.to(rank_device()) for part in batch) for batch in batches(len(got.losses))]
     expected = train(whole, adam(whole, optimizer), data=data, scope="none")
-    group = dist.group.WORLD
-    assert group is not None
-    assert_trains_as_one(got, expected, group)
+    assert_trains_as_one(got, expected, group or world_group())
 
 
 @contextmanager

@@ -1,6 +1,8 @@
-"""Captured training of sharded models: against eager, an unsharded run, and DDP."""
+"""Ranks train as one: strategies, meshes, options, model parallelism; beside DDP; evaluation."""
 
 import functools
+from collections.abc import Mapping
+from typing import Any
 
 import pytest
 import torch
@@ -10,6 +12,14 @@ from torch.nn.parallel import DistributedDataParallel
 
 import graphfsdp
 from helpers import NUM_STEPS, set_lr
+from parallel_models import (
+    TP_AXES,
+    expert_parallel,
+    part_of_axis,
+    plain_model,
+    tensor_parallel,
+    whole_batches,
+)
 from ranks import on_ranks, rank_device
 from sharding_helpers import (
     STRATEGIES,
@@ -20,6 +30,7 @@ from sharding_helpers import (
     assert_trains_as_whole,
     batches,
     full_parameters,
+    hybrid_mesh,
     learning_rate,
     make_net,
     my_part,
@@ -30,36 +41,92 @@ from sharding_helpers import (
 )
 
 
-def both_scopes(strategy: str, microbatches: int, num_steps: int, optimizer: str) -> None:
-    make = functools.partial(make_net, strategy, dtype=torch.float64)
-    got = replayed_as_eager(make, optimizer, num_steps, microbatches=microbatches)
+def net_like_one_rank(
+    strategy: str, microbatches: int, num_steps: int, options: Mapping[str, Any]
+) -> None:
+    """Train captured, with options that change no bit, as an eager run without them."""
+    faster = dict(options)
+    optimizer = faster.pop("optimizer", "fused_adam")
+    axes = {}
+    if "outer_strategy" in faster:
+        axes = {"mesh": hybrid_mesh(), "outer_strategy": faster.pop("outer_strategy")}
+    make = functools.partial(make_net, strategy, dtype=torch.float64, **axes)
+    got = replayed_as_eager(
+        functools.partial(make, **faster),
+        optimizer,
+        num_steps,
+        eager=functools.partial(make, overlap=False),
+        microbatches=microbatches,
+    )
     assert_trains_as_whole(got, optimizer)
 
 
+TO_FEW: dict[str, Any] = {"reshard_after_forward": 2}  # of four ranks keep what they have gathered
+
+
 @pytest.mark.parametrize(
-    ("ranks", "strategy", "microbatches", "optimizer"),
+    ("ranks", "strategy", "microbatches", "options"),
     [
-        ("ranks1", "optim_grads_params", 3, "fused_adam"),
-        ("ranks2", "no_shard", 3, "fused_adam"),
-        ("ranks2", "optim", 1, "adamw"),
-        ("ranks2", "optim_grads", 3, "fused_adam"),
-        ("ranks2", "optim_grads_params", 3, "fused_adam"),
-        ("ranks2", "optim_grads_params", 1, "adamw"),
-        ("ranks4", "optim", 3, "fused_adam"),
-        ("ranks4", "optim_grads_params", 1, "fused_adam"),
+        ("ranks1", "optim_grads_params", 3, {}),
+        ("ranks2", "no_shard", 3, {}),
+        ("ranks2", "optim", 1, {"optimizer": "adamw"}),
+        ("ranks2", "optim_grads", 3, {}),
+        ("ranks2", "optim_grads_params", 3, {}),
+        ("ranks2", "optim_grads_params", 1, {"optimizer": "adamw", "reshard_after_forward": True}),
+        ("ranks4", "optim", 3, {}),
+        ("ranks4", "optim_grads_params", 3, {"reshard_after_forward": False}),
+        ("ranks4", "optim_grads", 3, {"outer_strategy": "no_shard"}),
+        ("ranks4", "optim_grads_params", 3, {"outer_strategy": "optim"}),
+        *(("ranks4", strategy, 3, TO_FEW) for strategy in STRATEGIES),
+        ("ranks4", "optim_grads_params", 3, {"overlap": False, **TO_FEW}),
         *(
-            pytest.param("gpu_ranks", strategy, number, "fused_adam", marks=pytest.mark.gpu)
+            pytest.param("gpu_ranks", strategy, number, {}, marks=pytest.mark.gpu)
             for strategy in STRATEGIES
             for number in (1, 3)
         ),
     ],
 )
 def test_ranks_train_as_one_and_replay_as_eager(
-    request: pytest.FixtureRequest, ranks: str, strategy: str, microbatches: int, optimizer: str
+    request: pytest.FixtureRequest,
+    ranks: str,
+    strategy: str,
+    microbatches: int,
+    options: dict[str, Any],
 ) -> None:
     num_steps = num_steps_of(ranks, "ranks2", "gpu_ranks")
     pool = request.getfixturevalue(ranks)
-    pool.run(both_scopes, strategy, microbatches, num_steps, optimizer)
+    pool.run(net_like_one_rank, strategy, microbatches, num_steps, options)
+
+
+@pytest.mark.parametrize(
+    ("kind", "strategy", "outer", "microbatches"),
+    [
+        ("feed", "optim", None, 3),
+        ("feed", "no_shard", "no_shard", 1),
+        ("sequence", "optim_grads_params", None, 1),
+        ("sequence", "optim_grads", "optim", 3),
+        ("expert", "no_shard", None, 1),
+        ("expert", "optim_grads_params", None, 3),
+    ],
+)
+@on_ranks("ranks4")
+def test_parallel_modules_train_as_one_rank_and_replay_as_eager(
+    kind: str, strategy: str, outer: str | None, microbatches: int
+) -> None:
+    num_steps = num_steps_of((kind, outer), ("sequence", None))
+    whole = whole_batches()[:num_steps]
+    if kind == "expert":
+        make = functools.partial(expert_parallel, strategy)
+        data = [my_part(batch) for batch in whole]
+        group, plain = None, plain_model("mixture")
+    else:
+        cut: dict[str, Any] = {"sequence": kind == "sequence", "outer": outer}
+        make = functools.partial(tensor_parallel, strategy, **cut)
+        mesh = hybrid_mesh((2, 2), TP_AXES)
+        data = [tuple(part_of_axis(batch, mesh, "dp")) for batch in whole]
+        group, plain = mesh.get_group("dp"), plain_model("feed")
+    got = replayed_as_eager(make, num_steps=num_steps, data=data, microbatches=microbatches)
+    assert_trains_as_whole(got, whole=plain.to(rank_device()), group=group)
 
 
 def ddp_steps(num_steps: int) -> tuple[list[Tensor], dict[str, Tensor]]:
