@@ -7,9 +7,10 @@ import torch
 from torch import Tensor
 
 from graphfsdp.base.dtensors import is_dtensor, local_part
+from graphfsdp.base.flat_buffer import is_dense
 from graphfsdp.errors import ConfigError, NotCopyableError
-from graphfsdp.optim.fused.flat_memory import is_dense, same_layout
 from graphfsdp.optim.fused.settings import StepSettings
+from graphfsdp.optim.fused.storage import same_layout
 
 
 def parameter_name(groups: Sequence[Mapping[str, Any]]) -> Callable[[int, int], str]:

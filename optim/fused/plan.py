@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from graphfsdp.base.dtensors import is_dtensor, local_part
+from graphfsdp.base.flat_buffer import is_dense
 from graphfsdp.optim.fused import kernel
 from graphfsdp.optim.fused.checks import (
     check_devices,
@@ -23,11 +24,17 @@ from graphfsdp.optim.fused.checks import (
     check_state,
     parameter_name,
 )
-from graphfsdp.optim.fused.flat_memory import is_dense, joined, same_layout
 from graphfsdp.optim.fused.settings import Flags, StepSettings
 from graphfsdp.optim.fused.state import State
 from graphfsdp.optim.fused.step import fused_adam_
-from graphfsdp.optim.fused.storage import Columns, Dtypes, StepTensors, make_columns
+from graphfsdp.optim.fused.storage import (
+    Columns,
+    Dtypes,
+    StepTensors,
+    joined,
+    make_columns,
+    same_layout,
+)
 
 # Where a state is not called as its column is.
 _COLUMN_OF_STATE: Mapping[str, str] = MappingProxyType({"master_param": "main_param"})

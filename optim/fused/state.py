@@ -4,16 +4,14 @@ Shapes: [...] the parameter's shape; [] is a 0-D tensor.
 """
 
 from collections.abc import Mapping, Sequence
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from graphfsdp.base.dtensors import local_part, wrap_like
-from graphfsdp.base.host_memory import zeros_flat
+from graphfsdp.base.flat_buffer import FlatBuffer
 from graphfsdp.errors import ConfigError
-from graphfsdp.optim.fused.flat_memory import slices_like
 from graphfsdp.optim.fused.settings import StepSettings
 from graphfsdp.optim.fused.storage import join_remainder
 
@@ -53,8 +51,8 @@ def create_states(params: Sequence[Tensor], settings: StepSettings) -> dict[Tens
                 wanted.setdefault(name_and_dtype, []).append(param)
         for (name, dtype), owners in wanted.items():
             locals_ = [local_part(param.detach()) for param in owners]
-            tensors = slices_like(locals_, partial(zeros_flat, dtype=dtype, device=device))
-            for param, local, tensor in zip(owners, locals_, tensors, strict=True):
+            views = FlatBuffer(locals_, dtype=dtype, device=device).views
+            for param, local, tensor in zip(owners, locals_, views, strict=True):
                 if name == "master_param":
                     tensor.copy_(local)
                 states[param][name] = wrap_like(tensor, param)

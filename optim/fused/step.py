@@ -15,10 +15,10 @@ from torch._utils import _unflatten_dense_tensors
 
 from graphfsdp.base.torch_internals import foreach_add_, foreach_copy_, key_of
 from graphfsdp.optim.fused import kernel
-from graphfsdp.optim.fused.flat_memory import flat_view
 from graphfsdp.optim.fused.settings import Flags
 from graphfsdp.optim.fused.storage import (
     Columns,
+    flat_view,
     read_moments,
     read_weights,
     store_moments,

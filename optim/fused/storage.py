@@ -1,8 +1,9 @@
-"""The tensors of a fused step, and how weights and moments are stored in fewer bits.
+"""The tensors of a fused step: flat memory, and weights and moments that have fewer bits.
 
 Shapes: [...] any shape, the same for all tensors of one parameter or flat run.
 """
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -98,3 +99,44 @@ def _widen(tensors: list[Tensor], dtype: torch.dtype) -> list[Tensor]:
     if not tensors or tensors[0].dtype == dtype:
         return tensors
     return [tensor.to(dtype) for tensor in tensors]
+
+
+def same_layout(tensor: Tensor, other: Tensor) -> bool:
+    """Equal positions in memory are equal indices; strides of dims of size one say nothing."""
+    return tensor.shape == other.shape and all(
+        a == b
+        for a, b, size in zip(tensor.stride(), other.stride(), tensor.shape, strict=True)
+        if size != 1
+    )
+
+
+def flat_view(tensor: Tensor, numel: int | None = None) -> Tensor:
+    """The 1-D view in memory order; a longer one reaches into neighbours in the same storage."""
+    length = tensor.numel() if numel is None else numel
+    return tensor.detach().as_strided((length,), (1,), tensor.storage_offset())
+
+
+def joined(scalars: Sequence[Tensor]) -> tuple[list[Tensor], list[int]]:
+    """Return 1-D views of [] tensors, neighbours in one view, and each one's place in all views."""
+    order = sorted(range(len(scalars)), key=lambda index: _place(scalars[index]))
+    stretches: list[list[Tensor]] = []
+    places = [0] * len(scalars)
+    for place, index in enumerate(order):
+        scalar = scalars[index]
+        if stretches and _continues(stretches[-1][-1], scalar):
+            stretches[-1].append(scalar)
+        else:
+            stretches.append([scalar])
+        places[index] = place
+    return [flat_view(stretch[0], len(stretch)) for stretch in stretches], places
+
+
+def _continues(left: Tensor, right: Tensor) -> bool:
+    """Tell whether a tensor starts where another one of its dtype ends, in the same storage."""
+    address, offset = _place(left)
+    follows = (address, offset + left.numel()) == _place(right)
+    return follows and left.dtype == right.dtype
+
+
+def _place(tensor: Tensor) -> tuple[int, int]:
+    return tensor.untyped_storage().data_ptr(), int(tensor.storage_offset())
