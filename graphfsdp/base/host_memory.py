@@ -22,16 +22,9 @@ def zeros_flat(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     THP_MEM_ALLOC_ENABLE is set. Where the system has none to give, pages are small, as they would
     be anyway.
     """
-    num_bytes, advice = numel * dtype.itemsize, _advice()
-    if device.type != "cpu" or num_bytes < _SMALLEST_BYTES or advice is None:
-        return torch.zeros(numel, dtype=dtype, device=device)
-    # Private: a process that is forked from this one gets its own copy of what it writes.
-    memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    try:
-        memory.madvise(advice)
-    except OSError:  # a kernel without huge pages
-        return torch.zeros(numel, dtype=dtype, device=device)
-    return torch.frombuffer(memory, dtype=torch.uint8).view(dtype)
+    found = torch.empty(numel, dtype=dtype, device=device)
+    advise_huge_pages(found.untyped_storage())
+    return found.zero_()
 
 
 def advise_huge_pages(storage: torch.UntypedStorage) -> None:
@@ -39,7 +32,7 @@ def advise_huge_pages(storage: torch.UntypedStorage) -> None:
 
     A page that was written to stays as small as it is.
     """
-    advice = _advice()
+    advice: int | None = getattr(mmap, "MADV_HUGEPAGE", None)  # Linux has it
     if advice is None or storage.device.type != "cpu" or storage.nbytes() < _SMALLEST_BYTES:
         return
     start = -(-storage.data_ptr() // _PAGE) * _PAGE
@@ -107,7 +100,3 @@ def _fields(path: Path) -> dict[str, int]:
         return {}
     pairs = (line.split() for line in lines)
     return {pair[0]: int(pair[1]) for pair in pairs if len(pair) > 1 and pair[1].isdigit()}
-
-
-def _advice() -> int | None:
-    return getattr(mmap, "MADV_HUGEPAGE", None)  # Linux has it
