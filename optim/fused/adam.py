@@ -3,28 +3,24 @@
 Shapes: [...] a parameter's shape; [] is a 0-D tensor.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from graphfsdp.base.streams import is_capturing, keep_for_graph
+from graphfsdp.base.streams import keep_for_graph
 from graphfsdp.base.torch_internals import without_modes
-from graphfsdp.errors import CaptureError
-from graphfsdp.optim.fused.checks import check_params
+from graphfsdp.optim.fused.checks import check_devices
 from graphfsdp.optim.fused.control import StepControl, norm_parts
-from graphfsdp.optim.fused.hyper_table import ADAM, Rule
 from graphfsdp.optim.fused.live_optimizer import LiveOptimizer
 from graphfsdp.optim.fused.plan import Plan, find_stepped, gradients_of
 from graphfsdp.optim.fused.settings import Flags, StepSettings, check_main_dtype
 from graphfsdp.optim.fused.state import (
-    Loaded,
     Saved,
     State,
     check_saved_group,
-    copy_states,
     create_states,
     match_entries,
 )
@@ -110,12 +106,9 @@ class FusedAdam(LiveOptimizer):
         self._plan: Plan | None = None
         self._by_hand: list[object] = []  # plans that a graph reads which was captured by hand
 
-    @property
-    def _rule(self) -> Rule:
-        return ADAM
-
     def _check_params(self, row: int) -> None:
-        check_params(self.param_groups, row, self._settings)
+        super()._check_params(row)
+        check_devices(self.param_groups, self._settings)
 
     @property
     def settings(self) -> StepSettings:
@@ -171,10 +164,8 @@ class FusedAdam(LiveOptimizer):
     def _match_entries(self, saved: Saved) -> State:
         return match_entries(saved, self._settings)
 
-    def load_states(self, loaded: Loaded) -> None:
-        self.create_missing([param for param, source in loaded.items() if source])
-        copy_states(loaded, self.state)
-        self._plan = None
+    def _new_states(self, params: Sequence[Tensor]) -> dict[Tensor, State]:
+        return create_states(params, self._settings)
 
     def __getstate__(self) -> dict[str, Any]:
         """Return what a copy needs; its tensors are no slices, since a slice pickles the whole."""
@@ -189,39 +180,21 @@ class FusedAdam(LiveOptimizer):
         super().__setstate__(state)
         copied = dict(self.state)
         self.state.clear()
+        self.create_missing(list(copied))
         with torch.no_grad():
-            self.create_missing(list(copied))
             for param, entries in copied.items():
                 for key, value in entries.items():
                     self.state[param][key].copy_(value)
-
-    @torch.no_grad()
-    def restart_states(self, states: Mapping[Tensor, Mapping[str, Tensor]]) -> None:
-        for param, fresh in create_states(list(states), self._settings).items():
-            for key, value in fresh.items():
-                states[param][key].copy_(value)
-        if len(states) == len(self.state):  # no step was taken before
-            self._control.restart()
-
-    def create_missing(self, params: Iterable[Tensor]) -> None:
-        wanted = [param for param in params if not self.state.get(param)]
-        self.state.update(create_states(wanted, self._settings))
 
     def _parameters(self) -> list[Tensor]:
         return [param for group in self.param_groups for param in group["params"]]
 
     def _make_plan(self, params: list[Tensor], grads: list[Tensor | None]) -> Plan:
-        if is_capturing():
-            raise CaptureError(
-                f"{type(self).__name__} has to make state or address tables, which is not possible "
-                "inside a CUDA graph capture. Take at least one step with the same gradient "
-                "tensors before the capture (warmup_steps >= 1), and keep their addresses"
-            )
+        self._refuse_in_capture()
         found = find_stepped(self.param_groups, grads, self.state, self._settings)
-        # Host work that a recording must not hold: it happens once.
-        with without_modes():
-            self._hyper.refresh(self.param_groups)
-            self.create_missing([item.param for item in found])
+        self._hyper.refresh(self.param_groups)
+        self.create_missing([item.param for item in found])
+        with without_modes():  # as in create_missing
             self._plan = Plan(params, grads, found, self.state, self._hyper.on)
             self._control.place(self._plan.device)
         return self._plan

@@ -25,13 +25,6 @@ def parameter_name(groups: Sequence[Mapping[str, Any]]) -> Callable[[int, int], 
     return name
 
 
-def check_params(groups: Sequence[Mapping[str, Any]], row: int, settings: StepSettings) -> None:
-    name_of = parameter_name(groups)
-    for index, param in enumerate(groups[row]["params"]):
-        check_parameter(local_part(param), name_of(row, index))
-    check_devices(groups, settings)
-
-
 def check_devices(groups: Sequence[Mapping[str, Any]], settings: StepSettings) -> None:
     """Refuse parameters on several devices where their gradients have one norm."""
     if not settings.steers:

@@ -5,21 +5,27 @@ Shapes: [...] a parameter's shape; [] is a 0-D tensor.
 
 import abc
 import inspect
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
+from graphfsdp.base.dtensors import local_part
 from graphfsdp.base.recut import recut_states
 from graphfsdp.base.streams import is_capturing
 from graphfsdp.base.torch_internals import without_modes
-from graphfsdp.errors import ConfigError
-from graphfsdp.optim.fused.checks import check_lr_device, parameter_name, refuse_copies
+from graphfsdp.errors import CaptureError, ConfigError
+from graphfsdp.optim.fused.checks import (
+    check_lr_device,
+    check_parameter,
+    parameter_name,
+    refuse_copies,
+)
 from graphfsdp.optim.fused.control import StepControl
-from graphfsdp.optim.fused.hyper_table import HyperTable, Rule
-from graphfsdp.optim.fused.state import Loaded, Saved, State, load_groups
+from graphfsdp.optim.fused.hyper_table import ADAM, HyperTable, Rule
+from graphfsdp.optim.fused.state import Loaded, Saved, State, copy_states, load_groups
 
 
 class LiveOptimizer(torch.optim.Optimizer, abc.ABC):
@@ -28,6 +34,8 @@ class LiveOptimizer(torch.optim.Optimizer, abc.ABC):
     ``param_groups`` hold ordinary Python numbers (lr may be a tensor). They may be changed at any
     time, by hand or by a scheduler: ``step`` and every replay of a captured step read them anew.
     """
+
+    _rule: ClassVar[Rule] = ADAM  # what reads and checks the numbers of a group
 
     def __init__(self, params: ParamsT, defaults: dict[str, Any], control: StepControl) -> None:
         self._control = control
@@ -38,13 +46,10 @@ class LiveOptimizer(torch.optim.Optimizer, abc.ABC):
         """Forget what follows from groups and states."""
         self._hyper = HyperTable(self._rule)
 
-    @property
-    @abc.abstractmethod
-    def _rule(self) -> Rule:
-        """What reads and checks the numbers of a group."""
-
-    @abc.abstractmethod
-    def _check_params(self, row: int) -> None: ...
+    def _check_params(self, row: int) -> None:
+        name_of = parameter_name(self.param_groups)
+        for index, param in enumerate(self.param_groups[row]["params"]):
+            check_parameter(local_part(param), name_of(row, index))
 
     @abc.abstractmethod
     def _take_step(self, grad_scale: Tensor | None, found_inf: Tensor | None) -> None: ...
@@ -58,8 +63,33 @@ class LiveOptimizer(torch.optim.Optimizer, abc.ABC):
         return
 
     @abc.abstractmethod
-    def load_states(self, loaded: Loaded) -> None:
-        """Copy what was found; state that does not exist yet is made."""
+    def _new_states(self, params: Sequence[Tensor]) -> dict[Tensor, State]:
+        """Make the state with which parameters begin."""
+
+    def create_missing(self, params: Iterable[Tensor]) -> None:
+        """Capture: allocates, and copies from the host: never inside a capture."""
+        wanted = [param for param in params if not self.state.get(param)]
+        # Host work that a recording must not hold: it happens once.
+        with torch.no_grad(), without_modes():
+            self.state.update(self._new_states(wanted))
+            self._control.place(wanted[0].device if wanted else None)
+
+    def _refuse_in_capture(self) -> None:
+        if is_capturing():
+            raise CaptureError(
+                f"{type(self).__name__} has to make state or address tables, which is not possible "
+                "inside a CUDA graph capture. Take at least one step with the same gradient "
+                "tensors before the capture (warmup_steps >= 1), and keep their addresses"
+            )
+
+    @torch.no_grad()
+    def restart_states(self, states: Mapping[Tensor, Mapping[str, Tensor]]) -> None:
+        """Give state the values with which it begins."""
+        for param, fresh in self._new_states(list(states)).items():
+            for key, value in fresh.items():
+                states[param][key].copy_(value)
+        if len(states) == len(self.state):  # no step was taken before
+            self._control.restart()
 
     @property
     def use_decoupled_grad(self) -> bool:
@@ -167,8 +197,9 @@ class LiveOptimizer(torch.optim.Optimizer, abc.ABC):
                 state_dict = replaced
         state_dict = recut_states(state_dict, self)
         loaded = self.match(state_dict)
+        self.create_missing([param for param, source in loaded.items() if source])
         with torch.no_grad(), without_modes():
-            self.load_states(loaded)
+            copy_states(loaded, self.state)
             if "control" in state_dict:
                 self._control.load_state_dict(state_dict["control"])
         load_groups(state_dict, self.param_groups)

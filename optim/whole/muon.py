@@ -12,10 +12,8 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from graphfsdp.base.dtensors import is_dtensor, local_part, wrap_like
-from graphfsdp.base.streams import is_capturing
-from graphfsdp.base.torch_internals import without_modes
-from graphfsdp.errors import CaptureError, ConfigError
-from graphfsdp.optim.fused.checks import check_gradient, check_parameter, parameter_name
+from graphfsdp.errors import ConfigError
+from graphfsdp.optim.fused.checks import check_gradient, parameter_name
 from graphfsdp.optim.fused.control import StepControl
 from graphfsdp.optim.fused.hyper_table import (
     Row,
@@ -27,7 +25,7 @@ from graphfsdp.optim.fused.hyper_table import (
 )
 from graphfsdp.optim.fused.live_optimizer import LiveOptimizer
 from graphfsdp.optim.fused.settings import Flags
-from graphfsdp.optim.fused.state import Loaded, Saved, State, saved_tensor
+from graphfsdp.optim.fused.state import Saved, State, saved_tensor
 from graphfsdp.optim.fused.storage import StepTensors, make_columns
 from graphfsdp.optim.fused.update import adam_coefficients, adam_update_
 from graphfsdp.optim.whole.row_gather import gather_rows, own_rows
@@ -44,6 +42,24 @@ class _Member(NamedTuple):
     row: int  # group, as row of the hyper-parameter table
 
 
+def _read(group: Mapping[str, Any]) -> Row:
+    first, second = (group["momentum"], 0.0) if group["use_muon"] else group["betas"]
+    return plain_lr(group), first, second, group["eps"], group["weight_decay"]
+
+
+def _check(group: Mapping[str, Any], row: int) -> None:
+    if not group["use_muon"]:
+        check_betas(group, row)
+        return
+    check_lr(group, row)
+    check_number("momentum", group["momentum"], f"of parameter group {row}", below_one=True)
+    for name in ("eps", "weight_decay"):
+        check_number(name, group[name], f"of parameter group {row}")
+
+
+_RULE = Rule(_read, _check)
+
+
 class Muon(LiveOptimizer):
     """torch.optim.Muon with live numbers, and AdamW for what is no matrix of a hidden layer.
 
@@ -54,6 +70,8 @@ class Muon(LiveOptimizer):
     State per parameter: ``momentum_buffer`` [A, B]; of AdamW ``step`` [] float32, ``exp_avg`` and
     ``exp_avg_sq`` [...]. A sharded parameter whose gradient is missing counts as one of zeros.
     """
+
+    _rule = _RULE
 
     def __init__(
         self,
@@ -113,21 +131,15 @@ class Muon(LiveOptimizer):
         return {**super().__getstate__(), **{name: getattr(self, name) for name in own}}
 
     @property
-    def _rule(self) -> Rule:
-        return _RULE
-
-    @property
     def skipped_steps(self) -> Tensor:
         """[] float32, steps that were skipped; its address stays after the first step."""
         return self._control.skipped_steps
 
     def _check_params(self, row: int) -> None:
+        super()._check_params(row)
         group = self.param_groups[row]
-        for index, param in enumerate(group["params"]):
+        for index, param in enumerate(group["params"] if group["use_muon"] else ()):
             name = parameter_name(self.param_groups)(row, index)
-            check_parameter(local_part(param), name)
-            if not group["use_muon"]:
-                continue
             if param.dim() != 2:
                 raise ConfigError(
                     f"Muon makes matrices orthogonal, but {name} has the shape "
@@ -170,50 +182,27 @@ class Muon(LiveOptimizer):
                     continue
                 if grad is not None:
                     check_gradient(weight, grad, name_of(row, index))
-                self._create(param, group)
+                if not self.state.get(param):
+                    self._refuse_in_capture()
+                    self.create_missing([param])
                 state = {key: local_part(value) for key, value in self.state[param].items()}
                 found.append(_Member(param, weight, grad, state, row))
         return found
 
-    def _create(self, param: Tensor, group: Mapping[str, Any]) -> None:
-        if self.state.get(param):
-            return
-        if is_capturing():
-            raise CaptureError(
-                "Muon has to make state, which is not possible inside a CUDA graph capture. Take "
-                "at least one step before it (warmup_steps >= 1)"
-            )
-        # A recording must not hold it: it happens once.
-        with torch.no_grad(), without_modes():
-            self.state[param] = _new_state(param, group)
-            self._control.place(param.device)
+    def _new_states(self, params: Sequence[Tensor]) -> dict[Tensor, State]:
+        is_matrix = {
+            param: bool(group["use_muon"])
+            for group in self.param_groups
+            for param in group["params"]
+        }
+        return {param: _new_state(param, is_matrix[param]) for param in params}
 
     def _match_entries(self, saved: Saved) -> State:
-        group = self.param_groups[saved.row]
-        expected = self.state.get(saved.param) or _new_state(saved.param, group)
+        expected = self.state.get(saved.param) or self._new_states([saved.param])[saved.param]
         return {
             key: saved_tensor(saved.entries, key, tensor.shape, saved.name)
             for key, tensor in expected.items()
         }
-
-    def load_states(self, loaded: Loaded) -> None:
-        """Copy what was found; state that does not exist yet is made."""
-        for group in self.param_groups:
-            for param in group["params"]:
-                values = loaded.get(param)
-                if values:
-                    self._create(param, group)
-                    for key, value in values.items():
-                        self.state[param][key].copy_(value)
-
-    @torch.no_grad()
-    def restart_states(self, states: Mapping[Tensor, Mapping[str, Tensor]]) -> None:
-        """Give state the values with which it begins: zeros."""
-        for entries in states.values():
-            for tensor in entries.values():
-                tensor.zero_()
-        if len(states) == len(self.state):  # no step was taken before
-            self._control.restart()
 
     def _update(
         self,
@@ -254,14 +243,14 @@ class Muon(LiveOptimizer):
         return found.to(torch.bfloat16)
 
 
-def _new_state(param: Tensor, group: Mapping[str, Any]) -> State:
+def _new_state(param: Tensor, is_matrix: bool) -> State:
     local = local_part(param.detach())
     dtype = torch.promote_types(local.dtype, torch.float32)
 
     def zeros() -> Tensor:
         return wrap_like(torch.zeros_like(local, dtype=dtype), param)
 
-    if group["use_muon"]:
+    if is_matrix:
         return {"momentum_buffer": zeros()}
     step = torch.zeros((), dtype=torch.float32, device=local.device)
     return {"step": step, "exp_avg": zeros(), "exp_avg_sq": zeros()}
@@ -306,21 +295,3 @@ def _shape_ratio(shape: torch.Size, adjustment: str) -> float:
     if adjustment == "original":
         return math.sqrt(max(1.0, num_rows / max(1, num_columns)))
     return 0.2 * math.sqrt(max(num_rows, num_columns))
-
-
-def _read(group: Mapping[str, Any]) -> Row:
-    first, second = (group["momentum"], 0.0) if group["use_muon"] else group["betas"]
-    return plain_lr(group), first, second, group["eps"], group["weight_decay"]
-
-
-def _check(group: Mapping[str, Any], row: int) -> None:
-    if not group["use_muon"]:
-        check_betas(group, row)
-        return
-    check_lr(group, row)
-    check_number("momentum", group["momentum"], f"of parameter group {row}", below_one=True)
-    for name in ("eps", "weight_decay"):
-        check_number(name, group[name], f"of parameter group {row}")
-
-
-_RULE = Rule(_read, _check)
