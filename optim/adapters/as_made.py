@@ -24,8 +24,7 @@ from graphfsdp.config import MixedPrecisionPolicy, Scope
 from graphfsdp.errors import ConfigError
 from graphfsdp.optim.adapters.baked import BakedAdapter, Word
 from graphfsdp.optim.adapters.grouped_step import GroupedStep, is_torchs_step
-from graphfsdp.optim.adapters.live_numbers import LiveScalars
-from graphfsdp.optim.fused.hyper_table import LiveMemory, plain_lr
+from graphfsdp.optim.adapters.live_numbers import LiveScalars, Slots
 
 _LOG = logging.getLogger("graphfsdp")
 
@@ -82,7 +81,7 @@ class TorchAdapter(BakedAdapter):
         self._must_skip = False
         # What somebody else's step makes of an lr that is a tensor, nobody knows.
         self._is_plain = type(optimizer).step.__module__.startswith("torch.optim.")
-        self._rates = _LiveRates()
+        self._rates = Slots(torch.float32)  # kernels of a CPU take what Python's float would be
         self._grouped: GroupedStep | None = None
         self._known: Mapping[Tensor, Mapping[str, Any]] = {}
         self._known_rates: list[float | Tensor] = []
@@ -290,21 +289,33 @@ class TorchAdapter(BakedAdapter):
                 if isinstance(old, Tensor) and isinstance(group["lr"], Tensor):
                     group["lr"] = old.copy_(group["lr"])
 
+    def _has_live_rate(self, group: Mapping[str, Any]) -> bool:
+        return self._is_plain and not isinstance(group["lr"], Tensor)
+
     def _baked_groups(self) -> Sequence[Mapping[str, Any]]:
         groups = super()._baked_groups()
         return [
-            {**group, "lr": group["lr"] if rate is None else Word.NUMBER}
-            for group, rate in zip(groups, self._live_rates(), strict=True)
+            {**group, "lr": Word.NUMBER} if self._has_live_rate(group) else group
+            for group in groups
         ]
 
     def _live_rates(self) -> list[Tensor | None]:
         """Return [] for each group, its lr as it is now; None where it is no number, or baked."""
-        groups = self.optimizer.param_groups
-        return self._rates.of(groups) if self._is_plain else [None] * len(groups)
+        self._write_rates()
+        found: list[Tensor | None] = []
+        for row, group in enumerate(self.optimizer.param_groups):
+            device = next((p.device for p in group["params"]), torch.device("cpu"))
+            found.append(self._rates.get(row, device) if self._has_live_rate(group) else None)
+        return found
 
     def _before_replay(self) -> None:
         super()._before_replay()
-        self._live_rates()
+        self._write_rates()
+
+    def _write_rates(self) -> None:
+        for row, group in enumerate(self.optimizer.param_groups):
+            self._rates.write(row, group["lr"] if self._has_live_rate(group) else 0.0)
+        self._rates.upload()
 
     def state_tensors(self) -> Iterator[tuple[str, Tensor]]:
         yield from super().state_tensors()
@@ -317,36 +328,6 @@ def _shapes(entries: Mapping[str, Any]) -> dict[str, Any]:
     return {
         key: value.shape if isinstance(value, Tensor) else value for key, value in entries.items()
     }
-
-
-class _LiveRates:
-    """The learning rates of groups in memory that a graph reads."""
-
-    def __init__(self) -> None:
-        self._memory = LiveMemory(0)
-        self._slots: list[Tensor] = []  # [] each
-
-    def of(self, groups: Sequence[Mapping[str, Any]]) -> list[Tensor | None]:
-        """Return [] for each group, None where its lr is a tensor already; write what changed.
-
-        Capture: what is written is no part of a recording, and nothing is where nothing changed.
-        """
-        numbers = [plain_lr(group) for group in groups]
-        if len(numbers) != len(self._slots):
-            # Kernels of a CPU take what Python's float would be.
-            self._memory = LiveMemory(len(groups), dtype=torch.float32)
-            devices = (next((p.device for p in g["params"]), torch.device("cpu")) for g in groups)
-            self._slots = [self._memory.on(device)[row] for row, device in enumerate(devices)]
-        host = self._memory.host
-        changed = [(row, n) for row, n in enumerate(numbers) if n is not None and host[row] != n]
-        for row, number in changed:
-            host[row] = number
-        if changed:
-            self._memory.upload()
-        return [
-            None if number is None else slot
-            for number, slot in zip(numbers, self._slots, strict=True)
-        ]
 
 
 @contextmanager

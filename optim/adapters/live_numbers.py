@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from graphfsdp.base.hazards import HazardKind
+from graphfsdp.base.streams import is_capturing
 from graphfsdp.base.torch_internals import without_modes
 from graphfsdp.errors import CaptureError
 from graphfsdp.optim.fused.hyper_table import LiveMemory
@@ -127,31 +128,32 @@ def _compute_of(operand: object) -> _Compute:
 class Slots:
     """Memory that recordings read numbers from, in blocks that stay where they are."""
 
-    def __init__(self) -> None:
+    def __init__(self, dtype: torch.dtype = torch.float64) -> None:
+        """``dtype`` is that of other devices than a CPU."""
+        self._dtype = dtype
         self._blocks: list[LiveMemory] = []  # [_BLOCK] each
         self._changed: set[int] = set()  # blocks
 
     def write(self, index: int, value: float) -> None:
         block, place = divmod(index, _BLOCK)
+        if block == len(self._blocks):
+            self._blocks.append(LiveMemory(_BLOCK, dtype=self._dtype))
         host = self._blocks[block].host
         if host[place] != value:
             host[place] = value
             self._changed.add(block)
 
     def upload(self) -> None:
-        """Bring to the device what was written. Capture: no part of it."""
+        """Bring to the devices what was written. Capture: no part of it."""
         for block in self._changed:
             self._blocks[block].upload()
         self._changed.clear()
 
-    def get(self, index: int, value: float, device: torch.device) -> Tensor:
-        """Return [] float64 with a value."""
+    def get(self, index: int, device: torch.device) -> Tensor:
+        """Return [] with the number that was written, after an upload."""
         block, place = divmod(index, _BLOCK)
-        if block == len(self._blocks):
-            self._blocks.append(LiveMemory(_BLOCK))
         memory = self._blocks[block].on(device)
-        self.write(index, value)
-        if self._changed and device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        if self._changed and memory.is_cuda and is_capturing():
             raise CaptureError(
                 "the optimizer's step computes other numbers in the capture than its last "
                 "warm-up would have; a replay would write these for ever. Remedy: "
@@ -182,7 +184,8 @@ class Tape:
     def fill(self, number: LiveNumber, device: torch.device) -> Tensor:
         """Return [] with a number's value, which ``write`` writes anew."""
         if number.slot is None:
-            number.slot = self._slots.get(len(self._filled), number.value, device)
+            self._slots.write(len(self._filled), number.value)
+            number.slot = self._slots.get(len(self._filled), device)
             self._filled.append(number.compute)
         return number.slot
 
