@@ -1,26 +1,29 @@
 """The steps of torch's optimizers on a CPU, an operator for each group instead of each parameter.
 
 torch goes through the parameters one by one there, in a dozen operators called from Python for
-each. ``torch._foreach_*`` goes through a list of tensors in C++ and calls the very same kernels,
-tensor by tensor. So an operator's results are the same bits, and as no parameter has anything to do
-with another one, the order among them does not matter.
+each. With ``foreach=True``, which it takes on a GPU alone by itself, it goes through lists of
+tensors in C++ and calls the very same kernels, tensor by tensor. So an operator's results are the
+same bits, and as no parameter has anything to do with another one, the order among them does not
+matter.
 
 In a recording such a step is one operator, ``graphfsdp::grouped_step_``.
 """
 
 import operator
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
 from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim.adam import adam
 from torch.optim.optimizer import (
     _global_optimizer_post_hooks,
     _global_optimizer_pre_hooks,
 )
+from torch.optim.sgd import sgd
 
 from graphfsdp.base.torch_internals import profiler_is_on
 
@@ -120,7 +123,6 @@ class GroupedStep:
 class _Plan(ABC):
     """The tensors of one group that are stepped together."""
 
-    names: tuple[str, ...] = ()  # of the state that a step takes
     numbers: tuple[str, ...] = ()  # of a group, beside its lr
     flags: tuple[str, ...] = ()
 
@@ -135,9 +137,7 @@ class _Plan(ABC):
         dtype = params[0].dtype
         if dtype not in _DTYPES or not cls._has_path(group):
             return None
-        columns: list[list[Any]] = [
-            [state.get(param, _NONE).get(name) for param in params] for name in cls.names_in(group)
-        ]
+        columns = cls._columns_of(group, params, state)
         for tensor in chain(params, *columns):
             if type(tensor) not in _PLAIN or not tensor.is_cpu:
                 return None
@@ -150,28 +150,32 @@ class _Plan(ABC):
         return cls(params, columns) if len(storages) == len(params) else None
 
     @classmethod
+    def _columns_of(cls, group: _Group, params: list[Tensor], state: _State) -> list[list[Any]]:
+        names = cls.names_in(group)
+        states = [state.get(param, _NONE) for param in params] if names else ()
+        return [[entries.get(name) for entries in states] for name in names]
+
+    @classmethod
+    @abstractmethod
     def names_in(cls, group: _Group) -> tuple[str, ...]:
-        return cls.names
+        """Return the names of the state that a step takes."""
 
     @classmethod
     def _has_path(cls, group: _Group) -> bool:
-        return not any(group.get(name) for name in _OTHER_PATHS)
+        numbers = (group["lr"], *cls._numbers_of(group))
+        is_plain = all(type(value) in (float, int) for value in numbers)
+        return is_plain and not any(group.get(name) for name in _OTHER_PATHS)
 
     def holds(self, group: _Group, params: list[Tensor], state: _State) -> bool:
         if len(params) != len(self.params) or not self._has_path(group):
             return False
-        if not all(map(operator.is_, params, self.params)):
-            return False
         # `.data = ...` may have two of them share memory since.
         if self._places != list(map(Tensor.data_ptr, params)):
             return False
-        names = self.names_in(group)
-        if len(names) != len(self.columns):
-            return False
-        states = [state.get(param, _NONE) for param in params] if names else ()
-        return all(
-            all(map(operator.is_, column, [entries.get(name) for entries in states]))
-            for name, column in zip(names, self.columns, strict=True)
+        columns = self._columns_of(group, params, state)
+        return len(columns) == len(self.columns) and all(
+            all(map(operator.is_, *pair))
+            for pair in zip((self.params, *self.columns), (params, *columns), strict=True)
         )
 
     def settings(self, group: _Group) -> dict[str, Any]:
@@ -200,50 +204,16 @@ class _Adam(_Plan):
         return (*names, "max_exp_avg_sq") if group["amsgrad"] else names
 
     @classmethod
-    def _has_path(cls, group: _Group) -> bool:
-        return super()._has_path(group) and _are_numbers((group["lr"], *cls._numbers_of(group)))
-
-    @classmethod
     def _numbers_of(cls, group: _Group) -> list[Any]:
         return [group["weight_decay"], group["eps"], *group["betas"]]
 
     def step(self, group: _Group, grads: _Tensors) -> None:
-        params, (counts, means, squares, *rest) = self.params, self.columns
-        lr, decay, (beta1, beta2) = group["lr"], group["weight_decay"], group["betas"]
-        if group["maximize"]:
-            grads = torch._foreach_neg(grads)
-        torch._foreach_add_(counts, 1)
-        if decay != 0:
-            if group["decoupled_weight_decay"]:
-                torch._foreach_mul_(params, 1 - lr * decay)
-            else:
-                grads = torch._foreach_add(grads, params, alpha=decay)
-        torch._foreach_lerp_(means, grads, 1 - beta1)
-        torch._foreach_mul_(squares, beta2)
-        torch._foreach_addcmul_(squares, grads, grads, 1 - beta2)
-        for largest in rest:
-            for most, square in zip(largest, squares, strict=True):
-                torch.maximum(most, square, out=most)
-            squares = largest
-        steps = list(map(Tensor.item, counts))
-        roots = torch._foreach_sqrt(squares)
-        if steps.count(steps[0]) == len(steps):
-            root, size = _corrections(steps[0], lr, beta1, beta2)
-            torch._foreach_div_(roots, root)
-            torch._foreach_add_(roots, group["eps"])
-            torch._foreach_addcdiv_(params, means, roots, -size)
-        else:
-            corrections = [_corrections(step, lr, beta1, beta2) for step in steps]
-            torch._foreach_div_(roots, [root for root, _ in corrections])
-            torch._foreach_add_(roots, group["eps"])
-            torch._foreach_addcdiv_(params, means, roots, [-size for _, size in corrections])
-
-
-def _corrections(step: float, lr: float, beta1: float, beta2: float) -> tuple[float, float]:
-    """Return the root of the second bias correction, and the step's size."""
-    bias_correction1 = 1 - beta1**step
-    bias_correction2 = 1 - beta2**step
-    return bias_correction2**0.5, lr / bias_correction1
+        counts, means, squares, *rest = self.columns
+        largest = rest[0] if rest else []
+        beta1, beta2 = group["betas"]
+        told = {name: group[name] for name in ("lr", "weight_decay", "eps", *self.flags)}
+        told |= {"beta1": beta1, "beta2": beta2, "foreach": True}
+        adam(self.params, grads, means, squares, largest, counts, **told)
 
 
 class _SGD(_Plan):
@@ -256,29 +226,12 @@ class _SGD(_Plan):
     def names_in(cls, group: _Group) -> tuple[str, ...]:
         return ("momentum_buffer",) if group["momentum"] != 0 else ()
 
-    @classmethod
-    def _has_path(cls, group: _Group) -> bool:
-        return super()._has_path(group) and _are_numbers((group["lr"], *cls._numbers_of(group)))
-
     def step(self, group: _Group, grads: _Tensors) -> None:
-        decay, momentum = group["weight_decay"], group["momentum"]
-        if group["maximize"]:
-            grads = torch._foreach_neg(grads)
-        if decay != 0:
-            grads = torch._foreach_add(grads, self.params, alpha=decay)
-        if momentum != 0:
-            (buffers,) = self.columns
-            torch._foreach_mul_(buffers, momentum)
-            torch._foreach_add_(buffers, grads, alpha=1 - group["dampening"])
-            if group["nesterov"]:
-                grads = torch._foreach_add(grads, buffers, alpha=momentum)
-            else:
-                grads = buffers
-        torch._foreach_add_(self.params, grads, alpha=-group["lr"])
-
-
-def _are_numbers(values: Iterable[object]) -> bool:
-    return all(type(value) in (float, int) for value in values)
+        if group["nesterov"] and not (group["maximize"] or group["weight_decay"]):
+            grads = list(map(Tensor.clone, grads))  # torch looks ahead in their memory
+        buffers = self.columns[0] if self.columns else [None] * len(grads)
+        told = {name: group[name] for name in ("lr", *self.numbers, *self.flags)}
+        sgd(self.params, grads, buffers, foreach=True, **told)
 
 
 _KINDS: Mapping[type, type[_Plan]] = MappingProxyType(
