@@ -24,7 +24,7 @@ from graphfsdp.config import MixedPrecisionPolicy, Scope
 from graphfsdp.errors import ConfigError
 from graphfsdp.optim.adapters.baked import BakedAdapter, Word
 from graphfsdp.optim.adapters.grouped_step import GroupedStep, is_torchs_step
-from graphfsdp.optim.adapters.live_numbers import LiveScalars, Slots
+from graphfsdp.optim.adapters.live_numbers import LiveScalars, Slots, in_groups
 
 _LOG = logging.getLogger("graphfsdp")
 
@@ -243,18 +243,9 @@ class TorchAdapter(BakedAdapter):
             self._settings(group) | ({} if rate is None else {"lr": rate})
             for group, rate in zip(groups, rates, strict=True)
         ]
-        before = [
-            {key: group[key] for key in new} for group, new in zip(groups, given, strict=True)
-        ]
         self._place_counts()
-        for group, new in zip(groups, given, strict=True):
-            group.update(new)
-        try:
-            with _supported_on_cpu(self.optimizer):
-                yield rates
-        finally:
-            for group, new, old in zip(groups, given, before, strict=True):
-                group.update({key: old[key] for key in new if group.get(key) is new[key]})
+        with in_groups(groups, given), _supported_on_cpu(self.optimizer):
+            yield rates
 
     def _place_counts(self) -> None:
         """Put step counts and their like beside the parameters, as flagged optimizers have them."""

@@ -46,6 +46,21 @@ def numbers_in(entries: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
+@contextmanager
+def in_groups(
+    groups: Sequence[dict[str, Any]], given: Sequence[Mapping[str, Any]]
+) -> Iterator[None]:
+    """Have other values in these very groups while the body runs; what that writes stays."""
+    before = [{key: group[key] for key in new} for group, new in zip(groups, given, strict=True)]
+    for group, new in zip(groups, given, strict=True):
+        group.update(new)
+    try:
+        yield
+    finally:
+        for group, new, old in zip(groups, given, before, strict=True):
+            group.update({key: old[key] for key in new if group.get(key) is new[key]})
+
+
 class LiveNumber:
     """Stands for a number: knows its value now, and how to compute it another time.
 
@@ -221,16 +236,12 @@ class Tape:
         """Have live numbers in groups and state while the body, a step, runs."""
         groups, state = self._optimizer.param_groups, self._optimizer.state
         given = [self._of_group(index, group) for index, group in enumerate(groups)]
-        before = [
-            {key: group[key] for key in new} for group, new in zip(groups, given, strict=True)
-        ]
-        for group, new in zip(groups, given, strict=True):
-            group.update(new)
         counts = {param: self._of_state(param, entries) for param, entries in state.items()}
         for param, new in counts.items():
             state[param].update(new)
         try:
-            yield
+            with in_groups(groups, given):
+                yield
         except TypeError as error:
             if "LiveNumber" not in str(error):
                 raise
@@ -242,8 +253,7 @@ class Tape:
                 kind=HazardKind.OPTIMIZER,
             ) from None
         finally:
-            for group, new, old in zip(groups, given, before, strict=True):
-                group.update({key: old[key] for key in new if group.get(key) is new[key]})
+            for group in groups:
                 group.update(_plain(group))
             for param, entries in state.items():
                 known = counts.get(param, {})
