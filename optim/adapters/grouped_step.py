@@ -229,7 +229,7 @@ class _SGD(_Plan):
     def step(self, group: _Group, grads: _Tensors) -> None:
         if group["nesterov"] and not (group["maximize"] or group["weight_decay"]):
             grads = list(map(Tensor.clone, grads))  # torch looks ahead in their memory
-        buffers = self.columns[0] if self.columns else [None] * len(grads)
+        buffers: list[Tensor | None] = [*self.columns[0]] if self.columns else [None] * len(grads)
         told = {name: group[name] for name in ("lr", *self.numbers, *self.flags)}
         sgd(self.params, grads, buffers, foreach=True, **told)
 
