@@ -221,10 +221,14 @@ class Places:
         self.places[place.title] = place
 
     def named_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield the tensors that were found, with names for messages."""
+        """Yield the tensors that were found, also in lists, with names for messages."""
         for title, place in self.places.items():
             if isinstance(place.value, Tensor):
                 yield title, place.value
+            elif isinstance(place.value, (list, deque)):
+                for index, item in enumerate(place.value):
+                    if isinstance(item, Tensor):
+                        yield f"{index} of {title.removeprefix('the items of ')}", item
 
     def asks(self, *, watched: bool = False) -> Iterator[Ask]:
         """Yield one question for each way to look.

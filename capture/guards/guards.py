@@ -108,6 +108,7 @@ class Guards:
         outside = found.outside(self._model)
         read = ReadGuard(take, found, before, self._assignments, was_read)
         weights = [each for each in _weights(outside) if was_read(each[1])]
+        read_tensors = [each for each in read.places.named_tensors() if was_read(each[1])]
         self._outside = (
             StructureGuard(outside),
             ModeGuard(outside, found.reads_mode),
@@ -117,7 +118,7 @@ class Guards:
         names = {id(param): name for name, param in self._named_params.items()}
         guards: tuple[Guard, ...] = (
             StructureGuard(modules),
-            TensorGuard([*self._named_tensors(), *read.places.named_tensors()]),
+            TensorGuard([*self._named_tensors(), *read_tensors]),
             TensorGuard(
                 ((f"gradient of {name!r}", view) for name, view in self._named_gradients()),
                 addresses_only=True,

@@ -16,10 +16,18 @@ from helpers import assert_same_state, make_optimizer, snapshot
 NUM_EAGER = 4  # 3 warm-up calls and the recording
 
 
+class Data:
+    """An object that a module holds."""
+
+    def __init__(self) -> None:
+        self.gain = 2.0
+
+
 class Body(nn.Module):
-    """Layers, a buffer, a plain tensor, a number and a generator that the forward pass reads."""
+    """Layers, tensors, a generator, and values of all sorts that the forward pass reads."""
 
     table: Tensor
+    at_class = 1.0
 
     def __init__(self) -> None:
         super().__init__()
@@ -27,10 +35,16 @@ class Body(nn.Module):
         self.norm = nn.BatchNorm1d(4)
         self.dropout = nn.Dropout(0.25)
         self.register_buffer("table", torch.linspace(0.5, 1.5, 4))
-        self.plain = torch.ones(4)
+        self.plain = torch.ones(16)[2:6]
         self.unused = torch.ones(2)
         self.temperature = 2.0
         self.clip = (-8.0, 8.0)
+        self.numbers = [2.0, 3.0]
+        self.options = {"gain": 1.0}
+        self.data = Data()
+        self.function = torch.tanh
+        self.nothing: float | None = None
+        self.tensors = [torch.full((2, 8), 2.0)[:1, 2:6]]
         self.noise = torch.Generator().manual_seed(1)
         self.num_calls = 0
         self.calls_so_far = {"all": 0}
@@ -39,6 +53,8 @@ class Body(nn.Module):
         for layer in self.layers:
             x = layer(x).clamp(*self.clip)
         x = x + torch.rand(x.shape, generator=self.noise)
+        gain = self.numbers[0] * self.options["gain"] * self.data.gain * self.at_class
+        x = self.function(x) * self.tensors[0] * (gain if self.nothing is None else self.nothing)
         out: Tensor = self.dropout(self.norm(x)) * self.table * self.plain
         return out
 
