@@ -323,6 +323,11 @@ def of_method() -> Way:
     return dataclasses.replace(of(meter), count=meter.update)
 
 
+def of_the_other_one() -> Way:
+    first, second = Data(), Data()
+    return of(second, lambda: first.weight * second.weight, "closure variable 'second'")
+
+
 def of_made_up() -> Way:
     content = {"inner": {"weight": 1}}
     config = Made(content)
@@ -478,6 +483,7 @@ WAYS: dict[str, Callable[[], Way]] = {
     ),
     "made_up": of_made_up,
     "method": of_method,
+    "the_other_one": of_the_other_one,
     "partialmethod": lambda: of(Inner.held, lambda: Inner().scaled(), r"'weight' of Inner\.held"),
     "singledispatchmethod": lambda: of(
         Inner.held, lambda: Inner().dispatched(1), r"'weight' of Inner\.held"

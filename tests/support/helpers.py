@@ -242,14 +242,14 @@ def check_against_eager(
 
 def count_forwards(model: nn.Module) -> Callable[[], int]:
     """Count the calls of a model's forward from now on; the result returns how many there were."""
-    calls = Unseen(None)
+    forwards = Unseen(None)
 
     def hook(module: nn.Module, args: object) -> None:
-        next(calls)
+        next(forwards)
 
     # torch 2.15 traces hooks, and would compile anew for each count.
     model.register_forward_pre_hook(not_traced(hook))
-    return lambda: calls.num_calls
+    return lambda: forwards.num_calls
 
 
 class OpNames(TorchDispatchMode):

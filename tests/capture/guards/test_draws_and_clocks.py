@@ -20,10 +20,9 @@ import torch
 from torch import Tensor, nn
 
 import graphfsdp
-from counting_net import mean_square, refusal_of
+from counting_net import Loss, mean_square, refusal_of
 from graphfsdp.optim import FusedAdam
 
-Loss = Callable[[nn.Module, Tensor], Tensor]
 START = time.time()
 CLOCK_STARTED, PERF_STARTED = time.monotonic(), time.perf_counter_ns()
 TODAY = time.strftime("%j", time.localtime(START))
@@ -104,17 +103,6 @@ def of_functions() -> Callable[[], bool]:
     return lambda: state.step()
 
 
-def of_classes() -> Callable[[], bool]:
-    kinds = [type(f"Kind{index}", (), {}) for index in range(9)]
-    state = types.SimpleNamespace(kind=kinds[0]())
-
-    def decide() -> bool:
-        state.kind = kinds[min(kinds.index(type(state.kind)) + 1, 8)]()
-        return type(state.kind) is kinds[7]
-
-    return decide
-
-
 BACKWARDS = {"calls": 0}
 
 
@@ -143,10 +131,7 @@ NAMES = [f"stage_{index}" for index in range(9)]
 # States without a number that moves, and what the refusal must name.
 STAGES: dict[str, tuple[Callable[[], Callable[[], bool]], str]] = {
     "enum": (lambda: of_stages(enum.Enum("Stage", NAMES)), "<Stage.stage_3: 4> -> "),
-    "int_enum": (lambda: of_stages(enum.IntEnum("Stage", NAMES)), "'stage' of"),
-    "str_enum": (lambda: of_stages(enum.StrEnum("Stage", NAMES)), "'stage' of"),
     "function": (of_functions, "'step' of closure variable 'state'"),
-    "class": (of_classes, "'kind' of closure variable 'state'"),
 }
 
 

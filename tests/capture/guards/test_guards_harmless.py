@@ -1,7 +1,11 @@
 """What a replay does not depend on may change between two replays."""
 
+import argparse
+import copy
 import pickle
+import types
 from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -9,9 +13,15 @@ import torch
 from torch import Tensor, nn
 
 import graphfsdp
+from footgun_net import inputs
+from footgun_net import start as start_net
 from graphfsdp.optim import FusedAdam
 from guard_net import CountingBody, Guarded, refused, start
 from helpers import same_bits
+from ways_to_a_value import Data, Special
+
+CPU = torch.device("cpu")
+loss = UNUSED = 0.0
 
 
 def test_validation_between_steps_is_harmless() -> None:
@@ -48,6 +58,8 @@ HARMLESS: dict[str, Callable[[Guarded], Any]] = {
     "num_threads": lambda g: torch.set_num_threads(torch.get_num_threads()),
     "seed": lambda g: (torch.manual_seed(5), g.model.body.noise.manual_seed(5)),
     "in_place_write": lambda g: g.model.body.table.data.fill_(1.0),
+    "in_place_write_in_a_list": lambda g: g.model.body.tensors[0].fill_(3.0),
+    "looked_at": lambda g: (copy.deepcopy(g.model), repr(g.model), g.model.frozen.numpy()),
     "unhooked_in_time": lambda g: g.model.scale.register_hook(lambda grad: None).remove(),
     "detached_alias": lambda g: setattr(g.model, "_alias", g.model.scale.detach()),
 }
@@ -142,3 +154,133 @@ def test_a_class_method_that_forward_calls_is_the_same_one_each_time(
         monkeypatch.setattr(WithClassMethod, "scale", classmethod(lambda cls: 3.0))
         with pytest.raises(graphfsdp.GuardError, match=r"WithClassMethod\.scale was"):
             step(torch.randn(3, 4))
+
+
+# What programs keep around a loss: the loss, and what the loop changes between two calls.
+Kept = tuple[Callable[[Any, Tensor], Tensor], Callable[[int, Tensor], object]]
+
+
+class Output:
+    """What a model of another library returns."""
+
+    def __init__(self, loss: Tensor) -> None:
+        self.loss = loss
+
+
+@dataclass(frozen=True)
+class Settings:
+    """A configuration that is replaced, never changed."""
+
+    weight: float = 1.0
+    epoch: int = 0
+
+
+class Loop:
+    """Keeps what training loops keep."""
+
+    def __init__(self) -> None:
+        self.config = {"weight": 1.0, "epoch": 0}
+        self.settings = Settings()
+        self.history: list[Tensor] = []
+        self.best = 0.0
+        self.num_steps = self.num_calls = 0
+        self.last: Tensor | None = None
+
+    def loss_fn(self, model: nn.Module, x: Tensor) -> Tensor:
+        self.num_calls += 1
+        loss: Tensor = model(x) * self.config["weight"] * self.settings.weight
+        self.last = loss.detach()
+        self.history.append(self.last)
+        return loss
+
+    def goes_on(self, index: int, loss: Tensor) -> None:
+        self.num_steps += 1
+        self.num_calls = index * 10
+        self.best = min(self.best, float(loss))
+        self.history.append(loss)
+        self.settings = replace(self.settings, epoch=index)
+        self.config = dict(self.config)  # an equal one
+
+
+class Named(Loop):
+    """Keeps its last loss under the name that the model's output has, too."""
+
+    def loss_fn(self, model: nn.Module, x: Tensor) -> Tensor:
+        return Output(model(x) * self.settings.weight + x.mean()).loss
+
+    def goes_on(self, index: int, loss: Tensor) -> None:
+        self.mean = self.loss = float(loss)
+
+
+def of(make: type[Loop]) -> Kept:
+    loop = make()
+    return loop.loss_fn, loop.goes_on
+
+
+def of_counters() -> Kept:
+    log, total = {"calls": 0.0}, 0
+
+    def loss_fn(model: nn.Module, x: Tensor) -> Tensor:
+        nonlocal total
+        total += 1
+        log["calls"] += 1
+        return Output(model(x)).loss
+
+    def between(index: int, value: Tensor) -> None:
+        nonlocal total
+        total = index * 10
+        log["calls"] = float(total)
+        globals().update(loss=float(value), UNUSED=float(index))
+
+    return loss_fn, between
+
+
+def of_objects(make: Callable[[], Any]) -> Callable[[], Kept]:
+    def kept() -> Kept:
+        owner = make()
+        owner.weight = 1
+
+        def between(index: int, value: Tensor) -> None:
+            owner.unread = owner.epoch = index
+
+        return lambda model, x: model(x) * owner.weight, between
+
+    return kept
+
+
+def that_make_up_others() -> Kept:
+    class Endless:
+        def __getattr__(self, name: str) -> Any:
+            if name.startswith("__"):
+                raise AttributeError(name)
+            return Endless()
+
+    endless, loop = Endless(), types.SimpleNamespace(weight=1.0)
+    loop.next = loop
+
+    def loss_fn(model: Any, x: Tensor) -> Tensor:
+        assert endless.next.next.next is not None
+        loss: Tensor = model(x) * loop.next.next.weight
+        return loss
+
+    return loss_fn, lambda index, value: None
+
+
+KEPT: dict[str, Callable[[], Kept]] = {
+    "loop": lambda: of(Loop),
+    "names of the output": lambda: of(Named),
+    "counters": of_counters,
+    "object": of_objects(Data),
+    "special methods": of_objects(Special),
+    "namespace": of_objects(argparse.Namespace),
+    "endless": that_make_up_others,
+}
+
+
+@pytest.mark.parametrize("name", KEPT)
+def test_what_nothing_reads_around_a_loss_may_change(name: str) -> None:
+    loss_fn, between = KEPT[name]()
+    step, *_ = start_net(CPU, loss_fn, lr=0.1)
+    for index in range(8):
+        between(index, step(inputs(CPU)))
+    assert step.report().num_calls["replay"] == 4

@@ -15,14 +15,67 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import graphfsdp
-from counting_net import CountingNet, mean_square, refusal_of
+from counting_net import CountingNet, Loss, mean_square, refusal_of
 from graphfsdp import CaptureError, HazardKind
 from graphfsdp.optim import FusedAdam
-from helpers import assert_same_states, snapshot
+from helpers import Batch, Case, assert_same_run, check_against_eager, run
 
-Loss = Callable[[nn.Module, Tensor], Tensor]
-NUM_CALLS = 40
+CPU = torch.device("cpu")
 LOG = logging.getLogger("moves")
+
+
+def rows(generator: torch.Generator) -> Batch:
+    return Batch((torch.randn(3, 4, generator=generator),))
+
+
+def trained(loss_fn: Loss) -> None:
+    """Train until a capture has replayed."""
+    model = nn.Linear(4, 4)
+    with graphfsdp.capture(model, FusedAdam(model.parameters()), loss_fn=loss_fn) as step:
+        for _ in range(6):
+            step(torch.ones(3, 4))
+        assert step.phase is graphfsdp.Phase.REPLAY
+
+
+class Shows(CountingNet):
+    """Looks at what it counts, and decides nothing by it."""
+
+    def decide(self, y: Tensor) -> Tensor:
+        self.shown = f"{self.calls}"
+        return y * 2 if self.late == 50 else y
+
+
+class InABuffer(CountingNet):
+    """Counts in a buffer, as the message about counters advises."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count: Tensor
+        self.register_buffer("count", torch.zeros(()))
+
+    def decide(self, y: Tensor) -> Tensor:
+        self.count.add_(1)
+        return torch.where(self.count > 8, y * 2, y)
+
+
+class SameName(nn.Module):
+    """Decides by a number of its own, which is called like another module's count."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = CountingNet()
+        self.calls = 5
+
+    def forward(self, x: Tensor) -> Tensor:
+        loss: Tensor = self.inner(x)
+        return loss * 2 if self.calls > 3 else loss
+
+
+@pytest.mark.parametrize("make", [CountingNet, Shows, InABuffer, SameName])
+def test_a_model_that_only_counts_or_decides_for_ever_is_captured(
+    make: Callable[[], nn.Module],
+) -> None:
+    check_against_eager(Case(make, rows), CPU)
 
 
 class Late(CountingNet):
@@ -134,6 +187,20 @@ def of_losses() -> Loss:
     return loss_fn
 
 
+def that_has_decided() -> Loss:
+    calls, state = 0, {"calls": 0, "best": 0}
+
+    def loss_fn(model: nn.Module, x: Tensor) -> Tensor:
+        nonlocal calls
+        calls += 1
+        state["calls"] += 1
+        if calls == 1 or not state["calls"] or state["calls"] == 3:  # passed when it is tested
+            state["best"] = 7
+        return mean_square(model, x) * (2 if state["best"] == 7 else 1)
+
+    return loss_fn
+
+
 # What only counts, logs or collects, and how the warning names it.
 HARMLESS: dict[str, tuple[Callable[[], Loss], str]] = {
     "global": (of_global, "'CALLS'"),
@@ -142,21 +209,12 @@ HARMLESS: dict[str, tuple[Callable[[], Loss], str]] = {
     "meter": (of_a_meter, "'count' of closure variable 'meter'"),
     "prints": (that_prints, "'calls' of closure variable 'state'"),
     "losses": (of_losses, "losses"),
+    "decided": (that_has_decided, "'calls' of closure variable 'state'"),
 }
 
 
-def train(make_loss: Callable[[], Any], scope: str) -> list[Any]:
-    torch.manual_seed(0)
-    model = nn.Linear(4, 4)
-    optim = FusedAdam(model.parameters(), lr=0.01)
-    states = []
-    with graphfsdp.capture(model, optim, loss_fn=make_loss(), scope=scope) as step:
-        for index in range(NUM_CALLS):
-            optim.param_groups[0]["lr"] = 0.01 / (1 + index)
-            states.append({"loss": step(torch.randn(3, 4)), **snapshot(model, optim)})
-        phase = graphfsdp.Phase.EAGER if scope == "none" else graphfsdp.Phase.REPLAY
-        assert step.phase is phase
-    return states
+def linear() -> nn.Module:
+    return nn.Linear(4, 4)
 
 
 @pytest.mark.parametrize("name", HARMLESS)
@@ -165,12 +223,13 @@ def test_what_decides_nothing_is_warned_of_once_and_replays_are_right(
 ) -> None:
     make, named = HARMLESS[name]
     with caplog.at_level(logging.WARNING, "graphfsdp"):
-        replayed = train(make, "full_iteration")
+        replayed = run(Case(linear, rows, make()), "full_iteration", CPU)
     told = [record.getMessage() for record in caplog.records if record.name == "graphfsdp"]
     assert len(told) == 1
     assert "stands still from now on" in told[0]
     assert named in told[0]
-    assert_same_states(train(make, "none"), replayed)
+    assert replayed.report.num_calls["replay"] == 10
+    assert_same_run(run(Case(linear, rows, make()), "none", CPU), replayed)
 
 
 STATE: Any = types.SimpleNamespace(calls=0, table={"calls": 0, "best": 0})
@@ -231,11 +290,7 @@ def test_other_items_of_a_dict_that_counts_may_decide() -> None:
         STATE.table["calls"] += 1
         return mean_square(model, x) * (2 if STATE.table["best"] == 7 else 1)
 
-    model = nn.Linear(4, 4)
-    with graphfsdp.capture(model, FusedAdam(model.parameters()), loss_fn=loss_fn) as step:
-        for _ in range(6):
-            step(torch.ones(3, 4))
-        assert step.phase is graphfsdp.Phase.REPLAY
+    trained(loss_fn)
 
 
 class Remakes(nn.Module):
@@ -272,24 +327,14 @@ class Remakes(nn.Module):
 def test_containers_that_are_made_anew_are_no_state(
     kind: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def train(**options: Any) -> list[Any]:
-        torch.manual_seed(0)
-        model = Remakes(kind)
-        optim = FusedAdam(model.parameters(), lr=0.01)
-        states = []
-        with graphfsdp.capture(model, optim, **options) as step:
-            for _ in range(16):
-                states.append({"loss": step(torch.randn(3, 4)), **snapshot(model, optim)})
-        return states
-
-    expected = train(scope="none")
+    case = Case(lambda: Remakes(kind), rows)
+    expected = run(case, "none", CPU)
     for audit in (0, 2):
-        assert_same_states(expected, train(audit=audit))
+        assert_same_run(expected, run(case, "full_iteration", CPU, audit=audit))
     assert "stands still" not in caplog.text
 
 
 def test_progress_that_an_iteration_shows_is_none_of_it() -> None:
-    model = nn.Linear(4, 4)
     with Progress(console=Console(file=io.StringIO())) as progress:
         task = progress.add_task("training", total=10)
 
@@ -297,10 +342,7 @@ def test_progress_that_an_iteration_shows_is_none_of_it() -> None:
             progress.advance(task)
             return mean_square(model, x)
 
-        with graphfsdp.capture(model, FusedAdam(model.parameters()), loss_fn=loss_fn) as step:
-            for _ in range(6):
-                step(torch.ones(3, 4))
-            assert step.phase is graphfsdp.Phase.REPLAY
+        trained(loss_fn)
 
 
 class Counts(TorchDispatchMode):
@@ -319,14 +361,8 @@ class Counts(TorchDispatchMode):
 
 
 def test_what_a_mode_around_the_loop_counts_is_none_of_the_iterations() -> None:
-    model = nn.Linear(4, 4)
-    with (
-        graphfsdp.capture(model, FusedAdam(model.parameters()), loss_fn=mean_square) as step,
-        Counts() as counts,
-    ):
-        for _ in range(6):
-            step(torch.ones(3, 4))
-        assert step.phase is graphfsdp.Phase.REPLAY
+    with Counts() as counts:
+        trained(mean_square)
     assert counts.num_ops
 
 

@@ -1,6 +1,8 @@
 """Whatever way code goes to a value: a change of it is named, and one of its own is refused."""
 
-import argparse
+import functools
+import types
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,14 +13,101 @@ import graphfsdp
 from counting_net import refusal_of
 from footgun_net import inputs, start
 from graphfsdp import HazardKind
-from ways_to_a_value import WAYS, Data, Special
+from ways_to_a_value import WAYS, Told, Way
 
 CPU = torch.device("cpu")
 
 
-@pytest.mark.parametrize("name", WAYS)
+def one() -> int:
+    return 1
+
+
+HELPER = one
+
+
+def of_helper() -> Way:
+    def put(n: int) -> None:
+        global HELPER
+        HELPER = one if n == 1 else lambda: n
+
+    return Way(lambda: HELPER(), put, "'HELPER' .* one function .* another function")
+
+
+def of_defaults() -> Way:
+    def read(weight: int = 1) -> int:
+        return weight
+
+    put = lambda n: setattr(read, "__defaults__", (n,))  # noqa: E731
+    return Way(lambda: read(), put, "the default arguments of")
+
+
+def of_code() -> Way:
+    def read() -> int:
+        return 1
+
+    codes = {1: read.__code__, 2: (lambda: 2).__code__}
+    return Way(lambda: read(), lambda n: setattr(read, "__code__", codes[n]), "the code of .*read")
+
+
+def of_registry() -> Way:
+    @functools.singledispatch
+    def read(value: object) -> int:
+        return 0
+
+    functions: dict[int, Any] = {1: lambda value: 1, 2: lambda value: 2}
+    put = lambda n: read.register(int, functions[n])  # noqa: E731
+    return Way(lambda: read(3), put, "what is registered for .*read")
+
+
+def of_keyword() -> Way:
+    given = functools.partial(lambda weight: weight, weight=1)
+    put = lambda n: given.keywords.update(weight=n)  # noqa: E731
+    return Way(lambda: given(), put, "keyword 'weight' of a functools.partial")
+
+
+def of_its_class() -> Way:
+    """Return the way to what an object has of its class until it gets something of its own."""
+    owner = Told()
+
+    def put(n: int) -> None:
+        if n == 1:
+            vars(owner).clear()
+        else:
+            owner.weight = n
+
+    return Way(lambda: owner.weight, put, "'weight' of .* was missing")
+
+
+def of_memory() -> Way:
+    weight = torch.ones(())
+    memory = {1: weight.data, 2: torch.full((), 2.0)}
+    named = "closure variable 'weight' .* in other memory"
+    return Way(lambda: weight, lambda n: setattr(weight, "data", memory[n]), named)
+
+
+def of_tensor() -> Way:
+    state = types.SimpleNamespace(weight=None)
+    tensors = {1: torch.ones(()), 2: torch.full((), 2.0)}
+    named = "'weight' of closure variable 'state' .*one Tensor.*another Tensor"
+    return Way(lambda: state.weight, lambda n: setattr(state, "weight", tensors[n]), named)
+
+
+# What is replaced, and no iteration counts in.
+REPLACED: dict[str, Callable[[], Way]] = {
+    "function": of_helper,
+    "default_arguments": of_defaults,
+    "code": of_code,
+    "registered": of_registry,
+    "keyword_of_a_partial": of_keyword,
+    "attribute_of_its_class": of_its_class,
+    "memory_of_a_tensor": of_memory,
+    "tensor": of_tensor,
+}
+
+
+@pytest.mark.parametrize("name", [*WAYS, *REPLACED])
 def test_a_value_that_has_changed_is_named_until_it_is_put_back(name: str) -> None:
-    way = WAYS[name]()
+    way = (WAYS | REPLACED)[name]()
     way.put(1)
     step, *_ = start(CPU, lambda model, x: model(x) * way.read(), warmup_steps=1)
     for _ in range(3):
@@ -46,13 +135,3 @@ def test_a_count_that_one_day_decides_is_refused_at_once(name: str) -> None:
     assert "reads it for more" in str(error)
     assert " -> " in str(error)
     assert error.kind is HazardKind.BAKED_NUMBER
-
-
-@pytest.mark.parametrize("owner", [Special(), Data(), argparse.Namespace(weight=1)])
-def test_what_nothing_reads_of_an_object_may_change(owner: Any) -> None:
-    owner.weight = 1
-    step, *_ = start(CPU, lambda model, x: model(x) * owner.weight)
-    for epoch in range(6):
-        owner.unread = owner.epoch = epoch
-        step(inputs(CPU))
-    assert step.phase is graphfsdp.Phase.REPLAY
