@@ -28,20 +28,20 @@ class LoadPlan:
 
     manifest: Manifest
     model: NamedModel
-    elsewhere: set[str]  # names that other stages of a pipeline load
     # This rank's parts by key: a tensor may be read twice, such as a weight, also as a main weight.
     parts: dict[str, list[Tensor]] = field(default_factory=dict)
     afterwards: list[Callable[[], object]] = field(default_factory=list)  # in this order
     problems: list[str] = field(default_factory=list)
+    unused: list[str] = field(default_factory=list)  # problems, unless another rank has use for it
     unread: set[str] = field(default_factory=set)  # the model's tensors that are left as they are
 
-    def read_into(self, key: str, part: Tensor) -> Tensor:
-        self.parts.setdefault(key, []).append(part)
-        return part
-
-    def read_whole(self, key: str) -> Tensor:
-        dtype, shape = self.manifest.tensors[key]
-        return self.read_into(key, torch.empty(shape, dtype=dtype, device="cpu"))
+    def read(self, key: str, into: Tensor | None = None) -> Tensor:
+        """Read into this rank's part of a tensor; without one, into a new whole one."""
+        if into is None:
+            dtype, shape = self.manifest.tensors[key]
+            into = torch.empty(shape, dtype=dtype, device="cpu")
+        self.parts.setdefault(key, []).append(into)
+        return into
 
     def read_like(self, key: str, param: Tensor, existing: object = None) -> Tensor:
         """Read into what exists where it has the dtype and the rows, else into a new tensor."""
@@ -49,9 +49,9 @@ class LoadPlan:
         if isinstance(existing, Tensor) and existing.dtype == dtype:
             part = state_part(param, existing)
             if part is not None:
-                self.read_into(key, part)
+                self.read(key, part)
                 return existing
-        return self.read_into(key, new_like(param, dtype))
+        return self.read(key, new_like(param, dtype))
 
     def width(self, key: str) -> int:
         return self.manifest.tensors[key].dtype.itemsize
@@ -61,7 +61,7 @@ class LoadPlan:
         aliases = self.manifest.facts.get("aliases", {})
         others = [alias for alias, first in self.model.aliases.items() if first == name]
         for candidate in (name, aliases.get(name), *others):
-            if candidate is not None and f"{MODEL}{candidate}" in self.manifest.tensors:
+            if f"{MODEL}{candidate}" in self.manifest.tensors:
                 return f"{MODEL}{candidate}"
         return None
 
@@ -79,33 +79,32 @@ def plan_model(plan: LoadPlan) -> None:
         if key is None:
             plan.problems.append(f"model: {name!r} is missing in the checkpoint")
         else:
-            used.add(key)
+            used.add(key.removeprefix(MODEL))
         if key is None or not plan.fits(key, tensor.shape, f"model: {name!r}"):
             plan.unread.add(name)
             continue
         # From the main weight, where that has more digits to give.
         main = f"{OPTIMIZER}{name}.{MAIN}"
         if main not in plan.manifest.tensors or plan.width(key) >= tensor.dtype.itemsize:
-            plan.read_into(key, part_of(tensor))
+            plan.read(key, part_of(tensor))
         elif plan.manifest.tensors[main].dtype != torch.int16:
-            plan.read_into(main, part_of(tensor))
+            plan.read(main, part_of(tensor))
         else:
-            weight = plan.read_into(key, new_like(tensor, torch.bfloat16))
-            rest = plan.read_into(main, new_like(tensor, torch.int16))
+            weight = plan.read(key, new_like(tensor, torch.bfloat16))
+            rest = plan.read(main, new_like(tensor, torch.int16))
             plan.afterwards.append(functools.partial(_join, local_part(tensor), weight, rest))
     extra = plan.manifest.facts.get("extra", {})
     for name, (module, _) in plan.model.extra.items():
         if name in extra:
             used.add(name)
-            state = decode(extra[name], plan.read_whole)
+            state = decode(extra[name], plan.read)
             plan.afterwards.append(functools.partial(module.set_extra_state, state))
         else:
             plan.problems.append(f"model: {name!r} is missing in the checkpoint")
-    saved = [*(key for key in plan.manifest.tensors if key.startswith(MODEL)), *extra]
-    plan.problems += [
+    saved = {key.removeprefix(MODEL) for key in plan.manifest.tensors if key.startswith(MODEL)}
+    plan.unused += [
         f"model: {name!r} is in the checkpoint, but not in the model"
-        for name in (key.removeprefix(MODEL) for key in saved if key not in used)
-        if name not in plan.elsewhere
+        for name in (saved | set(extra)) - used
     ]
 
 

@@ -19,7 +19,7 @@ from graphfsdp.checkpoint.folder import MANIFEST, resolve
 from graphfsdp.checkpoint.load_plan import LoadPlan, plan_model
 from graphfsdp.checkpoint.manifest import FORMAT, VERSION, Manifest, SavedFile, SavedTensor, dump
 from graphfsdp.checkpoint.members import Members
-from graphfsdp.checkpoint.named import as_module, name_model, names_elsewhere
+from graphfsdp.checkpoint.named import as_module, name_model
 from graphfsdp.checkpoint.objects import (
     BUFFERS,
     RANDOM,
@@ -101,14 +101,15 @@ def load(
     folder = members.first(lambda: resolve(Path(path), step))
     module: nn.Module = as_module(model)
     named = members.together(lambda: name_model(module))
-    elsewhere = names_elsewhere(module, named, members)
-    plan = members.together(lambda: LoadPlan(_read_manifest(folder), named, elsewhere))
+    plan = members.together(lambda: LoadPlan(_read_manifest(folder), named))
 
     def make_plan() -> None:
         plan_model(plan)
         if optimizer is not None:
             plan_optimizer(plan, optimizer)
         _plan_objects(plan, objects or {}, folder, members, rng=rng)
+
+    def refuse_misfits() -> None:
         if strict and plan.problems:
             listed = "\n".join(f"  {problem}" for problem in plan.problems)
             raise CheckpointMismatchError(
@@ -119,6 +120,9 @@ def load(
 
     with memory_for_values(module) as have_values, torch.no_grad():
         members.together(make_plan)
+        # What a checkpoint has of other stages of a pipeline is loaded there.
+        plan.problems += sorted(set.intersection(*map(set, members.gather(plan.unused))))
+        members.together(refuse_misfits)
         plan.manifest.check_files(folder, members)
         plan.manifest.read(folder, plan.parts, members)
         for action in plan.afterwards:
@@ -169,8 +173,8 @@ def _find(plan: LoadPlan, name: str, thing: Stateful) -> Callable[[str], Tensor]
 
     def find(key: str) -> Tensor:
         if key in living and plan.fits(key, living[key].shape, f"objects: {key!r}"):
-            return plan.read_into(key, living[key])
-        return plan.read_whole(key)
+            return plan.read(key, living[key])
+        return plan.read(key)
 
     return find
 

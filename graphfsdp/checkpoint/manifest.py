@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 
@@ -67,17 +66,9 @@ class Manifest:
         reader = HuggingFaceStorageReader(str(folder))
         num_reads = max(members.gather(max(map(len, parts.values()), default=0)))
         for number in range(num_reads):
-            # Slices of files come on the default device.
-            with members.dcp_errors(), torch.device("cpu"):
-                dcp_load(
-                    {key: into[number] for key, into in parts.items() if number < len(into)},
-                    storage_reader=reader,
-                    planner=DefaultLoadPlanner(
-                        flatten_state_dict=False, flatten_sharded_tensors=False
-                    ),
-                    process_group=members.group,
-                    no_dist=members.group is None,
-                )
+            now = {key: into[number] for key, into in parts.items() if number < len(into)}
+            with torch.device("cpu"):  # where slices of files come to
+                members.call_dcp(dcp_load, now, storage_reader=reader)
 
     def read_objects(self, folder: Path, rank: int) -> dict[str, Json]:
         """Return the states in a rank's file of objects, which is checked before it is read."""

@@ -1,13 +1,14 @@
 """Ranks that save, load or train together: what they tell each other, shared failures."""
 
-import contextlib
 import re
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NoReturn, TypeVar
+from typing import Any, TypeVar
 
 import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
 
 from graphfsdp.errors import CheckpointError, GraphFSDPError
 
@@ -48,18 +49,21 @@ class Members:
         raise anything, while the others wait.
         """
         made: list[T] = []
-        failure: Exception | None = None
+        failure: BaseException | None = None
         try:
             made.append(make())
-        except Exception as error:
-            failure = error
+        except (Exception, CheckpointException) as error:
+            failure = _own_failure(error, self.rank)
         everyone = self.gather(None if failure is None else _as_ours(failure))
-        failed = {rank: what for rank, what in enumerate(everyone) if what is not None}
+        failed = [(rank, what) for rank, what in enumerate(everyone) if what is not None]
         if not failed:
             return made[0]
         if failure is not None and not isinstance(failure, GraphFSDPError):
             raise failure
-        self._raise(failed, failure)
+        rank, first = failed[0]
+        if len(failed) < self.size or len({str(what) for _, what in failed}) > 1:
+            raise type(first)(f"rank {rank}: {first}") from failure
+        raise failure or first
 
     def first(self, make: Callable[[], T]) -> T:
         made = self.together(lambda: make() if self.rank == 0 else None)
@@ -67,37 +71,29 @@ class Members:
         assert found is not None
         return found
 
-    @contextlib.contextmanager
-    def dcp_errors(self) -> Iterator[None]:
-        """Raise what failed in torch.distributed.checkpoint on any rank, named, on all.
-
-        What is no Exception, such as Ctrl-C, is raised only where it was.
-        """
-        # Here: who trains decides together with Members, and may never save.
-        from torch.distributed.checkpoint.api import CheckpointException
-
+    def call_dcp(
+        self, call: Callable[..., object], tensors: dict[str, Tensor], **options: object
+    ) -> None:
+        """Call save or load of torch.distributed.checkpoint; what fails, fails on all ranks."""
         # For good: a thread that saves must not set the filters of all threads for a while.
         if _FILTER not in warnings.filters:
             warnings.filterwarnings("ignore", _ALONE, UserWarning)
-        try:
-            yield
-        except CheckpointException as error:
-            failures = {rank: failure for rank, (failure, _) in sorted(error.failures.items())}
-            mine = failures.get(self.rank)
-            if mine is not None and not isinstance(mine, Exception):
-                raise mine from None
-            self._raise({rank: _as_ours(failure) for rank, failure in failures.items()}, mine)
+        options |= {"process_group": self.group, "no_dist": self.group is None}
+        self.together(lambda: call(tensors, **options))
 
-    def _raise(self, failed: dict[int, GraphFSDPError], mine: BaseException | None) -> NoReturn:
-        rank, first = next(iter(failed.items()))
-        if len(failed) < self.size or len({str(failure) for failure in failed.values()}) > 1:
-            raise type(first)(f"rank {rank}: {first}") from mine
-        if isinstance(mine, GraphFSDPError):
-            raise mine
-        raise first from mine
+
+def _own_failure(error: BaseException, rank: int) -> BaseException | None:
+    """Return what has failed on this rank; dcp raises on all ranks what did on any of them."""
+    if not isinstance(error, CheckpointException):
+        return error
+    failure, _ = error.failures.get(rank, (None, None))
+    # What is no Exception, such as Ctrl-C, stays what it is.
+    return _as_ours(failure) if isinstance(failure, Exception) else failure
 
 
 def _as_ours(failure: BaseException) -> GraphFSDPError:
     if isinstance(failure, GraphFSDPError):
         return failure
-    return CheckpointError(f"{type(failure).__name__}: {failure}")
+    ours = CheckpointError(f"{type(failure).__name__}: {failure}")
+    ours.__cause__ = failure
+    return ours

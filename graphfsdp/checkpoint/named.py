@@ -13,7 +13,6 @@ from torch import Tensor, nn
 
 from graphfsdp.base.dtensors import is_dtensor, local_part, wrap_like
 from graphfsdp.base.sharded import pipeline_stages, put_back, units_of
-from graphfsdp.checkpoint.members import Members
 from graphfsdp.errors import ConfigError
 
 # Of a dictionary of state dicts, as torch.distributed.checkpoint flattens it.
@@ -55,6 +54,9 @@ class NamedModel:
     aliases: dict[str, str]  # other names of the same tensors
     extra: dict[str, tuple[nn.Module, Any]]  # what modules give as get_extra_state
 
+    def names(self) -> set[str]:
+        return {*self.tensors, *self.aliases, *self.extra}
+
     def buffers(self) -> dict[str, Tensor]:
         """Return the plain buffers, of which each rank may have other values."""
         return {
@@ -82,7 +84,7 @@ def name_model(model: nn.Module) -> NamedModel:
                 name = name.replace(wrapper, "")
             owner, _, last = raw_name.rpartition(".")
             if name in named.tensors or name in named.aliases or name in named.extra:
-                raise _refuse_name(name)
+                raise refuse_name(name)
             if not isinstance(value, Tensor) or last == "_extra_state":
                 named.extra[name] = (stage.get_submodule(owner), value)
             elif (first := first_names.setdefault(id(value), name)) == name:
@@ -92,28 +94,12 @@ def name_model(model: nn.Module) -> NamedModel:
     return named
 
 
-def names_elsewhere(model: nn.Module, named: NamedModel, members: Members) -> set[str]:
-    """Return the names that only other ranks have; none without a pipeline. A collective then.
-
-    ConfigError: two stages use the same name.
-    """
-    if not isinstance(model, Stages):
-        return set()
-    mine = {*named.tensors, *named.aliases, *named.extra}
-    holders: dict[str, tuple[int, ...]] = {}
-    for indices, names in members.gather((model.indices, sorted(mine))):
-        for name in names:
-            if holders.setdefault(name, indices) != indices:
-                raise _refuse_name(name)
-    return holders.keys() - mine
-
-
-def state_part(param: Tensor, value: Tensor) -> Tensor | None:
+def state_part(param: Tensor, value: Any) -> Tensor | None:
     """Return this rank's part of a state that is cut as its parameter; None if it is not.
 
     A state is a DTensor too, or a plain tensor of this rank's rows.
     """
-    if is_dtensor(value) and value.shape != param.shape:
+    if not isinstance(value, Tensor) or (is_dtensor(value) and value.shape != param.shape):
         return None
     if local_part(value).shape == local_part(param).shape:
         return part_of(value, param)
@@ -134,7 +120,7 @@ def states_by_name(
             yield row, names.get(id(param), f"param_groups[{row}][{place}]"), param, index
 
 
-def _refuse_name(name: str) -> ConfigError:
+def refuse_name(name: str) -> ConfigError:
     return ConfigError(
         f"two stages of the pipeline call a part {name!r}, which can be saved only once. Remedy: "
         "stages whose parts have the names that they have in the whole model: build it and "

@@ -22,12 +22,8 @@ from graphfsdp.optim.fused.adam import FusedAdam
 _ADAMS = frozenset({"Adam", "AdamW", "FusedAdam"})
 # Say how a step is run, not what it computes.
 _RUN_SETTINGS = frozenset({"foreach", "capturable", "differentiable", "fused"})
-_RULE_SETTINGS = (
-    "amsgrad",
-    "maximize",
-    "bias_correction",
-    "decoupled_weight_decay",
-    "nesterov",
+_RULE_SETTINGS = frozenset(
+    {"amsgrad", "maximize", "bias_correction", "decoupled_weight_decay", "nesterov"}
 )
 _NO_NUMBERS = frozenset({"params", "param_names"})
 
@@ -50,7 +46,7 @@ def describe_optimizer(
         groups[row]["params"].append(name)
         for key, value in state_dict["state"].get(index, {}).items():
             # A step count is a number beside the others, also that of a 0-D parameter.
-            is_like = isinstance(value, Tensor) and name in model.tensors and key != "step"
+            is_like = name in model.tensors and key != "step"
             part = state_part(param, value) if is_like else None
             where = f"{OPTIMIZER}{name}.{key}"
             if part is not None:
@@ -96,30 +92,39 @@ def plan_optimizer(plan: LoadPlan, optimizer: torch.optim.Optimizer) -> None:
     if kind != saved["kind"] and not {kind, saved["kind"]} <= _ADAMS:
         plan.problems.append(f"optimizer: saved from {saved['kind']}, here a {kind}")
         return
-    num_problems = len(plan.problems)
     current = optimizer.state_dict()
+    row_of = {name: row for row, group in enumerate(saved["groups"]) for name in group["params"]}
     names: list[list[str]] = [[] for _ in optimizer.param_groups]
     state: dict[Any, Any] = {}
     for row, name, param, index in states_by_name(plan.model, optimizer, current):
         names[row].append(name)
-        here = current["state"].get(index, {})
-        read = _read_state(plan, saved["state"].get(name, {}), name, param, here, optimizer)
+        read = current["state"].get(index, {})
+        if name in row_of:
+            read = _read_state(plan, saved["state"].get(name, {}), name, param, read, optimizer)
+        else:
+            plan.problems.append(
+                f"optimizer: {name!r} is in no parameter group of the saved optimizer"
+            )
         if read:
             state[index] = read
-    known = plan.elsewhere.union(*names)
-    plan.problems += [
+    plan.unused += [
         f"optimizer: the checkpoint has a state of {name!r}, which this one does not train"
-        for name in saved["state"]
-        if name not in known
+        for name in saved["state"].keys() - set().union(*names)
     ]
-    groups = [
-        _read_group(plan, saved["groups"], *named, isinstance(optimizer, FusedAdam))
-        for named in zip(names, current["param_groups"], strict=True)
-    ]
-    rest = decode(saved["rest"], plan.read_whole)
+    groups = []
+    for here, its_names in zip(current["param_groups"], names, strict=True):
+        rows: dict[int, str] = {}
+        for name in its_names:
+            if name in row_of:
+                rows.setdefault(row_of[name], name)
+        numbers = _read_numbers(plan, saved["groups"], rows) if rows else {}
+        if not isinstance(optimizer, FusedAdam):  # which compares below, with better words
+            numbers = _compare_rules(plan, numbers, here)
+        groups.append({**here, **numbers})
+    rest = decode(saved["rest"], plan.read)
     more = {key: value for key, value in rest.items() if key in current}
     state_dict = {**current, "state": state, "param_groups": groups, **more}
-    if len(plan.problems) == num_problems and isinstance(optimizer, FusedAdam):
+    if isinstance(optimizer, FusedAdam):
         try:
             optimizer.match(state_dict)
         except ConfigError as error:
@@ -131,25 +136,10 @@ def plan_optimizer(plan: LoadPlan, optimizer: torch.optim.Optimizer) -> None:
         plan.afterwards.append(lambda: make_skip_counter(optimizer).copy_(skipped))
 
 
-def _read_group(
-    plan: LoadPlan,
-    saved: Sequence[Mapping[str, Json]],
-    names: Sequence[str],
-    here: Mapping[str, Any],
-    compares: bool,  # its load_state_dict does that, with better words
+def _read_numbers(
+    plan: LoadPlan, saved: Sequence[Mapping[str, Json]], rows: Mapping[int, str]
 ) -> dict[str, Any]:
-    """Return a group with the numbers that its parameters were saved with."""
-    row_of = {name: row for row, group in enumerate(saved) for name in group["params"]}
-    rows: dict[int, str] = {}
-    for name in names:
-        if name in row_of:
-            rows.setdefault(row_of[name], name)
-        else:
-            plan.problems.append(
-                f"optimizer: {name!r} is in no parameter group of the saved optimizer"
-            )
-    if not rows:
-        return dict(here)
+    """Return the numbers of saved groups, which must be equal; ``rows`` has a parameter of each."""
     (first_row, first_name), *others = rows.items()
     for row, name in others:
         if saved[row]["hyper"] != saved[first_row]["hyper"]:
@@ -157,15 +147,20 @@ def _read_group(
                 f"optimizer: {first_name!r} and {name!r} are in one parameter group here, but "
                 f"were saved in groups {first_row} and {row} with other hyper-parameters"
             )
-    hyper = decode(saved[first_row]["hyper"], plan.read_whole)
-    known = {key: value for key, value in hyper.items() if key not in _RUN_SETTINGS}
-    for key in _RULE_SETTINGS if not compares else ():
+    hyper = decode(saved[first_row]["hyper"], plan.read)
+    return {key: value for key, value in hyper.items() if key not in _RUN_SETTINGS}
+
+
+def _compare_rules(
+    plan: LoadPlan, numbers: Mapping[str, Any], here: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Return the numbers without settings that the group has none of; those must be the usual."""
+    for key in _RULE_SETTINGS & numbers.keys():
         mine = here.get(key, key == "bias_correction")
-        if known.get(key, mine) != mine:
-            plan.problems.append(f"optimizer: saved with {key}={known[key]}, here {mine}")
-        if key not in here:
-            known.pop(key, None)
-    return {**here, **known}
+        if numbers[key] != mine:
+            plan.problems.append(f"optimizer: saved with {key}={numbers[key]}, here {mine}")
+    foreign = _RULE_SETTINGS - here.keys()
+    return {key: value for key, value in numbers.items() if key not in foreign}
 
 
 def _read_state(
@@ -175,23 +170,32 @@ def _read_state(
     param: Tensor,
     here: Mapping[str, Any],
     optimizer: torch.optim.Optimizer,
-) -> dict[str, Any]:
+) -> Mapping[str, Any]:
     """Return a parameter's state, its tensors yet to be filled; empty if none was saved.
 
-    ``here`` is what the optimizer has of it, by key.
+    ``here`` is what the optimizer has of it, by key; it stays if what was saved does not fit.
     """
     wanted: Mapping[str, Any] = here
     if isinstance(optimizer, FusedAdam):
         wanted = optimizer.settings.state_dtypes(param)
+    keys = [key for key in saved if key != MAIN or MAIN in wanted]
+    stored = {
+        key: where
+        for key in keys
+        if saved[key] == tensor_under(where := f"{OPTIMIZER}{name}.{key}")
+    }
+    fit = [
+        plan.fits(where, param.shape, f"optimizer: {key} of {name!r}")
+        for key, where in stored.items()
+    ]
+    if not all(fit):
+        return here
     found: dict[str, Any] = {}
-    for key, entry in saved.items():
-        stored = f"{OPTIMIZER}{name}.{key}"
-        if key == MAIN and MAIN not in wanted:
-            continue
-        if entry != tensor_under(stored):
-            found[key] = decode(entry, plan.read_whole)
-        elif plan.fits(stored, param.shape, f"optimizer: {key} of {name!r}"):
-            found[key] = plan.read_like(stored, param, here.get(key))
+    for key in keys:
+        if key in stored:
+            found[key] = plan.read_like(stored[key], param, here.get(key))
+        else:
+            found[key] = decode(saved[key], plan.read)
     weight = None if name in plan.unread else plan.saved_key(name)
     if weight is None or plan.width(weight) <= param.dtype.itemsize:
         return found

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any, Self
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
@@ -31,8 +30,8 @@ from graphfsdp.checkpoint.named import (
     Stages,
     as_module,
     name_model,
-    names_elsewhere,
     part_of,
+    refuse_name,
 )
 from graphfsdp.checkpoint.objects import (
     BUFFERS,
@@ -113,13 +112,11 @@ def _take_snapshot(
     if rng:
         things[RANDOM] = RandomState()
     module: nn.Module = as_module(model)
-    is_staged = isinstance(module, Stages)
     named = members.together(lambda: name_model(module))
-    names_elsewhere(module, named, members)  # which refuses names that two stages use
 
     def take() -> Snapshot:
         snapshot, left_out = Snapshot(), {}
-        if members.size > 1 and named.buffers() and not is_staged:
+        if members.size > 1 and named.buffers() and not isinstance(module, Stages):
             things[BUFFERS] = BufferState(named)
             left_out = named.buffers() if members.rank else {}
         for name, tensor in named.tensors.items():
@@ -135,14 +132,23 @@ def _take_snapshot(
         return snapshot
 
     snapshot = members.together(take)
-    if is_staged:
-        everyone = members.gather(snapshot.facts)
+    if isinstance(module, Stages):
+        everyone = members.gather((module.indices, named.names(), snapshot.facts))
         snapshot.facts = members.together(lambda: _join(everyone))
     return snapshot
 
 
-def _join(everyone: Sequence[Mapping[str, Json]]) -> dict[str, Json]:
-    """Return what the ranks of a pipeline say of their stages as if one had them all."""
+def _join(told: Sequence[tuple[tuple[int, ...], set[str], dict[str, Json]]]) -> dict[str, Json]:
+    """Return what ranks say of a pipeline as if one had all stages: of which, their names, facts.
+
+    ConfigError: two stages use the same name.
+    """
+    holders: dict[str, tuple[int, ...]] = {}
+    for indices, names, _ in told:
+        for name in sorted(names):
+            if holders.setdefault(name, indices) != indices:
+                raise refuse_name(name)
+    everyone = [facts for *_, facts in told]
     joined: dict[str, Json] = dict(everyone[0])
     for key in ("aliases", "extra"):
         joined[key] = {name: value for facts in everyone for name, value in facts[key].items()}
@@ -171,7 +177,8 @@ class AsyncSaver:
     save. A context manager; leaving it waits for what is being written.
     """
 
-    # By hand: dcp.async_save leaves no say over the memory that copies are made in.
+    # By hand: dcp.async_save leaves no say over that memory, and torch 2.11's DefaultStager gives
+    # it up after each copy.
 
     def __init__(self, process_group: dist.ProcessGroup | None = None) -> None:
         """Prepare to save; every rank makes one.
@@ -264,33 +271,23 @@ class AsyncSaver:
 
     def _copy(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         """Copy them into memory on the CPU, which stays for the next save."""
-        memory: dict[str, Tensor] = {}
-        on_gpu = False
+        copies: dict[str, Tensor] = {}
         for key, tensor in tensors.items():
-            local, copy = local_part(tensor), self._memory.get(key)
-            if copy is None or copy.shape != local.shape or copy.dtype != local.dtype:
-                copy = torch.empty(
-                    local.shape, dtype=local.dtype, device="cpu", pin_memory=local.is_cuda
-                )
-            memory[key] = copy.copy_(local, non_blocking=True)
-            on_gpu = on_gpu or local.is_cuda
-        if on_gpu:
+            local, memory = local_part(tensor), self._memory.get(key)
+            if memory is None or (memory.shape, memory.dtype) != (local.shape, local.dtype):
+                memory = torch.empty_like(local, device="cpu", pin_memory=local.is_cuda)
+            copies[key] = memory.copy_(local, non_blocking=True)
+        if torch.cuda.is_initialized():
             torch.cuda.current_stream().synchronize()
-        self._memory = memory
-        return {key: wrap_like(memory[key], tensor) for key, tensor in tensors.items()}
+        self._memory = copies
+        return {key: wrap_like(copies[key], tensor) for key, tensor in tensors.items()}
 
 
 def _write_snapshot(snapshot: Snapshot, place: Unfinished, members: Members) -> Path:
     """Write, sync and show a checkpoint that was begun, or leave nothing of it; a collective."""
     try:
-        with members.dcp_errors():
-            dcp_save(
-                snapshot.tensors,
-                storage_writer=_Writer(snapshot, place, members),
-                planner=DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False),
-                process_group=members.group,
-                no_dist=members.group is None,
-            )
+        writer = _Writer(snapshot, place, members)
+        members.call_dcp(dcp_save, snapshot.tensors, storage_writer=writer)
     except CheckpointError:
         if members.rank == 0:
             place.give_up()
