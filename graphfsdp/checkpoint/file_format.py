@@ -18,17 +18,7 @@ def safetensors(module: str = "safetensors") -> Any:
     try:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:
-        if error.name is None or error.name.partition(".")[0] != "safetensors":
-            raise
         raise CheckpointError(
             "checkpoints are files of safetensors, and that package is not installed. Remedy: "
             "pip install safetensors"
-        ) from None
-
-
-def file_errors() -> tuple[type[Exception], ...]:
-    """Return what reading or writing a file raises, the package's own where it is there."""
-    try:
-        return OSError, safetensors().SafetensorError
-    except CheckpointError:
-        return (OSError,)
+        ) from error

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from graphfsdp.checkpoint.file_format import file_errors
+from graphfsdp.checkpoint.file_format import safetensors
 from graphfsdp.errors import CheckpointError, ConfigError
 
 MANIFEST = "manifest.json"
@@ -147,9 +147,10 @@ def begin(root: Path, step: int | None, keep_last: int | None) -> Unfinished:
 @contextlib.contextmanager
 def explained(root: Path) -> Iterator[None]:
     """Say of a failure of the file system what was to be done, and that nothing is lost."""
+    failures = OSError, safetensors().SafetensorError
     try:
         yield
-    except file_errors() as error:
+    except failures as error:
         where = getattr(error, "filename", None) or root
         why = getattr(error, "strerror", None) or error
         raise CheckpointError(
