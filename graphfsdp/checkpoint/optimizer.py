@@ -35,7 +35,8 @@ def describe_optimizer(
     skipped = skip_counter(optimizer)
     if skipped is not None:  # as the optimizers that count themselves have it
         state_dict.setdefault("control", {"skipped_steps": skipped})
-    settings = _settings(optimizer)
+    # What torch's optimizers keep in their groups.
+    settings = optimizer.settings.in_groups() if isinstance(optimizer, FusedAdam) else {}
     groups: list[dict[str, Any]] = []
     for row, group in enumerate(state_dict["param_groups"]):
         hyper = {key: value for key, value in group.items() if key not in _NO_NUMBERS} | settings
@@ -67,19 +68,6 @@ def describe_optimizer(
         "groups": groups,
         "rest": encode(rest, f"{OPTIMIZER}rest", snapshot.store),
         "state": state,
-    }
-
-
-def _settings(optimizer: torch.optim.Optimizer) -> dict[str, bool]:
-    """Return what torch's optimizers keep in their groups and ours have once for all of them."""
-    if not isinstance(optimizer, FusedAdam):
-        return {}
-    settings = optimizer.settings
-    return {
-        "amsgrad": settings.amsgrad,
-        "maximize": settings.flags.maximize,
-        "bias_correction": settings.flags.bias_correction,
-        "decoupled_weight_decay": settings.flags.adam_w_mode,
     }
 
 
@@ -155,7 +143,7 @@ def _compare_rules(
     plan: LoadPlan, numbers: Mapping[str, Any], here: Mapping[str, Any]
 ) -> dict[str, Any]:
     """Return the numbers without settings that the group has none of; those must be the usual."""
-    for key in _RULE_SETTINGS & numbers.keys():
+    for key in sorted(_RULE_SETTINGS & numbers.keys()):
         mine = here.get(key, key == "bias_correction")
         if numbers[key] != mine:
             plan.problems.append(f"optimizer: saved with {key}={numbers[key]}, here {mine}")

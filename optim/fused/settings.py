@@ -56,6 +56,15 @@ class StepSettings:
             dtypes["master_param"] = main
         return dtypes
 
+    def in_groups(self) -> dict[str, bool]:
+        """Return what torch's Adams have in each group, not once for all of them."""
+        return {
+            "amsgrad": self.amsgrad,
+            "maximize": self.flags.maximize,
+            "bias_correction": self.flags.bias_correction,
+            "decoupled_weight_decay": self.flags.adam_w_mode,
+        }
+
     @property
     def steers(self) -> bool:
         """Whether a step depends on the norm of all gradients."""

@@ -115,18 +115,14 @@ def load_groups(state_dict: Mapping[str, Any], groups: Sequence[dict[str, Any]])
 
 def check_saved_group(saved: Mapping[str, Any], row: int, settings: StepSettings) -> None:
     """Refuse the group of an Adam that computes something else."""
-    own = {
-        "amsgrad": settings.amsgrad,
-        "maximize": settings.flags.maximize,
-        "bias_correction": settings.flags.bias_correction,
-    }
+    own = settings.in_groups()
+    adam_w_mode = own.pop("decoupled_weight_decay")
     for key, value in own.items():
         if bool(saved.get(key, value)) != value:
             raise ConfigError(
                 f"parameter group {row} was saved with {key}={bool(saved[key])}, this optimizer "
                 f"has {key}={value}; construct FusedAdam with {key}={bool(saved[key])}"
             )
-    adam_w_mode = settings.flags.adam_w_mode
     decoupled = saved.get("decoupled_weight_decay", adam_w_mode)
     if bool(decoupled) != adam_w_mode and saved.get("weight_decay"):
         raise ConfigError(

@@ -14,8 +14,8 @@ import graphfsdp
 from graphfsdp.optim import FusedAdam
 
 
-def trained(model: nn.Module, **options: Any) -> FusedAdam:
-    optimizer = FusedAdam(model.parameters(), **options)
+def trained(model: nn.Module, kind: Any = FusedAdam, **options: Any) -> torch.optim.Optimizer:
+    optimizer: torch.optim.Optimizer = kind(model.parameters(), **options)
     for param in model.parameters():
         param.grad = torch.randn_like(param)
     optimizer.step()
@@ -51,10 +51,25 @@ def test_everything_that_does_not_fit_is_listed_and_nothing_is_written(tmp_path:
     ):
         assert expected in text, expected
     assert all(torch.equal(a, b) for a, b in zip(before, bits(other, optimizer), strict=True))
-    loaded = graphfsdp.load(tmp_path, other, strict=False)
+
+
+@pytest.mark.parametrize("kind", [FusedAdam, torch.optim.AdamW])
+def test_what_does_not_fit_can_be_left_as_it_is(kind: Any, tmp_path: Path) -> None:
+    """Weights, and all of a parameter's state with them."""
+    model = nn.ModuleDict({"a": nn.Linear(3, 4), "b": nn.Linear(4, 2)})
+    graphfsdp.save(tmp_path, model, trained(model, kind))
+    other = nn.ModuleDict({"a": nn.Linear(3, 4), "b": nn.Linear(5, 2), "new": nn.Linear(1, 1)})
+    its_optimizer = trained(other, kind)
+    before = bits(other, its_optimizer)
+    loaded = graphfsdp.load(tmp_path, other, its_optimizer, strict=False)
     assert "model: 'b.weight': saved [2, 4], here [2, 5]" in loaded.skipped
-    assert torch.equal(other.get_parameter("a.weight"), model.get_parameter("a.weight"))
-    assert torch.equal(other.get_parameter("b.weight"), before[2])
+    params = dict(other.named_parameters())
+    states = its_optimizer.state
+    fits = {"a.weight", "a.bias", "b.bias"}
+    places = [*params, *(name for name, param in params.items() for _ in states[param])]
+    for name, old, new in zip(places, before, bits(other, its_optimizer), strict=True):
+        assert torch.equal(old, new) == (name not in fits) or new.dim() == 0, name
+    its_optimizer.step()
 
 
 def fused(model: nn.Linear, **options: Any) -> torch.optim.Optimizer:
