@@ -172,12 +172,8 @@ def prepare(
     mp_policy: MixedPrecisionPolicy | None = None,
     *,
     noting: Noting = raising,
-    adapted: CapturableOptimizer | None = None,
 ) -> Trained:
-    """Refuse what is wrong with a model and its optimizers by themselves.
-
-    ``adapted``: the optimizers, where they were prepared before.
-    """
+    """Refuse what is wrong with a model and its optimizers by themselves."""
     if options.scope is not Scope.NONE:
         refuse_opaque_modules(model)
         refuse_offloaded_shards(model)
@@ -187,7 +183,7 @@ def prepare(
     device = only_device(model, params)
     with noting(HazardKind.CONFIG):
         refuse_unreduced_parameters(model, params)
-    adapted = _adapt_all(optimizers, noting) if adapted is None else adapted
+    adapted = _adapt_all(optimizers, noting)
     policy = MixedPrecisionPolicy(use_decoupled_grad=adapted.use_decoupled_grad)
     with noting(HazardKind.PRECISION):
         policy = precision_of(model, adapted, mp_policy)

@@ -294,11 +294,11 @@ class ConstantWatch:
         is_aligned = all(each.refusal.kind is not HazardKind.CONTROL_FLOW for each in found)
         others = found if is_aligned or follows_path else []
         values = [
-            _error(each, sites) for each in others if each.refusal.kind is not HazardKind.STATE
+            error_of(each, sites) for each in others if each.refusal.kind is not HazardKind.STATE
         ]
         fewer = _fewer_steps(self._most_steps, mode.log.num_steps)
         self._count_steps(mode.log)
-        self._elsewhere = _error(memory, sites) if memory is not None and is_aligned else None
+        self._elsewhere = error_of(memory, sites) if memory is not None and is_aligned else None
         for found_here in [*values, *([] if fewer is None else [fewer])]:
             self.failure = found_here
             self._refuse(found_here)
@@ -358,7 +358,7 @@ def noting_constants(log: ConstantLog, *, without_optimizer: bool) -> Iterator[N
         yield
 
 
-def _error(found: ConstantDifference, table: SiteTable | None) -> CaptureError:
+def error_of(found: ConstantDifference, table: SiteTable | None) -> CaptureError:
     """Without a table: of a capture that nothing watches."""
     site = None if found.site is None or table is None else table.sites()[found.site]
     return CaptureError(

@@ -68,14 +68,17 @@ class Advice:
     """What is known of the loop, by the names that the script has where it steps.
 
     Attributes:
+        models: Their names, as those of optimizers.
+        step: The call that ends an iteration.
         names: By what a report of parts calls models and optimizers.
         inputs: Names of what the loop hands to a graph of it.
         beside: Where it reads what is none of the graph's between the two ends.
         launches: How many operators each place calls.
     """
 
-    models: str
-    optimizers: str
+    models: Sequence[str]
+    optimizers: Sequence[str]
+    step: str
     names: Mapping[str, str]
     begins: SourceLine | None
     ends: SourceLine | None
@@ -107,9 +110,9 @@ class Advice:
         """Return the lines; ``parts``: what ``capture_in_place`` has made of the loop."""
         if self.integration is not None:
             return f"instead:          {self.integration.line}"
+        given = f"{_list_of(self.models)}, {_list_of(self.optimizers)}"
         lines = []
         if not self.is_theirs:
-            given = f"{self.models}, {self.optimizers}"
             lines.append(f"before the loop:  graphfsdp.capture_in_place({given})")
         if parts is not None:
             lines.append(_paragraph("which captures:", map(self._line, parts.parts)))
@@ -118,7 +121,13 @@ class Advice:
             left = sum(count for _, count in self.places()[_MOST_PLACES:])
             places = [*places[:_MOST_PLACES], f"and elsewhere: {_operators(left)}"]
         lines.append(_paragraph("an iteration:", places))
-        lines.append(self._whole())
+        inputs = ", ".join(self.inputs) or "*batch"
+        where = f"{_place(self.begins)} to {_place(self.ends)}"
+        lines.append(
+            f"one graph of it:  step = graphfsdp.capture({given}, iteration=iterate), and in the "
+            f"loop\n{_INDENT}step({inputs}) in place of {where}, which become\n"
+            f"{_INDENT}def iterate(model, optimizer, {inputs})"
+        )
         if self.beside:
             places = [f"{_place(source)} {_text(source)}" for source in self.beside]
             lines.append(_paragraph("but in the loop:", places))
@@ -141,15 +150,6 @@ class Advice:
         nodes = f", {part.num_nodes} nodes" if part.num_nodes else ""
         return f"{name}: {part.state}{nodes}{part.why and f': {part.why}'}"
 
-    def _whole(self) -> str:
-        inputs = ", ".join(self.inputs) or "*batch"
-        where = f"{_place(self.begins)} to {_place(self.ends)}"
-        return (
-            f"one graph of it:  step = graphfsdp.capture({self.models}, {self.optimizers}, "
-            f"iteration=iterate), and in the loop\n{_INDENT}step({inputs}) in place of {where}, "
-            f"which become\n{_INDENT}def iterate(model, optimizer, {inputs})"
-        )
-
 
 def _paragraph(title: str, items: Iterable[str]) -> str:
     """Return a title, and beside it items, each on lines of its own."""
@@ -163,6 +163,10 @@ def _operators(count: int) -> str:
 
 def _place(source: SourceLine | None) -> str:
     return "?" if source is None else f"{source.file.rpartition('/')[2]}:{source.line}"
+
+
+def _list_of(names: Sequence[str]) -> str:
+    return names[0] if len(names) == 1 else f"[{', '.join(names)}]"
 
 
 def _text(source: SourceLine) -> str:

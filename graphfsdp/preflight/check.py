@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,7 +18,6 @@ from graphfsdp.base.hazards import Hazard, HazardKind
 from graphfsdp.base.sharded import pipeline_stages
 from graphfsdp.config import CaptureOptions, MixedPrecisionPolicy, Scope
 from graphfsdp.errors import ConfigError
-from graphfsdp.optim.adapters.backends import JointOptimizer, UnsteppedOptimizer
 from graphfsdp.optim.adapters.baked import BakedAdapter
 from graphfsdp.preconditions import (
     as_list,
@@ -28,7 +26,7 @@ from graphfsdp.preconditions import (
     one_module,
     refuse_arguments,
 )
-from graphfsdp.preflight.judge import Findings, Judge
+from graphfsdp.preflight.judge import Findings, Judge, members_of
 from graphfsdp.preflight.report import CheckReport
 from graphfsdp.preflight.untouched import untouched
 
@@ -78,24 +76,20 @@ def check(
     Raises:
         ConfigError: an argument is of another type, or no such target or kind exists.
     """
-    how = CheckOptions(
-        loss_fn, iteration, scope, microbatches, max_grad_norm, mp_policy, target, ignore
+    return check_call(
+        model,
+        optimizer,
+        batch,
+        kwargs,
+        loss_fn=loss_fn,
+        iteration=iteration,
+        scope=scope,
+        microbatches=microbatches,
+        max_grad_norm=max_grad_norm,
+        mp_policy=mp_policy,
+        target=target,
+        ignore=ignore,
     )
-    return check_call(model, optimizer, batch, kwargs, how)
-
-
-@dataclass(frozen=True)
-class CheckOptions:
-    """How a call is checked: see ``check``."""
-
-    loss_fn: Callable[..., Any] | None = None
-    iteration: Callable[..., Any] | None = None
-    scope: str | Scope = "full_iteration"
-    microbatches: int = 1
-    max_grad_norm: float | None = None
-    mp_policy: MixedPrecisionPolicy | None = None
-    target: str = "cuda"
-    ignore: Iterable[HazardKind | str] = ()
 
 
 def check_call(
@@ -103,14 +97,22 @@ def check_call(
     optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
-    how: CheckOptions,
+    *,
+    loss_fn: Callable[..., Any] | None = None,
+    iteration: Callable[..., Any] | None = None,
+    scope: str | Scope = "full_iteration",
+    microbatches: int = 1,
+    max_grad_norm: float | None = None,
+    mp_policy: MixedPrecisionPolicy | None = None,
+    target: str = "cuda",
+    ignore: Iterable[HazardKind | str] = (),
 ) -> CheckReport:
     """Do what ``check`` does, for a batch whose keyword arguments may have any names."""
-    scope, target = Scope.parse(how.scope), how.target
+    parsed = Scope.parse(scope)
     options = CaptureOptions(
-        scope=Scope.FULL_ITERATION if scope is Scope.NONE else scope,
-        microbatches=how.microbatches,
-        max_grad_norm=how.max_grad_norm,
+        scope=Scope.FULL_ITERATION if parsed is Scope.NONE else parsed,
+        microbatches=microbatches,
+        max_grad_norm=max_grad_norm,
         audit=0,
     )
     if pipeline_stages(model):
@@ -119,10 +121,10 @@ def check_call(
             "ranks of a pipeline. Remedy: check a stage's module with a loss of its own; or "
             "capture the schedule, which names the same and leaves everything as it was"
         )
-    refuse_arguments(model, optimizer, how.loss_fn, how.iteration, options, how.mp_policy)
+    refuse_arguments(model, optimizer, loss_fn, iteration, options, mp_policy)
     if target not in _TARGETS:
         raise ConfigError(f"unknown target {target!r}; expected one of {_TARGETS}")
-    ignored = {_kind(kind) for kind in how.ignore}
+    ignored = {_kind(kind) for kind in ignore}
     findings = Findings()
     device, num_ops = "?", 0
     inner = [inner_optimizer(each, ignoring) for each in as_list(optimizer, "optimizer")]
@@ -133,10 +135,10 @@ def check_call(
         engine = make_engine(
             model,
             optimizer,
-            loss_fn=how.loss_fn,
-            iteration=how.iteration,
+            loss_fn=loss_fn,
+            iteration=iteration,
             options=options,
-            mp_policy=how.mp_policy,
+            mp_policy=mp_policy,
             noting=findings.noting,
         )
         device = str(engine.backend.device)
@@ -145,7 +147,7 @@ def check_call(
         runner = StepRunner(engine, options)
         try:
             with engine.attempt(beside=[*engine.around(), *gradients]).undone():
-                _run(runner, engine, judge, args, dict(kwargs), findings, options.microbatches)
+                _run(runner, engine, judge, args, dict(kwargs), findings, microbatches)
         finally:
             num_ops = judge.num_ops
             runner.release()
@@ -208,10 +210,7 @@ def _note_settings(engine: Engine, findings: Findings) -> None:
         owners.setdefault(name.rpartition(".")[0], []).append(name)
     for owner, names in owners.items():
         findings.hazards.add(_without_gradient(owner, names))
-    adapted = engine.optimizer
-    members = adapted.members if isinstance(adapted, JointOptimizer) else [adapted]
-    steps = engine.full and not isinstance(adapted, UnsteppedOptimizer)
-    for member in members if steps else ():
+    for member in members_of(engine.optimizer) if engine.full else ():
         if isinstance(member, BakedAdapter) and member.bakes_lr:
             for hazard in _baked_lr(member.optimizer):
                 findings.hazards.add(hazard)

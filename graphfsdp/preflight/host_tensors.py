@@ -44,13 +44,11 @@ class HostTensors:
 
     def __init__(self, storages: StorageTable) -> None:
         self._storages = storages
-        self._found: dict[int, StorageInfo] = {}  # by id
-        self._has_device: set[int] = set()  # of those, whose maker takes device=
+        self._found: dict[StorageInfo | None, bool] = {}  # and whether its maker takes device=
         self._factories = {*torch_device._device_constructors(), *_LITERALS}
 
     def holds(self, tensor: Tensor) -> bool:
-        info = self._info(tensor)
-        return info is not None and id(info) in self._found
+        return self._info(tensor) in self._found
 
     def judge_function(
         self, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
@@ -86,9 +84,7 @@ class HostTensors:
             if _names_device(function, kwargs):
                 self.forget(flat_tensors([result]))
             else:
-                made = flat_tensors([result])
-                self._add(made)
-                self._has_device |= {id(self._info(tensor)) for tensor in made}
+                self._add(flat_tensors([result]), takes_device=True)
 
     def judge_op(self, call: OpCall, varies: Callable[[Tensor], bool]) -> Refusal | None:
         on_host = [tensor for tensor in call.tensors if self.holds(tensor)]
@@ -96,7 +92,7 @@ class HostTensors:
             return None
         has_dims = any(tensor.dim() > 0 for tensor in on_host)
         if has_dims or call.schema_name == "aten::copy_":
-            takes_device = all(id(self._info(tensor)) in self._has_device for tensor in on_host)
+            takes_device = self._take_device(on_host)
             self.forget(on_host)  # told once
             if call.schema_name not in _MIXED and takes_device:
                 # No GPU runs that eagerly either: the program was written for one device.
@@ -109,24 +105,22 @@ class HostTensors:
 
     def note_op(self, call: OpCall, results: Sequence[Tensor]) -> None:
         if call.is_literal:
-            self._add(results)
+            self._add(results, takes_device=False)
         elif call.tensors and all(map(self.holds, call.tensors)):
-            self._add(results)
-            if all(id(self._info(tensor)) in self._has_device for tensor in call.tensors):
-                self._has_device |= {id(self._info(tensor)) for tensor in results}
+            self._add(results, takes_device=self._take_device(call.tensors))
 
     def forget(self, tensors: Sequence[Tensor]) -> None:
         """Take tensors to lie where the model does from now on."""
         for tensor in tensors:
-            info = self._info(tensor)
-            if info is not None:
-                self._found.pop(id(info), None)
+            self._found.pop(self._info(tensor), None)
 
-    def _add(self, tensors: Sequence[Tensor]) -> None:
-        for tensor in tensors:
-            info = self._info(tensor)
+    def _add(self, tensors: Sequence[Tensor], *, takes_device: bool) -> None:
+        for info in map(self._info, tensors):
             if info is not None and not info.external:
-                self._found[id(info)] = info
+                self._found[info] = takes_device or self._found.get(info, False)
+
+    def _take_device(self, tensors: Sequence[Tensor]) -> bool:
+        return all(self._found[self._info(tensor)] for tensor in tensors)
 
     def _info(self, tensor: Tensor) -> StorageInfo | None:
         return self._storages.get(storage_key(tensor))

@@ -26,6 +26,7 @@ from graphfsdp._capture.trace.backend import (
 )
 from graphfsdp._capture.trace.source import user_line_of
 from graphfsdp._capture.trace.values import StorageInfo, dropped_tensors
+from graphfsdp.base.capturable import CapturableOptimizer
 from graphfsdp.base.hazards import Hazard, HazardKind, HazardLog
 from graphfsdp.base.op_tensors import OpCall, as_written, flat_tensors
 from graphfsdp.errors import (
@@ -38,13 +39,21 @@ from graphfsdp.errors import (
     first_line,
     split_remedy,
 )
+from graphfsdp.optim.adapters.backends import JointOptimizer, UnsteppedOptimizer
 from graphfsdp.preflight.host_tensors import HostTensors
 
 _NEVER_REPLAYED = "an iteration that check has judged is no graph. Remedy: graphfsdp.capture"
 # Of what follows a read of the device, that is another number in each run.
-_READS = frozenset({HazardKind.HOST_READ, HazardKind.DYNAMIC_SHAPE, HazardKind.GENERATOR})
+READS = frozenset({HazardKind.HOST_READ, HazardKind.DYNAMIC_SHAPE, HazardKind.GENERATOR})
 # What Python has moved is behind these: where its number went is told already.
 _MOVED = frozenset({HazardKind.BAKED_NUMBER, HazardKind.CONTROL_FLOW})
+
+
+def members_of(adapted: CapturableOptimizer) -> list[Any]:
+    """Return the adapters of optimizers that a graph can step."""
+    if isinstance(adapted, UnsteppedOptimizer):
+        return []
+    return adapted.members if isinstance(adapted, JointOptimizer) else [adapted]
 
 
 class Findings:
@@ -68,9 +77,7 @@ class Findings:
         compares = hazard.op is not None  # an operator of one run with that of another
         is_state = compares and hazard.kind is HazardKind.STATE
         moves = hazard.kind is HazardKind.BAKED_NUMBER and not compares
-        if not (
-            (compares and kinds & _READS) or (moves and kinds & _MOVED) or (is_state and kinds)
-        ):
+        if not ((compares and kinds & READS) or (moves and kinds & _MOVED) or (is_state and kinds)):
             self.hazards.add(hazard)
 
     def fail(self, error: Exception) -> None:

@@ -1,11 +1,12 @@
-"""Finds the loop of a script, and has it watched."""
+"""A script that runs as it is written, until what it trains was checked."""
 
 import threading
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from functools import wraps
-from typing import Any, NoReturn, Self
+from dataclasses import replace
+from functools import partial, wraps
+from typing import Any, NoReturn
 from unittest import mock
 
 import torch
@@ -14,37 +15,47 @@ from torch import Tensor, nn
 from graphfsdp import in_place
 from graphfsdp._capture.phase import Phase
 from graphfsdp._capture.trace.source import user_source_line
-from graphfsdp.base.hazards import SourceLine
+from graphfsdp.api import answering
+from graphfsdp.base.hazards import HazardKind
 from graphfsdp.base.op_tensors import as_written
-from graphfsdp.in_place.part_report import PartsReport
+from graphfsdp.in_place.parts import Parts
+from graphfsdp.preflight.check import check_call
 from graphfsdp.preflight.report import CheckReport
-from graphfsdp.preflight.trained import (
-    trained_with,
-    trains,
-)
+from graphfsdp.preflight.trained import trained_with, trains
 from graphfsdp.preflight.watched_loop import WatchedLoop
 
-Stop = Callable[[CheckReport], NoReturn]
-_Models = Sequence[nn.Module]
-_Optimizers = Sequence[torch.optim.Optimizer]
+
+class CheckedExit(SystemExit):
+    """Ends a script after its check; no error, and no Exception that it could catch by accident."""
 
 
-class ScriptLoops:
-    """Finds what a script trains, when it calls a model that an optimizer is for."""
+class ScriptRun:
+    """One run of a script: the step that it captures is checked, or the loop that it has.
 
-    def __init__(self, target: str, stop: Stop) -> None:
-        self.came_to = "trained no model with an optimizer"
-        self.target = target
-        self.is_theirs = False  # the script captures by itself
-        self._stop = stop
+    Attributes:
+        report: What was found; None until then.
+    """
+
+    def __init__(self, target: str = "cuda", ignore: Sequence[HazardKind | str] = ()) -> None:
+        self.report: CheckReport | None = None
+        self._target = target
+        self._ignored = {HazardKind(kind) for kind in ignore}
+        self._has_captured = False
+        self._looks = True  # for a loop
         self._loop: WatchedLoop | None = None
-        self._looks = True
-        self._is_as_written = False
-        self.thread = threading.get_ident()
-        self.moved: dict[int, SourceLine | None] = {}  # where a tensor got other memory, by its id
+        self._thread = threading.get_ident()
+
+    @property
+    def came_to(self) -> str:
+        """How far it has come, in words."""
+        if self._has_captured:
+            return "captured a step, but did not call it"
+        trained = "trained no model with an optimizer" if self._loop is None else self._loop.came_to
+        return f"did not call graphfsdp.capture, and {trained}"
 
     @contextmanager
     def following(self) -> Iterator[None]:
+        """Run it in the body; CheckedExit once there is a report."""
         call, compile_ = nn.Module.__call__, torch.compile
         data: Any = torch.Tensor.data
         stack = ExitStack()
@@ -52,14 +63,12 @@ class ScriptLoops:
         @wraps(compile_)
         def compile_nothing(*args: Any, **kwargs: Any) -> Any:
             compiled = compile_(*args, **kwargs)
-            if not self._is_as_written:  # what is watched is never compiled
-                self._is_as_written = True
-                stack.enter_context(as_written())
+            stack.enter_context(as_written())  # what is watched is never compiled
             return compiled
 
         def move(tensor: Tensor, value: Tensor) -> None:
             if self._loop is not None:
-                self.moved[id(tensor)] = user_source_line()
+                self._loop.moved[id(tensor)] = user_source_line()
             data.__set__(tensor, value)
 
         @wraps(call)
@@ -67,76 +76,89 @@ class ScriptLoops:
             with self._on_call(module, args, kwargs):
                 return call(module, *args, **kwargs)
 
-        def start_theirs(models: _Models, optimizers: _Optimizers, **_: Any) -> "_InTheirPlace":
-            self._end()
-            self.is_theirs = True
-            self._loop = WatchedLoop(self, models, optimizers)
-            return _InTheirPlace()
-
         try:
             with (
                 stack,
+                answering(self._capture),
                 warnings.catch_warnings(),
                 mock.patch.object(torch, "compile", compile_nothing),
                 mock.patch.object(nn.Module, "__call__", start_and_call),
-                mock.patch.object(in_place, "Parts", start_theirs),
+                mock.patch.object(in_place, "Parts", self._capture_in_place),
                 mock.patch.object(torch.Tensor, "data", property(data.__get__, move)),
             ):
                 warnings.filterwarnings("ignore", "Using `torch.compile.module.` when there are")
                 yield
-            self.finish()
+            self._finish()
         except KeyboardInterrupt:
             raise
         except BaseException:  # an error, the script's exit, or that of its time
-            if self._looks:
-                self.finish()
+            self._finish()
             raise
         finally:
-            self._end()
+            self._leave()
 
     def _on_call(self, module: nn.Module, args: Any, kwargs: Any) -> AbstractContextManager[object]:
         """Note a call; return what to run it in."""
-        if threading.get_ident() != self.thread or not self._looks:
+        if threading.get_ident() != self._thread or not self._looks:
             return nullcontext()
         if self._loop is None and trains(module):
             models, optimizers = trained_with(module)
             if optimizers:
-                self._loop = WatchedLoop(self, models, optimizers)
+                self._watch(models, optimizers, is_theirs=False)
         return nullcontext() if self._loop is None else self._loop.on_call(module, args, kwargs)
 
-    def leave(self) -> None:
-        """Look no longer for loops: the script captures a step."""
-        self._looks = False
-        self._end()
+    def _watch(
+        self,
+        models: Sequence[nn.Module],
+        optimizers: Sequence[torch.optim.Optimizer],
+        *,
+        is_theirs: bool,
+    ) -> None:
+        self._leave()
+        self._loop = WatchedLoop(
+            models, optimizers, target=self._target, is_theirs=is_theirs, end=self.end
+        )
 
-    def finish(self) -> None:
+    def _capture_in_place(self, models: Any, optimizers: Any, **_: Any) -> Parts:
+        """Watch what is to be captured, and capture nothing yet."""
+        self._watch(models, optimizers, is_theirs=True)
+        return Parts((), (), keeps_all=True)
+
+    def _capture(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, **options: Any
+    ) -> "_CheckedStep":
+        self._has_captured, self._looks = True, False
+        self._leave()
+        check = partial(check_call, model, optimizer, target=self._target, **options)
+        return _CheckedStep(lambda *args: self.end(check(*args)))
+
+    def _finish(self) -> None:
         """End with what was seen so far, where that is enough."""
-        if self._loop is not None and self._loop.has_verdict:
+        if self._loop is not None and self._looks:
             self._loop.finish()
 
-    def stop(self, report: CheckReport) -> NoReturn:
+    def end(self, report: CheckReport) -> NoReturn:
+        """End the script with a report."""
         self._looks = False
-        self._stop(report)
+        kept = tuple(hazard for hazard in report.hazards if hazard.kind not in self._ignored)
+        num_ignored = len(report.hazards) - len(kept)
+        self.report = self.report or replace(report, hazards=kept, num_ignored=num_ignored)
+        raise CheckedExit(0)
 
-    def _end(self) -> None:
-        loop, self._loop = self._loop, None
-        if loop is not None:
-            loop.close()
+    def _leave(self) -> None:
+        if self._loop is not None:
+            self._loop.close()
 
 
-class _InTheirPlace:
-    """What a script gets from ``capture_in_place``."""
+class _CheckedStep(ExitStack):
+    """What a script gets in place of a captured step; its first call ends the script."""
 
     phase = Phase.WARMUP
+    grad_norm = None
 
-    def report(self) -> PartsReport:
-        return PartsReport(())
+    def __init__(self, check: Callable[[tuple[Any, ...], dict[str, Any]], NoReturn]) -> None:
+        super().__init__()
+        self._check = check
 
-    def close(self) -> None:
-        """Do nothing; nothing is captured."""
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *details: object) -> None:
-        self.close()
+    def __call__(self, *args: Any, **kwargs: Any) -> NoReturn:
+        self._check(args, kwargs)

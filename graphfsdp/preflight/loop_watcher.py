@@ -6,10 +6,9 @@ without gradients) it does beside the graph, or hands it to the graph.
 """
 
 import dataclasses
-import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -28,12 +27,11 @@ from graphfsdp._capture.trace.values import StorageInfo
 from graphfsdp.base.hazards import HazardKind, HazardLog, SourceLine
 from graphfsdp.base.op_tensors import OpCall, flat_tensors, storage_key
 from graphfsdp.base.torch_internals import backward_node
-from graphfsdp.preflight.judge import NotingWatcher
+from graphfsdp.preflight.judge import READS, NotingWatcher
 
 LATER = "put it behind optimizer.step()"
 # What the loop may do between the model's call and the step, where no graph would be.
 _BESIDE = frozenset({HazardKind.THREAD, HazardKind.HIDDEN_WRITE, HazardKind.MEMORY})
-_READS = (HazardKind.HOST_READ, HazardKind.DYNAMIC_SHAPE, HazardKind.GENERATOR)
 _LOADERS = "/torch/utils/data/"
 
 
@@ -41,11 +39,10 @@ class LoopWatcher(NotingWatcher):
     """Watches one iteration.
 
     Attributes:
-        log: The numbers that operators in the graph were given.
+        log: The numbers that operators in the graph were given, up to a read of a value of it.
         inputs: Tensors that the loop hands to it, by id, in order.
-        num_inside: Operators in the graph.
-        num_unread: Entries of the log until a value of the graph was read.
         beside: Where the loop reads what is none of the graph's.
+        has_read: Such a value was read, which may explain all that follows.
         added: Names of parameters whose gradients were added to those of an earlier iteration.
     """
 
@@ -57,50 +54,42 @@ class LoopWatcher(NotingWatcher):
         *,
         for_cuda: bool,
         is_first: bool,
-        left: Mapping[int, str],
+        steps_as_written: Callable[[], bool | None],
     ) -> None:
         """``is_first``: only reads of the loop itself are judged, not what is made once.
 
-        ``left``: gradients that nobody has zeroed, by the key of their storage.
+        ``steps_as_written``: whether the step that runs now is recorded, and not replaced by one of
+        a capture's own; None where none runs.
         """
         super().__init__(model, device, hazards, for_cuda=for_cuda)
         self.log = ConstantLog()
         self.inputs: dict[int, Tensor] = {}
-        self.added: list[str] = []
         self.beside: dict[SourceLine, None] = {}
-        self.num_inside = 0
-        self.num_unread = sys.maxsize
-        self._num_by_site: Counter[int] = Counter()
+        self.added: list[str] = []
+        self.has_read = False
         self._is_first = is_first
-        self._left = dict(left)
-        own = [*model.parameters(), *model.buffers()]
-        own += [param.grad for param in model.parameters() if param.grad is not None]
+        self._steps_as_written = steps_as_written
+        self._num_by_site: Counter[int] = Counter()
+        grads = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
         # While such a reference is held, no other storage has the same key.
         self._own = {
-            storage_key(t): StorageWeakRef(t.untyped_storage()) for t in own if storage_key(t)
+            storage_key(t): StorageWeakRef(t.untyped_storage())
+            for t in (*model.parameters(), *model.buffers(), *grads.values())
+            if storage_key(t)
         }
-        self._inside: dict[int, StorageInfo] = {}  # by id
-        self._is_judged = False  # what runs now
-        self._is_stepping = False  # an optimizer that is recorded as it is written
-        self._is_replaced = False  # one that a capture steps by operators of its own
+        # Gradients that nobody has zeroed.
+        self._left = {
+            storage_key(grad): name
+            for name, grad in grads.items()
+            if storage_key(grad) in self._own and bool(grad.any())
+        }
+        self._inside: set[StorageInfo | None] = set()
+        self._is_held = False  # what runs now, by the graph
         self._is_evaluating = False
 
     def seal(self, result: Any) -> Any:
         """Return it as it is: the loop goes on with it."""
         return result
-
-    @contextmanager
-    def stepping(self, *, is_replaced: bool) -> Iterator[None]:
-        """Watch the step of an optimizer in the body."""
-        self._is_stepping, self._is_replaced = not is_replaced, is_replaced
-        try:
-            if is_replaced:
-                with self.quiet():
-                    yield
-            else:
-                yield
-        finally:
-            self._is_stepping = self._is_replaced = False
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
@@ -111,13 +100,14 @@ class LoopWatcher(NotingWatcher):
         finally:
             self._is_evaluating = before
 
-    @contextmanager
-    def _judging(self, is_judged: bool) -> Iterator[None]:
-        before, self._is_judged = self._is_judged, is_judged
-        try:
-            yield
-        finally:
-            self._is_judged = before
+    def calls_modules(self) -> bool:
+        """Tell whether some module runs now."""
+        return self._tracker.path is not None
+
+    def _as_written(self) -> bool | None:
+        """Ask of the step that runs now; None as well in its closure."""
+        is_closures = torch.is_grad_enabled() or backward_node() is not None
+        return None if is_closures else self._steps_as_written()
 
     def _is_inside_here(self) -> bool:
         """Tell whether the Python that runs is all in the graph."""
@@ -125,89 +115,80 @@ class LoopWatcher(NotingWatcher):
             return False
         path = self._tracker.path
         is_of_model = path is not None and not path.startswith("<")
-        return is_of_model or self._is_stepping or backward_node() is not None
-
-    def _touches(self, tensors: Iterable[Tensor]) -> bool:
-        return not self._is_evaluating and any(map(self._has_inside, tensors))
-
-    def calls_modules(self) -> bool:
-        """Tell whether some module runs now."""
-        return self._tracker.path is not None
+        return is_of_model or backward_node() is not None or self._as_written() is not None
 
     def _has_inside(self, tensor: Tensor) -> bool:
         key = storage_key(tensor)
-        return key in self._own or id(self.storages.get(key)) in self._inside
+        return key in self._own or self.storages.get(key) in self._inside
+
+    @contextmanager
+    def _judging(self, tensors: Iterable[Tensor]) -> Iterator[None]:
+        """Run what is given these tensors; a step in whose place a capture has its own is right."""
+        touches = not self._is_evaluating and any(map(self._has_inside, tensors))
+        before, self._is_held = self._is_held, touches or self._is_inside_here()
+        try:
+            with self.quiet() if self._as_written() is False else nullcontext():
+                yield
+        finally:
+            self._is_held = before
 
     def dispatch(self, call: OpCall) -> Any:
-        with self._judging(self._is_inside_here() or self._touches(call.tensors)):
+        with self._judging(call.tensors):
             return super().dispatch(call)
 
     def on_function(
         self, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Any:
-        is_judged = self._is_inside_here() or self._touches(flat_tensors([*args, *kwargs.values()]))
-        with self._judging(is_judged):
+        with self._judging(flat_tensors([*args, *kwargs.values()])):
             return super().on_function(function, args, kwargs)
 
     def on_host_call(self, name: str, refusal: Refusal) -> None:
         if not self._is_inside_here() and _is_beside(refusal):
             return
-        with self._judging(True):
+        with self._judging(()):
+            self._is_held = True
             super().on_host_call(name, refusal)
 
     def refuse(self, op: str, refusal: Refusal) -> None:
         """Note a refusal of what is in the graph."""
-        is_read = refusal.kind is HazardKind.HOST_READ
         is_loops = not self._is_inside_here()
-        if not self._is_judged:
+        is_loops_read = is_loops and refusal.kind is HazardKind.HOST_READ
+        if not self._is_held:
             source = user_source_line()
-            if is_read and source is not None and not is_installed_file(source.file):
+            if is_loops_read and source is not None and not is_installed_file(source.file):
                 self.beside[source] = None
             return
-        if self._is_first and not (is_read and is_loops):
+        if self._is_first and not is_loops_read:
             return
-        if is_read and is_loops:
+        if is_loops_read:
             refusal = dataclasses.replace(refusal, remedy=LATER)
-        if refusal.kind in _READS:
-            self.num_unread = min(self.num_unread, len(self.log.entries))
+        self.has_read = self.has_read or refusal.kind in READS
         super().refuse(op, refusal)
 
     def on_op(self, call: OpCall) -> Any:
-        if self._is_replaced:
-            self._count()
-        elif self._is_judged:
-            self._count()
-            places = [key if key in self._own else 0 for key in call.keys]
-            self.log.add(call, places, self.site)
-            self._note_inputs(call)
-            self._note_sums(call)
-        return call.run()
-
-    def _count(self) -> None:
-        self.num_inside += 1
+        if not self._is_held:
+            return call.run()
         self._num_by_site[self.site] += 1
+        if self._as_written() is None:  # numbers of a step are compared by its optimizer
+            self._note_inputs(call)
+            if not self.has_read:
+                self.log.add(call, (0,) * len(call.keys), self.site)
+        for tensor in call.written if self._left else ():
+            name = self._left.pop(storage_key(tensor), None)
+            if name is not None and backward_node() is not None:
+                self.added.append(name)
+        return call.run()
 
     def _note_inputs(self, call: OpCall) -> None:
         for tensor in call.tensors:
             if not (call.is_literal or self._has_inside(tensor)):
                 self.inputs.setdefault(id(tensor), tensor)
 
-    def _note_sums(self, call: OpCall) -> None:
-        for tensor in call.written if self._left else ():
-            name = self._left.pop(storage_key(tensor), None)
-            if name is not None and backward_node() is not None:
-                self.added.append(name)
-
     def note_results(self, call: OpCall, infos: Sequence[StorageInfo], result: Any) -> None:
         super().note_results(call, infos, result)
-        if not (self._is_judged or self._is_replaced):
-            return
-        if not self._is_replaced:
-            self.log.add_results(call, result)
-        for tensor in (*flat_tensors([result]), *call.written):
-            info = self.storages.get(storage_key(tensor))
-            if info is not None:
-                self._inside[id(info)] = info
+        if self._is_held:
+            held = [*flat_tensors([result]), *call.written]
+            self._inside |= {self.storages.get(storage_key(tensor)) for tensor in held} - {None}
 
     def launches(self) -> list[tuple[Site, int]]:
         """Return how many operators in the graph each place of the program calls, in order."""

@@ -77,7 +77,7 @@ class _Aside:
         place = self._place(path)
         if place is None:
             return path
-        _real_mkdirs(place.parent)
+        os.makedirs(place.parent, exist_ok=True)
         if keeps and not place.exists() and Path(path).is_file():
             shutil.copyfile(path, place)
         return place
@@ -114,7 +114,7 @@ class _Aside:
         elif os.path.exists(path):
             raise FileExistsError(f"File exists: {path!r}")
         else:
-            _real_mkdirs(place)
+            os.makedirs(place, exist_ok=True)
 
     def _save(self, original: Any, obj: object, f: Any, *args: Any, **kwargs: Any) -> None:
         original(obj, self._for_writing(f, keeps=False), *args, **kwargs)
@@ -125,20 +125,8 @@ class _Aside:
             original(where, *args, **kwargs)
 
     def _move(self, original: Any, src: Any, dst: Any, *args: Any, **kwargs: Any) -> None:
-        if self._place(src) is None and self._place(dst) is None:
-            original(src, dst, *args, **kwargs)
-            return
-        target = self._for_writing(dst, keeps=False)
-        source = self._where(src)
-        if source is src and self._place(src) is not None:
-            shutil.copyfile(src, target)
-        else:
-            original(source, target, *args, **kwargs)
+        source, target = self._for_writing(src, keeps=True), self._for_writing(dst, keeps=False)
+        original(source, target, *args, **kwargs)
 
     def _link(self, original: Any, src: Any, dst: Any, *args: Any, **kwargs: Any) -> None:
         original(src, self._for_writing(dst, keeps=False), *args, **kwargs)
-
-
-def _real_mkdirs(folder: Path) -> None:
-    """Make a folder aside, where every path is left alone."""
-    os.makedirs(folder, exist_ok=True)

@@ -7,22 +7,19 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from functools import partial
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn, Self
+from typing import Any, NoReturn
 from unittest import mock
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from graphfsdp._capture.phase import Phase
-from graphfsdp.api import answering
 from graphfsdp.base.hazards import HazardKind
 from graphfsdp.errors import ConfigError, first_line
-from graphfsdp.preflight.check import CheckOptions, check_call
-from graphfsdp.preflight.loop import ScriptLoops
+from graphfsdp.preflight.check import check_call
+from graphfsdp.preflight.loop import ScriptRun
 from graphfsdp.preflight.no_writes import nothing_written
 from graphfsdp.preflight.report import CheckReport
 
@@ -35,10 +32,6 @@ class ScriptError(ConfigError):
     def __init__(self, message: str, cause: BaseException | None = None) -> None:
         super().__init__(message)
         self.cause = cause
-
-
-class _CheckedExit(SystemExit):
-    """Ends a script after its check; no error, and no Exception that it could catch by accident."""
 
 
 @dataclass(frozen=True)
@@ -58,37 +51,37 @@ class ScriptCheck:
     def run_script(self, name: str, arguments: Sequence[str], *, is_module: bool) -> CheckReport:
         """Run a script up to the first call of its captured step, and check that iteration.
 
-        One that does not call ``graphfsdp.capture`` runs up to the second step of its optimizer.
+        One that does not call ``graphfsdp.capture`` runs as far as its loop has to be watched.
         """
-        flight = _Flight(self)
+        run = ScriptRun(self.target, self.ignore)
         folder = "" if is_module else str(Path(name).resolve().parent)
+        how = "ran to its end"
         try:
             with (
                 _as_program([name, *arguments], folder),
                 self._device(),
-                answering(flight.answer),
                 nothing_written(),
-                flight.loops.following(),
+                run.following(),
                 _time_limit(self.limit_s),
             ):
                 if is_module:
                     runpy.run_module(name, run_name="__main__", alter_sys=True)
                 else:
                     runpy.run_path(name, run_name="__main__")
-        except _CheckedExit:
-            pass
         except _OverTimeError:
-            if not flight.reports:
-                _refuse_end(f"was stopped after {self.limit_s:g} seconds", flight)
+            how = f"was stopped after {self.limit_s:g} seconds"
         except SystemExit as done:
-            if not flight.reports:
-                _refuse_end(f"ended with exit code {done.code}", flight)
+            how = f"ended with exit code {done.code}"
         except Exception as error:  # whatever somebody else's program raises
-            if not flight.reports:
+            if run.report is None:
                 _refuse_failure(error, self)
-        if not flight.reports:
-            _refuse_end("ran to its end", flight)
-        return flight.reports[0]
+        if run.report is None:
+            raise ScriptError(
+                f"the program {how} and {run.came_to}. Remedy: let it run two iterations, or write "
+                "a function that returns (model, optimizer, batch, loss_fn) and check "
+                "MODULE:FUNCTION"
+            )
+        return run.report
 
     def run_function(self, name: str) -> CheckReport:
         """Call a function that returns what ``graphfsdp.check`` takes, and check that.
@@ -106,7 +99,7 @@ class ScriptCheck:
                     args, kwargs = (), batch
                 model, optimizer = made.pop("model"), made.pop("optimizer")
                 options = {"target": self.target, "ignore": self.ignore, **made}
-                return check_call(model, optimizer, args, kwargs, CheckOptions(**options))
+                return check_call(model, optimizer, args, kwargs, **options)
         except ScriptError:
             raise
         except Exception as error:  # whatever somebody else's function raises
@@ -114,59 +107,6 @@ class ScriptCheck:
 
     def _device(self) -> contextlib.AbstractContextManager[object]:
         return cpu_instead() if self.on_cpu else contextlib.nullcontext()
-
-
-@dataclass
-class _Flight:
-    """One run of a script; ``reports`` has at most one."""
-
-    how: ScriptCheck
-    num_steps: int = 0
-    reports: list[CheckReport] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        self.loops = ScriptLoops(self.how.target, self.end)
-
-    def end(self, report: CheckReport) -> NoReturn:
-        """End the script with what its iterations have shown."""
-        ignored = {HazardKind(kind) for kind in self.how.ignore}
-        kept = tuple(hazard for hazard in report.hazards if hazard.kind not in ignored)
-        num_ignored = len(report.hazards) - len(kept)
-        self.reports.append(replace(report, hazards=kept, num_ignored=num_ignored))
-        raise _CheckedExit(0)
-
-    def answer(
-        self, model: nn.Module, optimizer: torch.optim.Optimizer, **options: Any
-    ) -> "_CheckedStep":
-        self.num_steps += 1
-        self.loops.leave()
-        how = CheckOptions(target=self.how.target, **options)
-        return _CheckedStep(self, partial(check_call, model, optimizer, how=how))
-
-
-@dataclass
-class _CheckedStep:
-    """What a script gets in place of a captured step; its first call ends the script."""
-
-    _flight: _Flight
-    _check: Callable[..., CheckReport]
-
-    phase = Phase.WARMUP
-    grad_norm = None
-
-    def __call__(self, *args: Any, **kwargs: Any) -> NoReturn:
-        if not self._flight.reports:
-            self._flight.end(self._check(args, kwargs))
-        raise _CheckedExit(0)
-
-    def close(self) -> None:
-        """Do nothing; there is no graph."""
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *details: object) -> None:
-        self.close()
 
 
 class _OverTimeError(BaseException):
@@ -235,19 +175,6 @@ def _arguments_of(made: object) -> dict[str, Any]:
             "of graphfsdp.check"
         )
     return found
-
-
-def _refuse_end(how: str, flight: _Flight) -> NoReturn:
-    if flight.num_steps:
-        what = "captured a step, but did not call it"
-        remedy = "let it run at least one iteration"
-    else:
-        what = f"did not call graphfsdp.capture, and {flight.loops.came_to}"
-        remedy = (
-            "let it run two iterations, or write a function that returns (model, optimizer, "
-            "batch, loss_fn) and check MODULE:FUNCTION"
-        )
-    raise ScriptError(f"the program {how} and {what}. Remedy: {remedy}")
 
 
 def _refuse_failure(error: Exception, how: ScriptCheck) -> NoReturn:
