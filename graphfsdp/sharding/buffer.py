@@ -37,17 +37,15 @@ class Memory(NamedTuple):
     pinned: bool
 
 
-class _Source(NamedTuple):
-    """What this rank gives to an all-gather; ``is_part`` of whole weights, to few ranks."""
-
-    tensor: Tensor
+class _Gather(NamedTuple):
+    whole: Tensor  # [B] where the weights arrive, or their bytes
+    sent: Tensor  # by this rank
     group: dist.ProcessGroup
-    is_part: bool = False
+    of_parts: bool = False  # of whole weights, which few ranks have kept
 
 
 class _Prefetched(NamedTuple):
-    whole: Tensor  # [B] where the weights arrive, or their bytes
-    source: _Source
+    gather: _Gather
     transfer: Transfer
     moment: Moment  # what must not have changed when the weights are used
 
@@ -222,10 +220,10 @@ class ShardBuffer:
         if not self.sharded:
             self.full = self._as_weights(self._source(None, None))
         else:
-            source, whole = self._begin_gather()
-            if whole.numel():
-                all_gather_(whole, source.tensor, source.group)
-            self.full = whole if source.is_part else self._as_weights(whole)
+            gather = self._next_gather()
+            if gather.whole.numel():
+                all_gather_(gather.whole, gather.sent, gather.group)
+            self.full = self._arrived(gather)
         return self.full
 
     def begin_unshard(self, lane: Lane) -> None:
@@ -237,11 +235,11 @@ class ShardBuffer:
             gathers_outside = self.mesh.cuts_outside and self._inner is None
             if packs_first or gathers_outside or self.extension is not None:
                 lane.join()  # those collectives are on the current stream
-            source, whole = self._begin_gather()
-            transfer = Transfer(whole, source.tensor)
+            gather = self._next_gather()
+            transfer = Transfer(gather.whole, gather.sent)
             with lane.begun():
-                all_gather_(whole, source.tensor, source.group, transfer)
-            self._prefetched = _Prefetched(whole, source, transfer, self.moment())
+                all_gather_(gather.whole, gather.sent, gather.group, transfer)
+            self._prefetched = _Prefetched(gather, transfer, self.moment())
 
     @property
     def is_prefetched(self) -> bool:
@@ -283,27 +281,27 @@ class ShardBuffer:
         prefetched.transfer.wait()
         self._gathered_at = prefetched.moment
         if prefetched.moment == self.moment():
-            whole = prefetched.whole
-            self.full = whole if prefetched.source.is_part else self._as_weights(whole)
+            self.full = self._arrived(prefetched.gather)
         else:
             # Somebody has written main weights since (a hook that clips them, say), or they were
             # gathered inside torch.inference_mode and are used outside of it.
             self._inner = None  # as old
 
-    def _new_full(self) -> Tensor:
-        return self.new_whole(self.dtypes.compute)
-
-    def _begin_gather(self) -> tuple[_Source, Tensor]:
+    def _next_gather(self) -> _Gather:
         """Return what this rank gives to an all-gather, and memory for what that brings."""
         if self._part is not None and self._part_at == self.moment():
             assert self.few_ranks is not None
-            return _Source(self._part, self.few_ranks, is_part=True), self._new_full()
+            whole = self.new_whole(self.dtypes.compute)
+            return _Gather(whole, self._part, self.few_ranks, of_parts=True)
         if self.packing is None and self.extension is None:
-            whole = self._new_full()
-            return _Source(self._unshard_outside(whole), self.gather_group), whole
-        source = self._unshard_outside(None)  # bytes
-        whole = source.new_empty(self.mesh.inner.size() * source.numel())
-        return _Source(source, self.gather_group), whole
+            whole = self.new_whole(self.dtypes.compute)
+            return _Gather(whole, self._unshard_outside(whole), self.gather_group)
+        sent = self._unshard_outside(None)  # bytes
+        whole = sent.new_empty(self.mesh.inner.size() * sent.numel())
+        return _Gather(whole, sent, self.gather_group)
+
+    def _arrived(self, gather: _Gather) -> Tensor:
+        return gather.whole if gather.of_parts else self._as_weights(gather.whole)
 
     def _source(self, whole: Tensor | None, group: dist.ProcessGroup | None) -> Tensor:
         """Return this rank's part of it: the main weights themselves, if they fit.
@@ -327,7 +325,7 @@ class ShardBuffer:
             self.extension.after_gather(whole, self.layout.num_ranks)
         if self.packing is None:
             return whole
-        full = self._new_full()
+        full = self.new_whole(self.dtypes.compute)
         self.packing.unpack(whole, full)
         return full
 

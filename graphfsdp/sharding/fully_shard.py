@@ -129,6 +129,10 @@ def fully_shard(
             "Remedy: parallelize_module over mesh['tp'], then fully_shard with mesh['dp'], or with "
             "shard_axis and replicate_axis"
         )
+    if gradient_reduction not in ("mean", "sum"):
+        raise ConfigError(f"gradient_reduction must be 'mean' or 'sum', got {gradient_reduction!r}")
+    if not isinstance(overlap, bool):
+        raise ConfigError(f"overlap must be True or False, got {overlap!r}")
     parsed = ShardingStrategy.parse(strategy)
     axes = find_axes(
         _default_mesh(modules) if mesh is None else mesh,
@@ -144,8 +148,8 @@ def fully_shard(
         policy=policy,
         reshard_after_forward=reshards,
         num_few=num_few,
-        reduction=_check_reduction(gradient_reduction),
-        overlap=_check_overlap(overlap),
+        reduction=gradient_reduction,
+        overlap=overlap,
         offload=parse_offload(offload_policy),
         ignored=ignored,
         place=shard_placement_fn,
@@ -154,7 +158,18 @@ def fully_shard(
         setattr(param, IGNORED, True)
     if axes.gpu is not None:
         _move(modules, axes.gpu, ignored)
-    make_unit(modules, ShardGroup(modules, options))
+    group = ShardGroup(modules, options)
+    if _refuse_old_parameters not in _global_optimizer_pre_hooks.values():
+        register_optimizer_step_pre_hook(_refuse_old_parameters)
+    unit = Unit(modules, group)
+    group.bind_views()
+    for each in modules:
+        attach(each, unit, {"__deepcopy__": deep_copy})
+        give_state(each)
+        each.register_forward_pre_hook(begin_forward, prepend=True, with_kwargs=True)
+        each.register_forward_hook(end_forward, always_call=True)
+        each.register_load_state_dict_pre_hook(before_loading)
+        each.register_state_dict_post_hook(after_state_dict)
     return module
 
 
@@ -191,21 +206,6 @@ def _outermost(given: nn.Module | Sequence[nn.Module]) -> list[nn.Module]:
 fully_shard.state = state_of  # type: ignore[attr-defined]
 
 
-def make_unit(modules: Sequence[nn.Module], group: ShardGroup) -> None:
-    """Let modules run on parameters that a group has taken over from them."""
-    if _refuse_old_parameters not in _global_optimizer_pre_hooks.values():
-        register_optimizer_step_pre_hook(_refuse_old_parameters)
-    unit = Unit(modules, group)
-    group.bind_views()
-    for module in modules:
-        attach(module, unit, {"__deepcopy__": deep_copy})
-        give_state(module)
-        module.register_forward_pre_hook(begin_forward, prepend=True, with_kwargs=True)
-        module.register_forward_hook(end_forward, always_call=True)
-        module.register_load_state_dict_pre_hook(before_loading)
-        module.register_state_dict_post_hook(after_state_dict)
-
-
 def _refuse_old_parameters(optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
     held = [param for group in optimizer.param_groups for param in group["params"]]
     old = [param for param in held if hasattr(param, TAKEN_AS)]
@@ -233,18 +233,6 @@ def _policy(given: MixedPrecisionPolicy | TorchPolicy | None) -> MixedPrecisionP
         output_dtype=given.output_dtype,
         cast_forward_inputs=given.cast_forward_inputs,
     )
-
-
-def _check_reduction(reduction: str) -> str:
-    if reduction not in ("mean", "sum"):
-        raise ConfigError(f"gradient_reduction must be 'mean' or 'sum', got {reduction!r}")
-    return reduction
-
-
-def _check_overlap(overlap: bool) -> bool:
-    if not isinstance(overlap, bool):
-        raise ConfigError(f"overlap must be True or False, got {overlap!r}")
-    return overlap
 
 
 def _cuts_outside(outer_strategy: str, strategy: ShardingStrategy) -> bool:

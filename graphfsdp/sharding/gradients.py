@@ -86,21 +86,17 @@ class Gradients:
         self.main = main
         self.device = device
         self.landed: set[int] = set()
-        self._layout = plan.layout
+        self._plan, self._mesh = plan, mesh
         self._gaps = list(_gaps(plan.layout))
         self._comm_dtype = plan.dtypes.comm
-        self._sharded = plan.sharded
         self._cuts_outside = plan.sharded and mesh.cuts_outside
-        self._inner, self._outer = mesh.inner, mesh.outer
-        self._num_experts_ranks = mesh.num_experts_ranks
         self._new_whole = new_whole
         self._partial: Tensor | None = None  # [I] reduced over the inner axis, not the outer one
         self._full: Tensor | None = None  # [B] not yet reduced
         self._written: set[int] = set()  # slots of it that hold something, by index
         self._added_by_layer: set[int] = set()  # of these, in this backward pass
         self._reducing: _Reducing | None = None
-        self._grad_dtype = plan.dtypes.compute
-        self._undefined: list[Tensor] = []  # padding of [B] on a GPU, until gradients are copied
+        self._undefined: list[Tensor] = []  # padding of [B], until gradients are copied
         self._zero: Tensor | None = None  # as long as the largest stretch of it
 
     @property
@@ -132,7 +128,7 @@ class Gradients:
             pool; where nothing is sharded, into the main grads themselves.
         """
         targets, sources = [], []
-        for slot, grad in zip(self._layout.slots, grads, strict=True):
+        for slot, grad in zip(self._plan.layout.slots, grads, strict=True):
             if slot.index in self._added_by_layer:
                 continue
             target = self._place(slot, accumulate=accumulate)
@@ -173,16 +169,11 @@ class Gradients:
 
     def _new_full(self, *, accumulate: bool) -> Tensor:
         free = not accumulate and self._partial is None
-        if not self._sharded and free and self._comm_is_main:
+        if not self._plan.sharded and free and self._comm_is_main:
             return self.main
         full = self._new_whole(self._comm_dtype)
         # Padding is reduced too: whatever lay there must not become a NaN.
-        gaps = [full.narrow(0, start, length) for start, length in self._gaps]
-        if full.is_cuda:
-            self._undefined = gaps
-        else:
-            for gap in gaps:
-                gap.zero_()
+        self._undefined = [full.narrow(0, start, length) for start, length in self._gaps]
         return full
 
     def _zeros(self) -> tuple[list[Tensor], list[Tensor]]:
@@ -195,7 +186,9 @@ class Gradients:
             return [], []
         if self._zero is None:
             largest = max(length for _, length in self._gaps)
-            self._zero = torch.zeros(largest, dtype=self._grad_dtype, device=gaps[0].device)
+            self._zero = torch.zeros(
+                largest, dtype=self._plan.dtypes.compute, device=gaps[0].device
+            )
         return gaps, [self._zero.narrow(0, 0, gap.numel()) for gap in gaps]
 
     def begin_reduce(self, lane: Lane | None, how: How) -> None:
@@ -218,7 +211,7 @@ class Gradients:
     def end_reduce(self) -> None:
         """Wait for what has begun, and bring it to the main grads, over the outer axis as well."""
         reducing = self._land()
-        if reducing is None or not reducing.inside or self._outer is None:
+        if reducing is None or not reducing.inside or self._mesh.outer is None:
             return
         self._partial = reducing.target
         lane, how = reducing.lane, reducing.how
@@ -236,25 +229,25 @@ class Gradients:
     def _begin_inside(self, full: Tensor, lane: Lane | None, how: How) -> None:
         """Reduce [B] gradients over the inner axis into [I] of their own, or the main grads."""
         target, adds = self._partial, self._partial is not None
-        if self._outer is None:
+        if self._mesh.outer is None:
             target, adds = self.main, how.accumulate and full is not self.main
         elif target is None:
             # Main grads that hold something must not be reduced over the outer axis again.
             target = self.main
             if how.accumulate or self._cuts_outside or self._is_elsewhere:
-                parts = self._inner.size() if self._sharded else 1
+                parts = self._mesh.inner.size() if self._plan.sharded else 1
                 target = full.new_empty(full.numel() // parts, dtype=self.main.dtype)
         assert target is not None
         reduced = full
-        if self._sharded:
+        if self._plan.sharded:
             straight = not adds and self._comm_is_main
             reduced = target if straight else full.new_empty(target.numel())
-        transfer = _issue(lane, reduced, full, self._inner, how.reduction.collective)
+        transfer = _issue(lane, reduced, full, self._mesh.inner, how.reduction.collective)
         self._reducing = _Reducing(how, lane, transfer, reduced, target, adds, inside=True)
 
     def _begin_outside(self, lane: Lane | None, how: How) -> None:
         """Reduce what waits for it over the outer axis into the main grads."""
-        if self._outer is None or self._partial is None:
+        if self._mesh.outer is None or self._partial is None:
             return
         partial, self._partial = self._partial, None
         adds = how.accumulate and partial is not self.main
@@ -262,7 +255,7 @@ class Gradients:
         if self._cuts_outside:
             straight = not adds and self._comm_is_main
             reduced = self.main if straight else sent.new_empty(self.main.numel())
-        transfer = _issue(lane, reduced, sent, self._outer, how.reduction.collective)
+        transfer = _issue(lane, reduced, sent, self._mesh.outer, how.reduction.collective)
         self._reducing = _Reducing(how, lane, transfer, reduced, self.main, adds, inside=False)
 
     def _land(self) -> _Reducing | None:
@@ -275,9 +268,9 @@ class Gradients:
         reduced, target, reduction = reducing.reduced, reducing.target, reducing.how.reduction
         if reducing.inside and reduction.divisor is not None:
             reduced.div_(reduction.divisor)
-        elif reducing.inside and reduction.kind == "mean" and self._num_experts_ranks > 1:
-            reduced.mul_(1 / self._num_experts_ranks)
-        if reducing.how.hooks is not None and (self._outer is None or not reducing.inside):
+        elif reducing.inside and reduction.kind == "mean" and self._mesh.num_experts_ranks > 1:
+            reduced.mul_(1 / self._mesh.num_experts_ranks)
+        if reducing.how.hooks is not None and (self._mesh.outer is None or not reducing.inside):
             reduced = reduced.to(target.device, target.dtype)
             reducing.how.hooks(self, reduced)
         if reducing.adds:

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.fsdp._fully_shard._fsdp_common import _is_composable_with_fsdp
 from torch.distributed.tensor import DTensor
@@ -152,32 +153,25 @@ class ShardGroup:
         self.reduction = Reduction(options.reduction)
         self.managed = []
         self.buffers = []
+        self.axes: dict[str, ModelAxes] = {}
+        self.meshes: dict[str, DeviceMesh] = {}
         found = _free_parameters(modules, options.ignored)
+        linear = linear_weights(inner for module in modules for inner in module.modules())
+        kinds: dict[UnitMesh, dict[str, ParameterKind]] = {options.mesh: {}}
         for name, (param, _) in found.items():
             refuse_wrapper(name, param)
-        places = {
-            name: find_place(name, param, options.place, options.mesh)
-            for name, (param, _) in found.items()
-        }
-        axes = {
-            name: find_model_axes(name, param, options.mesh.experts)
-            for name, (param, _) in found.items()
-        }
-        self.axes = {name: held for name, held in axes.items() if held is not None}
-        self.meshes = {
-            name: join_meshes(places[name][1].mesh, held.mesh, name)
-            for name, held in self.axes.items()
-        }
-        linear = linear_weights(inner for module in modules for inner in module.modules())
-        kinds = {
-            name: ParameterKind.of(param, linear, str(param.device), places[name][0])
-            for name, (param, _) in found.items()
-        }
+            dim, mesh = find_place(name, param, options.place, options.mesh)
+            axes = find_model_axes(name, param, options.mesh.experts)
+            if axes is not None:
+                self.axes[name] = axes
+                self.meshes[name] = join_meshes(mesh.mesh, axes.mesh, name)
+            kind = ParameterKind.of(param, linear, str(param.device), dim)
+            kinds.setdefault(mesh, {})[name] = kind
         if options.policy.gather_format is not None:
             refuse_packing(options.offload, self.axes)
-        for mesh in dict.fromkeys((options.mesh, *(over for _, over in places.values()))):
+        for mesh, of_mesh in kinds.items():
             for plan in plan_buffers(
-                {name: kind for name, kind in kinds.items() if places[name][1] == mesh},
+                of_mesh,
                 policy=options.policy,
                 strategy=options.strategy,
                 num_ranks=mesh.num_parts,

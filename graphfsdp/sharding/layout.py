@@ -113,16 +113,9 @@ class BufferLayout:
         """Number of elements that belong to no parameter, over all ranks."""
         return self.total_numel - self.numel
 
-    def ranks_of(self, slot: Slot) -> range:
-        if not slot.num_rows:
-            return range(0)
-        if not slot.numel:  # the rows of a (5, 0) tensor need an owner too
-            return range(1)
-        return range(slot.offset // self.shard_numel, (slot.end - 1) // self.shard_numel + 1)
-
     def local_rows(self, slot: Slot, rank: int) -> LocalRows:
         begin = rank * self.shard_numel
-        if not slot.numel:
+        if not slot.numel:  # the rows of a (5, 0) tensor need an owner too
             return LocalRows(slot.num_rows, 0, 0, 0) if rank else LocalRows(0, slot.num_rows, 0, 0)
         first = min(max(slot.offset, begin), begin + self.shard_numel)
         last = max(first, min(slot.end, begin + self.shard_numel))
@@ -132,11 +125,8 @@ class BufferLayout:
 
     def borders(self, slot: Slot) -> tuple[int, ...]:
         """Return the first row of a slot on each rank, and at the end its number of rows."""
-        owners = self.ranks_of(slot)
-        inner = [self.local_rows(slot, rank).first_row for rank in owners[1:]]
-        before = owners.start + 1 if owners else self.num_ranks
-        behind = self.num_ranks - before - len(inner)
-        return (*[0] * before, *inner, *[slot.num_rows] * behind, slot.num_rows)
+        first_rows = (self.local_rows(slot, rank).first_row for rank in range(self.num_ranks))
+        return (*first_rows, slot.num_rows)
 
 
 def plan_unit(

@@ -338,14 +338,11 @@ class FSDPModule(TorchModule):
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         group = unit_of(self).group
         parent: Any = super(TorchModule, self)  # not what torch does there
-        if not group.awaits_values:
-            dtype = _casts_to(group, fn)
-            if dtype is None:
-                return parent._apply(fn, recurse)
+        dtype, device = _asked_for(group, fn)
+        if dtype is None and not group.awaits_values:
+            return parent._apply(fn, recurse)
+        if dtype is not None:
             self._cast(group, dtype)
-            with _set_aside(group):
-                return parent._apply(fn, recurse)
-        device = _moves_to(group, fn)
         with _set_aside(group):
             if device is not None:
                 found: ModelShards | None = getattr(self, _SHARDS, None)
@@ -432,18 +429,11 @@ def shards_of(module: object) -> ModelShards:
     if found is not None:
         return found
     assert isinstance(module, nn.Module)
-    return join_units(module, ModelShards)
-
-
-def join_units(
-    root: nn.Module, join: Callable[[nn.Module, list[Unit]], ModelShards]
-) -> ModelShards:
-    """Make all units below a root, its own among them, run together."""
-    members = units_in(root)
-    shards = join(root, members)
+    members = units_in(module)
+    shards = ModelShards(module, members)
     for member in members:
-        for module in member.modules:
-            setattr(module, _SHARDS, shards)
+        for each in member.modules:
+            setattr(each, _SHARDS, shards)
     return shards
 
 
@@ -512,33 +502,31 @@ def _cast_leaves(values: Any, dtype: torch.dtype | None) -> Any:
     return tree_map(cast, values)
 
 
-def _casts_to(group: ShardGroup, function: Callable[[Tensor], Tensor]) -> torch.dtype | None:
-    """Return the dtype that a function gives a unit's floating-point weights, if another one."""
+def _asked_for(
+    group: ShardGroup, function: Callable[[Tensor], Tensor]
+) -> tuple[torch.dtype | None, torch.device | None]:
+    """Return what a function casts a unit's weights to, and where it moves one from meta.
+
+    None where it leaves that as it is.
+    """
+    awaits = group.awaits_values
+    dtype = device = None
     for buffer in group.buffers:
-        if not buffer.dtypes.main.is_floating_point:
-            continue
-        probe = torch.empty(0, dtype=buffer.dtypes.main, device=buffer.main.device)
+        main = buffer.dtypes.main
+        probe = torch.empty(0, dtype=main, device="meta" if awaits else buffer.main.device)
         with torch.no_grad():
-            dtype = function(probe).dtype
-        if dtype != probe.dtype:
-            return dtype
-    return None
-
-
-def _moves_to(group: ShardGroup, function: Callable[[Tensor], Tensor]) -> torch.device | None:
-    """Return where a function moves a unit on the meta device; None if it leaves it there."""
-    device = None
-    for buffer in group.buffers:
-        probe = torch.empty(0, dtype=buffer.main.dtype, device="meta")
-        moved = function(probe)  # torch says what to do instead, if it needs values
-        if moved.dtype != probe.dtype:
+            found = function(probe)  # torch says what to do instead, if it needs values
+        if found.dtype != main and awaits:
             raise ConfigError(
                 f"parameter {group.full_name(group.managed[0])!r} cannot be cast to "
-                f"{moved.dtype}: its unit is laid out already. Remedy: cast the model before "
+                f"{found.dtype}: its unit is laid out already. Remedy: cast the model before "
                 "fully_shard, or give fully_shard an mp_policy"
             )
-        device = None if moved.is_meta else moved.device
-    return device
+        if found.dtype != main and main.is_floating_point:
+            dtype = dtype or found.dtype
+        if awaits and not found.is_meta:
+            device = found.device
+    return dtype, device
 
 
 @contextmanager

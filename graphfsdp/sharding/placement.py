@@ -130,21 +130,16 @@ def global_stride(local: Tensor, shape: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(stride)
 
 
-def place_of(mesh: DeviceMesh, placements: Sequence[Placement]) -> tuple[int, int, int]:
-    """Return the axis over which rows are cut, the first row here and how many there are."""
-    axis = row_axis(placements)
-    assert axis is not None
-    place: Any = placements[axis]
-    return axis, *place.rows_of(mesh.get_local_rank(axis))
-
-
 def without_rows(placements: Sequence[Placement]) -> tuple[Placement, ...]:
     return tuple(Replicate() if isinstance(place, RowShard) else place for place in placements)
 
 
 def my_rows(whole: Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> Tensor:
-    _, first, num_rows = place_of(mesh, placements)
-    return (whole if whole.dim() else whole.view(1)).narrow(0, first, num_rows)
+    axis = row_axis(placements)
+    assert axis is not None
+    place: Any = placements[axis]
+    rows = whole if whole.dim() else whole.view(1)
+    return rows.narrow(0, *place.rows_of(mesh.get_local_rank(axis)))
 
 
 def wrap_rows(

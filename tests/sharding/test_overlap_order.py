@@ -118,7 +118,7 @@ def test_at_most_two_whole_gradient_buffers_are_alive() -> None:
     def noted(self: Gradients, *, accumulate: bool) -> Tensor:
         nonlocal most
         tensor = make(self, accumulate=accumulate)
-        if len(self._layout.slots) > 2:  # a block's
+        if len(self._plan.layout.slots) > 2:  # a block's
             await_gloo_threads()  # they drop tensors a little after a collective has ended
             alive.append(torch.multiprocessing.reductions.StorageWeakRef(tensor.untyped_storage()))
             most = max(most, sum(not reference.expired() for reference in alive))

@@ -17,7 +17,13 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from graphfsdp.base.op_tensors import OpCall, flat_tensors
-from graphfsdp.base.torch_internals import OpOverload, local_tensor_of, schema_of, spec_of
+from graphfsdp.base.torch_internals import (
+    OpOverload,
+    local_tensor_of,
+    schema_of,
+    spec_of,
+    tree_map_only,
+)
 from graphfsdp.errors import ConfigError
 from graphfsdp.sharding.placement import (
     CommonRows,
@@ -133,14 +139,6 @@ def _is_masked_fill(
     return fits and not value.dim() and not any(accumulate)
 
 
-def _map_tensors(change: Callable[[Tensor], Any], value: Any) -> Any:
-    if isinstance(value, Tensor):
-        return change(value)
-    if isinstance(value, list | tuple):
-        return type(value)(_map_tensors(change, item) for item in value)
-    return value
-
-
 # Rows of each rank
 
 
@@ -199,7 +197,7 @@ def _run_on_rows(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
                 for items in result
             )
         return type(result)(wrap(value, place) for value, place in zip(result, places, strict=True))
-    return _map_tensors(lambda value: wrap(value, places[0]), result)
+    return tree_map_only(Tensor, lambda value: wrap(value, places[0]), result)
 
 
 def _refuse_plain(func: OpOverload, tensors: Sequence[Tensor]) -> None:
@@ -285,19 +283,17 @@ def _run_as_torch(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any
     def change(tensor: Tensor) -> Any:
         return made.get(id(tensor), tensor)
 
-    new_kwargs = {name: _map_tensors(change, value) for name, value in kwargs.items()}
-    result = func(*_map_tensors(change, args), **new_kwargs)
+    args, kwargs = tree_map_only(Tensor, change, (args, kwargs))
+    result = func(*args, **kwargs)
     back = {id(made[id(tensor)]): tensor for tensor in cut}
-    return _map_tensors(
-        lambda value: back[id(value)] if id(value) in back else _as_rows(value, cut[0]), result
+    return tree_map_only(
+        Tensor,
+        lambda value: back[id(value)] if id(value) in back else _as_rows(value, cut[0]),
+        result,
     )
 
 
 _Named = Mapping[str, Any]  # arguments but for the tensor, by name
-
-
-def _is_over_rows(rows: DTensor, named: _Named) -> bool:
-    return 0 in _dims(rows, named)
 
 
 def _dims(rows: DTensor, named: _Named) -> list[int]:
@@ -313,7 +309,7 @@ def _add_up(func: OpOverload, rows: Any, named: _Named, *, nothing: float | None
     ``nothing`` changes no result: a rank without rows has a row of it.
     """
     local = local_tensor_of(rows)
-    if nothing is not None and not local.shape[0] and _is_over_rows(rows, named):
+    if nothing is not None and not local.shape[0] and 0 in _dims(rows, named):
         local = local.new_full((1, *local.shape[1:]), nothing)
     return _as_rows(func(_stand_in(rows, local), **named), rows)
 
@@ -333,13 +329,13 @@ def _sum(func: OpOverload, rows: DTensor, named: _Named) -> Any:
 def _norm(func: OpOverload, rows: DTensor, named: _Named) -> Any:
     if named.get("ord") == math.inf:
         dtype = named.get("dtype") or rows.dtype
-        values = _call(_aten._to_copy.default, rows, dtype=dtype)
-        return _extreme(_aten.amax.default, _call(_aten.abs.default, values), named)
+        values = _call(_aten.abs.default, _cast(rows, dtype))
+        return _extreme(_aten.amax.default, values, named)
     return _for_all(_unfinished_norm(func, rows, named))
 
 
 def _unfinished_norm(func: OpOverload, rows: DTensor, named: _Named) -> Any:
-    part = _is_over_rows(rows, named) and len(_dims(rows, named)) < rows.dim()
+    part = 0 in _dims(rows, named) and len(_dims(rows, named)) < rows.dim()
     if not named.get("ord", 2) > 0 or part:
         raise _refusal(func, f", for ord={named.get('ord', 2)} and dim={named.get('dim')}")
     return _add_up(func, rows, named, nothing=0.0)
@@ -366,38 +362,42 @@ def _are_equal(left: DTensor, right: DTensor) -> bool:
     return not int(local_tensor_of(_call(_aten.sum.default, apart)))
 
 
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    """Return in what torch adds up numbers of a dtype."""
+    return torch.float32 if dtype.itemsize < 4 else dtype
+
+
+def _cast(tensor: Any, dtype: torch.dtype) -> Any:
+    return tensor if tensor.dtype is dtype else _call(_aten._to_copy.default, tensor, dtype=dtype)
+
+
+def _count(rows: DTensor, named: _Named) -> int:
+    return math.prod(rows.shape[dim] for dim in _dims(rows, named))
+
+
+def _total(rows: DTensor, named: _Named, dtype: torch.dtype | None = None) -> Any:
+    options = {"dim": _dims(rows, named), "keepdim": named.get("keepdim", False), "dtype": dtype}
+    return _sum(_aten.sum.dim_IntList, rows, options)
+
+
 def _mean(func: OpOverload, rows: DTensor, named: _Named) -> Any:
     dtype = named.get("dtype") or rows.dtype
     if not (dtype.is_floating_point or dtype.is_complex):
         raise _refusal(func, f", in {dtype}")
-    # As torch adds up 16-bit numbers.
-    wide = torch.float32 if dtype.itemsize < 4 else dtype
-    total = _total(rows, named, wide)
-    count = math.prod(rows.shape[dim] for dim in _dims(rows, named))
-    mean = _call(_aten.mul.Scalar, total, math.nan) if not count else total
-    mean = _call(_aten.div.Scalar, mean, count) if count else mean
-    return mean if wide is dtype else _call(_aten._to_copy.default, mean, dtype=dtype)
-
-
-def _total(rows: DTensor, named: _Named, dtype: torch.dtype | None = None) -> Any:
-    func = _aten.sum.dim_IntList
-    dims, keepdim = _dims(rows, named), named.get("keepdim", False)
-    return _sum(func, rows, {"dim": dims, "keepdim": keepdim, "dtype": dtype})
+    total = _total(rows, named, _wide(dtype))
+    return _cast(_call(_aten.div.Scalar, total, _count(rows, named)), dtype)
 
 
 def _variance(func: OpOverload, rows: DTensor, named: _Named) -> Any:
-    wide = torch.float32 if rows.dtype.itemsize < 4 else rows.dtype
-    correction = named.get("correction")
-    correction = 1 if correction is None else correction
-    values = rows if wide is rows.dtype else _call(_aten._to_copy.default, rows, dtype=wide)
+    correction = 1 if named.get("correction") is None else named["correction"]
+    values = _cast(rows, _wide(rows.dtype))
     mean = _mean(func, values, {"dim": _dims(rows, named), "keepdim": True})
     apart = _call(_aten.sub.Tensor, values, mean)
     total = _total(_call(_aten.mul.Tensor, apart, apart), named)
-    count = math.prod(rows.shape[dim] for dim in _dims(rows, named))
-    found = _call(_aten.div.Scalar, total, max(count - correction, 0))
+    found = _call(_aten.div.Scalar, total, max(_count(rows, named) - correction, 0))
     if schema_of(func).name == "aten::std":
         found = _call(_aten.sqrt.default, found)
-    return found if wide is rows.dtype else _call(_aten._to_copy.default, found, dtype=rows.dtype)
+    return _cast(found, rows.dtype)
 
 
 def _extreme(func: OpOverload, rows: DTensor, named: _Named) -> Any:
@@ -421,7 +421,7 @@ def _any_or_all(func: OpOverload, rows: DTensor, named: _Named) -> Any:
     count = _total(_call(_aten.ne.Scalar, rows, 0), named)
     if schema_of(func).name == "aten::any":
         return _call(_aten.gt.Scalar, count, 0)
-    return _call(_aten.eq.Scalar, count, math.prod(rows.shape[dim] for dim in _dims(rows, named)))
+    return _call(_aten.eq.Scalar, count, _count(rows, named))
 
 
 _REDUCTIONS: Mapping[str, Callable[[OpOverload, DTensor, _Named], Any]] = MappingProxyType(

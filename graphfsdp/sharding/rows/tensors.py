@@ -170,8 +170,7 @@ def make_dtensor(
     local: Tensor, mesh: DeviceMesh, placements: Sequence[Placement], shape: Sequence[int]
 ) -> DTensor:
     """Return the DTensor of that shape whose part here is ``local``, a view."""
-    made = wrap_rows(RowTensor, local.detach(), mesh, tuple(placements), tuple(shape))
-    return made
+    return wrap_rows(RowTensor, local.detach(), mesh, tuple(placements), tuple(shape))
 
 
 class _Gather(Function):
@@ -184,7 +183,15 @@ class _Gather(Function):
 
     @staticmethod
     def backward(ctx: Any, grad: DTensor) -> DTensor:
-        return cut_like(grad, ctx.mesh, ctx.placements)
+        if is_cut(grad):
+            if grad.placements == ctx.placements and grad.device_mesh == ctx.mesh:
+                return grad
+            grad = whole_of(grad)
+        kept = without_rows(ctx.placements)
+        if grad.placements != kept:
+            grad = grad.redistribute(ctx.mesh, kept)
+        local = my_rows(local_tensor_of(grad), ctx.mesh, ctx.placements).clone()
+        return make_dtensor(local, ctx.mesh, ctx.placements, grad.shape)
 
 
 class _ToLocal(Function):
@@ -197,15 +204,3 @@ class _ToLocal(Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> DTensor:
         return make_dtensor(grad, ctx.mesh, ctx.placements, ctx.shape)
-
-
-def cut_like(whole: DTensor, mesh: DeviceMesh, placements: tuple[Placement, ...]) -> DTensor:
-    if is_cut(whole):
-        if whole.placements == placements and whole.device_mesh == mesh:
-            return whole
-        whole = whole_of(whole)
-    kept = without_rows(placements)
-    if whole.placements != kept:
-        whole = whole.redistribute(mesh, kept)
-    local = my_rows(local_tensor_of(whole), mesh, placements).clone()
-    return wrap_rows(RowTensor, local, mesh, placements, tuple(whole.shape))
