@@ -1,6 +1,7 @@
 """Ranks train as one: strategies, meshes, options, model parallelism; beside DDP; evaluation."""
 
 import functools
+import itertools
 from collections.abc import Mapping
 from typing import Any
 
@@ -80,9 +81,8 @@ TO_FEW: dict[str, Any] = {"reshard_after_forward": 2}  # of four ranks keep what
         *(("ranks4", strategy, 3, TO_FEW) for strategy in STRATEGIES),
         ("ranks4", "optim_grads_params", 3, {"overlap": False, **TO_FEW}),
         *(
-            pytest.param("gpu_ranks", strategy, number, {}, marks=pytest.mark.gpu)
-            for strategy in STRATEGIES
-            for number in (1, 3)
+            pytest.param(*row, {}, marks=pytest.mark.gpu, id="-".join(map(str, row)))
+            for row in itertools.product(["gpu_ranks"], STRATEGIES, (1, 3))
         ),
     ],
 )
