@@ -404,8 +404,3 @@ def test_the_words_of_fsdp2s_precision(which: int) -> None:
         assert output.dtype == (words.get("output_dtype") or words["param_dtype"])
         torch.testing.assert_close(output, expected_output, rtol=1e-2, atol=1e-3)
         assert_close_parameters(expected, got)
-
-
-def test_two_words_for_one_dtype() -> None:
-    with pytest.raises(graphfsdp.ConfigError, match="mean the same"):
-        graphfsdp.MixedPrecisionPolicy(grad_comm_dtype=torch.float32, reduce_dtype=torch.bfloat16)

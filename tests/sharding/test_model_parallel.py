@@ -5,14 +5,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch import nn
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import graphfsdp
-from graphfsdp import ConfigError
 from parallel_models import (
-    EP_AXES,
     TP_AXES,
     part_of_axis,
     plain_model,
@@ -23,7 +21,6 @@ from ranks import on_ranks, rank_device
 from sharding_helpers import (
     check_slices,
     hybrid_mesh,
-    raises_on_rank,
     units,
 )
 
@@ -99,61 +96,12 @@ def test_meta_parameters_get_the_values_of_the_whole_model() -> None:
         assert torch.equal(param.full_tensor(), whole), name
 
 
-class _OneWeight(nn.Module):
-    def __init__(self, weight: Tensor) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(weight)
-
-
 @on_ranks("ranks4")
-def test_meshes_and_cuts_that_do_not_fit_are_refused_by_name() -> None:
+def test_any_whole_cut_of_another_axis_is_sharded() -> None:
     mesh = hybrid_mesh((2, 2), TP_AXES)
-    other = hybrid_mesh((4,), ("all",))
-    tp = mesh["tp"]
-    even = distribute_tensor(torch.ones(4, 2), tp, [Shard(0)])
-    partial = DTensor.from_local(torch.ones(4, 2), tp, [Partial()])
-    elsewhere = "parameter 'weight' lies on the mesh axes ('tp',)", "Remedy: make one mesh"
-    refused: list[tuple[DTensor, Any, tuple[str, ...]]] = [
-        (even, other, elsewhere),
-        (even, None, elsewhere),
-        (even, tp, elsewhere),
-        (partial, mesh["dp"], ("parameter 'weight' is Partial(sum) on mesh axis 0",)),
-    ]
-    for weight, over, words in refused:
-        with raises_on_rank(ConfigError, *words):
-            graphfsdp.fully_shard(_OneWeight(weight), over)
     whole = torch.arange(10.0).view(5, 2)
     for place in (Replicate(), Shard(0), Shard(1)):
-        cut = distribute_tensor(whole, tp, [place])
-        fine: Any = graphfsdp.fully_shard(_OneWeight(cut), mesh["dp"])
-        assert torch.equal(fine.weight.full_tensor(), whole), place
-
-
-@on_ranks("ranks4")
-def test_axes_and_experts_that_do_not_fit_are_refused_by_name() -> None:
-    mesh = hybrid_mesh((2, 2), EP_AXES)
-    scalar = nn.Module()
-    scalar.scale = nn.Parameter(torch.ones(()))
-    linear = nn.Linear(2, 2)
-    refused: list[tuple[nn.Module, dict[str, Any], str]] = [
-        (linear, {"expert_axis": "experts"}, "the mesh has no axis 'experts'"),
-        (
-            linear,
-            {"expert_axis": "ep", "shard_axis": "ep"},
-            "expert_axis 'ep' is an axis to shard over",
-        ),
-        (
-            linear,
-            {"expert_axis": "ep", "mesh": mesh["ep"]},
-            "the mesh has the expert axis 'ep' alone",
-        ),
-        (scalar, {"expert_axis": "ep"}, "parameter 'scale' has no dimension"),
-    ]
-    for module, options, words in refused:
-        with raises_on_rank(ConfigError, words):
-            graphfsdp.fully_shard(module, **{"mesh": mesh, **options})
-    uneven: Any = graphfsdp.fully_shard(
-        nn.Linear(2, 2 + mesh.get_local_rank("ep")), mesh, expert_axis="ep"
-    )
-    with raises_on_rank(ConfigError, "holds another model than rank"):
-        uneven.prepare_shards()
+        layer: Any = nn.Linear(2, 5, bias=False)
+        layer.weight = nn.Parameter(distribute_tensor(whole, mesh["tp"], [place]))
+        graphfsdp.fully_shard(layer, mesh["dp"])
+        assert torch.equal(layer.weight.full_tensor(), whole), place

@@ -15,7 +15,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-import graphfsdp
 from graphfsdp import MixedPrecisionPolicy
 from graphfsdp.optim import FusedAdam
 from helpers import NUM_STEPS, set_lr
@@ -30,7 +29,6 @@ from sharding_helpers import (
     buffers,
     learning_rate,
     num_steps_of,
-    raises_on_rank,
     shard,
     train,
     units,
@@ -245,25 +243,3 @@ def test_a_wrong_dtype_would_be_seen() -> None:
     # In one microbatch it is the same whether sums are rounded on the way or in the buffer.
     assert apart.pop(("bf16_comm", "bf16_grads")) == 0
     assert min(apart.values()) > 3 * TOLERANCE, apart
-
-
-@on_ranks("ranks2")
-def test_a_clash_of_dtypes_is_refused_with_ways_out() -> None:
-    way_out = "use_decoupled_grad=True"
-    for policy in (
-        MixedPrecisionPolicy(main_grads_dtype=BF16),
-        MixedPrecisionPolicy(main_params_dtype=FP32, main_grads_dtype=BF16),
-        MixedPrecisionPolicy(main_params_dtype=BF16, main_grads_dtype=FP32),
-    ):
-        with raises_on_rank(graphfsdp.PrecisionError, way_out, "'weight'"):
-            graphfsdp.fully_shard(nn.Linear(4, 4), mp_policy=policy)
-    model = graphfsdp.fully_shard(
-        nn.Linear(4, 4),
-        mp_policy=MixedPrecisionPolicy(main_grads_dtype=BF16, use_decoupled_grad=True),
-    )
-    for optimizer in (
-        FusedAdam(model.parameters()),
-        torch.optim.AdamW(model.parameters(), lr=torch.tensor(0.1), fused=True),
-    ):
-        with raises_on_rank(graphfsdp.PrecisionError, way_out):
-            graphfsdp.capture(model, optimizer)

@@ -89,15 +89,6 @@ def test_a_penalty_that_a_module_computes_is_right() -> None:
 
 
 @on_ranks("ranks2")
-def test_hooks_of_whole_parameters_are_refused() -> None:
-    for kind in ("register_hook", "register_post_accumulate_grad_hook"):
-        model = make()
-        getattr(model[1].weight, kind)(lambda grad: None)
-        with raises_on_rank(ConfigError, "parameter '1.weight' has a hook of its gradient"):
-            shard(model, "optim")
-
-
-@on_ranks("ranks2")
 def test_models_from_the_meta_device_are_watched_too() -> None:
     model = on_meta(lambda: nn.Linear(WIDTH, 1))
     graphfsdp.fully_shard(model)

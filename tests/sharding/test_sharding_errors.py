@@ -1,73 +1,36 @@
-"""What sharding refuses, on every rank and by name; and captures that fail on one rank only."""
+"""Misuses of sharded models, each named on every rank; captures that fail on one rank only."""
 
 import re
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
 
 import graphfsdp
 from graphfsdp import CaptureError, ConfigError
 from helpers import assert_same_state, set_lr, snapshot
 from hidden_count import Unseen
+from parallel_models import EP_AXES
 from ranks import on_ranks, rank_device
 from sharding_helpers import (
+    MAX_NORM,
     Net,
     adam,
     assert_equal_tensors,
     batches,
     full_parameters,
+    hybrid_mesh,
+    hybrid_net,
     learning_rate,
     my_part,
     raises_on_rank,
     shard,
+    train,
 )
 
 _TWO_GPUS = [pytest.mark.gpu, pytest.mark.multi_gpu]
-
-
-def test_without_a_process_group() -> None:
-    with pytest.raises(ConfigError, match=r"is not initialised.*Remedy"):
-        graphfsdp.fully_shard(nn.Linear(2, 2))
-
-
-def test_what_is_no_module() -> None:
-    wrong: list[Any] = [lambda: None, [nn.Linear(2, 2), 3]]
-    for given in wrong:
-        with pytest.raises(ConfigError, match=r"takes a torch.nn.Module or a list.*got (fun|list)"):
-            graphfsdp.fully_shard(given)
-    with pytest.raises(ConfigError, match=r"empty list"):
-        graphfsdp.fully_shard([])
-    for container in (nn.ModuleList([nn.Linear(2, 2)]), nn.ModuleDict()):
-        with pytest.raises(ConfigError, match=r"no forward pass of its own.*Remedy"):
-            graphfsdp.fully_shard(container)
-
-
-@on_ranks("ranks2")
-def test_wrong_arguments_are_named() -> None:
-    linear = nn.Linear(2, 2)
-    deep = init_device_mesh("cpu", (1, 1, 2))
-    refused: list[tuple[Callable[[], object], tuple[str, ...]]] = [
-        (
-            lambda: graphfsdp.fully_shard(linear, strategy="zero"),
-            ("'zero'", "'optim_grads_params' (3)"),
-        ),
-        (lambda: graphfsdp.fully_shard(linear, strategy=4), ("unknown sharding strategy 4",)),
-        (
-            lambda: graphfsdp.fully_shard(linear, deep),
-            ("which of a mesh of shape (1, 1, 2) with axes that have no names",),
-        ),
-        (lambda: graphfsdp.fully_shard(graphfsdp.fully_shard(nn.Linear(2, 2))), ("twice",)),
-    ]
-    for attempt, words in refused:
-        with raises_on_rank(ConfigError, *words):
-            attempt()
-    assert type(linear) is nn.Linear
-    assert all(type(param) is nn.Parameter for param in linear.parameters())
 
 
 @on_ranks("ranks2")
@@ -104,24 +67,6 @@ def test_what_is_put_in_the_place_of_shards() -> None:
         model[0].weight = weight
         weight.copy_(doubled)
         assert not torch.equal(model(x), expected)
-
-
-class Tied(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)])
-        self.head = nn.Linear(4, 4, bias=False)
-        self.head.weight = self.blocks[0].weight  # type: ignore[assignment]
-
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.head(self.blocks[1](self.blocks[0](x)))
-        return out
-
-
-@on_ranks("ranks2")
-def test_a_parameter_tied_across_units() -> None:
-    with raises_on_rank(ConfigError, "'head.weight'", "another unit"):
-        shard(Tied(), "optim_grads_params")
 
 
 @on_ranks("ranks2")
@@ -261,3 +206,60 @@ def test_a_bug_of_the_user_passes_through(strategy: str) -> None:
                     step(*my_part(batch))
             step(*my_part(batch))
         assert step.phase is graphfsdp.Phase.REPLAY
+
+
+@on_ranks("ranks4")
+def test_another_model_on_one_rank_is_told_to_all() -> None:
+    """Rank 3 alone: rank 0 shares no group with it. And other experts than those of the others."""
+    mesh, width = hybrid_mesh((2, 2), EP_AXES), 6 if dist.get_rank() == 3 else 4
+    experts = nn.Linear(2, 2 + mesh.get_local_rank("ep"))
+    for who, wrapped in (
+        ("rank 3 ", graphfsdp.fully_shard(nn.Linear(4, width), hybrid_mesh())),
+        ("", graphfsdp.fully_shard(experts, mesh, expert_axis="ep")),
+    ):
+        assert isinstance(wrapped, graphfsdp.FSDPModule)
+        with raises_on_rank(ConfigError, f"{who}holds another model than rank"):
+            wrapped.prepare_shards()
+
+
+class LateError(Exception):
+    """An error of a user, after all collectives of the iteration."""
+
+
+@on_ranks("ranks4")
+def test_a_failed_capture_is_told_to_ranks_that_share_no_group() -> None:
+    """In the optimizer's step hook of rank 3, in a warm-up and in the capture."""
+    plain = hybrid_net("optim_grads_params", "optim")
+    expected = train(plain, adam(plain), scope="none", num_steps=5)
+    model = hybrid_net("optim_grads_params", "optim")
+    optimizer = adam(model)
+    fails = [False]
+
+    def hook(*args: object) -> None:
+        if fails[0] and dist.get_rank() == 3:
+            raise LateError("of rank 3")
+
+    optimizer.register_step_post_hook(hook)
+    found = []
+    losses = []
+    with graphfsdp.capture(model, optimizer, warmup_steps=2, max_grad_norm=MAX_NORM) as step:
+        for index, batch in enumerate(batches(5)):
+            set_lr(optimizer, learning_rate(index))
+            if index in (1, 2):
+                before = snapshot(model, optimizer)
+                fails[0] = True
+                with raises_on_rank(Exception) as messages:
+                    step(*my_part(batch))
+                fails[0] = False
+                assert_same_state(before, snapshot(model, optimizer), f"call {index}")
+                found += messages
+            losses.append(step(*my_part(batch)))
+        assert step.report().num_captures == 1
+    assert all(map(torch.equal, losses, expected.losses))
+    assert len(found) == 2
+    for message in found:
+        if dist.get_rank() == 3:
+            assert message == "of rank 3"
+        else:
+            assert re.search(r"rank 3 of 4 failed in iteration \d: LateError: of rank 3", message)
+            assert "no rank keeps this iteration" in message

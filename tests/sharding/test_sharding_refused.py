@@ -1,0 +1,213 @@
+"""What sharding refuses, on every rank and by name: a call, its exception, and words of it."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.fsdp as torch_fsdp
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+
+import graphfsdp
+from everyday_scripts import whole_model
+from graphfsdp import ConfigError, PrecisionError
+from graphfsdp.base.torch_internals import ASKS_SUBCLASSES
+from graphfsdp.optim import FusedAdam
+from parallel_models import EP_AXES, TP_AXES
+from ranks import on_ranks, rank_device
+from sharding_helpers import HYBRID_AXES, hybrid_mesh, on_meta
+
+fully_shard: Any = graphfsdp.fully_shard
+policy = graphfsdp.MixedPrecisionPolicy
+BF16, FP32 = torch.bfloat16, torch.float32
+Rows = dict[str, Callable[[], object]]
+
+
+def sharding(options: dict[str, dict[str, Any]]) -> Rows:
+    return {words: partial(fully_shard, whole_model(), **each) for words, each in options.items()}
+
+
+def weighing(weight: Tensor, *args: Any, **options: Any) -> Callable[[], object]:
+    module = nn.Module()
+    module.weight = nn.Parameter(weight)
+    return partial(fully_shard, module, *args, **options)
+
+
+def hooked(kind: str) -> nn.Module:
+    model: nn.Module = whole_model()
+    getattr(model.get_parameter("1.0.weight"), kind)(lambda grad: None)
+    return model
+
+
+def tied() -> nn.Module:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    model[1].weight = model[0].weight
+    fully_shard(model[0])
+    return model
+
+
+@on_ranks("ranks2")
+def test_what_is_refused_by_name() -> None:
+    in_cpu, packed = graphfsdp.CPUOffloadPolicy(), policy(gather_format="mxfp8")
+    wide, layer = fully_shard(nn.Linear(2, 2)), nn.Linear(32, 4).to(rank_device())
+    capture = partial(graphfsdp.capture, fully_shard(whole_model(), offload_policy=in_cpu))
+    optimizer = FusedAdam(nn.Linear(1, 1).parameters())
+    state = {"weight": torch.ones(2, 2).double(), "bias": torch.ones(2)}
+    experts = {"mesh": hybrid_mesh((1, 2), ("dp", "ep")), "expert_axis": "ep"}
+    options: dict[str, dict[str, Any]] = {
+        "'zero'.*'optim_grads_params' .3.": {"strategy": "zero"},
+        "unknown sharding strategy 4": {"strategy": 4},
+        "reshard_after_forward.*got 2.0": {"reshard_after_forward": 2.0},
+        "shard_axis": {"dp_mesh_dims": 3},
+        "CPUOffloadPolicy.*got int": {"offload_policy": 3},
+        "mp_policy.*got int": {"mp_policy": 3},
+        "ignored_params.*got int": {"ignored_params": [3]},
+        "overlap must be True": {"overlap": 1},
+    }
+    rows = sharding(options) | {
+        "'1.weight'.*another unit": lambda: fully_shard(tied()),
+        "'1.0.weight' has a hook": lambda: fully_shard(hooked("register_hook")),
+        "hook of its gradient": lambda: fully_shard(hooked("register_post_accumulate_grad_hook")),
+        "Embedding '0' has max_norm=1": partial(fully_shard, nn.Sequential(normed(nn.Embedding))),
+        "Bag '0' has max_norm=1.0": partial(fully_shard, nn.Sequential(normed(nn.EmbeddingBag))),
+        "'int8'; expected one of 'float8'": lambda: policy(gather_format="int8"),
+        "mean the same": lambda: policy(grad_comm_dtype=FP32, reduce_dtype=BF16),
+        r"'weight' of shape \(4, 20\)": partial(fully_shard, nn.Linear(20, 4), mp_policy=packed),
+        "in the CPU's": partial(fully_shard, layer, mp_policy=packed, offload_policy=in_cpu),
+        "or expert parallelism": partial(fully_shard, layer, mp_policy=packed, **experts),
+        "set_custom_all_ga": lambda: wide.set_custom_all_gather(None),
+        "got 0": lambda: wide.set_gradient_divide_factor(0),
+        "docs/fsdp2.md": lambda: wide._get_fsdp_state()._lazy_init(),
+        "torch.func": lambda: torch.func.vmap(wide)(torch.ones(2, 2)),
+        "'weight'.*float64": lambda: wide.load_state_dict(state, assign=True),
+        "CPUOffloadPolicy.*scope='none'": partial(capture, optimizer),
+        "scope='none'": partial(capture, optimizer, scope="forward_backward"),
+    }
+    for words, call in rows.items():
+        with pytest.raises(ConfigError, match=words):
+            call()
+    with pytest.raises(AttributeError, match="'_mp_policy'"):
+        fully_shard.state(wide)._mp_policy  # noqa: B018
+
+
+def normed(kind: Any) -> Any:
+    return kind(4, 2, max_norm=1.0)
+
+
+@on_ranks("ranks2")
+def test_a_clash_of_dtypes_is_refused_with_ways_out() -> None:
+    clashes: list[dict[str, Any]] = [
+        {"main_grads_dtype": BF16},
+        {"main_params_dtype": FP32, "main_grads_dtype": BF16},
+        {"main_params_dtype": BF16, "main_grads_dtype": FP32},
+    ]
+    for each in clashes:
+        with pytest.raises(PrecisionError, match=r"'weight'.*use_decoupled_grad=True"):
+            fully_shard(nn.Linear(4, 4), mp_policy=policy(**each))
+    of_bf16 = policy(main_grads_dtype=BF16, use_decoupled_grad=True)
+    model = fully_shard(nn.Linear(4, 4), mp_policy=of_bf16)
+    for optimizer in (
+        FusedAdam(model.parameters()),
+        torch.optim.AdamW(model.parameters(), lr=torch.tensor(0.1), fused=True),
+    ):
+        with pytest.raises(PrecisionError, match="use_decoupled_grad=True"):
+            graphfsdp.capture(model, optimizer)
+    model = fully_shard(nn.Linear(4, 4), mp_policy=policy(main_grads_dtype=FP32))
+    with pytest.raises(PrecisionError, match="float16"):
+        model.half()
+
+
+@on_ranks("ranks4")
+def test_meshes_and_axes_that_do_not_fit_are_refused_by_name() -> None:
+    mesh, deep = hybrid_mesh(), hybrid_mesh((1, 2, 2), ("pp", *HYBRID_AXES))
+    inside, outside = "dp_shard", "dp_replicate"
+    parallel, experts = hybrid_mesh((2, 2), TP_AXES), hybrid_mesh((2, 2), EP_AXES)
+    even = distribute_tensor(torch.ones(4, 2), parallel["tp"], [Shard(0)])
+    partly = DTensor.from_local(torch.ones(4, 2), parallel["tp"], [Partial()])
+    options: dict[str, dict[str, Any]] = {
+        r"which of a mesh of shape \(1, 2, 2\) with the axes \('pp',": {"mesh": deep},
+        "has no axis 'dp'; it has a mesh": {"mesh": deep, "shard_axis": "dp"},
+        "needs a shard_axis": {"mesh": deep, "replicate_axis": outside},
+        "must come before shard_axis 'dp_replicate'": {
+            **{"mesh": deep, "shard_axis": outside, "replicate_axis": inside}
+        },
+        "are both 'dp_shard'": {"mesh": deep, "shard_axis": inside, "replicate_axis": inside},
+        "'optim' with strategy='no_shard'": {
+            **{"mesh": mesh, "strategy": "no_shard", "outer_strategy": "optim"}
+        },
+        "'optim', got 'optim_grads'": {"mesh": mesh, "outer_strategy": "optim_grads"},
+        "unknown sharding strategy 'half'": {"mesh": mesh, "outer_strategy": "half"},
+        "over a second mesh axis": {"mesh": mesh[inside], "outer_strategy": "optim"},
+        "second mesh axis": {"outer_strategy": "optim"},
+        "has no axis 'experts'": {"mesh": experts, "expert_axis": "experts"},
+        "'ep' is an axis to shard": {"mesh": experts, "expert_axis": "ep", "shard_axis": "ep"},
+        "the expert axis 'ep' alone": {"mesh": experts["ep"], "expert_axis": "ep"},
+    }
+    rows = sharding(options) | {
+        r"'weight' lies on the mesh axes \('tp',\)": weighing(even),
+        "mesh axes.*Remedy: make one mesh": weighing(even, hybrid_mesh((4,), ("all",))),
+        "Remedy: make one mesh": weighing(even, parallel["tp"]),
+        r"'weight' is Partial\(sum\) on mesh axis 0": weighing(partly, parallel["dp"]),
+        "'weight' has no dimension": weighing(torch.ones(()), experts, expert_axis="ep"),
+    }
+    for words, call in rows.items():
+        with pytest.raises(ConfigError, match=words):
+            call()
+
+
+def test_without_a_process_group() -> None:
+    with pytest.raises(ConfigError, match=r"is not initialised.*Remedy"):
+        fully_shard(nn.Linear(2, 2))
+
+
+def mistakes(package: Any) -> Rows:
+    """What torch's own ``fully_shard`` refuses too, by words of ours."""
+    words = package.fully_shard
+    wide = words(nn.Linear(2, 2))
+    empty = words(on_meta(lambda: nn.Linear(2, 2)))
+    deep = init_device_mesh(rank_device().type, (1, 1, 2))
+
+    def placed(where: Any) -> Callable[[], object]:
+        return lambda: words(whole_model(), shard_placement_fn=lambda param: where(param.ndim))
+
+    found: Rows = {
+        "twice": lambda: words(wide),
+        "no forward pass of its own": lambda: words(nn.ModuleList([whole_model()])),
+        "forward pass of its own": lambda: words(nn.ModuleDict({"a": whole_model()})),
+        "axes that have no names": lambda: words(whole_model(), mesh=deep),
+        "got 3": lambda: words(whole_model(), reshard_after_forward=3),
+        "got 'a'": lambda: words(whole_model(), reshard_after_forward="a"),
+        "True or False, got 2": lambda: wide.set_reshard_after_forward(2),
+        "has no values yet": lambda: empty(torch.ones(1, 2)),
+        r"'0.2.weight' of shape \(8, 5\)": placed(lambda ndim: Shard(ndim - 1)),
+        "Shard.*5": placed(lambda _: Shard(5)),
+        "ahead": lambda: wide.set_modules_to_forward_prefetch([whole_model()]),
+        "none": lambda: package.register_fsdp_forward_method(wide, "none"),
+        "share_comm_ctx": lambda: package.share_comm_ctx([whole_model()]),
+    }
+    if ASKS_SUBCLASSES:  # below, torch takes it for another mistake
+        found["Replicate"] = placed(lambda _: Replicate())
+    return found
+
+
+@on_ranks("ranks2")
+def test_mistakes_raise_what_torch_raises() -> None:
+    ours = mistakes(graphfsdp)
+    for words, theirs in mistakes(torch_fsdp).items():
+        with pytest.raises(Exception) as expected:  # noqa: PT011 (whichever it is)
+            theirs()
+        with pytest.raises(ConfigError, match=words) as found:
+            ours[words]()
+        assert isinstance(found.value, type(expected.value)), words
+
+
+def test_what_is_no_module() -> None:
+    wrong: list[Any] = [lambda: None, [nn.Linear(2, 2), 3]]
+    for given in wrong:
+        with pytest.raises(ConfigError, match=r"takes a torch.nn.Module or a list.*got (fun|list)"):
+            fully_shard(given)
+    with pytest.raises(ConfigError, match=r"empty list"):
+        fully_shard([])
