@@ -92,7 +92,7 @@ ZOO: dict[str, Case] = {
     "mlp": Case(models.mlp, features(WIDTH)),
     "conv_net": Case(models.conv_net, features(3, 8, 8)),
     "channels_last": Case(models.channels_last, features(3, 8, 8)),
-    "gpt": Case(models.GPT, tokens),
+    "gpt": Case(models.gpt, tokens),
     "rnn": Case(
         lambda: models.Squared(models.Head(nn.RNN(5, 6, batch_first=True))), features(4, 5)
     ),

@@ -5,13 +5,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 from torch.nn.utils import parametrizations
+
+from graphfsdp.training.gpt import GPT, GPTConfig
 
 WIDTH = 8
 TOKENS = 6
-
-
 VOCABULARY = 11
 
 
@@ -63,64 +62,17 @@ def channels_last() -> nn.Module:
     return net
 
 
-class Attention(nn.Module):
-    def __init__(self, width: int, num_heads: int, dropout: float) -> None:
-        super().__init__()
-        self.qkv = nn.Linear(width, 3 * width)
-        self.out = nn.Linear(width, width)
-        self.num_heads = num_heads
-        self.dropout = dropout
-
-    def forward(self, x: Tensor) -> Tensor:
-        rows, length, width = x.shape
-        query, key, value = (
-            part.view(rows, length, self.num_heads, -1).transpose(1, 2)
-            for part in self.qkv(x).split(width, dim=2)
-        )
-        mixed = functional.scaled_dot_product_attention(
-            query, key, value, is_causal=True, dropout_p=self.dropout
-        )
-        out: Tensor = self.out(mixed.transpose(1, 2).reshape(rows, length, width))
-        return out
-
-
-class Block(nn.Module):
-    def __init__(self, width: int, dropout: float) -> None:
-        super().__init__()
-        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
-        self.attention = Attention(width, 2, 0.0)
-        self.mlp = nn.Sequential(
-            nn.Linear(width, 2 * width), nn.GELU(), nn.Linear(2 * width, width)
-        )
-        self.dropout = nn.Dropout(dropout)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = x + self.dropout(self.attention(self.norm1(x)))
-        out: Tensor = x + self.dropout(self.mlp(self.norm2(x)))
-        return out
-
-
-class GPT(nn.Module):
-    """A decoder with dropout and tied embeddings."""
-
-    def __init__(self, width: int = WIDTH, num_layers: int = 2, dropout: float = 0.2) -> None:
-        super().__init__()
-        self.tokens = nn.Embedding(VOCABULARY, width)
-        self.positions = nn.Embedding(TOKENS, width)
-        self.blocks = nn.ModuleList(Block(width, dropout) for _ in range(num_layers))
-        self.norm = nn.LayerNorm(width)
-        self.head = nn.Linear(width, VOCABULARY, bias=False)
-        self.head.weight = self.tokens.weight
-
-    def forward(self, ids: Tensor, targets: Tensor) -> Tensor:
-        positions = torch.arange(ids.shape[1], device=ids.device)
-        x = self.tokens(ids) + self.positions(positions)
-        for block in self.blocks:
-            x = block(x)
-        logits = self.head(self.norm(x))
-        return functional.cross_entropy(
-            logits.flatten(0, 1), targets.flatten(), label_smoothing=0.1
-        )
+def gpt() -> GPT:
+    """Return a decoder with dropout, learned positions and tied embeddings."""
+    shape = GPTConfig(
+        vocab_size=VOCABULARY,
+        seq_length=TOKENS,
+        num_layers=2,
+        hidden_size=WIDTH,
+        num_attention_heads=2,
+        hidden_dropout=0.2,
+    )
+    return GPT(shape)
 
 
 class Statistical(nn.Module):

@@ -21,7 +21,7 @@ from helpers import Case, assert_same_run, no_host_sync, run
 from ranks import PRELOADED
 from time_limits import until
 from zoo import ZOO, features
-from zoo_models import GPT, WIDTH, Squared
+from zoo_models import WIDTH, Squared, gpt
 
 pytestmark = pytest.mark.gpu
 
@@ -94,7 +94,7 @@ def test_errors_of_the_driver_are_explained_and_rolled_back(name: str, twins: Re
 
 def start(**options: Any) -> tuple[graphfsdp.CapturedStep, nn.Module, Any]:
     torch.manual_seed(0)
-    model = GPT().to(CUDA)
+    model = gpt().to(CUDA)
     step = graphfsdp.capture(model, FusedAdam(model.parameters(), lr=0.01), **options)
     generator = torch.Generator().manual_seed(1)
     return step, model, lambda: ZOO["gpt"].batch(generator)
@@ -169,7 +169,7 @@ def weighted(model: nn.Module, x: Tensor) -> tuple[Tensor, Tensor]:
 def test_old_graphs_of_the_default_stream_do_not_break_the_capture() -> None:
     """Their AccumulateGrad nodes remember the stream that they were made on."""
     torch.manual_seed(0)
-    model = GPT().to(CUDA)
+    model = gpt().to(CUDA)
     generator = torch.Generator().manual_seed(1)
     old = model(*ZOO["gpt"].batch(generator).to(CUDA).args)
     step = graphfsdp.capture(model, FusedAdam(model.parameters(), lr=0.01))
