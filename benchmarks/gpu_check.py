@@ -21,7 +21,7 @@ Exit code: 0 all is well, 1 something failed, 2 there is no CUDA device.
 
 import argparse
 import concurrent.futures
-import importlib.util
+import dataclasses
 import json
 import os
 import pathlib
@@ -30,10 +30,12 @@ import signal
 import sys
 import tempfile
 import time
+import tomllib
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from rich.console import Console
@@ -42,57 +44,35 @@ from benchmarks.limited import ROOT, run_limited
 from graphfsdp.bench.machine import find_environment
 from graphfsdp.bench.results import Table
 
-TESTS, BENCH, REDUCE_OVERHEAD = "tests", "bench", "reduce-overhead"
-NODES, OPTIMIZER = "nodes", "optimizer"
-# In order, each with its own seconds.
-BUDGETS_S: Mapping[str, float] = MappingProxyType(
-    {
-        "smoke": 80,
-        "parity": 55,
-        "verify-pinned": 25,
-        NODES: 40,
-        "broken": 20,
-        TESTS: 110,
-        "overlap": 40,
-        "compile": 35,
-        OPTIMIZER: 40,
-        BENCH: 70,
-        # Last: it leaves graphs behind in its process that may take the memory of others.
-        REDUCE_OVERHEAD: 45,
+
+@dataclass(frozen=True)
+class Part:
+    """A table of gpu_check.toml, which says what each key is."""
+
+    seconds: float
+    tests: tuple[str, ...] = ()
+    processes: Literal["tests", "files"] | None = None
+    program: str = ""
+    bench: str = ""
+    rehearsal: str = ""
+    gpus: int = 0
+
+
+def read_parts() -> dict[str, Part]:
+    tables = tomllib.loads((ROOT / "benchmarks" / "gpu_check.toml").read_text())
+    return {
+        name: Part(**{**table, "tests": tuple(table.get("tests", ()))})
+        for name, table in tables.items()
     }
-)
-# Of what needs two GPUs, besides; left out where there is one. What may hang last comes last: ranks
-# that are to be lost, and captures in which NCCL registers buffers.
-RANK_BUDGETS_S: Mapping[str, float] = MappingProxyType(
-    {"nccl": 75, "ends": 90, "mismatch": 40, "lost": 120, "nccl-registered": 75}
-)
-# A CUDA error makes every later call in a process fail, so in these parts each test has a process
-# of its own.
-ALONE = ("smoke", "parity", "verify-pinned", "broken", *RANK_BUDGETS_S)
 
 
-def tests_of_parts() -> dict[str, list[str]]:
-    """Return what each part that runs tests gives to pytest, DEVICE for that of the check."""
-    parts: dict[str, list[str]] = {}
-    for line in (ROOT / "benchmarks" / "gpu_check_parts.txt").read_text().splitlines():
-        if line.startswith("["):
-            names = parts[line.strip("[]")] = []
-        elif line and not line.startswith("#"):
-            names.append(line)
-    return parts
-
-
-PARTS: Mapping[str, Sequence[str]] = MappingProxyType(tests_of_parts())
+PARTS: Mapping[str, Part] = MappingProxyType(read_parts())
+TESTS = "tests"  # the part
 TOTAL_LIMIT_S = 560  # of 600 that a lent machine gives a command
 TEST_LIMIT_S = 60  # of one that has a process of its own
 NUM_PROCESSES = 6  # that run tests on the GPU at the same time
 GRACE_S = 20  # to report so far
-# So many GPUs at least; what all other parts need a rehearsal on a CPU has.
-NUM_GPUS: Mapping[str, int] = MappingProxyType({NODES: 1, **dict.fromkeys(RANK_BUDGETS_S, 2)})
-SIZES = (1_000, 20_000)  # of captures, in nodes
 OURS = ("forward_backward", "full_iteration", "compiled_recording")
-# All but torch's reduce-overhead mode.
-CONTENDERS = (*OURS, "pytorch", "compile", "fsdp2", "fsdp2_compile", "megatron_fsdp")
 BENCH_START_S = 20.0  # Python starts
 MAX_CHARACTERS = 6000
 
@@ -122,18 +102,16 @@ def run_pytest(arguments: Sequence[str], limit_s: float) -> tuple[list[ElementTr
         return [case for case in cases if case.get("name")], error
 
 
-def suite_part(
-    paths: Sequence[str], limit_s: float, device: torch.device, options: Sequence[str] = ()
-) -> dict[str, Any]:
-    """On a GPU only the tests that need one.
+def run_tests(paths: Sequence[str], limit_s: float, device: torch.device) -> dict[str, Any]:
+    """Run tests in a process; on a GPU only those that need one.
 
     What a test has recorded by ``record_property`` is a row.
     """
     marked = ["-m", "gpu or multi_gpu"] if device.type == "cuda" else []
-    cases, error = run_pytest([*marked, *options, *paths], limit_s)
+    cases, error = run_pytest([*marked, *paths], limit_s)
     rows: list[dict[str, Any]] = []
     failures: dict[str, str] = {}
-    skips: dict[str, str] = {}
+    num_skipped = 0
     for case in cases:
         name = f"{case.get('classname', '')}.{case.get('name', '')}"
         outcomes = {element.tag: element for element in case}
@@ -141,44 +119,34 @@ def suite_part(
         if bad is not None:
             failures[name] = (bad.text or bad.get("message") or "")[-MAX_CHARACTERS:]
             rows.append({"what": name, "result": last_line(failures[name]), "ok": False})
-        elif "skipped" in outcomes:
-            skips[name] = outcomes["skipped"].get("message") or ""
+        num_skipped += "skipped" in outcomes
         for found in case.iter("property"):
             rows.append({"what": found.get("name"), "result": found.get("value"), "ok": True})
-    num_passed = len(cases) - len(failures) - len(skips)
-    text = f"{num_passed} passed, {len(failures)} failed, {len(skips)} skipped"
+    num_passed = len(cases) - len(failures) - num_skipped
+    text = f"{num_passed} passed, {len(failures)} failed, {num_skipped} skipped"
     # What only a GPU has is skipped on a CPU that rehearses.
-    good = not failures and not error and bool(num_passed or (skips and device.type == "cpu"))
+    good = not failures and not error and bool(num_passed or (num_skipped and device.type == "cpu"))
     rows.insert(0, {"what": "pytest " + " ".join(paths), "result": text, "ok": good})
-    return {"rows": rows, "error": error or None, "failures": failures, "skips": skips}
+    return {"rows": rows, "error": error or None, "failures": failures}
 
 
-def spread_part(paths: Sequence[str], limit_s: float, device: torch.device) -> dict[str, Any]:
-    """Run a suite on several processes, by file, since tests of a file share what is slow to make.
+def tests_part(part: Part, limit_s: float, device: torch.device, times: float) -> dict[str, Any]:
+    """Run tests in one process or in several, some at a time, as the part has it.
 
-    With pytest-xdist another process goes on where one has lost its device.
+    Those of a file share what is slow to make, and stay together unless each is to be alone.
     """
-    count = _num_processes()
-    if importlib.util.find_spec("xdist") is not None:
-        xdist = ("-p", "xdist", "-n", str(count), "--dist", "loadfile")
-        return suite_part(paths, limit_s, device, xdist)
-    files: list[str] = []
-    for path in paths:
-        found = sorted((ROOT / path).rglob("test_*.py"))
-        files += map(str, found) if found else [path]
-    groups = [files[first::count] for first in range(min(count, len(files)))]
-    return alone_part(groups, limit_s, limit_s, device)
-
-
-def alone_part(
-    groups: Sequence[Sequence[str]],
-    limit_s: float,
-    group_limit_s: float,
-    device: torch.device,
-    num_at_once: int | None = None,
-) -> dict[str, Any]:
-    """Run groups of tests, each in a process of its own, some at a time."""
     deadline = time.monotonic() + limit_s
+    paths = [test.replace("DEVICE", device.type) for test in part.tests]
+    num_at_once, group_limit_s = min(NUM_PROCESSES, os.cpu_count() or 1), limit_s
+    groups = [paths]
+    if part.processes == "tests":
+        groups, group_limit_s = [[path] for path in paths], TEST_LIMIT_S * times
+    elif part.processes == "files" and device.type == "cuda":
+        found = [sorted((ROOT / path).rglob("test_*.py")) or [path] for path in paths]
+        files = [str(file) for each in found for file in each]
+        groups = [files[first::num_at_once] for first in range(min(num_at_once, len(files)))]
+    if part.gpus > 1:  # each takes both
+        num_at_once = 1
 
     def run(group: Sequence[str]) -> dict[str, Any]:
         left_s = min(group_limit_s, deadline - time.monotonic())
@@ -186,19 +154,19 @@ def alone_part(
             text = f"left out: {limit_s:.0f} s are over"
             row = {"what": f"pytest {' '.join(group)}", "result": text, "ok": False}
             return {"rows": [row], "error": None, "failures": {}}
-        return suite_part(group, left_s, device)
+        return run_tests(group, left_s, device)
 
-    with concurrent.futures.ThreadPoolExecutor(num_at_once or _num_processes()) as pool:
-        parts = [*pool.map(run, groups)]
+    with concurrent.futures.ThreadPoolExecutor(num_at_once) as pool:
+        done = [*pool.map(run, groups)]
     wrong = [
-        f"{' '.join(group)}:\n{part['error']}"
-        for group, part in zip(groups, parts, strict=True)
-        if part["error"]
+        f"{' '.join(group)}:\n{each['error']}"
+        for group, each in zip(groups, done, strict=True)
+        if each["error"]
     ]
     return {
-        "rows": [row for part in parts for row in part["rows"]],
+        "rows": [row for each in done for row in each["rows"]],
         "error": "\n\n".join(wrong) or None,
-        "failures": {name: text for part in parts for name, text in part["failures"].items()},
+        "failures": {name: text for each in done for name, text in each["failures"].items()},
     }
 
 
@@ -213,57 +181,40 @@ def run_program(module: Sequence[str], limit_s: float) -> str | None:
     return f"the process ended with {code}\n{output[-MAX_CHARACTERS:]}" if code else None
 
 
-def rows_part(module: str, arguments: Sequence[str], limit_s: float) -> dict[str, Any]:
+def rows_part(words: Sequence[str], limit_s: float) -> dict[str, Any]:
     """Run a program that measures; what is too slow is a row that is not good."""
     with tempfile.TemporaryDirectory() as folder:
         path = pathlib.Path(folder) / "rows.json"
+        module, *arguments = words
         error = run_program([f"benchmarks.{module}", *arguments, "--out", str(path)], limit_s)
         if path.exists():  # such a program ends with 1 where a row is not good
             return {"rows": json.loads(path.read_text())["rows"], "error": None}
         return {"rows": [], "error": error}
 
 
-def left_out(name: str, num_gpus: int) -> dict[str, Any]:
-    has = {0: "no GPU", 1: "one GPU"}.get(num_gpus, f"{num_gpus} GPUs")
-    what = " ".join(["needs", "two GPUs" if NUM_GPUS[name] > 1 else "a GPU"])
-    return {"rows": [{"what": what, "result": f"left out: {has}", "ok": True}], "error": None}
-
-
-def bench_part(
-    device: torch.device,
-    limit_s: float,
-    results: pathlib.Path,
-    *,
-    reduce_overhead: bool = False,
-    rehearses: bool = False,
-) -> dict[str, Any]:
-    """A rehearsal has one small case; cases that do not fit are named in the rows.
-
-    torch's reduce-overhead mode runs by itself, on one small case whose result is not kept.
-    """
-    suite = ["--suite", "gpu"]
-    if rehearses or reduce_overhead:
-        suite = ["--suite", "quick", "--seconds", "0.5"]
-    suite += ["--contender", *(["reduce_overhead"] if reduce_overhead else CONTENDERS)]
+def bench_part(words: Sequence[str], limit_s: float, results: pathlib.Path) -> dict[str, Any]:
+    """Run the benchmark; cases that do not fit are named in the rows."""
     budget = max(limit_s - BENCH_START_S, 1.0) / 60
     with tempfile.TemporaryDirectory() as folder:
-        command = ["graphfsdp", "bench", "--device", device.type, *suite]
-        command += ["--budget", f"{budget:.3f}", "--out", folder]
+        command = ["graphfsdp", "bench", *words, "--budget", f"{budget:.3f}", "--out", folder]
         error = run_program(command, limit_s)
         if error is not None:
             return {"rows": [], "error": error}
-        kept = pathlib.Path(folder) / "kept" if reduce_overhead else results
-        return {"rows": bench_rows(pathlib.Path(folder), kept), "error": None}
+        return {"rows": bench_rows(pathlib.Path(folder), results), "error": None}
 
 
 def bench_rows(folder: pathlib.Path, results: pathlib.Path) -> list[dict[str, Any]]:
-    """A row is good if the contender ran, or is not ours; and if ours trained eager's losses."""
+    """A row is good if the contender ran, or is not ours; and if ours trained eager's losses.
+
+    The result of a whole suite is kept.
+    """
     # Here, since a package that cannot be imported is something to report.
     from benchmarks.readme_table import keep
     from graphfsdp.bench.results import Result, case_table, workload_text
 
-    keep(folder, results)
     result = Result.read(folder)
+    if result.head["options"].get("suite") != "quick":
+        keep(folder, results)
     rows: list[dict[str, Any]] = []
     for case in result.cases:
         table = case_table(result, case)
@@ -282,10 +233,6 @@ def bench_rows(folder: pathlib.Path, results: pathlib.Path) -> list[dict[str, An
         for key, why in result.left_out.items()
     ]
     return rows
-
-
-def _num_processes() -> int:
-    return min(NUM_PROCESSES, os.cpu_count() or 1)
 
 
 def last_line(text: str) -> str:
@@ -321,14 +268,31 @@ def table_of(document: dict[str, Any]) -> Table:
     return Table(title, ("part", "what", "result", "good"), rows_of(document), num_left=4)
 
 
+def run_part(
+    part: Part,
+    limit_s: float,
+    device: torch.device,
+    results: pathlib.Path,
+    *,
+    times: float,
+    rehearses: bool,
+) -> dict[str, Any]:
+    if part.tests:
+        return tests_part(part, limit_s, device, times)
+    words = f"{part.program or part.bench} --device {device.type}".split()
+    words += part.rehearsal.split() if rehearses else []
+    if part.program:
+        return rows_part(words, limit_s)
+    return bench_part(words, limit_s, results)
+
+
 def check(
     device: torch.device,
-    names: Sequence[str],
+    parts: Mapping[str, Part],
     path: pathlib.Path,
     tell: Callable[[str], None] = lambda line: None,
     times: float = 1.0,
     *,
-    tests: Mapping[str, Sequence[str]] = PARTS,
     rehearses: bool = False,
 ) -> dict[str, Any]:
     """Run the parts one after the other; the file is complete after each of them.
@@ -336,9 +300,8 @@ def check(
     ``times``: all limits are so many times as long. ``rehearses``: a small benchmark.
     """
     num_gpus = torch.cuda.device_count() if device.type == "cuda" else 0
-    out = {name for name in names if num_gpus < NUM_GPUS.get(name, 0)}
-    budgets = {**BUDGETS_S, **RANK_BUDGETS_S, **dict.fromkeys(out, 0.0)}
-    total_s = max(TOTAL_LIMIT_S, sum(budgets[name] for name in names)) * times
+    seconds = [part.seconds if num_gpus >= part.gpus else 0.0 for part in parts.values()]
+    total_s = max(TOTAL_LIMIT_S, sum(seconds)) * times
     deadline = time.monotonic() + total_s
     document: dict[str, Any] = {
         "kind": "gpu_check",
@@ -346,47 +309,24 @@ def check(
         "ok": False,
         "parts": [],
     }
-    for index, name in enumerate(names):
+    for number, (name, part) in enumerate(parts.items(), 1):
         start = time.monotonic()
-        reserved = sum(budgets[later] for later in names[index + 1 :])
-        limit_s = deadline - start - reserved * times
-        part: dict[str, Any]
-        if name in out:
-            part = left_out(name, num_gpus)
+        limit_s = deadline - start - sum(seconds[number:]) * times
+        found: dict[str, Any]
+        if num_gpus < part.gpus:
+            text = f"left out: {num_gpus} of {part.gpus} GPUs are here"
+            found = {"rows": [{"what": "needs GPUs", "result": text, "ok": True}], "error": None}
         elif limit_s < 10:
-            part = {"rows": [], "error": f"left out: {total_s:.0f} s are over"}
-        elif name == NODES:
-            sizes = ["--device", device.type, "--nodes", *map(str, SIZES)]
-            part = rows_part("capture_nodes", sizes, limit_s)
-        elif name == OPTIMIZER:
-            models = ["gpt-tiny"] if rehearses else ["gpt2-124m", "1b"]
-            part = rows_part(
-                "optimizer_step", ["--device", device.type, "--model", *models], limit_s
-            )
-        elif name in (BENCH, REDUCE_OVERHEAD):
-            alone = name == REDUCE_OVERHEAD
-            part = bench_part(
-                device, limit_s, path.parent, reduce_overhead=alone, rehearses=rehearses
-            )
+            found = {"rows": [], "error": f"left out: {total_s:.0f} s are over"}
         else:
-            paths = [test.replace("DEVICE", device.type) for test in tests[name]]
-            if name in ALONE:
-                limits = limit_s, TEST_LIMIT_S * times
-                at_once = 1 if name in RANK_BUDGETS_S else None  # each takes both GPUs
-                part = alone_part([[path] for path in paths], *limits, device, at_once)
-            elif name == TESTS and device.type == "cuda":
-                part = spread_part(paths, limit_s, device)
-            else:
-                part = suite_part(paths, limit_s, device)
-        good = part["error"] is None and all(row["ok"] for row in part["rows"])
-        seconds = round(time.monotonic() - start, 1)
-        document["parts"].append({"name": name, "ok": good, "seconds": seconds, **part})
-        num_good = sum(row["ok"] for row in part["rows"])
-        why = f"; {last_line(part['error'])}" if part["error"] else ""
-        tell(f"{name}: {num_good} of {len(part['rows'])} good, {seconds:.0f} s{why}")
-        document["ok"] = len(document["parts"]) == len(names) and all(
-            part["ok"] for part in document["parts"]
-        )
+            found = run_part(part, limit_s, device, path.parent, times=times, rehearses=rehearses)
+        good = found["error"] is None and all(row["ok"] for row in found["rows"])
+        took_s = round(time.monotonic() - start, 1)
+        document["parts"].append({"name": name, "ok": good, "seconds": took_s, **found})
+        num_good = sum(row["ok"] for row in found["rows"])
+        why = f"; {last_line(found['error'])}" if found["error"] else ""
+        tell(f"{name}: {num_good} of {len(found['rows'])} good, {took_s:.0f} s{why}")
+        document["ok"] = number == len(parts) and all(done["ok"] for done in document["parts"])
         path.write_text(json.dumps(document, indent=1) + "\n")
     return document
 
@@ -398,14 +338,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     groups = {
-        "parts": tuple(name for name in BUDGETS_S if name not in (TESTS, BENCH, REDUCE_OVERHEAD)),
-        "ranks": tuple(RANK_BUDGETS_S),
-        "tests": (TESTS,),
-        "bench": (BENCH, REDUCE_OVERHEAD),
+        "parts": [n for n, part in PARTS.items() if part.gpus < 2 and not part.bench],
+        "ranks": [n for n, part in PARTS.items() if part.gpus > 1],
+        "tests": [TESTS],
+        "bench": [n for n, part in PARTS.items() if part.bench],
     }
-    names = (*BUDGETS_S, *RANK_BUDGETS_S)
+    groups["parts"].remove(TESTS)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--part", choices=names, action="append", help="a part; repeatable")
+    parser.add_argument("--part", choices=PARTS, action="append", help="a part; repeatable")
     parser.add_argument("--group", choices=groups, help="some of the parts")
     parser.add_argument("--tests", nargs="+", help="what pytest runs")
     parser.add_argument(
@@ -430,15 +370,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     folder = pathlib.Path(os.environ.get("OUT") or ROOT / "benchmarks" / "results")
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"gpu_check{group}_{gpu}_{facts['date'][:10]}.json"
-    chosen = options.part or groups.get(options.group, names)
+    chosen = {name: PARTS[name] for name in options.part or groups.get(options.group, PARTS)}
+    if TESTS in chosen:
+        few = PARTS[TESTS].tests[: 1 if options.rehearse else None]
+        asked = options.tests or (["tests"] if options.group == TESTS else few)
+        chosen[TESTS] = dataclasses.replace(chosen[TESTS], tests=tuple(asked))
 
     def tell(line: str) -> None:
         console.print(line, markup=False, soft_wrap=True)
 
     rehearses = options.rehearse or device.type == "cpu"
-    few = PARTS[TESTS][:1] if options.rehearse else PARTS[TESTS]
-    tests = {**PARTS, TESTS: options.tests or (["tests"] if options.group == TESTS else few)}
-    document = check(device, chosen, path, tell, options.times, tests=tests, rehearses=rehearses)
+    document = check(device, chosen, path, tell, options.times, rehearses=rehearses)
     table = table_of(document)
     console.print(table.rich(["" if row[-1] == "yes" else "red" for row in table.rows]))
     for part in document["parts"]:

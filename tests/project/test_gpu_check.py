@@ -12,7 +12,9 @@ import torch
 import bench_results
 import forked_programs
 from benchmarks import gpu_check, limited
+from benchmarks.gpu_check import Part
 from graphfsdp.bench.command import SHORTEST_CASE_S
+from graphfsdp.bench.options import BenchOptions, parse_bench_arguments
 from graphfsdp.bench.results import RESULT
 from time_limits import until
 
@@ -58,11 +60,10 @@ def test_a_rehearsal_on_the_cpu_prints_a_table_and_writes_a_file(tmp_path: pathl
 
 
 def test_the_tests_of_all_parts_exist_and_smoke_are_twenty_five() -> None:
-    budgets = {**gpu_check.BUDGETS_S, **gpu_check.RANK_BUDGETS_S}
+    parts = {name: part.tests for name, part in gpu_check.PARTS.items() if part.tests}
     programs = {"bench", "reduce-overhead", "nodes", "optimizer"}
-    assert set(budgets) - set(gpu_check.PARTS) == programs
-    assert len(gpu_check.PARTS["smoke"]) == 25
-    parts = dict(gpu_check.PARTS)
+    assert gpu_check.PARTS.keys() - parts.keys() == programs
+    assert len(parts["smoke"]) == 25
     # By themselves: beside a folder pytest does not look at what else is named of it.
     assert all((limited.ROOT / path).exists() for path in parts.pop("tests"))
     names = [name.replace("DEVICE", "cpu") for part in parts.values() for name in part]
@@ -72,60 +73,64 @@ def test_the_tests_of_all_parts_exist_and_smoke_are_twenty_five() -> None:
     assert result.returncode == 0, result.stdout + result.stderr
 
 
-def test_no_part_takes_the_seconds_of_later_ones(
-    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    limits: dict[str, float] = {}
+@pytest.fixture
+def limits(monkeypatch: pytest.MonkeyPatch) -> dict[Part, float]:
+    """What each part is given while the clock stands still and nothing runs."""
+    given: dict[Part, float] = {}
 
-    def note(paths: list[str], limit_s: float, *_: Any, **__: Any) -> dict[str, Any]:
-        limits[paths[0]] = limit_s
+    def note(part: Part, limit_s: float, *_: Any, **__: Any) -> dict[str, Any]:
+        given[part] = limit_s
         return {"rows": [], "error": None}
 
-    monkeypatch.setattr(gpu_check, "suite_part", note)
+    monkeypatch.setattr(gpu_check, "run_part", note)
     monkeypatch.setattr(gpu_check, "time", STOPPED)
+    monkeypatch.setattr(gpu_check, "find_environment", lambda _: bench_results.ENVIRONMENT)
+    return given
+
+
+def test_no_part_takes_the_seconds_of_later_ones(
+    tmp_path: pathlib.Path, limits: dict[Part, float]
+) -> None:
+    seconds = {name: part.seconds for name, part in gpu_check.PARTS.items()}
+    of_two = {name for name, part in gpu_check.PARTS.items() if part.gpus > 1}
     names = ("compile", "overlap", "tests")
-    tests = {name: [name] for name in names}
-    path = tmp_path / "result.json"
-    gpu_check.check(torch.device("cpu"), names, path, times=2.0, tests=tests)
-    budgets = gpu_check.BUDGETS_S
-    assert sum(budgets.values()) <= gpu_check.TOTAL_LIMIT_S
-    least = min(budgets[name] for name in (gpu_check.BENCH, gpu_check.REDUCE_OVERHEAD))
-    assert least - gpu_check.BENCH_START_S > SHORTEST_CASE_S
+    parts = {name: gpu_check.PARTS[name] for name in names}
+    gpu_check.check(torch.device("cpu"), parts, tmp_path / "result.json", times=2.0)
     for index, name in enumerate(names):
-        later = sum(budgets[other] for other in names[index + 1 :])
-        assert limits[name] == 2 * (gpu_check.TOTAL_LIMIT_S - later)
-    assert next(iter(budgets)) == "smoke"
-    assert list(budgets)[-1] == gpu_check.REDUCE_OVERHEAD
-    assert sum(gpu_check.RANK_BUDGETS_S.values()) <= gpu_check.TOTAL_LIMIT_S
+        later = sum(seconds[other] for other in names[index + 1 :])
+        assert limits[parts[name]] == 2 * (gpu_check.TOTAL_LIMIT_S - later)
+    first, *_ = seconds
+    assert first == "smoke"
+    assert set(list(seconds)[-len(of_two) :]) == of_two
+    alone = [name for name in seconds if name not in of_two]
+    assert alone[-1] == "reduce-overhead"
+    for group in (alone, of_two):
+        assert sum(seconds[name] for name in group) <= gpu_check.TOTAL_LIMIT_S
+    least = min(seconds[name] for name in ("bench", "reduce-overhead"))
+    assert least - gpu_check.BENCH_START_S > SHORTEST_CASE_S
 
 
 @pytest.mark.parametrize("num_gpus", [1, 2])
 def test_what_needs_two_gpus_has_seconds_of_its_own_or_is_left_out(
-    num_gpus: int, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+    num_gpus: int,
+    tmp_path: pathlib.Path,
+    monkeypatch: pytest.MonkeyPatch,
+    limits: dict[Part, float],
 ) -> None:
-    limits: dict[str, tuple[float, int | None]] = {}
-
-    def note(groups: Any, limit_s: float, _: float, __: Any, at_once: int | None) -> dict[str, Any]:
-        limits[groups[0][0]] = limit_s, at_once
-        return {"rows": [], "error": None}
-
-    monkeypatch.setattr(gpu_check, "alone_part", note)
-    monkeypatch.setattr(gpu_check, "time", STOPPED)
-    monkeypatch.setattr(gpu_check, "find_environment", lambda _: bench_results.ENVIRONMENT)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: num_gpus)
-    names = ("smoke", *gpu_check.RANK_BUDGETS_S)
-    path, tests = tmp_path / "result.json", {name: [name] for name in names}
-    document = gpu_check.check(torch.device("cuda"), names, path, tests=tests)
+    parts = {n: part for n, part in gpu_check.PARTS.items() if n == "smoke" or part.gpus > 1}
+    document = gpu_check.check(torch.device("cuda"), parts, tmp_path / "result.json")
     assert document["ok"]
-    budgets, smoke = gpu_check.RANK_BUDGETS_S, (gpu_check.TOTAL_LIMIT_S, None)
+    smoke, *others = parts.values()
     if num_gpus == 1:
-        assert limits == {"smoke": smoke}
+        assert limits == {smoke: gpu_check.TOTAL_LIMIT_S}
         rows = [row for part in document["parts"] for row in part["rows"]]
-        assert [row["result"] for row in rows] == ["left out: one GPU"] * len(budgets)
+        assert [row["result"] for row in rows] == ["left out: 1 of 2 GPUs are here"] * len(others)
     else:
         # The clock stands still: what smoke leaves is everybody's.
-        assert limits["smoke"] == (gpu_check.TOTAL_LIMIT_S - sum(budgets.values()), None)
-        assert limits[names[-1]] == (gpu_check.TOTAL_LIMIT_S, 1)
+        later = sum(part.seconds for part in others)
+        assert limits[smoke] == gpu_check.TOTAL_LIMIT_S - later
+        assert limits[others[-1]] == gpu_check.TOTAL_LIMIT_S
 
 
 def test_what_a_program_measures_is_rows(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -136,14 +141,13 @@ def test_what_a_program_measures_is_rows(monkeypatch: pytest.MonkeyPatch) -> Non
         return 1, ""
 
     monkeypatch.setattr(gpu_check, "run_limited", note)
-    assert gpu_check.rows_part("capture_nodes", (), 40) == {"rows": [row], "error": None}
+    assert gpu_check.rows_part(["capture_nodes"], 40) == {"rows": [row], "error": None}
     monkeypatch.setattr(gpu_check, "run_limited", lambda *_: (None, "began"))
-    assert gpu_check.rows_part("capture_nodes", (), 40)["error"] == "stopped after 40 s"
+    assert gpu_check.rows_part(["capture_nodes"], 40)["error"] == "stopped after 40 s"
 
 
-@pytest.mark.parametrize("has_xdist", [True, False])
 def test_on_a_gpu_only_its_tests_run_and_on_several_processes(
-    has_xdist: bool, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for index in range(8):
         (tmp_path / f"test_{index}.py").touch()
@@ -155,28 +159,22 @@ def test_on_a_gpu_only_its_tests_run_and_on_several_processes(
 
     monkeypatch.setattr(gpu_check, "run_pytest", run_pytest)
     monkeypatch.setattr(gpu_check, "time", STOPPED)
-    monkeypatch.setattr(
-        "benchmarks.gpu_check.importlib.util.find_spec", lambda name: name if has_xdist else None
-    )
     monkeypatch.setattr("benchmarks.gpu_check.os.cpu_count", lambda: 16)
-    gpu_check.spread_part([str(tmp_path), "tests/x.py"], 100, torch.device("cuda"))
-    marked = ["-m", "gpu or multi_gpu"]
-    if has_xdist:
-        wanted = [*marked, "-p", "xdist", "-n", "6", "--dist", "loadfile"]
-        assert seen == [([*wanted, str(tmp_path), "tests/x.py"], 100)]
-        return
+    part = Part(100, (str(tmp_path), "tests/x.py"), "files")
+    gpu_check.tests_part(part, 100, torch.device("cuda"), 1.0)
     files = [*(f"{tmp_path}/test_{index}.py" for index in range(8)), "tests/x.py"]
     given = [arguments[2:] for arguments, _ in seen]
     assert sorted(given) == sorted(files[index::6] for index in range(6))
+    marked = ["-m", "gpu or multi_gpu"]
     assert all(arguments[:2] == marked and limit_s == 100 for arguments, limit_s in seen)
 
 
-def fake_bench(monkeypatch: pytest.MonkeyPatch, returncode: int = 0) -> list[list[str]]:
-    """Put a result that nobody measured in the place of the command's; returns its arguments."""
-    calls: list[list[str]] = []
+def fake_bench(monkeypatch: pytest.MonkeyPatch, returncode: int = 0) -> list[BenchOptions]:
+    """Put a result that nobody measured in the place of the command's; returns its options."""
+    calls: list[BenchOptions] = []
 
     def run(command: list[str], *_: object) -> tuple[int, str]:
-        calls.append(command)
+        calls.append(parse_bench_arguments(command[command.index("bench") + 1 :]))
         bench_results.result().write(pathlib.Path(command[command.index("--out") + 1]) / RESULT)
         return returncode, "said before\nCUDA error"
 
@@ -184,11 +182,16 @@ def fake_bench(monkeypatch: pytest.MonkeyPatch, returncode: int = 0) -> list[lis
     return calls
 
 
+def run_bench(results: pathlib.Path, *, rehearses: bool = False) -> dict[str, Any]:
+    bench, cuda = gpu_check.PARTS["bench"], torch.device("cuda")
+    return gpu_check.run_part(bench, 360, cuda, results, times=1.0, rehearses=rehearses)
+
+
 def test_the_benchmark_is_a_part_whose_result_is_kept(
     tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calls = fake_bench(monkeypatch)
-    part = gpu_check.bench_part(torch.device("cuda"), 360, tmp_path)
+    part = run_bench(tmp_path)
     assert part["error"] is None
     rows = {row["what"]: row for row in part["rows"]}
     captured = rows["gpt-tiny fp32, 4 x 32 tokens: full_iteration"]
@@ -199,11 +202,11 @@ def test_the_benchmark_is_a_part_whose_result_is_kept(
     assert all(row["ok"] for row in part["rows"])
     assert {row["result"] for row in part["rows"] if "moe" in row["what"]} == {"left out: no time"}
     assert {path.name for path in tmp_path.iterdir()} == {"bench_cpu.jsonl"}
-    (command,) = calls
-    assert command[command.index("--suite") + 1] == "gpu"
-    assert float(command[command.index("--budget") + 1]) * 60 < 360
-    gpu_check.bench_part(torch.device("cpu"), 60, tmp_path, rehearses=True)
-    assert calls[1][calls[1].index("--suite") + 1] == "quick"
+    run_bench(tmp_path, rehearses=True)
+    whole, small = calls
+    assert (whole.suite, small.suite, small.contender) == ("gpu", "quick", whole.contender)
+    assert whole.budget is not None
+    assert whole.budget * 60 < 360
 
 
 def test_a_contender_of_ours_that_did_not_run_on_a_gpu_is_not_good(tmp_path: pathlib.Path) -> None:
@@ -220,7 +223,7 @@ def test_a_benchmark_that_fails_is_an_error_of_its_part(
     tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fake_bench(monkeypatch, returncode=1)
-    part = gpu_check.bench_part(torch.device("cuda"), 360, tmp_path)
+    part = run_bench(tmp_path)
     assert part["rows"] == []
     assert part["error"] == "the process ended with 1\nsaid before\nCUDA error"
 
@@ -232,9 +235,10 @@ def test_a_part_that_fails_does_not_stop_the_others(tmp_path: pathlib.Path) -> N
     )
     (tmp_path / "test_one.py").write_text("def test_one():\n    pass\n")
     bad = [f"{tmp_path}/test_bad.py::{name}" for name in ("test_bad", "test_dies")]
-    parts = {"smoke": [*bad, f"{tmp_path}/test_one.py"], "tests": [f"{tmp_path}/test_one.py"]}
-    path = tmp_path / "result.json"
-    document = gpu_check.check(torch.device("cpu"), list(parts), path, times=20.0, tests=parts)
+    one = f"{tmp_path}/test_one.py"
+    parts = {"smoke": Part(80, (*bad, one), "tests"), "tests": Part(110, (one,))}
+    path, cpu = tmp_path / "result.json", torch.device("cpu")
+    document = gpu_check.check(cpu, parts, path, times=20.0)
     assert json.loads(path.read_text()) == document
     assert not document["ok"]
     smoke, tests = document["parts"]
@@ -247,7 +251,7 @@ def test_a_part_that_fails_does_not_stop_the_others(tmp_path: pathlib.Path) -> N
     assert "test_dies:\npytest ended with 7" in smoke["error"]
     assert "def test_bad" in next(iter(smoke["failures"].values()))
     assert tests["ok"]
-    late = gpu_check.alone_part([parts["tests"]], 0, 100, torch.device("cpu"))
+    late = gpu_check.tests_part(parts["tests"], 0, cpu, 1.0)
     assert late["rows"][0]["result"].startswith("left out")
 
 
@@ -261,7 +265,7 @@ def test_a_suite_that_takes_too_long_still_reports_what_it_ran(
         "    time.sleep(600)\n"
     )
     over_when(tmp_path / "long", monkeypatch)
-    part = gpu_check.suite_part([str(tmp_path)], 600, torch.device("cpu"))
+    part = gpu_check.run_tests([str(tmp_path)], 600, torch.device("cpu"))
     assert part["rows"][0]["result"] == "1 passed, 0 failed, 0 skipped"
     assert "stopped after 600 s" in part["error"]
     assert "test_long.py:7: KeyboardInterrupt" in part["error"]
@@ -315,6 +319,6 @@ def state_of(pid: int) -> str:
 def test_a_suite_that_cannot_be_collected_is_not_taken_for_a_good_one(
     tmp_path: pathlib.Path,
 ) -> None:
-    part = gpu_check.suite_part([str(tmp_path / "missing.py")], 600, torch.device("cpu"))
+    part = gpu_check.run_tests([str(tmp_path / "missing.py")], 600, torch.device("cpu"))
     assert part["error"]
     assert not part["rows"][0]["ok"]
