@@ -62,25 +62,21 @@ def build_run(config: TrainConfig, ranks: Ranks, device: torch.device, log: RunL
         )
         return corpus, batches
 
-    if config.mllog is None:
-        corpus, batches = ranks.decide(load_data)
-        ranks.refuse_differences({**_flag_values(config), **_corpus_facts(corpus)})
-        vocab_size = _vocab_size(config, corpus)
-        program = _make_program(config, ranks, device, vocab_size, None)
-    else:
-        ranks.refuse_differences(_flag_values(config))
-        vocab_size = _vocab_size_without_data(config)
-        example = _made_up_batch(batch, vocab_size, device)
-        program = _make_program(config, ranks, device, vocab_size, example)
-        step = program[-1]
+    data = ranks.decide(load_data) if config.mllog is None else None
+    corpus = None if data is None else data[0]
+    ranks.refuse_differences({**_flag_values(config), **_corpus_facts(corpus)})
+    vocab_size = _vocab_size(config, corpus)
+    example = _made_up_batch(batch, vocab_size, device) if data is None else None
+    model, optimizer, step = _make_program(config, ranks, device, vocab_size, example)
+    if data is None:
         try:
             log.run_starts(step)
-            corpus, batches = ranks.decide(load_data)
-            ranks.refuse_differences(_corpus_facts(corpus))
+            data = ranks.decide(load_data)
+            ranks.refuse_differences(_corpus_facts(data[0]))
         except BaseException:  # whatever ends it, a graph must not outlive the process group
             step.close()
             raise
-    model, optimizer, step = program
+    corpus, batches = data
     return TrainingRun(
         config=config,
         ranks=ranks,
@@ -193,31 +189,29 @@ def make_model(
     return model.to(device)
 
 
-def _vocab_size(config: TrainConfig, corpus: Corpus) -> int:
-    vocab_size = config.vocab_size or (
-        corpus.vocab_size if config.mllog is None else _vocab_size_without_data(config)
-    )
-    if config.vocab_size is None and not corpus.is_counted:
+def _vocab_size(config: TrainConfig, corpus: Corpus | None) -> int:
+    """Without a corpus where the data may not be looked at yet."""
+    vocab_size = config.vocab_size
+    if corpus is None or config.mllog is not None:
+        if vocab_size is None and config.data is not None and is_token_file(config.data):
+            raise ConfigError(
+                f"--mllog makes the model before the clock starts, and --data {config.data} must "
+                "not be touched until then; say with --vocab-size how many tokens there are"
+            )
+        vocab_size = vocab_size or BYTES_VOCAB_SIZE
+    if corpus is None:
+        return vocab_size
+    if vocab_size is None and not corpus.is_counted:
         raise ConfigError(
             f"{corpus.name} is too large to look at every token first; say with --vocab-size how "
             f"many there are ({corpus.vocab_size} or more)"
         )
-    if vocab_size < corpus.vocab_size:
+    if vocab_size is not None and vocab_size < corpus.vocab_size:
         raise ConfigError(
             f"--vocab-size {vocab_size} is too small: {corpus.name} has tokens up to "
             f"{corpus.vocab_size - 1}; give --vocab-size {corpus.vocab_size} or more"
         )
-    return vocab_size
-
-
-def _vocab_size_without_data(config: TrainConfig) -> int:
-    """Where the data may not be looked at yet."""
-    if config.vocab_size is None and config.data is not None and is_token_file(config.data):
-        raise ConfigError(
-            f"--mllog makes the model before the clock starts, and --data {config.data} must not "
-            "be touched until then; say with --vocab-size how many tokens there are"
-        )
-    return config.vocab_size or BYTES_VOCAB_SIZE
+    return vocab_size or corpus.vocab_size
 
 
 def _made_up_batch(
@@ -256,8 +250,10 @@ def _flag_values(config: TrainConfig) -> dict[str, object]:
     return {flag_name(name): value for name, value in asdict(config).items()}
 
 
-def _corpus_facts(corpus: Corpus) -> dict[str, object]:
+def _corpus_facts(corpus: Corpus | None) -> dict[str, object]:
     """Return what must be equal on every rank, by the name that a message gives it."""
+    if corpus is None:
+        return {}
     return {
         "a number of training tokens of": len(corpus.train),
         "a unigram entropy of the corpus of": corpus.unigram_entropy,

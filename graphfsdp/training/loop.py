@@ -18,7 +18,7 @@ from graphfsdp.command_line import print_line
 from graphfsdp.data import Batch, TokenBatches
 from graphfsdp.training.arguments import parse_train_arguments
 from graphfsdp.training.build import TrainingRun, build_run, choose_device
-from graphfsdp.training.checkpoints import Position, RunCheckpoints, refuse_unusable_folder
+from graphfsdp.training.checkpoints import Position, RunCheckpoints
 from graphfsdp.training.config import TrainConfig
 from graphfsdp.training.console import banner, summary
 from graphfsdp.training.gpt import GPT
@@ -26,8 +26,7 @@ from graphfsdp.training.hugging_face import save_weights
 from graphfsdp.training.metrics import Metrics, flops_per_token, peak_memory_bytes, peak_tflops
 from graphfsdp.training.mllog import UNVERIFIED, RunLog, is_success, open_run_log, reached
 from graphfsdp.training.ranks import Ranks, find_ranks, process_group
-from graphfsdp.training.run_directory import RunDirectory, refuse_used_directory
-from graphfsdp.training.sinks import Sink, open_sinks
+from graphfsdp.training.run_directory import Sink, open_sinks, refuse_unusable_directories
 
 
 def run_train(arguments: Sequence[str], console: Console) -> None:
@@ -49,13 +48,7 @@ def train(config: TrainConfig, console: Console) -> None:
     with ExitStack() as stack:
         minutes = config.distributed_timeout_minutes
         stack.enter_context(process_group(ranks, device, timeout_minutes=minutes))
-        if config.out is not None:
-            path = config.out  # looked at before the minutes that a large model takes
-            resumes = config.load is not None
-            ranks.decide(
-                lambda: refuse_used_directory(path, resumes=resumes) if ranks.is_first else None
-            )
-        ranks.decide(lambda: refuse_unusable_folder(config, ranks))
+        ranks.decide(lambda: refuse_unusable_directories(config) if ranks.is_first else None)
         opened = open_run_log(config, ranks, device, began_ms=began_ms)
         log = ranks.decide(lambda: stack.enter_context(opened))
         run = build_run(config, ranks, device, log)
@@ -63,12 +56,13 @@ def train(config: TrainConfig, console: Console) -> None:
         checkpoints = RunCheckpoints(run)
         stack.callback(checkpoints.close)
         start, lines = checkpoints.resume()
-        directory = ranks.decide(lambda: _open_directory(run, start))
-        if directory is not None:
-            stack.callback(directory.close)
-        keep: list[Sink] = [] if directory is None else [directory.add]
-        if ranks.is_first and (config.tensorboard or config.wandb is not None):
-            keep += open_sinks(config, _facts(run), start.iteration, stack)
+        directory, keep = ranks.decide(
+            lambda: (
+                open_sinks(config, _facts(run), start.iteration, stack)
+                if ranks.is_first
+                else (None, [])
+            )
+        )
         if config.mllog is not None:
             lines.append(f"MLPerf-style log in {config.mllog}; {UNVERIFIED}")
         for line in (*banner(run), *lines):
@@ -103,16 +97,6 @@ def _whole_weights(run: TrainingRun) -> dict[str, Tensor]:
             dtype = run.config.param_dtype if isinstance(tensor, nn.Parameter) else None
             wholes[id(tensor)] = whole.detach().to("cpu", dtype)
     return {name: wholes[id(t)] for name, t in state.items()} if run.ranks.is_first else {}
-
-
-def _open_directory(run: TrainingRun, start: Position) -> RunDirectory | None:
-    if run.config.out is None or not run.ranks.is_first:
-        return None
-    return RunDirectory(
-        run.config.out,
-        _facts(run),
-        resumed_at=None if run.config.load is None else start.iteration,
-    )
 
 
 def _iterate(

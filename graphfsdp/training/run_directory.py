@@ -1,20 +1,35 @@
-"""The directory that keeps a run: configuration, metrics, parameters."""
+"""What a run leaves: a directory with configuration, metrics, weights; logs of other programs."""
 
 import contextlib
+import dataclasses
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from graphfsdp.checkpoint.file_format import safetensors
 from graphfsdp.errors import CheckpointError, ConfigError
+from graphfsdp.training.config import TrainConfig
 from graphfsdp.training.metrics import Metrics
 
+Sink = Callable[[Metrics], object]
 
-def refuse_used_directory(out: str, *, resumes: bool = False) -> None:
+
+def refuse_unusable_directories(config: TrainConfig) -> None:
+    """Look at those for the run and for checkpoints before the minutes that a large model takes."""
+    if config.out is not None:
+        _refuse_used(config.out, resumes=config.load is not None)
+    if config.save is not None:
+        with in_the_words_of("--save", config.save):
+            Path(config.save).mkdir(parents=True, exist_ok=True)
+
+
+def _refuse_used(out: str, *, resumes: bool = False) -> None:
     """Check that nothing would be overwritten, but the same run that is gone on with."""
     path = Path(out)
     if resumes and (path / "config.json").is_file():
@@ -32,7 +47,7 @@ def refuse_used_directory(out: str, *, resumes: bool = False) -> None:
 
 def make_new_directory(out: str) -> Path:
     """Make a directory in which nothing would be overwritten, or refuse it (ConfigError)."""
-    refuse_used_directory(out)
+    _refuse_used(out)
     with in_the_words_of("--out", out):
         Path(out).mkdir(parents=True, exist_ok=True)
     return Path(out)
@@ -61,7 +76,7 @@ class RunDirectory:
         ``resumed_at`` is the iteration after which a run goes on: what an earlier process has kept
         of it stays up to there, and what it kept of later ones goes.
         """
-        refuse_used_directory(out, resumes=resumed_at is not None)
+        _refuse_used(out, resumes=resumed_at is not None)
         self.path = Path(out)
         kept: list[str] = []
         with in_the_words_of("--out", out):
@@ -117,3 +132,48 @@ def _kept_until(path: Path, iteration: int) -> list[str]:
             break
         found.append(line)
     return found
+
+
+def open_sinks(
+    config: TrainConfig, facts: Mapping[str, object], start: int, stack: ExitStack
+) -> tuple[RunDirectory | None, list[Sink]]:
+    """Return the directory that keeps the run, if any, and what takes each logged step.
+
+    The stack closes all of it. Of a run that goes on, what TensorBoard has of steps behind
+    ``start`` is no longer shown.
+    """
+    directory: RunDirectory | None = None
+    sinks: list[Sink] = []
+    if config.out is not None:
+        resumed_at = None if config.load is None else start
+        directory = RunDirectory(config.out, facts, resumed_at=resumed_at)
+        stack.callback(directory.close)
+        sinks.append(directory.add)
+    try:
+        if config.tensorboard:
+            from torch.utils.tensorboard import SummaryWriter
+
+            writer: Any = SummaryWriter(f"{config.out}/tensorboard", purge_step=start + 1)
+            stack.callback(writer.close)
+            sinks.append(lambda metrics: _write(writer, metrics))
+        if config.wandb is not None:
+            import wandb
+
+            run = stack.enter_context(wandb.init(project=config.wandb, config=dict(facts)))
+            sinks.append(lambda metrics: run.log(_numbers(metrics), step=metrics.step))
+    except ImportError as error:
+        raise ConfigError(
+            f"--tensorboard and --wandb need the packages of these names ({error}): pip install "
+            '"graphfsdp[tensorboard,wandb]", or leave them out'
+        ) from None
+    return directory, sinks
+
+
+def _write(writer: Any, metrics: Metrics) -> None:
+    for name, value in _numbers(metrics).items():
+        writer.add_scalar(name, value, metrics.step)
+
+
+def _numbers(metrics: Metrics) -> dict[str, float]:
+    found = dataclasses.asdict(metrics)
+    return {name: value for name, value in found.items() if isinstance(value, int | float)}

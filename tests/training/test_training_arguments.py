@@ -184,6 +184,7 @@ def test_who_has_run_it_is_told_by_key() -> None:
         ("--outer-dp-sharding-strategy 2", "argument --outer-dp-sharding-strategy: invalid"),
         ("--distributed-timeout-minutes 0", "--distributed-timeout-minutes must be at least 1"),
         ("--num-layer 3", "unrecognized arguments: --num-layer 3"),
+        ("--tensorboard", "--tensorboard needs --out DIR"),
         ("--split 95", "--split 95 must be two numbers greater than 0"),
         ("--split 90,5,5", "which is Megatron's test data, must be 0"),
     ],

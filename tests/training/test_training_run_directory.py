@@ -1,11 +1,13 @@
-"""What a run leaves behind, and the arithmetic that MFU counts."""
+"""What a run leaves behind, for other programs too, and the arithmetic that MFU counts."""
 
 import dataclasses
 import json
 import math
 import sys
+import types
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -18,6 +20,7 @@ from graphfsdp.errors import ConfigError
 from graphfsdp.training.gpt import GPT, GPTConfig
 from graphfsdp.training.metrics import Metrics, flops_per_token, peak_tflops
 from graphfsdp.training.run_directory import RunDirectory
+from training_helpers import lines_of, train
 
 METRICS = Metrics(
     step=7,
@@ -127,3 +130,77 @@ def test_without_safetensors_a_run_keeps_its_model_as_torch_saves_it(tmp_path: P
 def test_a_checkpoint_says_that_safetensors_is_missing(tmp_path: Path) -> None:
     with pytest.raises(graphfsdp.CheckpointError, match="Remedy: pip install safetensors"):
         graphfsdp.save(tmp_path / "saved", nn.Linear(2, 2))
+
+
+SHORT = ("--train-iters", "8", "--lr-warmup-iters", "1")
+
+
+@pytest.mark.filterwarnings("ignore")  # the library's own
+def test_tensorboard_shows_what_the_run_has_logged(tmp_path: Path) -> None:
+    accumulator = pytest.importorskip(
+        "tensorboard.backend.event_processing.event_accumulator"
+    ).EventAccumulator
+    flags = (*SHORT, "--out", str(tmp_path), "--tensorboard")
+    assert train(torch.device("cpu"), *flags) == 0
+    events = accumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    lines = lines_of(tmp_path)
+    for name in ("loss", "lr", "step_ms", "memory_bytes"):
+        shown = {event.step: event.value for event in events.Scalars(name)}
+        assert shown == pytest.approx({line["step"]: line[name] for line in lines}, rel=1e-6)
+    assert [event.step for event in events.Scalars("val_loss")] == [8]
+    assert "phase" not in events.Tags()["scalars"]
+
+
+class Run:
+    def __init__(self, **settings: Any) -> None:
+        self.settings = settings
+        self.logged: dict[int, dict[str, float]] = {}
+        self.is_over = False
+
+    def log(self, values: dict[str, float], *, step: int) -> None:
+        self.logged[step] = values
+
+    def __enter__(self) -> "Run":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.is_over = True
+
+
+def test_weights_and_biases_gets_settings_and_each_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runs: list[Run] = []
+
+    def init(**settings: Any) -> Run:
+        runs.append(Run(**settings))
+        return runs[-1]
+
+    library = types.ModuleType("wandb")
+    monkeypatch.setattr(library, "init", init, raising=False)
+    monkeypatch.setitem(sys.modules, "wandb", library)
+    flags = (*SHORT, "--out", str(tmp_path), "--wandb", "a-project")
+    assert train(torch.device("cpu"), *flags) == 0
+    (run,) = runs
+    assert run.settings["project"] == "a-project"
+    assert run.settings["config"]["train_iters"] == 8
+    lines = lines_of(tmp_path)
+    assert {step: values["loss"] for step, values in run.logged.items()} == {
+        line["step"]: line["loss"] for line in lines
+    }
+    assert run.is_over
+
+
+@pytest.mark.parametrize("flags", [("--wandb", "a-project"), ("--tensorboard",)])
+def test_a_package_that_is_missing_is_named(
+    flags: tuple[str, ...],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    for name in ("wandb", "tensorboard", "torch.utils.tensorboard"):
+        monkeypatch.setitem(sys.modules, name, None)
+    assert train(torch.device("cpu"), *SHORT, "--out", str(tmp_path), *flags) == 2
+    said = " ".join(capsys.readouterr().err.split())
+    assert 'pip install "graphfsdp[tensorboard,wandb]"' in said
