@@ -12,7 +12,19 @@ from graphfsdp.errors import ConfigError
 
 
 class Parser(argparse.ArgumentParser):
-    """Reports a bad flag as every other bad input is reported: one line, no usage block."""
+    """Reports a bad flag as every other bad input is reported: one line, no usage block.
+
+    A flag that is not given leaves no trace in the result.
+    """
+
+    def __init__(self, prog: str, **options: Any) -> None:
+        super().__init__(
+            prog=prog,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+            argument_default=argparse.SUPPRESS,
+            allow_abbrev=False,
+            **options,
+        )
 
     def error(self, message: str) -> NoReturn:
         raise ConfigError(f"{message}; '{self.prog} --help' lists every flag")

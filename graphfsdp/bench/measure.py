@@ -48,23 +48,17 @@ class ContenderFailedError(GraphFSDPError):
 
 
 def together(make: Callable[[], T], ranks: Ranks) -> T:
-    """Run what may fail; where it fails on any rank, every rank raises ContenderFailedError.
+    """Run what may fail; where it fails on any rank, every rank raises ContenderFailedError."""
 
-    A rank that went on alone would wait for the others in its next collective.
-    """
-    reason = None
-    made: list[T] = []
-    try:
-        made.append(make())
-    except Exception as error:  # whatever a contender dies of is a result: it could not run here
-        text = " ".join(str(error).split("\n\n")[0].split())
-        text = text[:_MAX_CHARACTERS] + " ..." if len(text) > _MAX_CHARACTERS else text
-        where = f"rank {ranks.rank}: " if ranks.size > 1 else ""
-        reason = f"{where}{type(error).__name__}: {text}"
-    for found in ranks.exchange(reason):
-        if found is not None:
-            raise ContenderFailedError(found)
-    return made[0]
+    def attempt() -> T:
+        try:
+            return make()
+        except Exception as error:  # whatever it dies of is a result: it could not run here
+            text = " ".join(str(error).split("\n\n")[0].split())
+            text = text[:_MAX_CHARACTERS] + " ..." if len(text) > _MAX_CHARACTERS else text
+            raise ContenderFailedError(f"{type(error).__name__}: {text}") from error
+
+    return ranks.decide(attempt)
 
 
 def line_up(ranks: Ranks, device: torch.device) -> None:

@@ -1,6 +1,5 @@
 """``graphfsdp bench --mlperf``: train to a target several times, and score it as MLPerf does."""
 
-import argparse
 import importlib.util
 import json
 import os
@@ -9,14 +8,16 @@ import statistics
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
 from rich.console import Console
 
 import graphfsdp
 from graphfsdp.bench.machine import find_environment
 from graphfsdp.bench.results import Row, finite
-from graphfsdp.command_line import Parser, print_line, require
+from graphfsdp.command_line import Parser, add_flags, print_line, require
 from graphfsdp.errors import ConfigError
 from graphfsdp.training.arguments import parse_train_arguments
 from graphfsdp.training.build import choose_device
@@ -43,6 +44,20 @@ All other flags are those of 'graphfsdp train', such as
 
   graphfsdp bench --mlperf --preset tiny --target-loss 2.6 --out runs/tiny
 """
+
+
+@dataclass(frozen=True)
+class _Options:
+    """Each field is a flag (``command_line.add_flags``)."""
+
+    out: Annotated[str, "new or empty directory for logs and scores", "DIR"]
+    mlperf: Annotated[bool, "what chose this help", "store_true"] = False
+    runs: Annotated[int, "how many runs, with the seeds --seed, --seed + 1, ..."] = MLPERF_NUM_RUNS
+    ranks: Annotated[int, "processes of a run, which torchrun starts on this machine"] = 1
+
+    def __post_init__(self) -> None:
+        require("runs", self.runs, self.runs >= MIN_NUM_RUNS, f"at least {MIN_NUM_RUNS}")
+        require("ranks", self.ranks, self.ranks >= 1, "at least 1")
 
 
 def olympic_mean(run_s: Sequence[float | None]) -> float:
@@ -129,8 +144,12 @@ def score(runs: Sequence[Row]) -> tuple[float | None, str]:
 
 def run_mlperf(arguments: Sequence[str], console: Console) -> int:
     """Return 1 where the runs have no score."""
-    options, train_flags = _make_parser().parse_known_args(arguments)
-    config = _checked(options, train_flags)
+    parser = Parser("graphfsdp bench --mlperf", description=_ABOUT)
+    add_flags(parser, _Options, {})
+    parsed, train_flags = parser.parse_known_args(arguments)
+    options = _Options(**vars(parsed))
+    config = _checked(train_flags)
+    make_new_directory(options.out)
     folder = Path(options.out)
     benchmark, target = config.mllog_benchmark, config.target_loss
     assert target is not None
@@ -173,32 +192,7 @@ def run_mlperf(arguments: Sequence[str], console: Console) -> int:
     return EXIT_NO_SCORE if score_s is None else 0
 
 
-def _make_parser() -> argparse.ArgumentParser:
-    parser = Parser(
-        prog="graphfsdp bench --mlperf",
-        description=_ABOUT,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
-    parser.add_argument("--mlperf", action="store_true", help="what chose this help")
-    parser.add_argument(
-        "--out", required=True, metavar="DIR", help="new or empty directory for logs and scores"
-    )
-    parser.add_argument(
-        "--runs", type=int, default=MLPERF_NUM_RUNS, metavar="N",
-        help="how many runs, with the seeds --seed, --seed + 1, ... (default: %(default)s)",
-    )  # fmt: skip
-    parser.add_argument(
-        "--ranks", type=int, default=1, metavar="N",
-        help="processes of a run, which torchrun starts on this machine (default: %(default)s)",
-    )  # fmt: skip
-    return parser
-
-
-def _checked(options: argparse.Namespace, train_flags: Sequence[str]) -> TrainConfig:
-    """Also makes the directory."""
-    require("runs", options.runs, options.runs >= MIN_NUM_RUNS, f"at least {MIN_NUM_RUNS}")
-    require("ranks", options.ranks, options.ranks >= 1, "at least 1")
+def _checked(train_flags: Sequence[str]) -> TrainConfig:
     if "RANK" in os.environ:
         raise ConfigError(
             "--mlperf starts the ranks of its runs itself; start it once, without torchrun, and "
@@ -221,7 +215,6 @@ def _checked(options: argparse.Namespace, train_flags: Sequence[str]) -> TrainCo
             "--mlperf writes and checks logs with the package mlperf-logging, which is not "
             'installed: pip install "graphfsdp[mlperf]"'
         )
-    make_new_directory(options.out)
     return config
 
 

@@ -1,6 +1,5 @@
 """The flags of ``graphfsdp bench``, with help that teaches."""
 
-import argparse
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
@@ -110,17 +109,13 @@ def parse_bench_arguments(arguments: Sequence[str]) -> BenchOptions:
     return BenchOptions(**given)
 
 
-def make_parser() -> argparse.ArgumentParser:
-    """Return the parser; a flag that is not given leaves no trace in the result."""
+def make_parser() -> Parser:
     sizes = "".join(f"\n  {each.name:<21} {each.description}" for each in workloads())
     names = "".join(f"\n  {spec.name:<23} {spec.description}" for spec in CONTENDERS)
     parser = Parser(
         prog="graphfsdp bench",
         description=_ABOUT,
         epilog=f"workloads:{sizes}\n\ncontenders:{names}",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        argument_default=argparse.SUPPRESS,
-        allow_abbrev=False,
     )
     add_flags(parser, BenchOptions, _SECTIONS)
     return parser

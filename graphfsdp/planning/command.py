@@ -1,6 +1,5 @@
 """``graphfsdp plan``: what a training run will need, as lines or as JSON."""
 
-import argparse
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -32,11 +31,9 @@ def run_plan(arguments: Sequence[str], console: Console) -> None:
     parser = Parser(
         prog="graphfsdp plan",
         description="Tell what each rank of a training run will need, on any machine: memory by "
-        "kind, padding, and what goes over each link in an iteration.",
+        "kind,\npadding, and what goes over each link in an iteration.",
         epilog="Every flag of 'graphfsdp train' describes the run: --preset, --bf16, "
-        "--micro-batch-size, --global-batch-size, --seq-length, ...",
-        argument_default=argparse.SUPPRESS,
-        allow_abbrev=False,
+        "--micro-batch-size,\n--global-batch-size, --seq-length, ...",
     )
     add_flags(parser, _Options, {})
     parsed, others = parser.parse_known_args(arguments)

@@ -4,7 +4,6 @@ All three speak of the fields of TrainConfig, and each counts more than the one 
 Megatron's spelling.
 """
 
-import argparse
 import difflib
 import json
 import tomllib
@@ -216,17 +215,13 @@ def _words_of(file: str) -> Iterator[str]:
             )
 
 
-def make_parser() -> argparse.ArgumentParser:
-    """Return the parser; a flag that is not given leaves no trace in the result."""
+def make_parser() -> Parser:
     presets = "".join(f"\n  {config.preset:<12} {about}" for config, about in PRESETS)
     parser = Parser(
         prog="graphfsdp train",
         usage="graphfsdp train [flags]",
         description=_OPENING,
         epilog=f"presets (flags override them; defaults above are those of 'default'):{presets}",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        argument_default=argparse.SUPPRESS,
-        allow_abbrev=False,
     )
     names = ", ".join(config.preset for config, _ in PRESETS)
     parser.add_argument("--preset", metavar="NAME", help=f"start from one of: {names}")
