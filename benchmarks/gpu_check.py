@@ -142,8 +142,10 @@ def tests_part(part: Part, limit_s: float, device: torch.device, times: float) -
     if part.processes == "tests":
         groups, group_limit_s = [[path] for path in paths], TEST_LIMIT_S * times
     elif part.processes == "files" and device.type == "cuda":
-        found = [sorted((ROOT / path).rglob("test_*.py")) or [path] for path in paths]
-        files = [str(file) for each in found for file in each]
+        files: list[str] = []
+        for path in paths:
+            found = sorted((ROOT / path).rglob("test_*.py"))
+            files += map(str, found) if found else [path]
         groups = [files[first::num_at_once] for first in range(min(num_at_once, len(files)))]
     if part.gpus > 1:  # each takes both
         num_at_once = 1
