@@ -54,6 +54,11 @@ with graphfsdp.capture(model, optimizer, scope=scope, microbatches=2, max_grad_n
             )
     print(step.report())
 
-prompt = batches.prompt(32).to(device)
-text = bytes(model.generate(prompt, 200)[0].tolist()).decode(errors="replace")
-print(f"{text}\n\nunigram entropy of the corpus: {corpus.unigram_entropy:.4f}")
+text = batches.prompt(32).to(device)
+model.eval()
+with torch.no_grad():
+    for _ in range(200):
+        logits = model(text[:, -config.seq_length :])[:, -1]
+        text = torch.cat([text, torch.multinomial((logits / 0.8).softmax(dim=-1), 1)], dim=1)
+print(bytes(text[0].tolist()).decode(errors="replace"))
+print(f"\nunigram entropy of the corpus: {corpus.unigram_entropy:.4f}")

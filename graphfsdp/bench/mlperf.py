@@ -7,10 +7,10 @@ import shlex
 import statistics
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 from rich.console import Console
 
@@ -22,7 +22,7 @@ from graphfsdp.errors import ConfigError
 from graphfsdp.training.arguments import parse_train_arguments
 from graphfsdp.training.build import choose_device
 from graphfsdp.training.config import TrainConfig
-from graphfsdp.training.mllog import UNVERIFIED, compliance_complaint
+from graphfsdp.training.mllog import RULESET, UNVERIFIED, compliance_complaint
 from graphfsdp.training.ranks import Ranks
 from graphfsdp.training.run_directory import make_new_directory
 
@@ -33,7 +33,6 @@ MIN_NUM_RUNS = 3
 EXIT_NO_SCORE = 1
 _EXIT_BAD_INPUT = 2
 _TAIL_CHARACTERS = 500
-_TOKEN = ":::MLLOG "
 _ABOUT = """\
 Train to a target several times, each time in new processes and with another seed, and score the
 times as MLPerf does: without the fastest and the slowest, the mean. The clock of a run starts
@@ -80,39 +79,27 @@ def olympic_mean(run_s: Sequence[float | None]) -> float:
     return statistics.fmean(reached[1:] if num_missed else reached[1:-1])
 
 
-def read_log(path: Path) -> dict[str, tuple[int, object, Mapping[str, object]]]:
-    """Time in ms, value and metadata of each key's last line.
-
-    A last line that was cut off, as a crash may leave one, is left out.
-    """
-    found: dict[str, tuple[int, object, Mapping[str, object]]] = {}
-    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
-        _, token, text = line.partition(_TOKEN)
-        if not token:
-            continue
-        try:
-            data = json.loads(text)
-        except ValueError:
-            continue
-        found[data["key"]] = data["time_ms"], data["value"], data["metadata"]
-    return found
-
-
 def run_record(path: Path, *, seed: int, complaint: str, failure: str = "") -> Row:
     """Return what the log of one run says; it may be missing where the run failed early.
 
     ``init_s`` is set-up and capture, before the clock; ``run_s`` is None for a run that did not end
     by itself. ``complaint`` is what the compliance checker says against it, empty if it accepts it.
     """
-    lines = read_log(path) if path.exists() else {}
+    from mlperf_logging.compliance_checker import mlp_parser
+
+    # A line that was cut off, as a crash may leave one, is no line.
+    found = mlp_parser.parse_file(str(path), ruleset=RULESET)[0] if path.exists() else ()
+    lines: dict[str, Any] = {line.key: line for line in found}  # the last one of each key
+    values = {key: line.value["value"] for key, line in lines.items()}
 
     def seconds(start: str, stop: str) -> float | None:
         if start not in lines or stop not in lines:
             return None
-        return (lines[stop][0] - lines[start][0]) / 1e3
+        return float(lines[stop].timestamp - lines[start].timestamp) / 1e3
 
     run_s = None if failure else seconds("run_start", "run_stop")
-    status = lines["run_stop"][2].get("status") if "run_stop" in lines else None
+    stop = lines.get("run_stop")
+    status = None if stop is None else stop.value["metadata"].get("status")
     reason = failure
     if not reason and status != "success":
         reason = "the target was not reached"
@@ -124,8 +111,8 @@ def run_record(path: Path, *, seed: int, complaint: str, failure: str = "") -> R
         "converged": status == "success" and run_s is not None,
         "init_s": seconds("init_start", "init_stop"),
         "run_s": run_s,
-        "num_samples": lines["train_samples"][1] if "train_samples" in lines else 0,
-        "loss": lines["eval_accuracy"][1] if "eval_accuracy" in lines else None,
+        "num_samples": values.get("train_samples", 0),
+        "loss": values.get("eval_accuracy"),
         "accepted": not complaint,
         "reason": reason,
     }

@@ -190,16 +190,17 @@ def make_model(
 
 
 def _vocab_size(config: TrainConfig, corpus: Corpus | None) -> int:
-    """Without a corpus where the data may not be looked at yet."""
+    """Without a corpus where ``--mllog`` may not look at the data yet."""
     vocab_size = config.vocab_size
-    if corpus is None or config.mllog is not None:
-        if vocab_size is None and config.data is not None and is_token_file(config.data):
+    if vocab_size is None and config.mllog is not None:
+        if config.data is not None and is_token_file(config.data):
             raise ConfigError(
                 f"--mllog makes the model before the clock starts, and --data {config.data} must "
                 "not be touched until then; say with --vocab-size how many tokens there are"
             )
-        vocab_size = vocab_size or BYTES_VOCAB_SIZE
+        vocab_size = BYTES_VOCAB_SIZE
     if corpus is None:
+        assert vocab_size is not None
         return vocab_size
     if vocab_size is None and not corpus.is_counted:
         raise ConfigError(

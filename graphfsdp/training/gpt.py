@@ -311,25 +311,3 @@ class GPT(nn.Module):
         if targets is None:
             return logits
         return token_loss(logits, targets)
-
-    @torch.no_grad()
-    def generate(
-        self,
-        prompt: Tensor,  # [B, T] int64, at least one token
-        num_tokens: int,
-        *,
-        temperature: float = 0.8,
-        generator: torch.Generator | None = None,
-    ) -> Tensor:  # [B, T + num_tokens] int64, on the prompt's device
-        """Runs eagerly, dropout off; a CPU generator lets sampling leave the global one alone."""
-        was_training = self.training
-        self.eval()
-        try:
-            for _ in range(num_tokens):
-                logits = self(prompt[:, -self.config.seq_length :])[:, -1].float().cpu()
-                probabilities = (logits / temperature).softmax(dim=-1)
-                token = torch.multinomial(probabilities, 1, generator=generator)
-                prompt = torch.cat([prompt, token.to(prompt.device)], dim=1)
-        finally:
-            self.train(was_training)
-        return prompt

@@ -16,7 +16,7 @@ from rich.console import Console
 
 import graphfsdp
 from graphfsdp.bench import mlperf
-from graphfsdp.bench.mlperf import olympic_mean, read_log, run_mlperf, run_record
+from graphfsdp.bench.mlperf import olympic_mean, run_mlperf, run_record
 from graphfsdp.cli import main
 from graphfsdp.errors import ConfigError
 from graphfsdp.training.mllog import RULES, rules_for
@@ -48,7 +48,7 @@ def test_the_olympic_mean_leaves_the_two_ends_out(times: list[float]) -> None:
         olympic_mean([*times[:3], None, None])
 
 
-def write_log(path: Path, *, status: str | None, cut: bool = False) -> None:
+def write_log(path: Path, *, status: str | None) -> None:
     def line(time_ms: int, key: str, value: object, **metadata: object) -> str:
         data = {"time_ms": time_ms, "key": key, "value": value, "metadata": metadata}
         return f"rank 0 says :::MLLOG {json.dumps(data)}\n"
@@ -58,9 +58,10 @@ def write_log(path: Path, *, status: str | None, cut: bool = False) -> None:
     text += line(9000, "eval_accuracy", 2.5)
     if status is not None:
         text += line(10500, "run_stop", None, status=status) + line(10501, "train_samples", 640)
-    path.write_text(text[:-8] if cut else text)
+    path.write_text(text + ':::MLLOG {"key": "cut')
 
 
+@needs_mllog
 @pytest.mark.parametrize(
     ("status", "complaint", "failure", "run_s", "converged", "reason"),
     [
@@ -90,13 +91,6 @@ def test_a_run_is_what_its_log_says(
     assert run["accepted"] == (not complaint)
     assert (run["init_s"], run["loss"]) == ((None, None) if status == "absent" else (2.5, 2.5))
     assert run["num_samples"] == (640 if status in ("success", "aborted") else 0)
-
-
-def test_a_line_that_was_cut_off_is_left_out(tmp_path: Path) -> None:
-    write_log(tmp_path / "log", status="success", cut=True)
-    lines = read_log(tmp_path / "log")
-    assert "train_samples" not in lines
-    assert lines["run_stop"][0] == 10500
 
 
 def execute_here(command: Sequence[str], shown: Path) -> int:

@@ -162,11 +162,6 @@ def where(path: pathlib.Path, line: int) -> str:
     return f"{path.relative_to(ROOT)}:{line}"
 
 
-def test_each_source_file_is_found() -> None:
-    names = {name for name, _ in sources()}
-    assert {"graphfsdp", "graphfsdp._capture", "graphfsdp.optim", "graphfsdp.errors"} <= names
-
-
 def test_each_folder_has_its_rule() -> None:
     assert {
         folder_of(module) for module, _ in sources()
