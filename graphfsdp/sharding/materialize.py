@@ -24,13 +24,7 @@ from graphfsdp.base.sharded import sharded_roots
 from graphfsdp.base.torch_internals import buffers_of, parameters_of
 from graphfsdp.errors import ConfigError, GraphFSDPError
 from graphfsdp.sharding.group import ManagedParameter
-from graphfsdp.sharding.meta_tensors import (
-    give_memory,
-    give_up_memory,
-    is_partly_unset,
-    mark_unset_,
-)
-from graphfsdp.sharding.model_shards import ModelShards
+from graphfsdp.sharding.meta_tensors import is_partly_unset, mark_unset_, move
 from graphfsdp.sharding.module import class_name, shards_of, units_in
 from graphfsdp.sharding.unit import Unit
 
@@ -84,11 +78,10 @@ def materialize(
             "materialize takes a torch.nn.Module, and as init a function of a module; got "
             f"{type(model).__name__} and {type(init).__name__}"
         )
-    shards = [shards_of(root) for root in sharded_roots(model)]
-    units = _units_of(model)
-    target = _target_device(device, units)
+    target = _target_device(device, units_in(model))
+    materialization = _Materialization(model, init, target)
     with torch.device(target), torch.no_grad():
-        _Materialization(_InitOrder.of(model, units, init), units, shards, target).run()
+        materialization.run()
     return model
 
 
@@ -121,7 +114,7 @@ def memory_for_values(model: nn.Module) -> Iterator[Callable[[Iterable[Tensor]],
             shards_of(root).move_together(device)
     for name, tensor in plain.items():
         if tensor.is_meta:  # not given memory under another name
-            give_memory(tensor, device, name)
+            move(tensor, device, name)
     brought: set[int] = set()
     try:
         yield lambda tensors: brought.update(id(tensor) for tensor in tensors)
@@ -133,7 +126,7 @@ def memory_for_values(model: nn.Module) -> Iterator[Callable[[Iterable[Tensor]],
             managed[key].awaited = None
         for name, tensor in plain.items():
             if id(tensor) not in brought and not tensor.is_meta:
-                give_up_memory(tensor, name)
+                move(tensor, "meta", name)
     with torch.random.fork_rng([] if device.type == "cpu" else [device]):
         materialize(model, device)
 
@@ -162,82 +155,6 @@ class _Stop:
     entries: list[_Entry]  # what it sets
     opens: list[Unit] = field(default_factory=list)  # units that are made whole before
     closes: list[Unit] = field(default_factory=list)  # units that are sharded again after
-
-    def __str__(self) -> str:
-        return f"{self.name or '(root)'} ({class_name(self.module)})"
-
-
-@dataclass(frozen=True)
-class _InitOrder:
-    """What a model awaits: ``stops`` are the modules to initialise, in this order.
-
-    ``plain``: what no unit manages of what they set, by key; ``kept``: tensors with values, by id.
-    """
-
-    stops: tuple[_Stop, ...]
-    plain: dict[int, _Entry]
-    kept: dict[int, _Entry]
-
-    @staticmethod
-    def of(
-        model: nn.Module, units: Sequence[Unit], init: Callable[[nn.Module], object] | None
-    ) -> "_InitOrder":
-        managed = {id(item.param): item for unit in units for item in unit.group.managed}
-        plain: dict[int, _Entry] = {}
-        kept: dict[int, _Entry] = {}
-        by_setter: dict[int, list[_Entry]] = {}
-        order = list(_in_init_order(model))
-        for name, module, around in order:
-            for entry in _entries(name, module):
-                item = managed.get(entry.key)
-                if entry.tensor().is_meta if item is None else item.awaited is not None:
-                    by_setter.setdefault(id(_sets_values_of(module, around)), []).append(entry)
-                    if item is None:
-                        plain.setdefault(entry.key, entry)
-                else:
-                    kept.setdefault(entry.key, entry)
-        stops = [
-            _Stop(
-                name,
-                module,
-                _own_initializer(module),
-                _model_initializer(module, around, init),
-                by_setter[id(module)],
-            )
-            for name, module, around in order
-            if id(module) in by_setter
-        ]
-        for unit in units:
-            keys = {id(item.param) for item in unit.group.managed}
-            mine = [stop for stop in stops if any(entry.key in keys for entry in stop.entries)]
-            if mine:
-                mine[0].opens.append(unit)
-                mine[-1].closes.append(unit)
-        return _InitOrder(tuple(stops), plain, kept)
-
-    def names(self) -> list[str]:
-        return [entry.name for stop in self.stops for entry in stop.entries]
-
-    def check(self) -> None:
-        able = {
-            entry.key
-            for stop in self.stops
-            if stop.own is not None or stop.of_model is not None
-            for entry in stop.entries
-        }
-        without = [
-            f"{entry.name!r} ({class_name(entry.module)})"
-            for stop in self.stops
-            for entry in stop.entries
-            if entry.key not in able
-        ]
-        if without:
-            raise ConfigError(
-                f"nothing initialises {', '.join(without)}, on the meta device: its module has no "
-                "reset_parameters(), and none around it an _init_weights(module). Remedy: "
-                "materialize(model, init=...) with a function that sets what the module that it "
-                "is given holds, or build these tensors on a real device"
-            )
 
 
 def _entries(module_name: str, module: nn.Module) -> Iterator[_Entry]:
@@ -324,47 +241,109 @@ def _keeping(module: nn.Module, kept: Set[int]) -> Iterator[None]:
 
 
 class _Materialization:
+    """What a model awaits: ``stops`` are the modules to initialise, in this order.
+
+    ``plain``: what no unit manages of what they set, by key; ``kept``: tensors with values, by id.
+    """
+
     def __init__(
         self,
-        order: _InitOrder,
-        units: Sequence[Unit],
-        shards: Sequence[ModelShards],
+        model: nn.Module,
+        init: Callable[[nn.Module], object] | None,
         device: torch.device,
     ) -> None:
-        self._order = order
-        self._units = units
-        self._shards = shards
+        self._shards = [shards_of(root) for root in sharded_roots(model)]
+        self._units = _units_of(model)
         self._device = device
-        self._agreement = RankAgreement(_groups(units), "materialize")
+        self._agreement = RankAgreement(_groups(self._units), "materialize")
         self._failure: Exception | None = None
-        self._open: dict[int, _WholeUnit] = {}
-        self._setters = {id(stop.module) for stop in order.stops}
+        self._plain: dict[int, _Entry] = {}
+        self._kept: dict[int, _Entry] = {}
+        self._stops = self._find_stops(model, init)
+        self._setters = {id(stop.module) for stop in self._stops}
         self._done: set[int] = set()  # keys of the tensors that some module has set
+        # Units that are whole, each with its awaited parameters as its modules hold them.
+        self._open: dict[Unit, list[tuple[ManagedParameter, Tensor]]] = {}
+
+    def _find_stops(
+        self, model: nn.Module, init: Callable[[nn.Module], object] | None
+    ) -> list[_Stop]:
+        managed = {id(item.param): item for unit in self._units for item in unit.group.managed}
+        by_setter: dict[int, list[_Entry]] = {}
+        order = list(_in_init_order(model))
+        for name, module, around in order:
+            for entry in _entries(name, module):
+                item = managed.get(entry.key)
+                if entry.tensor().is_meta if item is None else item.awaited is not None:
+                    by_setter.setdefault(id(_sets_values_of(module, around)), []).append(entry)
+                    if item is None:
+                        self._plain.setdefault(entry.key, entry)
+                else:
+                    self._kept.setdefault(entry.key, entry)
+        stops = [
+            _Stop(
+                name,
+                module,
+                _own_initializer(module),
+                _model_initializer(module, around, init),
+                by_setter[id(module)],
+            )
+            for name, module, around in order
+            if id(module) in by_setter
+        ]
+        for unit in self._units:
+            keys = {id(item.param) for item in unit.group.managed}
+            mine = [stop for stop in stops if any(entry.key in keys for entry in stop.entries)]
+            if mine:
+                mine[0].opens.append(unit)
+                mine[-1].closes.append(unit)
+        return stops
 
     def run(self) -> None:
-        self._agreement.refuse_differences(
-            "parameters and buffers without values", self._order.names()
-        )
-        self._attempt("", self._order.check)
+        names = [entry.name for stop in self._stops for entry in stop.entries]
+        self._agreement.refuse_differences("parameters and buffers without values", names)
+        self._attempt("", self._check)
         self._agree()
         finished = False
         try:
             self._attempt("", self._give_memory)
             self._agree()
-            for stop in self._order.stops:
+            for stop in self._stops:
                 for unit in stop.opens:
                     self._make_whole(unit)
-                self._attempt(f"the initialisation of {stop}", partial(self._initialize, stop))
+                name = f"{stop.name or '(root)'} ({class_name(stop.module)})"
+                self._attempt(f"the initialisation of {name}", partial(self._initialize, stop))
                 for unit in stop.closes:
                     self._shard(unit)
             self._attempt("", self._check_plain)
             self._agree()
-            for entry in self._order.plain.values():
+            for entry in self._plain.values():
                 _broadcast(entry.tensor(), self._agreement.store.groups)
             finished = True
         finally:
             if not finished:
                 self._undo()
+
+    def _check(self) -> None:
+        able = {
+            entry.key
+            for stop in self._stops
+            if stop.own is not None or stop.of_model is not None
+            for entry in stop.entries
+        }
+        without = [
+            f"{entry.name!r} ({class_name(entry.module)})"
+            for stop in self._stops
+            for entry in stop.entries
+            if entry.key not in able
+        ]
+        if without:
+            raise ConfigError(
+                f"nothing initialises {', '.join(without)}, on the meta device: its module has no "
+                "reset_parameters(), and none around it an _init_weights(module). Remedy: "
+                "materialize(model, init=...) with a function that sets what the module that it "
+                "is given holds, or build these tensors on a real device"
+            )
 
     def _attempt(self, what: str, do: Callable[[], object]) -> None:
         """Do something unless something has failed: the other ranks wait in collectives."""
@@ -384,15 +363,15 @@ class _Materialization:
     def _give_memory(self) -> None:
         for shards in self._shards:
             shards.move_together(self._device)
-        for entry in self._order.plain.values():
-            give_memory(entry.tensor(), self._device, entry.name)
-        for entry in self._order.kept.values():
+        for entry in self._plain.values():
+            move(entry.tensor(), self._device, entry.name)
+        for entry in self._kept.values():
             if entry.tensor().device != self._device and entry.place is buffers_of(entry.module):
-                give_memory(entry.tensor(), self._device, entry.name)
+                move(entry.tensor(), self._device, entry.name)
 
     def _make_whole(self, unit: Unit) -> None:
-        whole = self._open[id(unit)] = _WholeUnit(unit)
-        self._attempt("", partial(whole.allocate, self._device))
+        self._open[unit] = []
+        self._attempt("", partial(self._allocate, unit))
         # What is set already is whole too, in copies that are dropped, where methods may read it.
         others = [
             item
@@ -404,9 +383,19 @@ class _Materialization:
             for item in others:
                 _install(item, item.param.full_tensor().clone())  # type: ignore[attr-defined]
 
+    def _allocate(self, unit: Unit) -> None:
+        """Put awaited parameters into a unit's modules, whole and marked as not set."""
+        for item in unit.group.managed:
+            if item.awaited is not None:
+                dtype = item.awaited.dtype
+                whole = torch.empty(item.initial_shape, dtype=dtype, device=self._device)
+                mark_unset_(whole)
+                self._open[unit].append((item, whole))
+                _install(item, whole)
+
     def _initialize(self, stop: _Stop) -> None:
         earlier = [entry for entry in stop.entries if entry.key in self._done]
-        kept = set(self._order.kept)
+        kept = set(self._kept)
         if stop.own is not None and len(earlier) < len(stop.entries):
             # What is tied keeps the values of the module that comes first, as in constructors.
             with _keeping(stop.module, kept | {id(entry.tensor()) for entry in earlier}):
@@ -417,13 +406,34 @@ class _Materialization:
         self._done |= {entry.key for entry in stop.entries}
 
     def _shard(self, unit: Unit) -> None:
-        whole = self._open[id(unit)]
-        self._attempt("", whole.collect)
+        """Keep this rank's rows; the parameters have values from now on."""
+        self._attempt("", partial(self._collect, unit))
         self._agree()
-        for _, tensor in whole.tensors:
-            _broadcast(tensor, self._equal_groups(unit))
-        whole.store()
-        del self._open[id(unit)]
+        for item, whole in self._open[unit]:
+            _broadcast(whole, self._equal_groups(unit))
+            item.load(whole)
+            owner, attribute = item.owners[0]
+            vars(item.param).update(vars(parameters_of(owner)[attribute]))
+            item.awaited = None
+        unit.group.install_shards()
+        del self._open[unit]
+
+    def _collect(self, unit: Unit) -> None:
+        """ConfigError: a parameter was set in parts, not at all, or put in another shape."""
+        for item, whole in self._open[unit]:
+            owner, attribute = item.owners[0]
+            held = parameters_of(owner).get(attribute)
+            name = unit.group.full_name(item)
+            if held is None or held.shape != whole.shape:
+                shape = "nothing" if held is None else f"shape {tuple(held.shape)}"
+                raise ConfigError(
+                    f"the initialisation of parameter {name!r} put {shape} in the place of shape "
+                    f"{tuple(whole.shape)}, which is sharded already. Remedy: fill it in place"
+                )
+            if held.data_ptr() != whole.data_ptr():
+                whole.copy_(held)
+            if is_partly_unset(whole):
+                raise ConfigError(_unset_message(f"parameter {name!r}", class_name(owner)))
 
     def _equal_groups(self, unit: Unit) -> list[dist.ProcessGroup]:
         """Return the groups of ranks that get the same values for a unit.
@@ -437,18 +447,17 @@ class _Materialization:
         return list(dict.fromkeys(g for other in alike for g in other.group.equal_groups))
 
     def _check_plain(self) -> None:
-        for entry in self._order.plain.values():
+        for entry in self._plain.values():
             if is_partly_unset(entry.tensor()):
                 raise ConfigError(_unset_message(repr(entry.name), class_name(entry.module)))
 
     def _undo(self) -> None:
         """Leave the model so that it can be materialised once more."""
-        for whole in self._open.values():
-            whole.unit.group.install_shards()
-        self._open.clear()
-        for entry in self._order.plain.values():
+        for unit in self._open:
+            unit.group.install_shards()
+        for entry in self._plain.values():
             if not entry.tensor().is_meta:
-                give_up_memory(entry.tensor(), entry.name)
+                move(entry.tensor(), "meta", entry.name)
 
 
 def _broadcast(tensor: Tensor, groups: Sequence[dist.ProcessGroup]) -> None:
@@ -492,14 +501,6 @@ def _target_device(device: torch.device | str | None, units: Sequence[Unit]) -> 
         raise ConfigError(
             "materialize cannot give memory on the meta device. Remedy: device='cpu' or 'cuda'"
         )
-    for unit in units:
-        for item in unit.group.managed:
-            where = item.buffer.main.device
-            if item.awaited is not None and where not in (target, torch.device("meta")):
-                raise ConfigError(
-                    f"the shard of {unit.group.full_name(item)!r} lies on {where} already, not on "
-                    f"{target}. Remedy: materialize(model, device={str(where)!r})"
-                )
     return target
 
 
@@ -510,52 +511,6 @@ def _groups(units: Sequence[Unit]) -> list[dist.ProcessGroup]:
         assert dist.group.WORLD is not None
         found = {dist.group.WORLD: None}
     return list(found)
-
-
-class _WholeUnit:
-    """A unit whose awaited parameters are whole for a while, so that its modules can set them."""
-
-    def __init__(self, unit: Unit) -> None:
-        self.unit = unit
-        self.tensors: list[tuple[ManagedParameter, Tensor]] = []
-
-    def allocate(self, device: torch.device) -> None:
-        """Make the awaited parameters whole, marked as not set, and put them into the modules."""
-        for item in self.unit.group.managed:
-            if item.awaited is not None:
-                dtype = item.awaited.dtype
-                whole = torch.empty(item.initial_shape, dtype=dtype, device=device)
-                mark_unset_(whole)
-                self.tensors.append((item, whole))
-                _install(item, whole)
-
-    @torch.no_grad()
-    def collect(self) -> None:
-        """ConfigError: a parameter was set in parts, not at all, or put in another shape."""
-        for item, whole in self.tensors:
-            owner, attribute = item.owners[0]
-            held = parameters_of(owner).get(attribute)
-            name = self.unit.group.full_name(item)
-            if held is None or held.shape != whole.shape:
-                shape = "nothing" if held is None else f"shape {tuple(held.shape)}"
-                raise ConfigError(
-                    f"the initialisation of parameter {name!r} put {shape} in the place of shape "
-                    f"{tuple(whole.shape)}, which is sharded already. Remedy: fill it in place"
-                )
-            if held.data_ptr() != whole.data_ptr():
-                whole.copy_(held)
-            if is_partly_unset(whole):
-                raise ConfigError(_unset_message(f"parameter {name!r}", class_name(owner)))
-
-    @torch.no_grad()
-    def store(self) -> None:
-        """Keep this rank's rows; the parameters have values from now on."""
-        for item, whole in self.tensors:
-            item.load(whole)
-            owner, attribute = item.owners[0]
-            vars(item.param).update(vars(parameters_of(owner)[attribute]))
-            item.awaited = None
-        self.unit.group.install_shards()
 
 
 def _unset_message(what: str, kind: str) -> str:

@@ -22,20 +22,13 @@ def become(tensor: Tensor, other: Tensor, name: str) -> None:
     vars(tensor).update(attributes)
 
 
-def give_memory(tensor: Tensor, device: torch.device, name: str) -> None:
+def move(tensor: Tensor, device: torch.device | str, name: str) -> None:
     """Move a tensor to another device, for all who hold it; what was on meta holds marks."""
     if tensor.is_meta:
         new = torch.empty_like(tensor.detach(), device=device)
         mark_unset_(new)
     else:
         new = tensor.detach().to(device)
-    if isinstance(tensor, nn.Parameter):
-        new = nn.Parameter(new, tensor.requires_grad)
-    become(tensor, new, name)
-
-
-def give_up_memory(tensor: Tensor, name: str) -> None:
-    new = torch.empty_like(tensor.detach(), device="meta")
     if isinstance(tensor, nn.Parameter):
         new = nn.Parameter(new, tensor.requires_grad)
     become(tensor, new, name)
