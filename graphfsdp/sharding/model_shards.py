@@ -1,7 +1,6 @@
 """All units under one root: neighbours in memory, named, and checked against each other."""
 
 import weakref
-from collections.abc import Iterator
 from itertools import zip_longest
 
 import torch
@@ -23,7 +22,7 @@ from graphfsdp.sharding.buffer import Memory, ShardBuffer
 from graphfsdp.sharding.schedule import Schedule
 from graphfsdp.sharding.unit import Unit
 
-_Kind = tuple[torch.dtype, Memory, bool]
+_Kind = tuple[torch.dtype, torch.dtype | None, Memory]  # of main weights, main grads
 
 
 class ModelShards:
@@ -147,13 +146,15 @@ class ModelShards:
                     buffer.leave_meta(in_place_of_meta)
                 if not buffer.main.is_meta and key_of(buffer.main.untyped_storage()) in held:
                     continue
-                kind = (buffer.main.dtype, buffer.memory, buffer.grad is not None)
+                grad_dtype = None if buffer.grad is None else buffer.grad.dtype
+                kind = (buffer.main.dtype, grad_dtype, buffer.memory)
                 kinds.setdefault(kind, []).append(buffer)
-        for (_, memory, has_grads), buffers in kinds.items():
-            mains = _cut([buffer.main for buffer in buffers], memory)
-            grads: Iterator[Tensor | None] = iter([None] * len(buffers))
-            if has_grads:
-                grads = _cut([b.grad for b in buffers if b.grad is not None], memory)
+        for buffers in kinds.values():
+            mains = _neighbours(buffers, [buffer.main for buffer in buffers])
+            grads: list[Tensor | None] = [None] * len(buffers)
+            found = [buffer.grad for buffer in buffers if buffer.grad is not None]
+            if found:
+                grads = [*_neighbours(buffers, found)]
             for buffer, main, grad in zip(buffers, mains, grads, strict=True):
                 buffer.move(main, grad)
         for unit in self.units:
@@ -177,14 +178,12 @@ def _difference(first: list[str], other: list[str], rank: int) -> str:
     return "they are equal"
 
 
-def _cut(tensors: list[Tensor], memory: Memory) -> Iterator[Tensor]:
-    """Yield views of one new storage, as long as the given tensors, one after the other."""
+def _neighbours(buffers: list[ShardBuffer], tensors: list[Tensor]) -> list[Tensor]:
+    """Return views of one new storage, as long as the given tensors, one after the other."""
     numels = [tensor.numel() for tensor in tensors]
     starts = neighbour_starts(numels, tensors[0].element_size())
-    dtype, device = tensors[0].dtype, memory.device
-    flat = torch.zeros(starts[-1], dtype=dtype, device=device, pin_memory=memory.pinned)
-    for start, tensor in zip(starts, tensors, strict=False):
-        yield flat.narrow(0, start, tensor.numel())
+    flat = buffers[0].new_zeros(starts[-1], tensors[0].dtype)
+    return [flat.narrow(0, *place) for place in zip(starts, numels, strict=False)]
 
 
 def _gather_group(group: dist.ProcessGroup, size: int) -> dist.ProcessGroup:

@@ -17,7 +17,7 @@ from graphfsdp.base.torch_internals import (
     functorch_level,
     not_traced,
     parameters_of,
-    tree_map,
+    tree_map_only,
 )
 from graphfsdp.errors import ConfigError, NotCopyableError
 from graphfsdp.sharding.arguments import check_precision
@@ -485,21 +485,14 @@ def end_forward(module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
 
 
 def _moved(values: Any, device: torch.device) -> Any:
-    def move(leaf: Any) -> Any:
-        return leaf.to(device) if isinstance(leaf, Tensor) and leaf.is_cpu else leaf
-
-    return tree_map(move, values)
+    return tree_map_only(Tensor, lambda leaf: leaf.to(device) if leaf.is_cpu else leaf, values)
 
 
 def _cast_leaves(values: Any, dtype: torch.dtype | None) -> Any:
-    if dtype is None:
-        return values
+    def cast(leaf: Tensor) -> Tensor:
+        return leaf.to(dtype) if leaf.is_floating_point() else leaf
 
-    def cast(leaf: Any) -> Any:
-        castable = isinstance(leaf, Tensor) and leaf.is_floating_point()
-        return leaf.to(dtype) if castable else leaf
-
-    return tree_map(cast, values)
+    return values if dtype is None else tree_map_only(Tensor, cast, values)
 
 
 def _asked_for(

@@ -243,3 +243,14 @@ def test_a_wrong_dtype_would_be_seen() -> None:
     # In one microbatch it is the same whether sums are rounded on the way or in the buffer.
     assert apart.pop(("bf16_comm", "bf16_grads")) == 0
     assert min(apart.values()) > 3 * TOLERANCE, apart
+
+
+@on_ranks("ranks2")
+def test_each_unit_has_main_grads_of_its_own_dtype() -> None:
+    model: Any = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)).to(rank_device())
+    for layer, dtype in zip(model, (BF16, FP32), strict=True):
+        policy = MixedPrecisionPolicy(main_grads_dtype=dtype, use_decoupled_grad=True)
+        graphfsdp.fully_shard(layer, mp_policy=policy)
+    graphfsdp.fully_shard(model)(torch.ones(2, 4, device=rank_device())).sum().backward()
+    found = [layer.weight.decoupled_grad.dtype for layer in model]
+    assert found == [BF16, FP32]
