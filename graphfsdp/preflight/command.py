@@ -162,11 +162,7 @@ def _show(report: CheckReport, json: str | None) -> None:
             raise ConfigError(f"--json={json}: cannot be written ({reason})") from None
     if os.environ.get("LOCAL_RANK", "0") != "0" and report.ok:
         return  # of several ranks, those that found something speak, and the first
-    console = Console(highlight=False)
-    if console.is_terminal:
-        console.print(report)
-    else:
-        sys.stdout.write(f"{report}\n")
+    sys.stdout.write(f"{report}\n")
 
 
 def _show_traceback(error: BaseException) -> None:

@@ -1,22 +1,17 @@
-"""What a check has found: a table for people, JSON for machines, an error for scripts."""
+"""What a check has found: lines for people, JSON for machines, an error for scripts."""
 
-import io
 import json
 import os
-import shutil
-import sys
+import textwrap
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from graphfsdp.base.hazards import Hazard
 from graphfsdp.errors import CaptureError
 from graphfsdp.in_place.part_report import PartsReport
 
-if TYPE_CHECKING:
-    from rich.console import Console, ConsoleOptions, RenderResult
-    from rich.table import Table
-
-_PLAIN_WIDTH = 120
+_INDENT = "    "
+_WIDTH = 96
 
 
 @dataclass(frozen=True)
@@ -96,59 +91,36 @@ class CheckReport:
         return f"cannot be captured: {count} in an iteration on {self.device}, {rules}{ignored}"
 
     def __str__(self) -> str:
-        """Return the table without colours, as wide as the terminal if there is one."""
-        from rich.console import Console
-
-        width = shutil.get_terminal_size((_PLAIN_WIDTH, 0)).columns
-        if not sys.stdout.isatty():
-            width = _PLAIN_WIDTH
-        text = io.StringIO()
-        Console(file=text, width=width, no_color=True, highlight=False).print(self)
-        return text.getvalue().rstrip()
-
-    def __rich_console__(self, console: "Console", options: "ConsoleOptions") -> "RenderResult":
-        """Draw the headline and a table with one row for each hazard."""
-        from rich.text import Text
-
-        yield Text(self.headline, style="bold green" if self.ok else "bold red")
-        if not self.ok:
-            yield self._table(console)
+        """Return the headline, each hazard with its place, reason and remedy, and the advice."""
+        paragraphs = [self.headline, *map(_lines_of, self.hazards)]
         if self.advice:
-            yield Text(self.advice if self.ok else f"and then\n{self.advice}")
+            paragraphs.append(self.advice if self.ok else f"and then\n{self.advice}")
+        return ("\n" if self.ok else "\n\n").join(paragraphs)
 
-    def _table(self, console: "Console") -> "Table":
-        from rich import box
-        from rich.table import Table
-        from rich.text import Text
 
-        plain = not console.is_terminal
-        table = Table(box=box.ASCII if plain else box.ROUNDED, show_lines=True, pad_edge=False)
-        table.add_column("hazard", style="bold", no_wrap=True)
-        table.add_column("where", overflow="fold", ratio=2)
-        table.add_column("why, and what to do", overflow="fold", ratio=3)
-        for hazard in self.hazards:
-            table.add_row(Text(_what(hazard)), Text(_where(hazard)), Text(_why(hazard)))
-        return table
+def _lines_of(hazard: Hazard) -> str:
+    lines = [_what(hazard), *_where(hazard), *_why(hazard)]
+    return f"\n{_INDENT}".join(lines)
 
 
 def _what(hazard: Hazard) -> str:
-    lines = [hazard.kind.value]
+    words = [hazard.kind.value]
     if hazard.count > 1:
-        lines.append(f"{hazard.count} times")
+        words.append(f"{hazard.count} times")
     if hazard.cuda_error is not None:
-        lines.append(f"CUDA error {hazard.cuda_error}")
-    return "\n".join(lines)
+        words.append(f"CUDA error {hazard.cuda_error}")
+    return ", ".join(words)
 
 
-def _where(hazard: Hazard) -> str:
+def _where(hazard: Hazard) -> list[str]:
     lines = []
     if hazard.source is not None:
-        lines += [f"{_short(hazard.source.file)}:{hazard.source.line}", f"  {hazard.source.text}"]
+        lines.append(f"{_short(hazard.source.file)}:{hazard.source.line} {hazard.source.text}")
     if hazard.module_path is not None:
-        lines.append(f"module {hazard.module_path or '(root)'}")
-    if hazard.op is not None:
+        lines.append(f"in module {hazard.module_path or '(root)'}")
+    if hazard.op is not None and not hazard.why.startswith(hazard.op):
         lines.append(hazard.op)
-    return "\n".join(lines)
+    return lines
 
 
 def _short(file: str) -> str:
@@ -156,6 +128,7 @@ def _short(file: str) -> str:
     return file.removeprefix(f"{os.getcwd()}{os.sep}")
 
 
-def _why(hazard: Hazard) -> str:
+def _why(hazard: Hazard) -> list[str]:
     why = hazard.why[:1].upper() + hazard.why[1:] if hazard.op is None else hazard.why
-    return f"{why}.\nFix: {hazard.fix}" if hazard.fix else why
+    told = [f"{why}.", *([f"Fix: {hazard.fix}"] if hazard.fix else [])]
+    return [line for text in told for line in textwrap.wrap(text, _WIDTH, break_long_words=False)]

@@ -55,8 +55,7 @@ def test_hazards_are_exit_code_1_with_the_line_of_the_script(
     assert main(["check", "good.py", "5"]) == 1
     out = capsys.readouterr().out
     assert "cannot be captured: 1 hazard" in out
-    assert 'print("loss", float(loss.detach()))  # read' in out
-    assert "| neighbour.py:4 " in out
+    assert 'neighbour.py:4 print("loss", float(loss.detach()))  # read' in out
     assert main(["check", "--ignore", "host-read", "good.py", "5"]) == 0
     assert "1 ignored" in capsys.readouterr().out
 
@@ -171,8 +170,7 @@ def test_a_check_finds_what_a_capture_of_the_iteration_refuses(
     assert main(["check", "loop.py", does]) == bool(DOES[does])
     out = capsys.readouterr().out
     assert out.count("cannot be captured: 1 hazard") == bool(DOES[does])
-    table = "".join(line.split("|")[-2].strip() + " " for line in out.splitlines() if "|" in line)
-    assert DOES[does].casefold() in table.casefold()
+    assert DOES[does] in " ".join(out.split())
     assert f'if "{does}" in' in out or does not in ("reads", "masks", "counts", "seeds")
     assert ("other shapes:" in out) == (does == "has other shapes")
     assert "model (Sequential): captured, " in out
