@@ -8,7 +8,7 @@ without gradients) it does beside the graph, or hands it to the graph.
 import dataclasses
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -53,13 +53,11 @@ class LoopWatcher(NotingWatcher):
         hazards: HazardLog,
         *,
         for_cuda: bool,
-        is_first: bool,
         steps_as_written: Callable[[], bool | None],
     ) -> None:
-        """``is_first``: only reads of the loop itself are judged, not what is made once.
+        """``steps_as_written``: whether the step that runs now is recorded; None where none runs.
 
-        ``steps_as_written``: whether the step that runs now is recorded, and not replaced by one of
-        a capture's own; None where none runs.
+        It is not where a capture has one of its own in its place.
         """
         super().__init__(model, device, hazards, for_cuda=for_cuda)
         self.log = ConstantLog()
@@ -67,7 +65,7 @@ class LoopWatcher(NotingWatcher):
         self.beside: dict[SourceLine, None] = {}
         self.added: list[str] = []
         self.has_read = False
-        self._is_first = is_first
+        self._model = model
         self._steps_as_written = steps_as_written
         self._num_by_site: Counter[int] = Counter()
         grads = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
@@ -91,18 +89,20 @@ class LoopWatcher(NotingWatcher):
         """Return it as it is: the loop goes on with it."""
         return result
 
+    def around_call(self, module: nn.Module) -> AbstractContextManager[None]:
+        """Return what to call a module in, by which the loop may look at a model on the way."""
+        looks = self._tracker.path is None and not (module.training or torch.is_grad_enabled())
+        is_own = looks and any(module is each for each in self._model.modules())
+        return self._evaluating() if is_own else nullcontext()
+
     @contextmanager
-    def evaluating(self) -> Iterator[None]:
+    def _evaluating(self) -> Iterator[None]:
         """Watch in the body what the loop does with a model beside the graph."""
         before, self._is_evaluating = self._is_evaluating, True
         try:
             yield
         finally:
             self._is_evaluating = before
-
-    def calls_modules(self) -> bool:
-        """Tell whether some module runs now."""
-        return self._tracker.path is not None
 
     def _as_written(self) -> bool | None:
         """Ask of the step that runs now; None as well in its closure."""
@@ -157,8 +157,6 @@ class LoopWatcher(NotingWatcher):
             source = user_source_line()
             if is_loops_read and source is not None and not is_installed_file(source.file):
                 self.beside[source] = None
-            return
-        if self._is_first and not is_loops_read:
             return
         if is_loops_read:
             refusal = dataclasses.replace(refusal, remedy=LATER)

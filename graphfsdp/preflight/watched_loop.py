@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import wraps
 from types import MethodType
 from typing import Any, NoReturn
@@ -48,13 +48,15 @@ _MOST_SECONDS_IN_PARTS = 60.0
 
 
 @dataclass
-class _Judged:
-    """One iteration that was watched to its end."""
+class _Iteration:
+    """One iteration, from its beginning on."""
 
     watcher: LoopWatcher
     begins: SourceLine | None
-    forms: list[tuple[Any, ...]]  # of its inputs
     host_state: HostState
+    host_optimizers: list[HostOptimizer]
+    stepped: list[torch.optim.Optimizer] = field(default_factory=list)
+    forms: list[tuple[Any, ...]] = field(default_factory=list)  # of its inputs
 
 
 class WatchedLoop:
@@ -90,14 +92,10 @@ class WatchedLoop:
         self._settings: Trained | None = None
         self._num = 0  # iterations that have begun
         self._begins_through = False  # with what another model has computed, to train that
-        self._begins: SourceLine | None = None
-        self._stepped: list[torch.optim.Optimizer] = []
         self._steps_as_written: bool | None = None  # the step that runs now
-        self._watcher: LoopWatcher | None = None
+        self._iteration: _Iteration | None = None  # that runs now
         self._open = ExitStack()
-        self._host_state: HostState | None = None
-        self._host_optimizers: list[HostOptimizer] = []
-        self._judged: list[_Judged] = []
+        self._judged: list[_Iteration] = []
         self._advice: Advice | None = None
         self._parts: Parts | None = None
         self._num_in_parts = 0
@@ -137,17 +135,14 @@ class WatchedLoop:
 
     def on_call(self, module: nn.Module, args: Any, kwargs: Any) -> AbstractContextManager[object]:
         """Begin an iteration with the call of a module, where it does; return what to run it in."""
-        is_own = any(module is each for model in self._models for each in model.modules())
-        if not is_own or self._parts is not None:
+        if self._parts is not None:
             return nullcontext()
-        watcher = self._watcher
-        if watcher is not None:
-            is_evaluated = not (module.training or torch.is_grad_enabled())
-            is_apart = is_evaluated and not watcher.calls_modules()
-            return watcher.evaluating() if is_apart else nullcontext()
+        if self._iteration is not None:
+            return self._iteration.watcher.around_call(module)
         # Of a step that was under way when this loop was found the end is not seen.
         is_seen = self._steps_as_written is not None or running_optimizer() is None
-        if not (is_seen and trains(module)):
+        is_own = any(module is each for each in self._together().modules())
+        if not (is_seen and is_own and trains(module)):
             return nullcontext()
         # A call that trains another model is none of an iteration, unless all of them do.
         is_through = trains_through(args, kwargs)
@@ -159,24 +154,24 @@ class WatchedLoop:
 
     def _begin(self) -> None:
         self._num += 1
-        is_judged = self._num > 1
-        self._begins = user_source_line()
-        self._stepped = []
         together = self._together()
         if self._judged:
             self._note_changes(self._judged[-1])
-        self._watcher = LoopWatcher(
+        watcher = LoopWatcher(
             together,
             self._device(),
-            self._hazards if is_judged else self._early,
+            self._early if self._num == 1 else self._hazards,
             for_cuda=self._target == "cuda",
-            is_first=not is_judged,
             steps_as_written=lambda: self._steps_as_written,
         )
-        self._host_state = HostState(together, (), lambda: None)
-        self._host_optimizers = [HostOptimizer(o, self._recorded[o].counts) for o in self._recorded]
+        self._iteration = _Iteration(
+            watcher,
+            user_source_line(),
+            HostState(together, (), lambda: None),
+            [HostOptimizer(each, self._recorded[each].counts) for each in self._recorded],
+        )
         self._open.enter_context(as_written())  # a dispatch mode would not see into compiled code
-        self._open.enter_context(self._watcher.watching())
+        self._open.enter_context(watcher.watching())
 
     def _together(self) -> nn.Module:
         return self._models[0] if len(self._models) == 1 else one_module(self._models)
@@ -194,7 +189,7 @@ class WatchedLoop:
             members = members_of(self._settings.adapted)
             self._recorded = {m.optimizer: m for m in members if type(m) is BakedAdapter}
 
-    def _note_changes(self, judged: _Judged) -> None:
+    def _note_changes(self, judged: _Iteration) -> None:
         """Note what has changed since an iteration began, and a graph would not see."""
         model = self._together()
         moved = {
@@ -225,55 +220,49 @@ class WatchedLoop:
             self._hazards.add(hazard)
 
     def _on_stepped(self, optimizer: torch.optim.Optimizer) -> None:
+        iteration = self._iteration
         if self._parts is not None:
             self._on_step_in_parts(self._parts, optimizer)
         elif (
-            self._watcher is not None
+            iteration is not None
             and optimizer in self._optimizers
             and threading.get_ident() == self._thread
         ):
-            self._stepped.append(optimizer)
-            if not any(self._is_awaited(each, self._watcher) for each in self._optimizers):
-                self._end_iteration(self._watcher)
+            iteration.stepped.append(optimizer)
+            if not any(_is_awaited(each, iteration) for each in self._optimizers):
+                self._iteration = None
+                self._open.close()
+                self._on_end(iteration)
 
-    def _is_awaited(self, optimizer: torch.optim.Optimizer, watcher: LoopWatcher) -> bool:
-        """Tell whether another optimizer has still to step in the iteration that runs."""
-        params = params_of(optimizer)
-        is_left_alone = self._stepped.count(self._stepped[-1]) >= _MOST_STEPS_ALONE
-        return (
-            not is_left_alone
-            and all(params.keys().isdisjoint(params_of(each)) for each in self._stepped)
-            and any(map(watcher.has_touched, params.values()))
-        )
-
-    def _end_iteration(self, watcher: LoopWatcher) -> None:
-        self._watcher = None
-        self._open.close()
+    def _on_end(self, iteration: _Iteration) -> None:
         self.came_to = "stepped its optimizer once"
-        if self._num == 1:
-            self._keep_what_steps()
+        if self._num == 1:  # which shows what is trained in one
+            self._optimizers = {each: self._optimizers[each] for each in iteration.stepped}
+            self._models = owners_of(self._models, iteration.stepped)
+            self._find_settings()
             return
+        watcher = iteration.watcher
         inputs = list(watcher.inputs.values())
         watcher.inputs.clear()
-        for error in (each for known in self._host_optimizers for each in known.changes()):
+        for error in (each for known in iteration.host_optimizers for each in known.changes()):
             self._add(error.hazard)
         for name in watcher.added[:1]:
             self._add(_of_gradients(name))
         if self._settings is not None:
             self._settings.adapted.bake()
-        assert self._host_state is not None
-        forms = [(tensor.shape, tensor.dtype, tensor.device) for tensor in inputs]
-        self._judged.append(_Judged(watcher, self._begins, forms, self._host_state))
+        iteration.forms = [(tensor.shape, tensor.dtype, tensor.device) for tensor in inputs]
+        self._judged.append(iteration)
+        last = self._optimizers[iteration.stepped[-1]]
         self._advice = Advice(
             models=names_of(*self._models, fallback="model"),
             optimizers=names_of(*self._optimizers.values(), fallback="optimizer"),
-            step=f"{names_of(self._optimizers[self._stepped[-1]], fallback='optimizer')[0]}.step()",
+            step=f"{names_of(last, fallback='optimizer')[0]}.step()",
             names=self._names_of_parts(),
-            begins=self._begins,
+            begins=iteration.begins,
             ends=user_source_line(),
             inputs=names_of(*inputs, fallback="..."),
             launches=watcher.launches(),
-            has_other_shapes=any(each.forms != forms for each in self._judged),
+            has_other_shapes=any(each.forms != iteration.forms for each in self._judged),
             is_theirs=self._is_theirs,
             integration=integration_of(),
             beside=list(watcher.beside),
@@ -282,13 +271,7 @@ class WatchedLoop:
             self._note_differences(*self._judged)
             self._show_parts()
 
-    def _keep_what_steps(self) -> None:
-        """Know from the first iteration what is trained in one."""
-        self._optimizers = {each: self._optimizers[each] for each in self._stepped}
-        self._models = owners_of(self._models, self._stepped)
-        self._find_settings()
-
-    def _note_differences(self, one: _Judged, other: _Judged) -> None:
+    def _note_differences(self, one: _Iteration, other: _Iteration) -> None:
         """Note numbers that are others in the next iteration, though nothing else is."""
         if one.forms != other.forms:
             return
@@ -347,7 +330,9 @@ class WatchedLoop:
         early = [
             hazard
             for hazard in self._early
-            if (hazard.kind, hazard.source) not in told and not _is_before(hazard.source, begins)
+            if hazard.fix == LATER  # what is made once is made there
+            and (hazard.kind, hazard.source) not in told
+            and not _is_before(hazard.source, begins)
         ]
         later = LATER.replace("optimizer.step()", advice.step)
         parts = None if self._parts is None else self._parts.report()
@@ -366,8 +351,19 @@ class WatchedLoop:
 
     def close(self) -> None:
         self._undo.close()
-        self._watcher = None
+        self._iteration = None
         self._open.close()
+
+
+def _is_awaited(optimizer: torch.optim.Optimizer, iteration: _Iteration) -> bool:
+    """Tell whether another optimizer has still to step in the iteration that runs."""
+    params, stepped = params_of(optimizer), iteration.stepped
+    is_left_alone = stepped.count(stepped[-1]) >= _MOST_STEPS_ALONE
+    return (
+        not is_left_alone
+        and all(params.keys().isdisjoint(params_of(each)) for each in stepped)
+        and any(map(iteration.watcher.has_touched, params.values()))
+    )
 
 
 def _of_gradients(name: str) -> Hazard:
