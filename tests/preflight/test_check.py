@@ -3,7 +3,6 @@
 import copy
 import json
 import random
-import time
 from typing import Any
 
 import numpy
@@ -164,22 +163,6 @@ def test_every_hazard_is_found_in_one_run_and_nothing_changes() -> None:
     plain = json.loads(report.to_json_text())
     assert plain["hazards"][0]["line"] == line_of(misbehaving, "# read")
     assert plain["hazards"][0]["cuda_error"] == 900
-
-
-SIZES = iter(range(1, 9))
-CLOCK: dict[str, Program] = {
-    "literal": lambda self, h, x: h * torch.tensor([time.perf_counter()]),
-    "slice": lambda self, h, x: h[: next(SIZES)],
-}
-
-
-@pytest.mark.parametrize("name", CLOCK)
-def test_python_values_that_change_are_found(name: str) -> None:
-    report = check_program(CLOCK[name], torch.device("cpu"), target="cpu")
-    assert {h.kind for h in report.hazards} == {HazardKind.BAKED_NUMBER}, str(report)
-    source = report.hazards[0].source
-    assert source is not None
-    assert source.text == f'"{name}": ' + source.text.partition(": ")[2]
 
 
 def test_an_exception_of_the_program_is_a_finding_with_its_line() -> None:

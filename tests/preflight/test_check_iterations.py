@@ -1,7 +1,6 @@
 """graphfsdp.check of iterations of the user's own, with several models and optimizers."""
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,7 +9,6 @@ from torch import Tensor, nn
 
 import graphfsdp
 from graphfsdp import HazardKind
-from graphfsdp.cli import main
 from graphfsdp.optim import FusedAdam
 from helpers import assert_same_state, line_of, snapshot
 from iterations import Optimizer, gan
@@ -58,31 +56,3 @@ def test_what_does_not_go_together_is_refused() -> None:
         graphfsdp.check(models, optimizers, torch.ones(2, 6))
     with pytest.raises(graphfsdp.ConfigError, match=r"iteration= .* microbatches"):
         graphfsdp.check(models, optimizers, torch.ones(2, 6), iteration=gan, microbatches=2)
-
-
-SCRIPT = """
-import torch, graphfsdp
-from graphfsdp.optim import FusedAdam
-model = torch.nn.Linear(4, 1)
-def iteration(model, optimizer, x):
-    loss = model(x).mean()
-    loss.backward()
-    optimizer.step()
-    print(float(loss.detach()))  # read
-    return loss
-step = graphfsdp.capture(model, FusedAdam(model.parameters()), iteration=iteration)
-step(torch.ones(2, 4))
-"""
-
-
-def test_a_script_is_checked_with_the_iteration_that_it_captures(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    Path("train.py").write_text(SCRIPT)
-    assert main(["check", "train.py"]) == 1
-    assert "print(float(loss.detach()))  # read" in capsys.readouterr().out
-    Path("train.py").write_text(SCRIPT.replace("    print(float(loss.detach()))  # read\n", ""))
-    assert main(["check", "train.py"]) == 0
-    assert main(["check", "--json=nowhere/report.json", "train.py"]) == 2
-    assert "nowhere/report.json: cannot be written" in capsys.readouterr().err

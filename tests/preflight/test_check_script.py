@@ -133,6 +133,9 @@ SAID: dict[str, tuple[int, list[str]]] = {
         1,
         ["Fix: put it behind optimizer.step()", "model (Sequential): captured, "],
     ),
+    # A captured step is checked with the iteration that it was given.
+    "loop.py whole": (0, ["can be captured: "]),
+    "loop.py whole reads": (1, [ONE, 'if "reads" in sys.argv: print(']),
     # Workers of a loader find their sockets, and a frozen dict stays.
     "--limit-s 60 workers.py": (0, ["model (Model): captured, "]),
     "workers.py:pair": (0, []),
@@ -160,7 +163,7 @@ def test_what_a_program_is_told(
     out = " ".join(capsys.readouterr().out.split())
     for part in parts:
         assert part in out
-    assert "in place" not in line or "before the loop" not in out
+    assert "before the loop" not in out or "in place" not in line
 
 
 @pytest.mark.parametrize("does", DOES)
@@ -235,6 +238,7 @@ def test_functions_are_checked(
         ("uncalled.py", "captured a step, but did not call it"),
         ("leaving.py", "ended with exit code 3 and did not call graphfsdp.capture"),
         ("broken.py", "ValueError: broken here"),
+        ("--json=nowhere/report.json good.py 1", "nowhere/report.json: cannot be written"),
         ("absent.py", "there is no file 'absent.py'"),
         ("", "nothing to check"),
         ("--ignore nonsense good.py", "invalid choice: 'nonsense'"),
