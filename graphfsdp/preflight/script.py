@@ -115,11 +115,8 @@ class _OverTimeError(BaseException):
 
 @contextlib.contextmanager
 def _time_limit(limit_s: float) -> Iterator[None]:
-    """End the body after so many seconds, where a signal can: on the main thread of a POSIX."""
-    if (
-        not hasattr(signal, "setitimer")
-        or threading.current_thread() is not threading.main_thread()
-    ):
+    """End the body after so many seconds, where a signal can: on the main thread."""
+    if threading.current_thread() is not threading.main_thread():
         yield
         return
 

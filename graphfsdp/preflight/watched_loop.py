@@ -9,7 +9,7 @@ the script ends.
 
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import wraps
@@ -52,6 +52,7 @@ class _Iteration:
     """One iteration, from its beginning on."""
 
     watcher: LoopWatcher
+    hazards: HazardLog
     begins: SourceLine | None
     host_state: HostState
     host_optimizers: list[HostOptimizer]
@@ -88,7 +89,7 @@ class WatchedLoop:
         self._optimizers = {inner_optimizer(each, ignoring): each for each in optimizers}
         self._recorded: dict[torch.optim.Optimizer, BakedAdapter] = {}  # as they are written
         self._hazards = HazardLog()
-        self._early = HazardLog()  # reads of the first iteration
+        self._early: list[Hazard] = []  # reads of the first iteration
         self._settings: Trained | None = None
         self._num = 0  # iterations that have begun
         self._begins_through = False  # with what another model has computed, to train that
@@ -128,7 +129,7 @@ class WatchedLoop:
             with nullcontext() if adapter is None or self._parts else adapter.stepping():
                 return optimizer.step(*args, **kwargs)
         except CaptureError as error:  # what a graph could not hold of it; nobody trains here
-            self._hazards.add(error.hazard)
+            self._note_hazards([error.hazard])
             return None
         finally:
             self._steps_as_written = before
@@ -157,15 +158,17 @@ class WatchedLoop:
         together = self._together()
         if self._judged:
             self._note_changes(self._judged[-1])
+        hazards = HazardLog()
         watcher = LoopWatcher(
             together,
             self._device(),
-            self._early if self._num == 1 else self._hazards,
+            hazards,
             for_cuda=self._target == "cuda",
             steps_as_written=lambda: self._steps_as_written,
         )
         self._iteration = _Iteration(
             watcher,
+            hazards,
             user_source_line(),
             HostState(together, (), lambda: None),
             [HostOptimizer(each, self._recorded[each].counts) for each in self._recorded],
@@ -214,6 +217,13 @@ class WatchedLoop:
                     )
                 )
 
+    def _note_hazards(self, found: Iterable[Hazard]) -> None:
+        """Note what an iteration has shown, unless another one has."""
+        told = {(hazard.kind, hazard.source or hazard.why) for hazard in self._hazards}
+        for hazard in found:
+            if (hazard.kind, hazard.source or hazard.why) not in told:
+                self._hazards.add(hazard)
+
     def _add(self, hazard: Hazard) -> None:
         """Note a hazard, unless its line has told of one: this may be what follows."""
         if hazard.source is None or all(hazard.source != known.source for known in self._hazards):
@@ -240,7 +250,12 @@ class WatchedLoop:
             self._optimizers = {each: self._optimizers[each] for each in iteration.stepped}
             self._models = owners_of(self._models, iteration.stepped)
             self._find_settings()
+            # What is made once is made there.
+            self._early = [hazard for hazard in iteration.hazards if hazard.fix == LATER]
             return
+        self._note_hazards(iteration.hazards)
+        begins = iteration.begins
+        self._note_hazards([h for h in self._early if not _is_before(h.source, begins)])
         watcher = iteration.watcher
         inputs = list(watcher.inputs.values())
         watcher.inputs.clear()
@@ -258,7 +273,7 @@ class WatchedLoop:
             optimizers=names_of(*self._optimizers.values(), fallback="optimizer"),
             step=f"{names_of(last, fallback='optimizer')[0]}.step()",
             names=self._names_of_parts(),
-            begins=iteration.begins,
+            begins=begins,
             ends=user_source_line(),
             inputs=names_of(*inputs, fallback="..."),
             launches=watcher.launches(),
@@ -325,22 +340,13 @@ class WatchedLoop:
         advice = self._advice
         if advice is None:
             return replace(report, hazards=tuple(self._hazards))
-        begins = self._judged[0].begins
-        told = {(hazard.kind, hazard.source) for hazard in self._hazards}
-        early = [
-            hazard
-            for hazard in self._early
-            if hazard.fix == LATER  # what is made once is made there
-            and (hazard.kind, hazard.source) not in told
-            and not _is_before(hazard.source, begins)
-        ]
         later = LATER.replace("optimizer.step()", advice.step)
         parts = None if self._parts is None else self._parts.report()
         return replace(
             report,
             hazards=tuple(
                 replace(hazard, fix=later) if hazard.fix == LATER else hazard
-                for hazard in (*self._hazards, *early)
+                for hazard in self._hazards
                 if advice.integration is None or not advice.integration.holds(hazard.source)
             ),
             num_ops=sum(count for _, count in advice.launches),

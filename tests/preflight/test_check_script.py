@@ -103,7 +103,7 @@ SAID: dict[str, tuple[int, list[str]]] = {
     "nanogpt.py": (
         1,
         [
-            *("cannot be captured: 2 hazards", "# counts", "random.Random", "# draws"),
+            *("cannot be captured: 2 hazards", "# counts", "baked-number, 2 times", "# draws"),
             "graphfsdp.capture_in_place(self.model, self.optimizer)",
         ],
     ),
