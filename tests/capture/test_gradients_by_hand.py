@@ -1,7 +1,5 @@
 """Gradients that the user's iteration assigns by hand: replays leave them where eager runs do."""
 
-import contextlib
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -9,16 +7,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import graphfsdp
-from graphfsdp.optim import FusedAdam
-from helpers import assert_same_state, set_lr, snapshot
+from helpers import OPTIMIZERS, Batch, Case, assert_same_run, run
 
-Make = Callable[[Any], torch.optim.Optimizer]
-OPTIMIZERS: dict[str, Make] = {
-    "fused_adam": lambda params: FusedAdam(params, lr=0.01, max_grad_norm=0.5),
-    "sgd": lambda params: torch.optim.SGD(params, lr=0.01, momentum=0.9),
-    "adamw": lambda params: torch.optim.AdamW(params, lr=torch.tensor(0.01), fused=True),
-}
+CPU = torch.device("cpu")
 
 
 def by_hand(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor) -> Tensor:
@@ -48,24 +39,8 @@ def taken_off(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor) -> 
     return loss
 
 
-def train(
-    make: Make, iteration: Callable[..., Tensor], scope: str | None
-) -> list[tuple[Tensor, dict[str, Tensor]]]:
-    """Train with capture, or as None in a plain loop."""
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.1), nn.Linear(8, 4))
-    optim = make(model.parameters())
-    found = []
-    plain: Any = contextlib.nullcontext(functools.partial(iteration, model, optim))
-    options: dict[str, Any] = {"iteration": iteration, "scope": scope}
-    with graphfsdp.capture(model, optim, **options) if scope else plain as step:
-        for index in range(14):
-            set_lr(optim, 0.02 / (1 + index))
-            if scope is None:
-                optim.zero_grad()
-            loss = step(torch.randn(3, 4))
-            found.append((loss.detach(), snapshot(model, optim)))
-    return found
+def batch(generator: torch.Generator) -> Batch:
+    return Batch((torch.randn(3, 4, generator=generator),))
 
 
 @pytest.mark.parametrize(
@@ -79,11 +54,12 @@ def train(
 def test_replays_leave_them_where_eager_iterations_and_plain_loops_do(
     optimizer: str, iteration: Callable[..., Tensor]
 ) -> None:
-    captured = train(OPTIMIZERS[optimizer], iteration, "full_iteration")
-    for scope in ("none", None):
-        expected = train(OPTIMIZERS[optimizer], iteration, scope)
-        for index, ((loss, state), (got, now)) in enumerate(zip(expected, captured, strict=True)):
-            assert torch.equal(loss, got), index
-            assert_same_state(state, now, f"call {index}")
-            num_grads = sum(name.startswith("grad of") for name in now)
-            assert num_grads == (0 if iteration is taken_off else 4)
+    case = Case(lambda: nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.1), nn.Linear(8, 4)), batch)
+    options: dict[str, Any] = {"optimizer": optimizer, "iteration": iteration}
+    captured = run(case, "full_iteration", CPU, **options)
+    for scope in ("none", "plain"):
+        assert_same_run(run(case, scope, CPU, **options), captured)
+    assert captured.report.num_calls["replay"] == 10
+    for state in captured.snapshots:
+        num_grads = sum(name.startswith("grad of") for name in state)
+        assert num_grads == (0 if iteration is taken_off else 4)

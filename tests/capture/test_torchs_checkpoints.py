@@ -7,7 +7,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
-import graphfsdp
+from helpers import Batch, Case, run_as_eager
+from zoo import ROWS
 
 # What torch says of a reentrant checkpoint that no gradient goes through.
 pytestmark = pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
@@ -47,45 +48,17 @@ class Net(nn.Module):
         return out
 
 
-def batches(device: torch.device) -> list[tuple[Tensor, Tensor]]:
-    generator = torch.Generator().manual_seed(3)
-    return [
-        (torch.randn(6, 4, generator=generator).to(device), torch.zeros(6, 2, device=device))
-        for _ in range(16)
-    ]
+def batch(generator: torch.Generator) -> Batch:
+    return Batch((torch.randn(ROWS, 4, generator=generator),))
 
 
-def train(way: str, device: torch.device, *, captured: bool) -> tuple[list[float], list[Tensor]]:
-    torch.manual_seed(0)
-    model = Net(way).to(device)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    torch.manual_seed(5)
-
-    def loss_fn(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
-        return nn.functional.mse_loss(model(x), y)
-
-    losses = []
-    if captured:
-        with graphfsdp.capture(model, optimizer, loss_fn=loss_fn) as step:
-            for index, batch in enumerate(batches(device)):
-                optimizer.param_groups[0]["lr"] = 0.1 / (1 + index % 3)
-                losses.append(step(*batch).item())
-            assert step.phase is graphfsdp.Phase.REPLAY
-    else:
-        for index, batch in enumerate(batches(device)):
-            optimizer.param_groups[0]["lr"] = 0.1 / (1 + index % 3)
-            optimizer.zero_grad()
-            loss = loss_fn(model, *batch)
-            loss.backward()
-            optimizer.step()
-            losses.append(loss.item())
-    state = [param.detach().clone() for param in model.parameters()]
-    return losses, [*state, torch.get_rng_state()]
+def mean_square(model: nn.Module, x: Tensor) -> Tensor:
+    loss: Tensor = model(x).square().mean()
+    return loss
 
 
 @pytest.mark.parametrize("way", ["reentrant", "by hooks", "sequential"])
 def test_dropout_in_it_is_that_of_the_plain_loop(way: str, device: torch.device) -> None:
-    losses, state = train(way, device, captured=False)
-    found_losses, found = train(way, device, captured=True)
-    assert losses == found_losses
-    assert all(torch.equal(one, other) for one, other in zip(state, found, strict=True))
+    case = Case(lambda: Net(way), batch, mean_square)
+    trace = run_as_eager(case, device, beside="plain", optimizer="sgd")
+    assert trace.report.num_calls["replay"] == 10

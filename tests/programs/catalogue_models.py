@@ -68,6 +68,44 @@ class KeptActivations(nn.Module):
         return mean_square(self.layer(x) - 0.5 * self.kept)
 
 
+class Wrapped(torch.Tensor):
+    """A tensor subclass that handles operators itself, as DTensor does."""
+
+    inner: Any
+
+    @staticmethod
+    def __new__(cls, inner: Tensor) -> "Wrapped":
+        wrapped: Wrapped = torch.Tensor._make_wrapper_subclass(
+            cls, inner.shape, dtype=inner.dtype, device=inner.device
+        )
+        wrapped.inner = inner
+        return wrapped
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        def unwrap(value: Any) -> Any:
+            return value.inner if isinstance(value, Wrapped) else value
+
+        result = func(*(unwrap(arg) for arg in args), **(kwargs or {}))
+        return Wrapped(result) if isinstance(result, Tensor) else result
+
+
+class WithWrapper(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+        self.scale = Wrapped(torch.linspace(0.5, 1.5, WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.layer(x).detach() * self.scale
+        assert isinstance(hidden, Wrapped)
+        loss: Tensor = (self.layer(x) * hidden.inner).square().mean()
+        self.scale.inner.mul_(1.01)
+        return loss
+
+
 class Pair(NamedTuple):
     x: Tensor
     scale: Tensor
@@ -169,6 +207,7 @@ def cached_parametrization(model: Any, x: Tensor) -> Tensor:
 MODELS: dict[str, Case] = {
     "shared_storage": Case(SharedStorage, default_batch),
     "kept_activations": Case(KeptActivations, default_batch),
+    "wrapper_subclass": Case(WithWrapper, default_batch),
     "nested_batch": Case(plain_net, nested_batch, nested_loss),
     "aliasing_outputs": Case(plain_net, default_batch, aliasing_outputs),
     "hooks_on_modules": Case(net_with(hooks_on_modules), default_batch),

@@ -5,7 +5,7 @@ import gc
 import inspect
 import warnings
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -162,6 +162,35 @@ def same_bits(left: Tensor, right: Tensor) -> bool:
     )
 
 
+class PlainStep:
+    """What users write without graphfsdp."""
+
+    grad_norm = None
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        *,
+        loss_fn: Callable[..., Any] | None,
+        iteration: Callable[..., Any] | None = None,
+    ) -> None:
+        self._trained = model, optimizer
+        self._loss_fn = loss_fn
+        self._iteration = iteration
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        model, optimizer = self._trained
+        optimizer.zero_grad()
+        if self._iteration is not None:
+            output = self._iteration(model, optimizer, *args, **kwargs)
+        else:
+            output = (self._loss_fn or nn.Module.__call__)(model, *args, **kwargs)
+            pytree.tree_leaves(output)[0].backward()
+            optimizer.step()
+        return pytree.tree_map_only(Tensor, Tensor.detach, output)
+
+
 def run(
     case: Case,
     scope: str,
@@ -172,7 +201,10 @@ def run(
     seed: int = 0,
     **options: Any,
 ) -> Trace:
-    """Train a case for some calls; batch, learning rate and generators change between them."""
+    """Train a case for some calls; batch, learning rate and generators change between them.
+
+    The scope "plain" is a loop without graphfsdp.
+    """
     torch.manual_seed(seed)
     model = case.make().to(device)
     optim = make_optimizer(optimizer, [p for p in model.parameters() if p.requires_grad], device)
@@ -181,7 +213,12 @@ def run(
     trace = Trace()
     num_forwards = count_forwards(model)
     quick_garbage_collection()
-    with graphfsdp.capture(model, optim, scope=scope, loss_fn=case.loss_fn, **options) as step:
+    options["loss_fn"] = case.loss_fn
+    with (
+        nullcontext(PlainStep(model, optim, **options))
+        if scope == "plain"
+        else graphfsdp.capture(model, optim, scope=scope, **options)
+    ) as step:
         for index in range(num_steps):
             if case.setup is None:
                 set_lr(optim, 0.02 / (1 + index))
@@ -196,7 +233,8 @@ def run(
                 state["norm of the gradients"] = step.grad_norm
             trace.snapshots.append(state)
             trace.num_forwards.append(num_forwards())
-        trace.report = step.report()
+        if isinstance(step, graphfsdp.CapturedStep):
+            trace.report = step.report()
     return trace
 
 
@@ -216,7 +254,7 @@ def assert_alive(trace: Trace) -> None:
     assert all(loss.isfinite().all() for loss in losses), losses
     assert len({float(loss) for loss in losses}) == len(losses), "two calls had the same loss"
     for before, after in zip(trace.snapshots, trace.snapshots[1:], strict=False):
-        changed = [name for name in after if not same_bits(before[name], after[name])]
+        changed = [n for n in after if n not in before or not same_bits(before[n], after[n])]
         assert any(name.startswith("parameter") for name in changed)
         assert any("grad of" in name for name in changed)
 
@@ -226,14 +264,27 @@ def without_compiling(options: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in options.items() if name != "compile"}
 
 
-def check_against_eager(
-    case: Case, device: torch.device, *, scope: str = "full_iteration", **options: Any
+def run_as_eager(
+    case: Case,
+    device: torch.device,
+    *,
+    scope: str = "full_iteration",
+    beside: str = "none",
+    **options: Any,
 ) -> Trace:
-    """Run a case captured and eagerly; compare bit for bit; count captures and Python calls."""
-    expected = run(case, "none", device, **without_compiling(options))
+    """Run a case captured and in another scope; compare bit for bit; return the captured run."""
+    expected = run(case, beside, device, **without_compiling(options))
     got = run(case, scope, device, **options)
     assert_alive(expected)
     assert_same_run(expected, got)
+    return got
+
+
+def check_against_eager(
+    case: Case, device: torch.device, *, scope: str = "full_iteration", **options: Any
+) -> Trace:
+    """Do the same, and count captures and calls of Python."""
+    got = run_as_eager(case, device, scope=scope, **options)
     assert got.report.num_captures == 1
     assert got.report.num_calls["replay"] == len(got.outputs) - 4
     assert got.num_forwards[3:] == [got.num_forwards[3]] * (len(got.outputs) - 3)

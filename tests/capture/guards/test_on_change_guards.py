@@ -1,7 +1,8 @@
 """What a graph has baked in changes: captured anew, or run eagerly, bit for bit the eager run."""
 
+import itertools
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -10,8 +11,8 @@ from torch import Tensor, nn
 
 import graphfsdp
 from graphfsdp import Phase
-from graphfsdp.optim import FusedAdam
-from helpers import assert_same_states, make_optimizer, snapshot
+from helpers import Case, run_as_eager
+from zoo import features
 from zoo_models import Statistical
 
 NUM_STEPS = 20
@@ -64,33 +65,28 @@ CASES: dict[str, tuple[str, Change]] = {
 }
 
 
-def train(
-    name: str, device: torch.device, **options: Any
-) -> tuple[list[dict[str, Tensor]], graphfsdp.CapturedStep]:
-    optimizer_name, change = CASES[name]
-    torch.manual_seed(0)
-    model = Statistical().to(device)
-    optimizer = make_optimizer(optimizer_name, model.parameters(), device)
-    states = []
-    switch = torch.are_deterministic_algorithms_enabled()
-    step = graphfsdp.capture(model, optimizer, **options)
-    try:
-        for index in range(NUM_STEPS):
-            if index == CHANGED_AT:
-                change(model, optimizer)
-            loss = step(torch.randn(6, 5).to(device))
-            states.append({"loss": loss, **snapshot(model, optimizer)})
-    finally:
-        torch.use_deterministic_algorithms(switch)
-    return states, step
+@pytest.fixture(autouse=True)
+def _switches_stay() -> Iterator[None]:
+    before = torch.are_deterministic_algorithms_enabled()
+    yield
+    torch.use_deterministic_algorithms(before)
+
+
+def changing(between: Callable[[int, Any, torch.optim.Optimizer], object]) -> Case:
+    """Return a training in which something happens before each call but the first."""
+
+    def setup(model: nn.Module, optimizer: torch.optim.Optimizer) -> Callable[[], object]:
+        calls = itertools.count(1)
+        return lambda: between(next(calls), model, optimizer)
+
+    return Case(Statistical, features(5), setup=setup)
 
 
 def compare_with_eager(name: str, device: torch.device, on_change: str) -> Any:
-    expected, _ = train(name, device, scope="none", on_change=on_change)
-    got, step = train(name, device, on_change=on_change)
-    assert_same_states(expected, got)
-    step.close()
-    return step.report()
+    optimizer, change = CASES[name]
+    case = changing(lambda index, *trained: index == CHANGED_AT and change(*trained))
+    options: dict[str, Any] = {"optimizer": optimizer, "num_steps": NUM_STEPS}
+    return run_as_eager(case, device, on_change=on_change, **options).report
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -112,20 +108,8 @@ def test_a_change_runs_eagerly(name: str, device: torch.device) -> None:
 
 
 def test_a_change_that_is_undone_leaves_the_graph(device: torch.device) -> None:
-    def run(scope: str) -> tuple[list[Tensor], graphfsdp.CaptureReport]:
-        torch.manual_seed(0)
-        model = Statistical().to(device)
-        losses = []
-        optimizer = FusedAdam(model.parameters())
-        with graphfsdp.capture(model, optimizer, scope=scope, on_change="eager") as step:
-            for index in range(NUM_STEPS):
-                model.train(index not in (6, 7, 12))
-                losses.append(step(torch.randn(6, 5).to(device)))
-            return losses, step.report()
-
-    expected, _ = run("none")
-    got, report = run("full_iteration")
-    assert all(torch.equal(a, b) for a, b in zip(expected, got, strict=True))
+    case = changing(lambda index, model, _: model.train(index not in (6, 7, 12)))
+    report = run_as_eager(case, device, num_steps=NUM_STEPS, on_change="eager").report
     assert report.num_calls == {"warmup": 3, "capture": 1, "replay": NUM_STEPS - 7, "eager": 3}
 
 
