@@ -14,7 +14,7 @@ from cuda_stand_in.library import computes
 from graphfsdp._capture.cuda.recorder import UnwatchedRecorder
 from graphfsdp._capture.trace.source import has_compiled_regions
 from graphfsdp.optim import FusedAdam
-from helpers import Batch, Case, assert_same_run, check_against_eager, run
+from helpers import Batch, Case, assert_same_run, run
 from stand_in_compilers import compiling_models_by as compiling_by
 
 pytestmark = [
@@ -78,22 +78,6 @@ def test_nothing_is_watched_where_compiled_code_runs() -> None:
     assert watcher.failure is None
     assert watcher.has_touched(torch.ones(2))
     assert len(watcher.describe([torch.ones(2)], 0).nodes) == 0
-
-
-def autocast_outside(model: nn.Module, x: Tensor) -> Tensor:
-    with torch.autocast(x.device.type, dtype=torch.bfloat16, cache_enabled=True):
-        hidden = model(x)
-    loss: Tensor = hidden.float().square().mean()
-    return loss
-
-
-@pytest.mark.parametrize("microbatches", [1, 3])
-def test_autocast_with_its_cache_replays_bit_for_bit(
-    microbatches: int, device: torch.device
-) -> None:
-    check_against_eager(
-        Case(make_model, batch, autocast_outside), device, microbatches=microbatches
-    )
 
 
 class Block(nn.Module):

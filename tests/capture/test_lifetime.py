@@ -19,7 +19,6 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 import graphfsdp
 from graphfsdp import CapturedStep, Phase
-from graphfsdp._capture.cpu.graph import CpuGraphBackend
 from helpers import assert_same_state, assert_same_states, snapshot
 from make_step import make_step
 
@@ -129,26 +128,22 @@ def test_a_step_that_lives_until_python_ends_is_released_before_torch_is_taken_a
     assert not ended.stderr
 
 
-def test_a_program_frees_its_planned_memory(device: torch.device) -> None:
-    if device.type == "cuda":
-        pytest.skip("the pool of a CUDA graph is measured by torch: test below")
+def test_a_closed_step_frees_its_memory_at_once(device: torch.device) -> None:
     step, _, _, next_batch = make_step(device, "gpt")
     with no_collector():
         train(step, next_batch, 5)
-        backend = step._runner._backend
-        assert isinstance(backend, CpuGraphBackend)
-        assert backend.arena.num_bytes > 0
         recording = step._runner._recordings.latest
         assert recording is not None
         graph = recording.graph
+        assert graph is not None
         inputs = [StorageWeakRef(t.untyped_storage()) for t in recording.inputs.tensors()]
         del recording
+        backend: Any = step._runner._backend
         step.close()
-        assert backend.arena.num_bytes == 0
         assert all(reference.expired() for reference in inputs)
-        assert graph is not None
         with pytest.raises(graphfsdp.CaptureError, match="closed"):
             graph.replay()
+    assert device.type == "cuda" or backend.arena.num_bytes == 0
 
 
 @pytest.mark.gpu
@@ -216,25 +211,6 @@ def test_copies_of_a_step_are_refused(num_calls: int, device: torch.device) -> N
         with pytest.raises(graphfsdp.NotCopyableError, match=r"bound to the addresses.*capture"):
             attempt(step)
     train(step, next_batch, 3)
-
-
-def test_a_captured_model_can_be_copied_and_pickled(device: torch.device) -> None:
-    step, model, optim, next_batch = make_step(device)
-    train(step, next_batch, 6)
-    before = snapshot(model, optim)
-    for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
-        for (name, param), (_, other) in zip(
-            model.named_parameters(), twin.named_parameters(), strict=True
-        ):
-            assert torch.equal(param, other), name
-            assert param.data_ptr() != other.data_ptr()
-            assert not other._post_accumulate_grad_hooks
-        twin(*next_batch()).sum().backward()  # its gradients are its own
-    assert_same_state(
-        {k: v for k, v in before.items() if "generator" not in k},
-        {k: v for k, v in snapshot(model, optim).items() if "generator" not in k},
-    )
-    train(step, next_batch, 2)
 
 
 def test_a_step_inside_its_own_loss_is_refused_in_every_phase(device: torch.device) -> None:
@@ -376,12 +352,3 @@ def test_eager_training_after_closing_equals_eager_training(device: torch.device
         return [by_hand, snapshot(model, optim)]
 
     assert_same_states(run("none"), run("full_iteration"))
-
-
-def test_the_first_call_that_fails_does_not_decide_the_batch(device: torch.device) -> None:
-    step, _, _, next_batch = make_step(device)
-    batch = next_batch()
-    with pytest.raises(RuntimeError):
-        step(batch[0][:, :-1])
-    train(step, lambda: batch, 5)
-    assert step.phase is Phase.REPLAY

@@ -8,11 +8,9 @@ import torch
 from torch import Tensor, nn
 
 import graphfsdp
-from graphfsdp.optim import FusedAdam
 from helpers import Case, assert_same_run, make_optimizer, run, set_lr
 from make_step import make_step
 from zoo import ZOO, loss_with_extras
-from zoo_models import WIDTH, WithOutput
 
 
 def test_outputs_are_the_callers_to_keep(device: torch.device) -> None:
@@ -154,34 +152,3 @@ def test_a_loss_of_one_element_need_not_be_0_dimensional(device: torch.device) -
     expected, got = run(wide, "none", device), run(wide, "full_iteration", device)
     assert got.outputs[-1][0].shape == (1, 1)
     assert_same_run(expected, got)
-
-
-def test_the_default_loss_takes_the_loss_of_an_output(device: torch.device) -> None:
-    torch.manual_seed(0)
-    model = WithOutput().to(device)
-    step = graphfsdp.capture(model, FusedAdam(model.parameters()))
-    for _ in range(6):
-        x = torch.randn(4, WIDTH, device=device)
-        expected = model(x).loss.detach()
-        assert torch.equal(step(x), expected)
-
-
-@pytest.mark.parametrize("microbatches", [1, 2])
-def test_nothing_beside_the_loss_may_be_none(device: torch.device, microbatches: int) -> None:
-    results = []
-    for scope in ("none", "full_iteration"):
-        torch.manual_seed(0)
-        model = nn.Linear(3, 2).to(device)
-        step = graphfsdp.capture(
-            model,
-            FusedAdam(model.parameters(), lr=0.1),
-            loss_fn=lambda m, x: (m(x).square().mean(), {"extra": None, "mean": m(x).mean()}),
-            scope=scope,
-            microbatches=microbatches,
-        )
-        generator = torch.Generator().manual_seed(1)
-        outputs = [step(torch.randn(4, 3, generator=generator).to(device)) for _ in range(14)]
-        assert all(extras["extra"] is None for _, extras in outputs)
-        results.append([(loss, extras["mean"]) for loss, extras in outputs])
-    for eager, replayed in zip(*results, strict=True):
-        assert all(torch.equal(a, b) for a, b in zip(eager, replayed, strict=True))

@@ -1,8 +1,11 @@
 """A batch that differs from the first one raises, names the leaf, and copies nothing."""
 
+from collections import UserDict
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -179,6 +182,25 @@ def test_nan_is_equal_to_itself_as_a_plain_value(nan: object) -> None:
         step(x, float("inf"))
 
 
+class BatchOfTensors(UserDict[str, Tensor]):
+    """A mapping that torch's pytrees do not know, as tokenizers return it."""
+
+
+@dataclass
+class Options:
+    power: int
+
+
+def test_a_plain_value_that_changes_in_place_is_another_value() -> None:
+    (step, _), x, options = linear_step(), torch.randn(8, 4), Options(power=2)
+    for _ in range(6):
+        step(x, options)
+    step(x, Options(power=2))
+    options.power = 4
+    with pytest.raises(BatchMismatchError, match=r"power=2.*power=4"):
+        step(x, options)
+
+
 class Odd:
     """Compares like an array: with no truth value."""
 
@@ -188,7 +210,9 @@ class Odd:
     __hash__ = None  # type: ignore[assignment]
 
 
-@pytest.mark.parametrize("value", [None, True, 3, "text", b"bytes", torch.float32, Odd()])
+@pytest.mark.parametrize(
+    "value", [None, True, 3, "text", b"bytes", torch.float32, Odd(), nn.Linear(1, 1)], ids=repr
+)
 def test_plain_values_of_any_kind_are_compared(value: object) -> None:
     (step, _), x = linear_step(), torch.randn(8, 4)
     for _ in range(6):
@@ -203,11 +227,13 @@ def test_plain_values_of_any_kind_are_compared(value: object) -> None:
         (torch.randn(8, 4, requires_grad=True), r"args\[0\] requires a gradient"),
         (torch.randn(8, 4).to_sparse(), r"args\[0\] is a Tensor of layout torch.sparse_coo"),
         (torch.nested.nested_tensor([torch.ones(4)], layout=torch.jagged), "must be a plain"),
+        (BatchOfTensors(x=torch.ones(2)), r"args\[0\] is a BatchOfTensors, whose tensors"),
+        (np.ones(3), r"args\[0\] is a numpy array.*torch\.from_numpy"),
     ],
-    ids=["requires_grad", "sparse", "nested"],
+    ids=["requires_grad", "sparse", "nested", "mapping", "numpy"],
 )
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
-def test_a_first_batch_that_no_graph_can_hold_is_refused(batch: Tensor, message: str) -> None:
+def test_a_first_batch_that_no_graph_can_hold_is_refused(batch: Any, message: str) -> None:
     step, _ = linear_step()
     with pytest.raises(ConfigError, match=message):
         step(batch)

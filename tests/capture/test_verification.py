@@ -110,32 +110,6 @@ def test_a_number_behind_the_optimizer_is_named_to_the_line(device: torch.device
             assert 'getattr(factor, "".join(NAME))' in info.value.source.text
 
 
-@pytest.mark.parametrize("name", ["first.weight", "last.bias"])
-def test_a_program_that_computes_something_else_is_found(name: str) -> None:
-    """One operator of the recorded program is changed behind its back."""
-    step, model, optimizer = make(torch.device("cpu"))
-    with step:
-        for _ in range(5):
-            step(torch.randn(6, 5))
-        latest = step._runner._recordings.latest
-        assert latest is not None
-        graph: Any = latest.graph
-        original = graph._replay
-        parameter = dict(model.named_parameters())[name]
-
-        def wrong() -> Any:
-            results = original()
-            parameter.detach()[0].add_(1e-3)
-            return results
-
-        graph._replay = wrong
-        before = snapshot(model, optimizer)
-        with pytest.raises(graphfsdp.VerificationError, match=f"parameter '{name}'") as info:
-            step.verify(2)
-        assert 5e-4 < info.value.max_difference < 2e-3
-        assert_same_state(before, snapshot(model, optimizer))
-
-
 @pytest.mark.parametrize("how", ["verified", "captured ahead"])
 def test_what_an_iteration_writes_beside_the_model_is_put_back(
     how: str, device: torch.device

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 from torch.nn.utils import parametrizations, parametrize
 
 from catalogue import ROWS, WIDTH, Net, default_batch, mean_square
@@ -131,6 +132,31 @@ def aliasing_outputs(model: Any, x: Tensor) -> Any:
     return loss, (h, h[0], h.t(), model.first.weight, x, loss, h.expand(2, *h.shape))
 
 
+def of_sequences(generator: torch.Generator) -> Batch:
+    x = torch.randn(12, 2, 6, generator=generator)
+    return Batch((x, torch.randint(1, 5, (2, 4), generator=generator)))
+
+
+def ctc_loss(model: nn.Module, x: Tensor, targets: Tensor) -> Tensor:
+    """Has lengths that never change, as numbers and as tensors."""
+    scores = model(x).log_softmax(dim=-1)
+    as_numbers = torch.ctc_loss(scores, targets, (12, 12), (4, 4), reduction=1)
+    as_tensors = functional.ctc_loss(scores, targets, torch.full((2,), 12), torch.full((2,), 3))
+    return as_numbers + as_tensors
+
+
+class PackedLSTM(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm = nn.LSTM(6, 5)
+
+    def forward(self, x: Tensor, targets: Tensor) -> Tensor:
+        packed = nn.utils.rnn.pack_padded_sequence(x, torch.tensor([12, 7]))
+        output, _ = nn.utils.rnn.pad_packed_sequence(self.lstm(packed)[0])
+        loss: Tensor = output.square().mean() + packed.data.mean()
+        return loss
+
+
 def hooks_on_modules(net: Any) -> None:
     net.register_forward_pre_hook(lambda m, args: (args[0] * 1.5,))
     net.first.register_forward_hook(lambda m, args, out: out + 0.1)
@@ -208,6 +234,8 @@ MODELS: dict[str, Case] = {
     "shared_storage": Case(SharedStorage, default_batch),
     "kept_activations": Case(KeptActivations, default_batch),
     "wrapper_subclass": Case(WithWrapper, default_batch),
+    "ctc": Case(lambda: nn.Linear(6, 5), of_sequences, ctc_loss),
+    "packed": Case(PackedLSTM, of_sequences),
     "nested_batch": Case(plain_net, nested_batch, nested_loss),
     "aliasing_outputs": Case(plain_net, default_batch, aliasing_outputs),
     "hooks_on_modules": Case(net_with(hooks_on_modules), default_batch),

@@ -104,7 +104,10 @@ def float_of_a_buffer(self: Inner, h: Tensor, x: Tensor) -> Tensor:
 
 
 @refused(HOST_READ, SCALAR, READ)
-def int_of_the_batch(self: Inner, h: Tensor, x: Tensor) -> Tensor:
+def behind_writes_that_overlap(self: Inner, h: Tensor, x: Tensor) -> Tensor:
+    self.gate[2:].mul_(2)
+    self.gate.add_(torch.rand(4, device=x.device))
+    self.gate[0] = 7
     return h * int(x[0, 0])  # refused
 
 

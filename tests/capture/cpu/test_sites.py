@@ -1,13 +1,12 @@
-"""Each recorded operator knows its phase, its module and the user's line."""
+"""Each recorded operator knows its phase and its module."""
+
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from cpu_recording import CPU
-from graphfsdp._capture.cpu.recorder import Recorder
-from graphfsdp._capture.trace.source import OpPhase, Site
-from graphfsdp._capture.trace.values import Node
+import graphfsdp
 
 
 class Twice(nn.Module):
@@ -25,70 +24,47 @@ class Twice(nn.Module):
 
 
 class Root(nn.Module):
-    def __init__(self, *, recompute: bool = False) -> None:
+    def __init__(self) -> None:
         super().__init__()
         self.inner = Twice()
-        self.recompute = recompute
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.recompute:
-            hidden = checkpoint(self.inner, x, use_reentrant=False, preserve_rng_state=False)
-            assert isinstance(hidden, Tensor)
-            return hidden.square()
-        out: Tensor = self.inner(x).square()
+        hidden: Any = checkpoint(self.inner, x, use_reentrant=False, preserve_rng_state=False)
+        out: Tensor = hidden.square()
         return out
 
 
-def record(model: Root) -> list[tuple[str, Site]]:
-    x = torch.randn(2, 3)
+def changed_by_a_hook(param: Tensor) -> None:
+    assert param.grad is not None
+    param.grad.cos_()
+
+
+def iterate(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor) -> Tensor:
+    out = model(x)
+    with torch.no_grad():
+        size = out.abs().mean()  # a metric before the backward pass
+    loss: Tensor = out.sum()
+    loss.backward()
+    with torch.no_grad():
+        torch._foreach_mul_([p.grad for p in model.parameters() if p.grad is not None], 0.5)
+    optimizer.step()
+    scaled: Tensor = loss * size
+    return scaled
+
+
+def test_operators_belong_to_the_pass_and_the_module_that_called_them() -> None:
+    model = Root()
+    model.inner.scale.register_post_accumulate_grad_hook(changed_by_a_hook)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    recorder = Recorder(model, CPU)
-    with recorder.watching():
-        loss = model(x).sum()
-        loss.backward()
-        with torch.no_grad():
-            torch._foreach_mul_([p.grad for p in model.parameters() if p.grad is not None], 0.5)
-        optimizer.step()
-        del loss
-    sites = recorder.sites.sites()
-
-    def name(node: Node) -> str:
-        return str(node.op._schema.name.removeprefix("aten::"))
-
-    return [(name(node), sites[node.site]) for node in recorder.nodes]
-
-
-def test_what_a_gradient_hook_does_belongs_to_the_module_that_owns_the_parameter() -> None:
-    model = Root()
-
-    def hook(param: Tensor) -> None:
-        assert param.grad is not None
-        param.grad.cos_()
-
-    model.inner.scale.register_post_accumulate_grad_hook(hook)
-    found = dict(record(model))
-    assert found["cos_"] == Site(OpPhase.BACKWARD, "inner", None)
-
-
-def test_what_follows_a_backward_pass_without_gradients_is_the_optimizer() -> None:
-    ops = [op for op, site in record(Root()) if site.phase is OpPhase.OPTIMIZER]
-    assert ops == ["_foreach_mul_", "add_", "add_", "add_"]  # clip; a step for each parameter
-
-
-def test_recomputation_belongs_to_the_backward_pass_of_its_module() -> None:
-    found = [site for op, site in record(Root(recompute=True)) if op == "tanh"]
-    assert [site.phase for site in found] == [OpPhase.FORWARD, OpPhase.BACKWARD]
-    assert [site.module for site in found] == ["inner", "inner"]
-
-
-def test_metrics_before_the_backward_pass_are_not_the_optimizer() -> None:
-    model = Root()
-    recorder = Recorder(model, CPU)
-    with recorder.watching():
-        out = model(torch.randn(2, 3))
-        with torch.no_grad():
-            out.abs().mean()
-        out.sum().backward()
-    sites = recorder.sites.sites()
-    found = {str(node.op): sites[node.site].phase for node in recorder.nodes}
-    assert found["aten.abs.default"] is OpPhase.FORWARD
+    with graphfsdp.capture(model, optimizer, iteration=iterate) as step:
+        for _ in range(4):
+            step(torch.randn(2, 3))
+        nodes = list(step.report().nodes())
+    found: dict[str, list[tuple[str, str | None]]] = {}
+    for node in nodes:
+        site = node.site.phase.value, node.site.module
+        found.setdefault(node.op.split(".")[1], []).append(site)
+    assert found["abs"] == [("forward", None)]
+    assert found["tanh"] == [("forward", "inner"), ("backward", "inner")]  # and recomputed
+    assert found["cos_"] == [("backward", "inner")]
+    assert [phase for phase, _ in found["_foreach_mul_"]] == ["optimizer"]

@@ -167,35 +167,6 @@ def test_the_driver_is_asked_with_the_types_of_its_header(
     assert torch.equal(x, torch.full((3,), 2.0, device=CUDA))
 
 
-def test_a_capture_that_the_driver_breaks_is_explained_undone_and_can_be_repeated() -> None:
-    """Torch leaves allocator and generators in the middle of it: random draws fail, and so does
-    the next capture."""
-
-    def waits_for_the_stream(model: nn.Module, x: Tensor) -> Tensor:
-        torch.cuda.current_stream().synchronize()
-        loss: Tensor = model(x)
-        return loss
-
-    switch = {"on": True}
-    step = make_step(while_it_is_on(waits_for_the_stream, switch))
-    for _ in range(3):
-        step(batch())
-    before = [param.detach().clone() for param in step._runner._engine.model.parameters()]
-    with pytest.raises(CaptureError, match="Remedy") as caught:
-        step(batch())
-    assert caught.value.cuda_error == 900
-    for param, old in zip(step._runner._engine.model.parameters(), before, strict=True):
-        assert torch.equal(param, old)
-    assert torch.cuda.current_stream() == torch.cuda.default_stream()
-    torch.cuda.empty_cache()
-    torch.rand(3, device=CUDA)
-    switch["on"] = False
-    for _ in range(3):
-        step(batch())
-    assert step.phase is Phase.REPLAY
-    step.close()
-
-
 def raises_in_capture(
     error: type[BaseException] | None, model: nn.Module, x: Tensor, generator: torch.Generator
 ) -> Tensor:
@@ -241,6 +212,8 @@ def test_the_first_error_of_a_capture_is_told(
         step(batch())
     with pytest.raises(error or CaptureError, match=WORDS if error else "generator"):
         step(batch())
+    torch.cuda.empty_cache()
+    torch.rand(3, device=CUDA)  # torch alone leaves allocator and generators in the middle of it
     switch["on"] = False
     for _ in range(3):
         step(batch())
@@ -342,21 +315,6 @@ def test_a_replay_writes_no_memory_that_others_may_have_got() -> None:
     expected, got = losses(drops=False), losses(drops=True)
     torch.cuda.synchronize()
     assert all(torch.equal(a, b) for a, b in zip(expected, got, strict=True))
-
-
-def test_an_iteration_of_ones_own_may_return_nothing() -> None:
-    model = Squared(nn.Linear(WIDTH, WIDTH)).to(CUDA)
-
-    def iteration(model: Any, optimizer: torch.optim.Optimizer, x: Tensor) -> None:
-        optimizer.zero_grad()
-        model(x).backward()
-        optimizer.step()
-
-    optimizer = FusedAdam(model.parameters(), lr=0.01)
-    with graphfsdp.capture(model, optimizer, iteration=iteration) as step:
-        for _ in range(6):
-            assert step(batch()) is None
-        assert step.phase is Phase.REPLAY
 
 
 def test_closing_after_an_error_of_the_device_still_frees_the_graph(

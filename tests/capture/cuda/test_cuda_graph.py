@@ -17,11 +17,11 @@ from cuda_stand_in.orders import chosen
 from cuda_twin import CODES, CONTROLS, REFUSED, UNSEEN, answer
 from graphfsdp._capture.cuda.errors import explain
 from graphfsdp.optim import FusedAdam
-from helpers import Case, assert_same_run, no_host_sync, run
+from helpers import no_host_sync
 from ranks import PRELOADED
 from time_limits import until
-from zoo import ZOO, features
-from zoo_models import WIDTH, Squared, gpt
+from zoo import ZOO
+from zoo_models import gpt
 
 pytestmark = pytest.mark.gpu
 
@@ -202,18 +202,3 @@ def test_the_current_stream_is_the_same_after_every_call() -> None:
             step(*batch.args)
             assert torch.cuda.current_stream() == side
         torch.cuda.current_stream().wait_stream(side)
-
-
-def test_bfloat16_replays_as_eager() -> None:
-    def loss_fn(model: nn.Module, x: Tensor) -> Tensor:
-        loss: Tensor = model(x.bfloat16())
-        return loss
-
-    def make() -> nn.Module:
-        return Squared(nn.Linear(WIDTH, 64), nn.GELU(), nn.Linear(64, WIDTH)).bfloat16()
-
-    case = Case(make, features(WIDTH), loss_fn)
-    options: dict[str, Any] = {"max_grad_norm": 0.1}
-    assert_same_run(
-        run(case, "none", CUDA, **options), run(case, "full_iteration", CUDA, **options)
-    )

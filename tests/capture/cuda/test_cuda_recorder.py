@@ -8,9 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import graphfsdp
 from cpu_recording import CPU
-from graphfsdp._capture.cuda.driver import CudaDriver, GraphNodes, find_driver
 from graphfsdp._capture.cuda.recorder import CudaRecorder
 from graphfsdp._capture.trace.program_facts import BufferKind, NodeFacts, ProgramFacts
 from graphfsdp.errors import CaptureError
@@ -165,24 +163,6 @@ def test_each_node_of_the_graph_belongs_to_the_operator_that_made_it(
     assert modules == ["first", "second", "second", "second", "first"]
 
 
-def test_report_counts_the_graphs_nodes_by_type_and_module(played: PlayedDriver) -> None:
-    report = graphfsdp.CaptureReport(
-        backend="cuda",
-        scope="full_iteration",
-        phase="replay",
-        num_calls={},
-        num_captures=1,
-        capture_ms=1.0,
-        program=capture(played),
-    )
-    assert report.by_kind["memset"] == {"memset": 5}
-    assert report.by_kind["kernel"]["gemm"] == 5
-    assert sum(sum(counts.values()) for counts in report.by_kind.values()) == len(played.names)
-    assert report.by_module["first"] == {"memset": 2, "kernel gemm": 2}
-    assert report.by_phase["backward"]["kernel gemm"] == 3
-    assert [node["kernels"] for node in report.to_dict()["nodes"] if "kernels" in node]
-
-
 def test_nodes_that_no_operator_made_are_told_apart(played: PlayedDriver) -> None:
     last = list(capture(played, after=("kernel stray",)).nodes)[-1]
     assert last.op == "(no operator)"
@@ -225,15 +205,3 @@ def test_without_a_driver_operators_are_noted_all_the_same() -> None:
     kinds = [buffer.kind for buffer in program.buffers]
     assert kinds.count(BufferKind.OUTPUT) == 1
     assert kinds.count(BufferKind.EXTERNAL) == 3  # the batch and two weights
-
-
-def test_the_driver_is_optional() -> None:
-    driver = find_driver()
-    assert driver is None or isinstance(driver, CudaDriver)
-    if driver is None:
-        with pytest.raises(OSError, match="libcuda"):
-            CudaDriver()
-
-
-def _is_driver(driver: CudaDriver) -> GraphNodes:
-    return driver  # the type checker compares the two

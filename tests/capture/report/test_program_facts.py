@@ -13,10 +13,8 @@ from graphfsdp._capture.trace.program_facts import (
     BufferFacts,
     BufferKind,
     NodeFacts,
-    NodeKind,
     ProgramFacts,
 )
-from graphfsdp._capture.trace.source import OpPhase
 
 KIB = 1024
 
@@ -25,35 +23,6 @@ def facts_of(graph: CpuGraph) -> tuple[ProgramFacts, list[NodeFacts], list[Buffe
     program = graph.facts.program
     assert program is not None
     return program, list(program.nodes), list(program.buffers)
-
-
-def test_nodes_say_what_they_read_and_write() -> None:
-    weight, total = torch.ones(256), torch.zeros(256)
-
-    def iterate() -> list[Tensor]:
-        doubled = weight * 2.0
-        total.add_(doubled.view(16, 16).t().reshape(-1), alpha=3)
-        return [doubled.sum(0)]
-
-    graph, _ = record(iterate)
-    program, nodes, buffers = facts_of(graph)
-    assert len(program.nodes) == len(nodes) == graph.facts.num_nodes
-    by_op = {node.op.split(".")[1]: node for node in nodes}
-    product, added = by_op["mul"], by_op["add_"]
-    assert product.kind is NodeKind.COMPUTE
-    assert product.results == "float32[256]"
-    assert [str(argument) for argument in product.arguments] == ["other=2.0"]
-    assert product.arguments[0].baked
-    assert [buffers[i].address for i in product.reads] == [weight.data_ptr()]
-    assert [buffers[i].kind for i in product.writes] == [BufferKind.INTERMEDIATE]
-    assert [buffers[i].num_bytes for i in product.writes] == [KIB]
-    assert total.data_ptr() in [buffers[i].address for i in added.writes]
-    assert by_op["t"].kind is NodeKind.VIEW
-    assert by_op["t"].reads == product.writes
-    assert by_op["t"].writes == ()
-    assert by_op["sum"].site.phase is OpPhase.FORWARD
-    sizes = [argument for argument in by_op["view"].arguments if argument.name == "size"]
-    assert [(argument.value, argument.baked) for argument in sizes] == [("[16, 16]", False)]
 
 
 def test_live_bytes_are_what_each_node_still_needs() -> None:
@@ -72,25 +41,6 @@ def test_live_bytes_are_what_each_node_still_needs() -> None:
     assert program.live_bytes() == [KIB, 2 * KIB, 2 * KIB, KIB + 4]
     result = [buffer for buffer in buffers if buffer.kind is BufferKind.OUTPUT]
     assert [(buffer.first, buffer.last) for buffer in result] == [(3, 4)]
-
-
-def test_a_tensor_that_the_model_keeps_outlives_the_iteration() -> None:
-    class Keeper(nn.Module):
-        kept: Tensor | None = None
-
-    keeper, x = Keeper(), torch.ones(4)
-
-    def iterate() -> list[Tensor]:
-        keeper.kept = x + 1
-        return [keeper.kept * 2]
-
-    graph, _ = record(iterate)
-    _, nodes, buffers = facts_of(graph)
-    assert keeper.kept is not None
-    kept = [buffer for buffer in buffers if buffer.kind is BufferKind.KEPT]
-    assert [(buffer.address, buffer.last) for buffer in kept] == [
-        (keeper.kept.data_ptr(), len(nodes))
-    ]
 
 
 def test_constant_tensors_are_shown_by_value() -> None:

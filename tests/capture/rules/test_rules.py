@@ -5,14 +5,22 @@ import sys
 import types
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 
 import graphfsdp
 from graphfsdp.optim import FusedAdam
-from helpers import assert_same_state, snapshot
-from mid_forward import Inner, assert_refused_in, batches, check_refused, make_probe, refusal_of
+from mid_forward import (
+    Inner,
+    assert_refused_in,
+    batches,
+    check_captured,
+    check_refused,
+    make_probe,
+    refusal_of,
+)
 from refused_programs import REFUSED, SCALAR
 
 CPU = torch.device("cpu")
@@ -138,34 +146,6 @@ def test_a_tensor_that_vmap_has_left_in_python_is_nobodys_business(device: torch
     assert step.phase is graphfsdp.Phase.REPLAY
 
 
-def test_a_failed_capture_can_be_tried_again(device: torch.device) -> None:
-    reads = {"on": True}
-
-    def program(self: Inner, h: Tensor, x: Tensor) -> Tensor:
-        if reads["on"] and h.sum().item() > 1e9:
-            return h * 2
-        return h * self.gate
-
-    def train(scope: str) -> list[tuple[Tensor, dict[str, Tensor]]]:
-        reads["on"] = True
-        step, model, optim = make_probe(program, device, scope=scope)
-        found = []
-        for index, x in enumerate(batches(device, 12)):
-            if index == 3 and scope != "none":
-                for _ in range(2):
-                    with pytest.raises(graphfsdp.CaptureError):
-                        step(x)
-                    assert step.phase is graphfsdp.Phase.WARMUP
-                reads["on"] = False
-            found.append((step(x), snapshot(model, optim)))
-        assert step.report().num_captures == (scope != "none")
-        return found
-
-    for expected, got in zip(train("none"), train("full_iteration"), strict=True):
-        assert torch.equal(expected[0], got[0])
-        assert_same_state(expected[1], got[1])
-
-
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
 @pytest.mark.filterwarnings("ignore:Using `torch.compile.module.`:UserWarning")
 def test_compiled_functions_and_modules_are_refused_on_a_cpu() -> None:
@@ -192,3 +172,54 @@ def test_the_rules_end_with_the_recording(device: torch.device) -> None:
         assert model.body.inner.gate.tolist() == [0.5] * 4
         torch.get_rng_state()
         assert not any("forward" in str(hook) for hook in model._forward_hooks)
+
+
+def test_an_own_operator_that_draws_random_numbers_is_undone() -> None:
+    def program(self: Inner, h: Tensor, x: Tensor) -> Tensor:
+        noise: Tensor = torch.ops.graphfsdp_rules.noise(x)
+        return h * noise * noise.sum().item()
+
+    step, model, optim = make_probe(program, CPU)
+    model.dropout.p = 0.0  # the operator's draw is the first of the iteration
+    refusal_of(step, model, optim, CPU)
+
+
+def test_what_was_drawn_from_a_generator_of_a_closure_is_undone() -> None:
+    generator = torch.Generator()
+
+    def program(self: Inner, h: Tensor, x: Tensor) -> Tensor:
+        return h * torch.rand(4, generator=generator) * h.sum().item()
+
+    step, *_ = make_probe(program, CPU, warmup_steps=1)
+    step(batches(CPU, 1)[0])
+    before = generator.get_state()
+    with pytest.raises(graphfsdp.CaptureError):
+        step(batches(CPU, 1)[0])
+    assert torch.equal(generator.get_state(), before)
+
+
+@torch.library.custom_op("graphfsdp_rules::noise", mutates_args=())
+def _noise(x: Tensor) -> Tensor:
+    return torch.rand_like(x)
+
+
+@_noise.register_fake
+def _(x: Tensor) -> Tensor:
+    return torch.empty_like(x)
+
+
+def test_numpy_cannot_write_a_constant_behind_the_recording() -> None:
+    def program(self: Inner, h: Tensor, x: Tensor) -> Tensor:
+        shift = torch.zeros(4)
+        if writes:
+            shift.numpy()[:] = 3.0
+        return h * float(np.sqrt(torch.full((4,), 2.0).numpy()).sum()) + shift
+
+    writes = False
+    check_captured(program, CPU)
+    step, *_ = make_probe(program, CPU)
+    for x in batches(CPU, 3):
+        step(x)
+    writes = True
+    with pytest.raises(ValueError, match="read-only"):
+        step(batches(CPU, 1)[0])

@@ -2,7 +2,6 @@
 
 import os
 import signal
-import threading
 from collections.abc import Iterator
 from types import FrameType
 from typing import Any
@@ -141,25 +140,3 @@ def test_the_body_s_own_error_comes_first_and_a_handler_that_returns_does_not_hi
     finally:
         signal.signal(signal.SIGTERM, previous)
     assert told == [signal.SIGTERM]
-
-
-def test_handlers_that_are_not_python_s_stay_and_other_threads_change_nothing() -> None:
-    previous = signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    found: list[object] = []
-
-    def look() -> None:
-        before = signal.getsignal(signal.SIGINT)
-        with DeferredInterrupts():
-            found.append(signal.getsignal(signal.SIGINT) is before)
-
-    try:
-        with DeferredInterrupts():
-            assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
-            assert signal.getsignal(signal.SIGINT) is not signal.default_int_handler
-        assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
-        thread = threading.Thread(target=look)
-        thread.start()
-        thread.join()
-    finally:
-        signal.signal(signal.SIGTERM, previous)
-    assert found == [True]

@@ -272,14 +272,15 @@ def test_a_signal_in_an_operator_is_delivered_in_it() -> None:
     assert sum("addmm" in name for name in names) == 1
 
 
-def test_on_another_thread_nothing_is_deferred() -> None:
+def test_other_threads_and_handlers_that_are_not_pythons_are_left_alone() -> None:
     between: list[Callable[[], object]] = [lambda: None]
     model = Waiting(lambda: between[0]())
     found: list[object] = []
-    between[0] = lambda: found.append(signal.getsignal(signal.SIGINT))
+    between[0] = lambda: found.extend(map(signal.getsignal, (signal.SIGINT, signal.SIGTERM)))
     with graphfsdp.capture(model, FusedAdam(model.parameters(), lr=0.1)) as step:
         thread = threading.Thread(target=step, args=(batch(0),))
         thread.start()
         thread.join()
         step(batch(0))
-    assert found[0] is signal.getsignal(signal.SIGINT) is not found[1]
+    assert found[0] is signal.getsignal(signal.SIGINT) is not found[2]
+    assert found[1] is signal.SIG_DFL is found[3] is signal.getsignal(signal.SIGTERM)
