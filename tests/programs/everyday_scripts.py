@@ -6,7 +6,7 @@ Only the first import is changed for that. Each function is a script and prints 
 import copy
 import functools
 import io
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
     FSDPModule,
+    MixedPrecisionPolicy,
     OffloadPolicy,
     fully_shard,
     register_fsdp_forward_method,
@@ -322,6 +323,151 @@ def states_and_streams() -> None:
     show(state.state(models[0]) is None, *(isinstance(model, FSDPModule) for model in models))
     for model in models:
         train(model)
+
+
+class Tower(nn.Module):
+    """Blocks that are units; each call may leave some of them out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(8, 5), nn.Tanh(), nn.Linear(5, 8)) for _ in range(3)
+        )
+        self.head = nn.Linear(8, 3)
+
+    def forward(self, x: Tensor, skipped: Sequence[int] = ()) -> Tensor:
+        for index, block in enumerate(self.blocks):
+            if index not in skipped:
+                x = x + block(x)
+        out: Tensor = self.head(x)
+        return out
+
+
+def tower(*, freezes: bool = False) -> Any:
+    torch.manual_seed(0)
+    model: Any = Tower()
+    if freezes:
+        model.blocks.requires_grad_(False)
+    for block in model.blocks:
+        fully_shard(block)
+    return fully_shard(model)
+
+
+def layers_that_freeze_and_thaw() -> None:
+    for freezes in (False, True):
+        model = tower(freezes=freezes)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        for index in range(2 * NUM_STEPS):
+            model.requires_grad_(True)
+            model.blocks[0].requires_grad_(index % 3 == 1)
+            model.blocks[1][2].weight.requires_grad_(index % 2 == 0)
+            model.head.bias.requires_grad_(index >= 2)
+            model(batch(index)).square().mean().backward()
+            show([param.grad is not None for param in model.parameters()])
+            optimizer.step()
+            optimizer.zero_grad()
+        show(*model.parameters())
+
+
+def unsharded_ahead_and_never_resharded() -> None:
+    model = tower()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+    for index in range(2 * NUM_STEPS):
+        for block in model.blocks:
+            block.unshard()
+        if index % 2:
+            model.unshard()
+        model(batch(index), skipped=[index % 3]).square().mean().backward()
+        show(all(isinstance(param, DTensor) for param in model.parameters()))
+        show(nn.utils.clip_grad_norm_(model.parameters(), 0.1))
+        optimizer.step()
+        optimizer.zero_grad()
+    show(*model.parameters())
+
+
+def one_forward_one_backward() -> None:
+    for unshards in (False, True):
+        model = tower()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+        for index in range(NUM_STEPS):
+            for block in model.blocks if unshards else ():
+                block.unshard()
+            for part in range(3):
+                model.set_requires_gradient_sync(part == 2)
+                model.set_reshard_after_backward(part == 2)
+                model(batch(3 * index + part)).square().mean().backward()
+            show(all(isinstance(param, DTensor) for param in model.parameters()))
+            optimizer.step()
+            optimizer.zero_grad()
+        show(*model.parameters())
+
+
+def units_that_the_last_microbatch_skips() -> None:
+    for last in ([0], [0, 1, 2]):
+        model = tower()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for index in range(2 * NUM_STEPS):
+            for part in range(3):
+                model.set_requires_gradient_sync(part == 2)
+                skipped = last if part == 2 else ()
+                model(batch(3 * index + part), skipped=skipped).square().mean().backward()
+            show(all(param.grad is not None for param in model.parameters()))
+            optimizer.step()
+            optimizer.zero_grad()
+        show(*model.parameters())
+
+
+class Generating(nn.Module):
+    """Calls itself within a method that counts as a forward pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor, again: bool = False) -> Tensor:
+        out: Tensor = torch.tanh(self.layer(x))
+        return self(out) if again else out
+
+    def generate(self, x: Tensor) -> Tensor:
+        out: Tensor = self(self(x, again=True)) + self.layer(x)
+        return out
+
+
+def units_inside_their_own_forward_pass() -> None:
+    torch.manual_seed(0)
+    model: Any = fully_shard(Generating())
+    register_fsdp_forward_method(model, "generate")
+    mean = model.generate(batch(0)).square().mean()
+    (mean + model(batch(1), again=True).sum()).backward()
+    show(*(param.grad for param in model.parameters()))
+
+
+def words_of_mixed_precision() -> None:
+    bf16, fp32 = torch.bfloat16, torch.float32
+    for words in (
+        {"param_dtype": bf16, "reduce_dtype": fp32},
+        {"param_dtype": bf16, "reduce_dtype": fp32, "output_dtype": torch.float64},
+        {"reduce_dtype": fp32, "cast_forward_inputs": False, "output_dtype": bf16},
+    ):
+        torch.manual_seed(0)
+        model: Any = Tower()
+        inner = {name: dtype for name, dtype in words.items() if name != "output_dtype"}
+        for block in model.blocks:
+            fully_shard(block, mp_policy=MixedPrecisionPolicy(**inner))
+        fully_shard(model, mp_policy=MixedPrecisionPolicy(**words))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for index in range(NUM_STEPS):
+            model.set_modules_to_forward_prefetch(list(model.blocks))
+            model.set_modules_to_backward_prefetch(list(model.blocks))
+            model.set_unshard_in_backward(True)
+            model.set_is_last_backward(True)
+            model.unshard(async_op=True).wait()
+            output = model(batch(index))
+            show(output.dtype, output)
+            output.square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        show(*model.parameters())
 
 
 def pipelines() -> None:

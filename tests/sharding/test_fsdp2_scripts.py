@@ -1,6 +1,7 @@
 """Scripts of FSDP2's users print the same with either import, and what else they do each day."""
 
 import contextlib
+import functools
 import inspect
 import io
 import pathlib
@@ -50,6 +51,14 @@ IN_NEWER = (
 TABLE = pathlib.Path(__file__).resolve().parents[2] / "docs" / "fsdp2.md"
 
 
+# Where weights lie in another way, and none is gathered twice: what could be seen of it.
+WITH_ANY_STRATEGY = (
+    *("layers_that_freeze_and_thaw", "unsharded_ahead_and_never_resharded"),
+    *("one_forward_one_backward", "units_that_the_last_microbatch_skips"),
+    "units_inside_their_own_forward_pass",
+)
+
+
 def scripts(package: str) -> dict[str, Any]:
     theirs = "from torch.distributed.fsdp import ("
     assert SOURCE.count(theirs) == 1
@@ -77,13 +86,23 @@ def compare_scripts(names: Collection[str]) -> None:
 
 @on_ranks("ranks2")
 def test_scripts_print_the_same_with_either_import() -> None:
-    compare_scripts([name for name in SCRIPTS if name not in ON_FOUR[1:]])
+    compare_scripts([name for name in SCRIPTS if name not in (*ON_FOUR[1:], *WITH_ANY_STRATEGY)])
 
 
 @on_ranks("ranks4")
 def test_scripts_print_the_same_with_either_import_on_four_ranks() -> None:
     assert set(ON_FOUR) < set(SCRIPTS)
     compare_scripts(ON_FOUR)
+
+
+@on_ranks("ranks2")
+def test_scripts_print_the_same_with_any_strategy() -> None:
+    theirs, ours = scripts("torch.distributed.fsdp"), scripts("graphfsdp")
+    for name in WITH_ANY_STRATEGY:
+        expected = printed(theirs[name])
+        for strategy in STRATEGIES:
+            ours["fully_shard"] = functools.partial(graphfsdp.fully_shard, strategy=strategy)
+            assert printed(ours[name]) == expected, (name, strategy)
 
 
 @pytest.mark.skipif(ASKS_SUBCLASSES, reason="gradients of operators on rows are right from 2.13 on")

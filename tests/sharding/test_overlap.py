@@ -1,22 +1,234 @@
-"""Prefetch and reductions that run while others compute: same bits in every use."""
+"""Prefetch and reductions under way: in which order, how many whole buffers live, and the bits."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from overlap_helpers import inputs, make_stack
-from ranks import on_ranks
-from sharding_helpers import (
-    assert_equal_tensors,
-    buffers,
-    make_net,
-)
+import graphfsdp
+from graphfsdp._capture.ranks.ranks import await_gloo_threads
+from graphfsdp.sharding.gradients import Gradients
+from graphfsdp.sharding.module import unit_of
+from overlap_helpers import NUM_BLOCKS, Journal, inputs, make_stack
+from ranks import RankPool, on_ranks, rank_device
+from sharding_helpers import adam, assert_equal_tensors, buffers, full_parameters, make_net, on_meta
 
-# ---------------------------------------------------------------- odd uses
+
+def journals(**options: Any) -> list[list[str]]:
+    model = make_stack(**options)
+    lines: list[list[str]] = []
+    model.prepare_shards()
+    for x in inputs(2):
+        with Journal(model) as journal:
+            model(x).backward()
+        lines.append(journal.lines)
+        model.zero_grad()
+    return lines
+
+
+@pytest.mark.parametrize("reshards", [None, True])
+@on_ranks("ranks2")
+def test_the_next_unit_is_gathered_before_this_one_computes(reshards: bool | None) -> None:
+    """In the first iteration nothing is known; the second goes one unit ahead, both ways.
+
+    A root that was kept for backward is gathered once, and the last block ahead of it all the same.
+    """
+    first, second = journals(reshard_after_forward=reshards)
+    assert not [line for line in first if line.startswith("begin all_gather")]
+    blocks = [f"blocks.{index}/0" for index in range(NUM_BLOCKS)]
+    forward = ["all_gather root/0", "all_gather root/1", f"begin all_gather {blocks[0]}"]
+    for here, following in zip(blocks, [*blocks[1:], None], strict=True):
+        forward.append(f"wait {here}")
+        forward += [f"begin all_gather {following}"] * (following is not None)
+    assert second[: len(forward)] == forward
+    gathers = [line for line in second[len(forward) :] if "all_gather" in line]
+    again = [line for line in gathers if line.startswith("all_gather root/")]
+    assert len(again) == (1 if reshards else 0)  # backward asks for one of its two buffers
+    assert gathers == again + [f"begin all_gather {name}" for name in reversed(blocks)]
+    options: dict[str, Any] = {"overlap": False, "reshard_after_forward": reshards}
+    lines = [line for pair in journals(**options) for line in pair]
+    assert not [line for line in lines if "begin" in line or "wait" in line]
+
+
+def leaf_of_unshard(out: Tensor) -> Tensor:
+    """Return the leaf that keeps the one Unshard behind a result."""
+    nodes: list[Any] = [out.grad_fn]
+    for node in nodes:
+        following = [function for function, _ in node.next_functions if function is not None]
+        if node.name() == "UnshardBackward":
+            leaf: Tensor = following[0].variable
+            return leaf
+        nodes += following
+    raise AssertionError("no unit was gathered")
+
+
+@on_ranks("ranks1")
+def test_the_leaf_of_a_backward_pass_lies_where_the_weights_do() -> None:
+    """See Note [Where a backward ends] in unit.py; the meta device stands for a GPU."""
+    model = graphfsdp.fully_shard(on_meta(lambda: nn.Linear(4, 4)))
+    for item in unit_of(model).group.managed:
+        item.awaited = None  # nothing is computed
+    outs = [model(torch.empty(2, 4, device="meta")) for _ in range(2)]
+    first, second = map(leaf_of_unshard, outs)
+    assert first.device.type == second.device.type == "meta"
+    assert first is not second, "an old loss would hold the stream of its own pass"
+    if rank_device().type == "cuda":
+        return
+    on_cpu = graphfsdp.fully_shard(nn.Linear(4, 4))
+    first, second = (leaf_of_unshard(on_cpu(torch.ones(2, 4))) for _ in range(2))
+    assert first is second, "on a CPU there are no streams, and nothing is paid for them"
+
+
+def ends_of_backward() -> None:
+    model = make_stack()
+    ends: list[torch.cuda.Stream] = []
+    model.prepare_shards()
+    schedule = unit_of(model).schedule
+    settle = schedule.settle
+    side = torch.cuda.Stream()
+
+    def noting() -> None:
+        ends.append(torch.cuda.current_stream())
+        settle()
+
+    with torch.cuda.stream(side), pytest.MonkeyPatch.context() as patch:
+        loss = model(*inputs(1))
+        patch.setattr(schedule, "settle", noting)
+        loss.backward()
+    assert ends
+    assert set(ends) == {side}
+
+
+@pytest.mark.gpu
+def test_a_backward_pass_ends_on_the_stream_that_it_was_called_on(gpu_ranks: RankPool) -> None:
+    gpu_ranks.run(ends_of_backward)
+
+
+@on_ranks("ranks2")
+def test_at_most_two_whole_gradient_buffers_are_alive() -> None:
+    """Counted by storage."""
+    model = make_stack()
+    model.prepare_shards()
+    most = 0
+    alive: list[Any] = []
+    make = Gradients._new_full
+
+    def noted(self: Gradients, *, accumulate: bool) -> Tensor:
+        nonlocal most
+        tensor = make(self, accumulate=accumulate)
+        if len(self._plan.layout.slots) > 2:  # a block's
+            await_gloo_threads()  # they drop tensors a little after a collective has ended
+            alive.append(torch.multiprocessing.reductions.StorageWeakRef(tensor.untyped_storage()))
+            most = max(most, sum(not reference.expired() for reference in alive))
+        return tensor
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Gradients, "_new_full", noted)
+        for x in inputs(2):
+            model(x).backward()
+    assert len(alive) == 2 * NUM_BLOCKS
+    assert most == 2
+
+
+ORDERS = ([0, 1, 2, 3], [0, 2, 3], [3, 2, 1, 0], [0, 0, 1, 1], [2], [0, 1, 2, 3, 1])
+
+
+@on_ranks("ranks2")
+def test_a_changed_order_falls_back_and_is_right() -> None:
+    """Another order in each iteration, evaluation in between: as without overlap.
+
+    Whole weights that somebody keeps are never overwritten.
+    """
+    seen = []
+    choices: list[dict[str, Any]] = [{"overlap": False}, {}]
+    for options in choices:
+        model = make_stack(**options)
+        optim = adam(model)
+        values: list[Tensor] = []
+        aliases: list[tuple[Tensor, Tensor]] = []
+        model.blocks[1].down.register_forward_hook(  # inside the unit: a whole weight
+            lambda module, args, out, kept=aliases: kept.append(
+                (module.weight.detach().t(), module.weight.detach().t().clone())
+            )
+        )
+        for index, x in enumerate(inputs(3 * len(ORDERS))):
+            # Each order twice, so that the second time goes by what the first has recorded.
+            model.order = ORDERS[(index // 2) % len(ORDERS)]
+            if index % 3 == 0:
+                with torch.no_grad():
+                    values.append(model(x))
+            loss = model(x)
+            loss.backward()
+            values += [loss.detach(), graphfsdp.clip_grad_norm_(model, 0.5)]
+            optim.step()
+            optim.zero_grad()
+            assert not any(buffer.is_prefetched for buffer in buffers(model))
+            assert not any(buffer.full is not None for buffer in buffers(model))
+            assert all(torch.equal(alias, copy) for alias, copy in aliases)
+            del aliases[:-2]
+        values += full_parameters(model).values()
+        seen.append(values)
+    assert_equal_tensors(*seen)
+
+
+def captured_after_failures(fails_at: Sequence[int], **options: Any) -> int:
+    """Calls fail in the middle and are made again; return how often the recording waits."""
+    model = make_stack()
+    is_failing = False
+
+    def fail(*_: object) -> None:
+        if is_failing:
+            raise ArithmeticError
+
+    model.blocks[2].norm.register_forward_pre_hook(fail)
+    with graphfsdp.capture(model, adam(model), **options) as step:
+        for index, x in enumerate(inputs(6)):
+            is_failing = index in fails_at
+            if is_failing:
+                with pytest.raises(ArithmeticError):
+                    step(x)
+                is_failing = False
+            step(x)  # never refused as another path than that of the last warm-up
+        assert step.report().num_captures == 1
+        return step.report().op_counts["graphfsdp.wait_.default"]
+
+
+@on_ranks("ranks1")
+def test_whatever_happened_before_a_capture_it_overlaps() -> None:
+    # A wait for each block in both passes, and one for each reduction of five units.
+    usual = 2 * NUM_BLOCKS + NUM_BLOCKS + 1
+    assert captured_after_failures((2, 3)) == usual
+    assert captured_after_failures((), warmup_steps=1) == usual
+
+
+@on_ranks("ranks2")
+def test_inference_mode_before_and_between() -> None:
+    """A model whose first passes are in torch.inference_mode trains as any other."""
+    model, plain = make_stack(), make_stack(overlap=False)
+    for x in inputs(3):
+        with torch.inference_mode():
+            seen = [model(x) for _ in range(2)]
+            assert all(torch.equal(loss, plain(x)) for loss in seen)
+        for each in (model, plain):
+            each(x).backward()
+        for left, right in zip(model.parameters(), plain.parameters(), strict=True):
+            assert torch.equal(left.grad.to_local(), right.grad.to_local())
+
+
+@on_ranks("ranks2")
+def test_weights_that_backward_keeps_are_gathered_once() -> None:
+    model = make_stack(reshard_after_forward=False)
+    model.prepare_shards()
+    with Journal(model) as journal:
+        for part, x in enumerate(inputs(3)):
+            model.set_requires_gradient_sync(part == 2)
+            model.set_reshard_after_backward(part == 2)
+            model(x).backward()
+    gathers = [line for line in journal.lines if "all_gather" in line]
+    assert len(gathers) == len(set(gathers)) == len(buffers(model))
 
 
 @on_ranks("ranks2")
@@ -120,9 +332,6 @@ def test_accumulation_and_repeated_backward() -> None:
             (slope,) = torch.autograd.grad(model(probe), probe)
         results.append([slope, *(p.grad.to_local().clone() for p in model.parameters())])
     assert_equal_tensors(*results)
-
-
-# ---------------------------------------------------------------- communicators, options, ops
 
 
 @on_ranks("ranks2")
