@@ -21,8 +21,8 @@ from sharding_helpers import (
     assert_trains_as_whole,
     batches,
     buffers,
+    full_gradients,
     full_parameters,
-    gradients,
     learning_rate,
     make_net,
     my_part,
@@ -83,7 +83,7 @@ def test_unshard_by_hand_and_reshard(strategy: str) -> None:
     loss = other(*batch)
     loss.backward()
     assert torch.equal(loss, by_hand)
-    assert_equal_tensors(gradients(other), gradients(model))
+    assert_equal_tensors(full_gradients(other), full_gradients(model))
 
 
 @on_ranks("ranks2")
@@ -100,7 +100,7 @@ def test_reshard_after_forward_decides_what_is_held_until_backward() -> None:
         with torch.no_grad():
             model(*my_part(batches(1)[0]))
         assert all(buffer.full is None for buffer in buffers(model))
-        found.append(gradients(model))
+        found.append(full_gradients(model))
     assert_equal_tensors(found[0], found[1])
     assert_equal_tensors(found[0], found[2])
 

@@ -8,22 +8,36 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-import graphfsdp
-from graphfsdp.optim import FusedAdam
 from ranks import on_ranks
 from sharding_helpers import (
-    ADAM_EPS,
     Net,
     batches,
-    full_parameters,
     hybrid_mesh,
     hybrid_net,
     my_part,
     shard,
 )
 
-# Per backward pass: is it the last microbatch? "local": it runs under no_sync.
-PASSES = ((True, True), (False, True), (True, False, True), ("local", True), ("local", False, True))
+
+class Sometimes(Net):
+    """Leaves a block out where it is told to."""
+
+    leaves_out = False
+
+    def logits(self, tokens: Tensor) -> Tensor:
+        hidden = self.blocks[1](self.embedding(tokens))
+        if not self.leaves_out:
+            hidden = self.blocks[0](hidden)
+        out: Tensor = self.head(hidden) * self.scale + self.empty.sum()
+        return out
+
+
+# Per backward pass: is it the last microbatch? "local": it runs under no_sync; "partly": it is
+# the last one, and a unit is left out of it, which has been reduced, or has not.
+PASSES = (
+    *((True, True), (False, True), (True, False, True), ("local", True), ("local", False, True)),
+    *((False, "partly"), ("local", "partly")),
+)
 
 
 # On one axis, and on two.
@@ -38,7 +52,7 @@ SUMMED = [
 @on_ranks("ranks4")
 def test_gradients_accumulate_in_any_order_of_reductions(strategy: str, outer: str | None) -> None:
     """Backward passes in a row give the sum of their gradients, however they are reduced."""
-    plain: Any = Net().double()
+    plain: Any = Sometimes().double()
     start = {name: value.clone() for name, value in plain.state_dict().items()}
     # What each rank adds up is the same; the factor of the last reduction is by kind of reduction.
     both = (strategy, outer) in (SUMMED[0], SUMMED[1], SUMMED[-1])
@@ -46,13 +60,14 @@ def test_gradients_accumulate_in_any_order_of_reductions(strategy: str, outer: s
     if outer is not None:
         axes = {"mesh": hybrid_mesh(), "outer_strategy": outer}
     for reduction in ("mean", "sum") if both else ("mean",):
-        model: Any = Net().double()
+        model: Any = Sometimes().double()
         model.load_state_dict(start)
         model = shard(model, strategy, gradient_reduction=reduction, **axes)
         for passes in PASSES:
             model.zero_grad()
             plain.zero_grad()
             for batch, last in zip(batches(len(passes)), passes, strict=True):
+                plain.leaves_out = model.leaves_out = last == "partly"
                 plain(*batch).backward()
                 model.set_is_last_microbatch(bool(last) or last == "local")
                 with model.no_sync() if last == "local" else contextlib.nullcontext():
@@ -87,50 +102,3 @@ def test_an_iteration_that_is_given_up_leaves_no_gradient() -> None:
         assert (left.grad is None) == (right.grad is None)
         if left.grad is not None:
             assert torch.equal(left.grad.to_local(), right.grad.to_local())
-
-
-class Sometimes(Net):
-    """Leaves a block out in the last of two microbatches."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.turn = 0
-
-    def logits(self, tokens: Tensor) -> Tensor:
-        hidden = self.blocks[1](self.embedding(tokens))
-        if self.turn == 0:
-            hidden = self.blocks[0](hidden)
-        self.turn = 1 - self.turn
-        out: Tensor = self.head(hidden) * self.scale
-        return out
-
-
-@pytest.mark.parametrize(
-    ("strategy", "outer"),
-    [("optim", None), ("optim_grads", "no_shard"), ("optim_grads_params", "optim")],
-)
-@on_ranks("ranks4")
-def test_a_unit_that_is_left_out_of_the_last_microbatch_is_reduced(
-    strategy: str, outer: str | None
-) -> None:
-    axes: dict[str, Any] = {}
-    if outer is not None:
-        axes = {"mesh": hybrid_mesh(), "outer_strategy": outer}
-    plain, model = (Sometimes().double() for _ in range(2))
-    model.load_state_dict(plain.state_dict())
-    shard(model, strategy, **axes)
-    params = [param for param in plain.parameters() if param.requires_grad]
-    optimizer = FusedAdam(params, lr=0.02, eps=ADAM_EPS)
-    ours = FusedAdam([p for p in model.parameters() if p.requires_grad], lr=0.02, eps=ADAM_EPS)
-    with graphfsdp.capture(model, ours, scope="none", microbatches=2) as step:
-        for batch in batches(4):
-            optimizer.zero_grad()
-            rows = torch.arange(len(batch[0])).view(dist.get_world_size(), -1)
-            for half in rows[:, :2].chunk(2, dim=1):
-                part = half.flatten()
-                (plain(*(leaf[part] for leaf in batch)) / 2).backward()
-            optimizer.step()
-            step(*(leaf[:2] for leaf in my_part(batch)))
-    expected = dict(plain.named_parameters())
-    for name, whole in full_parameters(model).items():
-        torch.testing.assert_close(whole.cpu(), expected[name].detach(), rtol=1e-8, atol=1e-10)

@@ -1,29 +1,36 @@
-"""What the parameters of a sharded module can do: full_tensor, state_dict, torch's clipping."""
+"""What the parameters of a sharded module can do, and which of their gradients are refused."""
 
+import math
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
+import graphfsdp
+from counting_net import mean_square
+from everyday_scripts import whole_model
+from graphfsdp import ConfigError
+from graphfsdp.optim import FusedAdam
 from graphfsdp.sharding.placement import RowShard
-from ranks import on_ranks, rank_device
+from ranks import RankPool, on_ranks, rank_device
 from sharding_helpers import (
     STRATEGIES,
     Net,
     adam,
     batches,
+    buffers,
+    check_slices,
+    full_gradients,
     full_parameters,
-    gradients,
+    hybrid_net,
     make_net,
     my_part,
+    on_meta,
+    raises_on_rank,
     shard,
-    units,
 )
-
-NUM_STEPS = 5
 
 
 @on_ranks("ranks2")
@@ -43,32 +50,63 @@ def test_parameters_keep_what_their_owner_put_on_them() -> None:
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @on_ranks("ranks2")
 def test_full_tensor_is_right_for_uneven_rows(strategy: str) -> None:
-    """Of parameters, gradients, and what the state_dict and detach() make of parameters."""
-    model = make_net(strategy)
-    plain = make_net(None)
-    expected = dict(plain.named_parameters())
-    for name, param in model.named_parameters():
-        assert isinstance(param, DTensor)
-        assert param.shape == expected[name].shape
-        assert torch.equal(param.full_tensor().cpu(), expected[name]), name
-    for name, value in model.state_dict().items():
+    """Of parameters, and what the state_dict makes of them; of gradients see test_hybrid.py."""
+    model, expected = make_net(strategy), make_net(None).state_dict()
+    for name, value in (*model.named_parameters(), *model.state_dict().items()):
         assert isinstance(value, DTensor)
-        assert torch.equal(value.full_tensor().cpu(), plain.state_dict()[name]), (
-            f"state_dict: {name}"
-        )
-    model(*my_part(batches(1)[0])).backward()
-    by_hand = gradients(model)
-    for unit in units(model):
-        for item in unit.group.trainable:
-            name = f"{unit.group.name}.{item.name}".lstrip(".")
-            holders = torch.tensor(float(item.param.grad is not None), device=rank_device())
-            dist.all_reduce(holders)
-            if float(holders) == dist.get_world_size():  # a collective needs every rank
-                grad: Any = item.param.grad
-                assert torch.equal(grad.full_tensor().cpu(), by_hand[name].cpu()), (
-                    f"gradient of {name}"
-                )
-    assert len(by_hand) >= 12
+        assert value.shape == expected[name].shape
+        assert torch.equal(value.full_tensor(), expected[name]), name
+
+
+def make(strategy: str, outer: str | None) -> Any:
+    return make_net(strategy) if outer is None else hybrid_net(strategy, outer)
+
+
+def look_at_norms(strategy: str, outer: str | None) -> None:
+    model = make(strategy, outer)
+    with graphfsdp.capture(model, adam(model), scope="none", max_grad_norm=1.0) as step:
+        step(*my_part(batches(1)[0]))
+        norm = step.grad_norm
+    grads = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    wholes, whole_grads = full_parameters(model), full_gradients(model)
+    assert len(grads) < len(wholes)  # a parameter that nothing uses
+    pairs = [(param.detach(), wholes[name]) for name, param in model.named_parameters()]
+    for rows, whole in (*pairs, *((grad, whole_grads[name]) for name, grad in grads.items())):
+        found, expected = rows.double().norm().full_tensor(), whole.double().norm()
+        torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+        assert int((rows > 0).sum().full_tensor()) == int((whole > 0).sum())
+    total = math.sqrt(sum(float(grad.double().norm()) ** 2 for grad in whole_grads.values()))
+    assert norm is not None
+    assert float(norm) == pytest.approx(total, rel=1e-5)
+    for limit, expected in ((total / 2, total), (1e9, total / 2)):
+        assert float(graphfsdp.clip_grad_norm_(model, limit)) == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "strategy", "outer"),
+    [
+        *(("ranks2", strategy, None) for strategy in ("no_shard", "optim_grads_params")),
+        *(("ranks4", "optim_grads_params", outer) for outer in ("no_shard", "optim")),
+    ],
+)
+def test_norms_and_counts_are_those_of_whole_parameters_and_gradients(
+    request: pytest.FixtureRequest, ranks: str, strategy: str, outer: str | None
+) -> None:
+    request.getfixturevalue(ranks).run(look_at_norms, strategy, outer)
+
+
+def bytes_held(outer: str) -> int:
+    model = hybrid_net("optim_grads_params", outer)
+    model.prepare_shards()
+    check_slices(model)
+    held = [tensor for buffer in buffers(model) for tensor in (buffer.main, buffer.grad)]
+    return sum(tensor.nbytes for tensor in held if tensor is not None)
+
+
+def test_two_axes_hold_half_of_what_one_holds(ranks4: RankPool) -> None:
+    inside, both = (ranks4.run(bytes_held, outer)[0] for outer in ("no_shard", "optim"))
+    # Half, and what the layout may round up: a border of 16 bytes for each buffer and kind.
+    assert both <= 0.5 * inside + 16 * 2 * 8
 
 
 class Recurrent(nn.Module):
@@ -80,7 +118,7 @@ class Recurrent(nn.Module):
         self.head = nn.Linear(5, 1)
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.head(self.blocks[0](x)[0]).square().mean()
+        out: Tensor = self.head(self.blocks[0](x)[0])
         return out
 
 
@@ -95,17 +133,13 @@ def test_an_lstm_can_be_a_unit(strategy: str) -> None:
             shard(model, strategy)
         optim = adam(model, "adamw")
         generator = torch.Generator().manual_seed(1)  # equal on all ranks: the mean is the same
-        losses = []
-        for _ in range(NUM_STEPS):
-            loss = model(torch.randn(2, 3, 4, generator=generator).to(rank_device()))
-            loss.backward()
+        for _ in range(5):
+            x = torch.randn(2, 3, 4, generator=generator).to(rank_device())
+            mean_square(model, x).backward()
             optim.step()
             optim.zero_grad()
-            losses.append(loss.detach())
-        runs.append((torch.stack(losses), full_parameters(model)))
-    torch.testing.assert_close(runs[1][0], runs[0][0], rtol=1e-5, atol=1e-6)
-    for name, whole in runs[0][1].items():
-        torch.testing.assert_close(runs[1][1][name], whole, rtol=1e-5, atol=1e-6, msg=name)
+        runs.append(full_parameters(model))
+    torch.testing.assert_close(*runs, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("strategy", ["optim", "optim_grads_params"])
@@ -127,3 +161,63 @@ def test_torch_never_takes_what_it_knows_of_plain_shards_for_theirs(strategy: st
                 assert torch.equal(whole.full_tensor(), expected[name]), name
     finally:
         RowShard.__hash__ = own_hash  # type: ignore[method-assign]
+
+
+def penalized(model: nn.Module, x: Tensor) -> Tensor:
+    """Add a penalty on all weights, as people write it without sharding."""
+    loss = mean_square(model, x)
+    for param in model.parameters():
+        whole: Any = param.square().sum()
+        loss = loss + 0.1 * whole.full_tensor()
+    return loss
+
+
+@on_ranks("ranks2")
+def test_a_penalty_on_sharded_parameters_is_refused() -> None:
+    said = "has reached the sharded parameter", "weight_decay for an L2 penalty"
+    x = torch.ones(2, 8, device=rank_device())
+    empty = graphfsdp.fully_shard(on_meta(whole_model))
+    graphfsdp.materialize(empty, rank_device())
+    with raises_on_rank(ConfigError, *said):
+        penalized(empty, x).backward()
+    for strategy in STRATEGIES:
+        model = whole_model().to(rank_device())
+        for unit in (model[0], model):
+            graphfsdp.fully_shard(unit, strategy=strategy)
+        with raises_on_rank(ConfigError, *said):
+            penalized(model, x).backward()
+        optimizer = FusedAdam(model.parameters())
+        with (
+            graphfsdp.capture(model, optimizer, loss_fn=penalized) as step,
+            raises_on_rank(ConfigError, *said),
+        ):
+            step(x)
+        with graphfsdp.capture(model, optimizer, loss_fn=mean_square) as step:
+            for _ in range(5):  # the model can be trained nevertheless
+                step(x)
+
+
+class Penalized(nn.Linear):
+    """Computes the penalty in its own forward, as the remedy says."""
+
+    penalty: Tensor
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.penalty = self.weight.square().sum()
+        return super().forward(x)
+
+
+@on_ranks("ranks2")
+def test_a_penalty_that_a_module_computes_is_right() -> None:
+    x = torch.ones(2, 8, device=rank_device(), dtype=torch.float64)
+    grads: list[dict[str, Tensor]] = []
+    for strategy in (None, *STRATEGIES):
+        torch.manual_seed(0)
+        model: Any = nn.Sequential(Penalized(8, 8), nn.Linear(8, 1))
+        model.to(rank_device(), torch.float64)
+        for unit in (model[0], model) if strategy is not None else ():
+            graphfsdp.fully_shard(unit, strategy=strategy)
+        loss = mean_square(model, x)
+        (loss + 0.1 * model[0].penalty).backward()
+        grads.append(full_gradients(model))
+        torch.testing.assert_close(grads[-1], grads[0], rtol=1e-12, atol=1e-14)

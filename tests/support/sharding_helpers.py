@@ -185,6 +185,15 @@ def full_parameters(model: nn.Module) -> dict[str, Tensor]:
     return found
 
 
+def full_gradients(model: nn.Module) -> dict[str, Tensor]:
+    found: dict[str, Tensor] = {}
+    for name, param in model.named_parameters():
+        if param.grad is not None:
+            grad: Any = param.grad
+            found[name] = getattr(grad, "full_tensor", grad.detach)()
+    return found
+
+
 def num_steps_of(row: Any, *long: Any) -> int:
     """Return how many calls a row of a table gets: 10 replays those that are named, others 3."""
     return NUM_STEPS if row in long else FEW_STEPS
@@ -346,30 +355,3 @@ def raises_on_rank(kind: type[BaseException], *words: str) -> Iterator[list[str]
         assert all(each in messages[0] for each in words), messages[0]
     else:
         raise AssertionError(f"rank {dist.get_rank()} raised no {kind.__name__}")
-
-
-def gradients(model: nn.Module) -> dict[str, Tensor]:
-    """Return the whole gradients by name; every rank must call it."""
-    found = {}
-    for unit in units(model):
-        for item in unit.group.trainable:
-            holder: Any = item.main_grad
-            rows = 0 if holder is None or item.param.grad is None else 1
-            held = torch.tensor(float(rows), device=rank_device())
-            dist.all_reduce(held)
-            if float(held):
-                name = f"{unit.group.name}.{item.name}".lstrip(".")
-                found[name] = whole_gradient(item)
-    return found
-
-
-def whole_gradient(item: Any) -> Tensor:
-    """Gather a gradient by hand from the rows of all ranks."""
-    grad = item.param.grad
-    rows = None if grad is None else grad.to_local().cpu()
-    parts: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(parts, rows)
-    if not item.buffer.sharded or not item.slot.shape:
-        parts = [part for part in parts if part is not None][:1]
-    found = [part for part in parts if part is not None]
-    return torch.cat(found) if found[0].dim() else found[0]
