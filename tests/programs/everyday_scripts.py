@@ -444,16 +444,16 @@ def units_inside_their_own_forward_pass() -> None:
 
 def words_of_mixed_precision() -> None:
     bf16, fp32 = torch.bfloat16, torch.float32
-    for words in (
+    several: list[dict[str, Any]] = [
         {"param_dtype": bf16, "reduce_dtype": fp32},
         {"param_dtype": bf16, "reduce_dtype": fp32, "output_dtype": torch.float64},
         {"reduce_dtype": fp32, "cast_forward_inputs": False, "output_dtype": bf16},
-    ):
+    ]
+    for words in several:
         torch.manual_seed(0)
         model: Any = Tower()
-        inner = {name: dtype for name, dtype in words.items() if name != "output_dtype"}
         for block in model.blocks:
-            fully_shard(block, mp_policy=MixedPrecisionPolicy(**inner))
+            fully_shard(block, mp_policy=MixedPrecisionPolicy(**words | {"output_dtype": None}))
         fully_shard(model, mp_policy=MixedPrecisionPolicy(**words))
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         for index in range(NUM_STEPS):

@@ -8,11 +8,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.checkpoint import checkpoint
 
 import graphfsdp
 from graphfsdp.config import MixedPrecisionPolicy
 from graphfsdp.eight_bit.formats import from_float8, from_mxfp8, scales_of, to_float8, to_mxfp8
+from overlap_helpers import Stack
 from ranks import on_ranks, rank_device
 from sharding_helpers import (
     FEW_STEPS,
@@ -21,6 +21,7 @@ from sharding_helpers import (
     hybrid_mesh,
     num_steps_of,
     replayed_as_eager,
+    shard,
     train,
 )
 
@@ -28,44 +29,12 @@ FORMATS = ("float8", "float8_rowwise", "mxfp8")
 WIDTH = 32
 
 
-class Layer(nn.Module):
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(width)
-        self.up = nn.Linear(width, 3 * width)
-        self.down = nn.Linear(3 * width, width, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = x + self.down(torch.tanh(self.up(self.norm(x))))
-        return out
-
-
-class Layers(nn.Module):
-    def __init__(self, width: int, recompute: bool) -> None:
-        super().__init__()
-        self.recompute = recompute
-        self.blocks = nn.ModuleList(Layer(width) for _ in range(2))
-        self.head = nn.Linear(width, 7)
-
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            if not self.recompute:
-                x = block(x)
-            else:
-                x = checkpoint(block, x, use_reentrant=False, preserve_rng_state=False)
-        out: Tensor = self.head(x).square().mean()
-        return out
-
-
 def make(gather_format: str | None, strategy: str = "optim_grads_params", **options: Any) -> Any:
     torch.manual_seed(0)
-    model = Layers(options.pop("width", WIDTH), options.pop("recompute", False)).to(rank_device())
-    policy = MixedPrecisionPolicy(
-        gather_format=gather_format, **options.pop("policy", {"param_dtype": torch.bfloat16})
-    )
-    for block in model.blocks:
-        graphfsdp.fully_shard(block, strategy=strategy, mp_policy=policy, **options)
-    return graphfsdp.fully_shard(model, strategy=strategy, mp_policy=policy, **options)
+    model = Stack(options.pop("width", WIDTH), 2, options.pop("recompute", False))
+    dtypes = options.pop("policy", {"param_dtype": torch.bfloat16})
+    policy = MixedPrecisionPolicy(gather_format=gather_format, **dtypes)
+    return shard(model.to(rank_device()), strategy, mp_policy=policy, **options)
 
 
 def data(index: int, width: int = WIDTH) -> Tensor:

@@ -215,8 +215,9 @@ def test_a_penalty_that_a_module_computes_is_right() -> None:
         torch.manual_seed(0)
         model: Any = nn.Sequential(Penalized(8, 8), nn.Linear(8, 1))
         model.to(rank_device(), torch.float64)
-        for unit in (model[0], model) if strategy is not None else ():
-            graphfsdp.fully_shard(unit, strategy=strategy)
+        if strategy is not None:
+            for unit in (model[0], model):
+                graphfsdp.fully_shard(unit, strategy=strategy)
         loss = mean_square(model, x)
         (loss + 0.1 * model[0].penalty).backward()
         grads.append(full_gradients(model))

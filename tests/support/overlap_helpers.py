@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ranks import rank_device
+from recomputing_models import again
 from sharding_helpers import Block, shard, units
 
 WIDTH = 16  # of which two and three ranks lay a block out in one buffer
@@ -17,15 +18,19 @@ NUM_BLOCKS = 4
 class Stack(nn.Module):
     """Blocks that run in the order that ``order`` names; some may be left out or run twice."""
 
-    def __init__(self) -> None:
+    def __init__(
+        self, width: int = WIDTH, num_blocks: int = NUM_BLOCKS, recompute: bool = False
+    ) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList([Block(WIDTH) for _ in range(NUM_BLOCKS)])
-        self.head = nn.Linear(WIDTH, 4)
-        self.order = list(range(NUM_BLOCKS))
+        self.blocks = nn.ModuleList([Block(width) for _ in range(num_blocks)])
+        self.head = nn.Linear(width, 4)
+        self.order = list(range(num_blocks))
+        self.recompute = recompute
 
     def forward(self, x: Tensor) -> Tensor:
         for index in self.order:
-            x = self.blocks[index](x)
+            block = self.blocks[index]
+            x = again("block_torch", block, x) if self.recompute else block(x)
         out: Tensor = self.head(x).square().mean()
         return out
 
