@@ -2,11 +2,16 @@
 
 import copy
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
+
+from graphfsdp.optim.fused import plan
+from graphfsdp.optim.fused.step import as_kernel, run_cuda
 
 SHAPES = [(20, 10), (10,), (3, 4, 5), (0, 4), ()]
 
@@ -118,6 +123,17 @@ def assert_equal(left: list[nn.Parameter], right: list[nn.Parameter]) -> None:
 
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+
+
+def by_kernels() -> AbstractContextManager[object]:
+    """Send CPU tensors through the tables and kernels that CUDA tensors take."""
+    return patch.multiple(plan, _on_cuda=lambda _: True, fused_adam_=as_kernel(run_cuda))
+
+
+def by_tensor_code() -> AbstractContextManager[object]:
+    """Step as any device does that no kernel fits."""
+    run = as_kernel(lambda args: run_cuda(args._replace(tables=[])))
+    return patch.object(plan, "fused_adam_", run)
 
 
 class SeenOps(TorchDispatchMode):
