@@ -18,7 +18,6 @@ from adam_helpers import (
     copies_of,
     flatten,
     grad_of,
-    load_in_place,
     make_params,
     make_twins,
     set_grads,
@@ -132,26 +131,6 @@ def test_scaled_gradients_are_unscaled_before_they_are_clipped(device: torch.dev
         theirs.step()
     assert_equal(params, twins)  # a power of two changes no bit
     assert torch.equal(ours.control.grad_norm, theirs.control.grad_norm)
-
-
-def test_a_resumed_run_goes_on_as_the_first_would(device: torch.device) -> None:
-    params = make_params(device=device)
-    first = FusedAdam(params, lr=0.1, skip_nonfinite=True)
-    for step in range(5):
-        set_grads(params)
-        if step == 1:
-            grad_of(params[1])[0] = math.inf
-        first.step()
-    twins = copies_of(params)
-    second = FusedAdam(twins, lr=0.1, skip_nonfinite=True)
-    set_grads(twins)
-    second.step()  # from the first step on, what controls it stays where it is
-    addresses = [tensor.data_ptr() for _, tensor in second.control.tensors()]
-    load_in_place(first, second)
-    assert addresses == [tensor.data_ptr() for _, tensor in second.control.tensors()]
-    assert second.control.skipped_steps.item() == 1
-    take_steps(3, first, second)
-    assert_equal(params, twins)
 
 
 def test_a_state_without_control_keeps_that_of_the_optimizer() -> None:

@@ -11,7 +11,6 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 import graphfsdp
 from graphfsdp.errors import ConfigError
-from graphfsdp.optim.adapters.as_made import one_mesh_at_a_time
 from parallel_models import TP_AXES, part_of_axis, plain_model, tensor_parallel, whole_batches
 from ranks import RankPool
 from sharding_helpers import (
@@ -65,31 +64,6 @@ def both_scopes() -> None:
 
 def test_an_optimizer_of_torch_steps_on_parameters_of_two_meshes(ranks4: RankPool) -> None:
     ranks4.run(both_scopes)
-
-
-def test_groups_are_whole_again_whatever_the_step_does() -> None:
-    params: list[Tensor] = [nn.Parameter(torch.ones(2)) for _ in range(4)]
-    for param in params[1::2]:
-        param.device_mesh = "mesh"  # type: ignore[attr-defined]
-    given: list[dict[str, Any]] = [{"params": params[:3], "lr": 0.5}, {"params": params[3:]}]
-    optimizer = torch.optim.SGD(given, 0.1, foreach=True)
-    groups = optimizer.param_groups
-    found: list[tuple[float, int]] = []
-
-    def interrupted() -> None:
-        with one_mesh_at_a_time(optimizer):
-            found.extend((group["lr"], len(group["params"])) for group in optimizer.param_groups)
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        interrupted()
-    assert found == [(0.5, 2), (0.5, 1), (0.1, 1)]
-    assert optimizer.param_groups is groups
-    assert [len(group["params"]) for group in groups] == [3, 1]
-    for group in groups:
-        group["foreach"] = False  # tensor by tensor: whoever writes into a group finds its own
-    with one_mesh_at_a_time(optimizer):
-        assert optimizer.param_groups is groups
 
 
 def partly_cut() -> nn.Module:

@@ -85,25 +85,3 @@ def test_replays_go_on_with_loaded_counts_that_differ() -> None:
         return snapshot(model, optim)
 
     assert_same_state(train("none"), train("full_iteration"))
-
-
-def test_counts_that_replays_have_parted_stay_apart_after_loading() -> None:
-    def train(scope: str) -> dict[str, Tensor]:
-        step, model, optim = start(scope=scope, on_change="recapture")
-        batch = batches()
-        for _ in range(3):
-            step(*batch(), BOTH)
-        for _ in range(6):
-            step(*batch(), 0)
-        saved = copy.deepcopy(optim.state_dict())
-        for state in saved["state"].values():
-            state["step"] = torch.tensor(2.0)
-        optim.load_state_dict(saved)
-        for _ in range(6):  # replays alone, which tell the optimizer nothing
-            step(*batch(), 0)
-        for _ in range(3):
-            x, y = batch()
-            step(x[:4], y[:4], BOTH)  # of a new kind, so the optimizer plans its step anew
-        return snapshot(model, optim)
-
-    assert_same_state(train("none"), train("full_iteration"))

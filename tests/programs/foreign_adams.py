@@ -1,16 +1,12 @@
 """A stand-in for Transformer Engine's FusedAdam, made after a recorded contract.
 
-The contract is in references/fused_adam_contract.json. ``load_source`` runs the Python of the
-installed library with its CUDA kernels replaced by tensor code.
+The contract is in references/fused_adam_contract.json.
 """
 
 import ast
-import importlib.util
 import inspect
 import json
 import pathlib
-import types
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -19,41 +15,6 @@ from torch import Tensor
 CONTRACT: dict[str, Any] = json.loads(
     (pathlib.Path(__file__).parents[1] / "references" / "fused_adam_contract.json").read_text()
 )
-_PACKAGE, _SOURCE = "transformer_engine", "pytorch/optimizers/fused_adam.py"
-
-
-def adam_kernel(
-    chunk_numel: int,
-    noop: Tensor,  # [1] int32
-    lists: list[list[Tensor]],
-    lr: Tensor,
-    beta1: float,
-    beta2: float,
-    eps: float,
-    step: Tensor,  # [1] int32
-    adam_w_mode: int,
-    bias_correction: int,
-    weight_decay: float,
-    inv_scale: Tensor,
-) -> None:
-    """The capturable kernel as tensor code; it writes gradients back, too."""
-    go = noop != 1
-    correction1 = 1 - beta1 ** step.double() if bias_correction else torch.ones(1)
-    correction2 = 1 - beta2 ** step.double() if bias_correction else torch.ones(1)
-    for grad, param, exp_avg, exp_avg_sq, *main in zip(*lists, strict=True):
-        grad.mul_(torch.where(go, inv_scale, torch.ones_like(inv_scale)).to(grad.dtype))
-        weight = (main[0] if main else param).float()
-        g = grad.float() if adam_w_mode else grad.float() + weight_decay * weight
-        first = beta1 * exp_avg.float() + (1 - beta1) * g
-        second = beta2 * exp_avg_sq.float() + (1 - beta2) * g * g
-        update = (first / correction1.float()) / ((second / correction2.float()).sqrt() + eps)
-        if adam_w_mode:
-            update = update + weight_decay * weight
-        new = weight - lr * update
-        for target, value in ((exp_avg, first), (exp_avg_sq, second), (param, new)):
-            target.copy_(torch.where(go, value.to(target.dtype), target))
-        if main:
-            main[0].copy_(torch.where(go, new, main[0]))
 
 
 def make_stand_in(contract: dict[str, Any]) -> type[torch.optim.Optimizer]:
@@ -99,7 +60,7 @@ def make_stand_in(contract: dict[str, Any]) -> type[torch.optim.Optimizer]:
             for group in self.param_groups:
                 _stand_in_step(self, group, grad_scaler)
 
-    FusedAdam.__module__ = f"{_PACKAGE}.optimizers"
+    FusedAdam.__module__ = "transformer_engine.optimizers"
     return FusedAdam
 
 
@@ -124,71 +85,25 @@ def _stand_in_step(optimizer: Any, group: dict[str, Any], grad_scaler: Any) -> N
         if not state:
             state["exp_avg"] = torch.zeros_like(param, dtype=torch.float32)
             state["exp_avg_sq"] = torch.zeros_like(param, dtype=torch.float32)
-        lists = [[grad], [param], [state["exp_avg"]], [state["exp_avg_sq"]]]
-        numbers = (group["lr"], *group["betas"], group["eps"], group["step"])
-        rest = (1, 1, group["weight_decay"], inv_scale)
-        _apply(adam_kernel, optimizer._dummy_overflow_buf, lists, *numbers, *rest)
+        _apply_kernel(param, grad, state, group, optimizer._dummy_overflow_buf != 1, inv_scale)
 
 
-class _TorchOnCpu(types.ModuleType):
-    """torch, but that what is made on CUDA is made on the CPU."""
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(torch, name)
-
-    def tensor(self, data: Any, **settings: Any) -> Tensor:
-        if settings.get("device") == "cuda":
-            settings["device"] = "cpu"
-        return torch.tensor(data, **settings)
-
-
-class _Anything(types.ModuleType):
-    """A module that has every name, as a class of which nothing is an instance."""
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return type(name, (), {"kFloat32": 0})
-
-
-def _apply(kernel: Callable[..., None], noop: Tensor, lists: Any, *args: Any) -> None:
-    kernel(65536, noop, lists, *args)
-
-
-def load_source() -> Any:
-    """Return the module of the installed library's FusedAdam; its kernels are ``adam_kernel``.
-
-    Returns None where the library's Python is not installed.
-    """
-    spec = importlib.util.find_spec(_PACKAGE)
-    roots = [] if spec is None else list(spec.submodule_search_locations or [])
-    paths = [pathlib.Path(root) / _SOURCE for root in roots]
-    path = next((path for path in paths if path.exists()), None)
-    if path is None:
-        return None
-    kernels = _Anything("kernels")
-    for name in ("multi_tensor_adam_capturable", "multi_tensor_adam_capturable_master"):
-        setattr(kernels, name, adam_kernel)
-    applier = types.ModuleType("applier")
-    _apply.available = True  # type: ignore[attr-defined]
-    applier.multi_tensor_applier = _apply  # type: ignore[attr-defined]
-    replaced = {
-        "torch": _TorchOnCpu("torch"),
-        "transformer_engine_torch": kernels,
-        "multi_tensor_apply": applier,
-    }
-    module = types.ModuleType(f"{_PACKAGE}.optimizers.fused_adam")
-    module.__dict__["__builtins__"] = {**vars(__import__("builtins")), "__import__": None}
-
-    def load(
-        name: str, scope: Any = None, local: Any = None, wanted: Any = (), level: int = 0
-    ) -> Any:
-        if name in replaced:
-            return replaced[name]
-        if level or name.startswith(_PACKAGE):
-            return _Anything(name)
-        return __import__(name, scope, local, wanted, level)
-
-    module.__dict__["__builtins__"]["__import__"] = load
-    exec(compile(path.read_text(), str(path), "exec"), module.__dict__)
-    return module
+def _apply_kernel(
+    param: Tensor,
+    grad: Tensor,
+    state: dict[str, Tensor],
+    group: dict[str, Any],
+    go: Tensor,  # [1] bool
+    inv_scale: Tensor,  # [1] float32
+) -> None:
+    """The capturable kernel as tensor code; it writes the gradient back, too."""
+    beta1, beta2 = group["betas"]
+    grad.mul_(torch.where(go, inv_scale, torch.ones_like(inv_scale)).to(grad.dtype))
+    first = beta1 * state["exp_avg"] + (1 - beta1) * grad
+    second = beta2 * state["exp_avg_sq"] + (1 - beta2) * grad * grad
+    count = group["step"].double()
+    correction1, correction2 = (1 - beta**count for beta in (beta1, beta2))
+    update = (first / correction1.float()) / ((second / correction2.float()).sqrt() + group["eps"])
+    new = param - group["lr"] * (update + group["weight_decay"] * param)
+    for target, value in ((state["exp_avg"], first), (state["exp_avg_sq"], second), (param, new)):
+        target.copy_(torch.where(go, value, target))
