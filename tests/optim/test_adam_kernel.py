@@ -106,7 +106,7 @@ class Case:
             optimizer.step()
         for param, grad in zip(params, last, strict=True):
             param.decoupled_grad = grad  # type: ignore[attr-defined]
-        given = {
+        given: dict[str, Any] = {
             name: torch.tensor(value, device=self.device)
             for name, value in (("grad_scale", scale), ("found_inf", skip))
             if value is not None
