@@ -51,26 +51,6 @@ def new() -> tuple[nn.Module, torch.optim.Optimizer]:
     return model, optimizer
 
 
-def check_files_of_torch(path: Path) -> None:
-    """With torch's own planner and files the rows of every rank go where they belong."""
-    model, optimizer = make(SHARDED)
-    train_plainly(model, optimizer, 2)
-    weights = contents(model, optimizer)
-    weights = {name: weights[name] for name, _ in model.named_parameters()}
-    dcp_save(get_model_state_dict(model), checkpoint_id=path / "plain")
-    other, its_optimizer = new()
-    state = get_model_state_dict(other)
-    dcp_load(state, checkpoint_id=path / "plain")
-    set_model_state_dict(other, state)
-    assert differing(other, its_optimizer, weights) == []
-
-
-def test_files_of_torch_are_read(tmp_path: Path, ranks2: RankPool, ranks4: RankPool) -> None:
-    """On four ranks some have no row of a parameter, and others behind them do."""
-    ranks2.run(check_files_of_torch, tmp_path / "two")
-    ranks4.run(check_files_of_torch, tmp_path / "four")
-
-
 def small(shard: Callable[..., Any], seed: int) -> tuple[nn.Module, torch.optim.AdamW]:
     torch.manual_seed(seed)
     model = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3))
@@ -95,13 +75,14 @@ def check_fsdp2(path: Path) -> None:
         "theirs": torch_fsdp.fully_shard,
         "ours": graphfsdp.fully_shard,
     }
-    for saving, loading in (("theirs", "ours"), ("ours", "theirs")):
+    for saving, loading in (("theirs", "ours"), ("ours", "theirs"), ("ours", "ours")):
         model, optimizer = small(kinds[saving], 0)
-        dcp_save(states_of(model, optimizer), checkpoint_id=path / saving)
+        folder = path / f"{saving} {loading}"
+        dcp_save(states_of(model, optimizer), checkpoint_id=folder)
         expected = contents(model, optimizer)
         other, its_optimizer = small(kinds[loading], 1)
         state = states_of(other, its_optimizer)
-        dcp_load(state, checkpoint_id=path / saving)
+        dcp_load(state, checkpoint_id=folder)
         set_model_state_dict(other, state["model"])
         set_optimizer_state_dict(other, its_optimizer, state["optimizer"])
         assert differing(other, its_optimizer, expected) == []
@@ -118,8 +99,12 @@ def check_fsdp2(path: Path) -> None:
     assert differing(other, its_optimizer, contents(model, optimizer)) == []
 
 
-def test_checkpoints_of_fsdp2_are_loaded_and_ours_by_it(tmp_path: Path, ranks2: RankPool) -> None:
-    ranks2.run(check_fsdp2, tmp_path)
+def test_checkpoints_of_fsdp2_are_loaded_and_ours_by_it(
+    tmp_path: Path, ranks2: RankPool, ranks4: RankPool
+) -> None:
+    """On four ranks some have no row of a parameter, and others behind them do."""
+    ranks2.run(check_fsdp2, tmp_path / "two")
+    ranks4.run(check_fsdp2, tmp_path / "four")
 
 
 OPTIONS = ("full_state_dict", "cpu_offload", "broadcast_from_rank0", "ignore_frozen_params")

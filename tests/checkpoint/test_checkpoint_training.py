@@ -107,7 +107,7 @@ def test_what_cannot_be_resumed_is_said(
     assert not (tmp_path / "d").exists()
 
 
-def test_ranks_resume_exactly_and_others_closely(tmp_path: Path, launched2: RankPool) -> None:
+def test_ranks_resume_exactly(tmp_path: Path, launched2: RankPool) -> None:
     """Saved by two ranks: two ranks go on bit for bit; one does without dropout (docs/data.md).
 
     Norms of whole gradients are the same too, so that clipping may engage.
@@ -118,7 +118,6 @@ def test_ranks_resume_exactly_and_others_closely(tmp_path: Path, launched2: Rank
     for name, flags in (
         ("whole", ["--save", str(folder), "--save-interval", "8", *strategy]),
         ("resumed", ["--load", str(folder / "step-00000008"), *strategy, "--async-save"]),
-        ("other", ["--load", str(folder / "step-00000008"), "--async-save"]),
         ("plain", ["--save", str(tmp_path / "plain-c"), "--save-interval", "8", *NO_DROPOUT]),
     ):
         if "--async-save" in flags:
@@ -126,10 +125,9 @@ def test_ranks_resume_exactly_and_others_closely(tmp_path: Path, launched2: Rank
         own = ["train", *common, *flags, "--out", str(tmp_path / name)]
         plan.runs.append(Run(name, (own, own)))
     plan.execute(launched2)
-    for name in ("whole", "resumed", "other", "plain"):
+    for name in ("whole", "resumed", "plain"):
         assert [answer.code for answer in plan.answers(name)] == [0, 0], plan.answers(name)
     assert numbers(tmp_path / "resumed") == numbers(tmp_path / "whole")[8:]
-    assert_close(numbers(tmp_path / "other"), numbers(tmp_path / "whole")[8:])
     assert weights(tmp_path / "resumed") == weights(tmp_path / "whole")
     last = str(tmp_path / "plain-c" / "step-00000008")
     single = ["train", *common, *NO_DROPOUT, "--out", str(tmp_path / "single"), "--load", last]
@@ -195,25 +193,15 @@ def test_a_run_goes_on_on_two_ranks_and_back(
     of_one, of_two = (str(tmp_path / f"{name}-c" / "step-00000009") for name in ("one", "two"))
     on_two(
         ("two", "--save", str(tmp_path / "two-c"), "--save-interval", "9"),
-        ("two-two", "--load", of_two),
         ("one-two", "--load", of_one),
     )
     single("two-one", "--load", of_two)
-    single("one-one", "--load", of_one)
-    assert numbers(tmp_path / "one-one") == numbers(tmp_path / "one")[9:]
-    assert numbers(tmp_path / "two-two") == numbers(tmp_path / "two")[9:]
     for name in ("two", "two-one", "one-two"):
         expected = numbers(tmp_path / "one")[9 if "-" in name else 0 :]
         assert without_norms(numbers(tmp_path / name)) == without_norms(expected), name
-        assert_close(numbers(tmp_path / name), expected)
+        norms = [[line[3] for line in found] for found in (numbers(tmp_path / name), expected)]
+        assert norms[0] == pytest.approx(norms[1], rel=1e-4)  # sums over ranks in another order
         assert weights(tmp_path / name) == weights(tmp_path / "one"), name
     # Another order of the same text: the comparison can fail.
     single("reordered", "--seed", "5", "--load", of_one)
     assert numbers(tmp_path / "reordered") != numbers(tmp_path / "one")[9:]
-
-
-def assert_close(got: Numbers, expected: Numbers) -> None:
-    """Sums over ranks are taken in another order: some units in the last place per iteration."""
-    assert [line[0] for line in got] == [line[0] for line in expected]
-    for ours, theirs in zip(got, expected, strict=True):
-        assert ours[1:4] == pytest.approx(theirs[1:4], rel=1e-4)
