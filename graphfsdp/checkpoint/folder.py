@@ -84,7 +84,7 @@ class Unfinished:
     def folder(self) -> Path:
         return self.root / f"{_UNFINISHED}{self.name}"
 
-    def commit(self, manifest: bytes) -> None:
+    def commit(self, manifest: bytes) -> Path:
         """Make it visible, on rank 0, when all files are synced; see Note [Order of a save]."""
         with explained(self.root):
             _write_synced(self.folder / MANIFEST, manifest)
@@ -96,6 +96,7 @@ class Unfinished:
             os.replace(pointer, self.root / LATEST)
             _sync_folder(self.root)
         self._remove_old()
+        return self.root / self.name
 
     def give_up(self) -> None:
         shutil.rmtree(self.folder, ignore_errors=True)

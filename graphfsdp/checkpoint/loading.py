@@ -124,7 +124,7 @@ def load(
         plan.problems += sorted(set.intersection(*map(set, members.gather(plan.unused))))
         members.together(refuse_misfits)
         plan.manifest.check_files(folder, members)
-        plan.manifest.read(folder, plan.parts, members)
+        members.together(lambda: plan.manifest.read(folder, plan.parts))
         for action in plan.afterwards:
             action()
         have_values(t for name, t in named.tensors.items() if name not in plan.unread)

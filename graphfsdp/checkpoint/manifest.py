@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
-from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 
 from graphfsdp.checkpoint.members import Members
 from graphfsdp.checkpoint.values import Json, dtype_name
@@ -61,14 +61,17 @@ class Manifest:
         start = dump({"format": FORMAT, "version": VERSION, "sha256_of_body": digest})
         return start[:-1] + b', "body": ' + body + b"}\n"
 
-    def read(self, folder: Path, parts: Mapping[str, Sequence[Tensor]], members: Members) -> None:
-        """Fill this rank's parts of tensors, by key, from files that were checked; a collective."""
+    def read(self, folder: Path, parts: Mapping[str, Sequence[Tensor]]) -> None:
+        """Fill this rank's parts of tensors, by key, from files that were checked."""
         reader = HuggingFaceStorageReader(str(folder))
-        num_reads = max(members.gather(max(map(len, parts.values()), default=0)))
-        for number in range(num_reads):
+        metadata = reader.read_metadata()
+        reader.set_up_storage_reader(metadata, is_coordinator=False)
+        for number in range(max(map(len, parts.values()), default=0)):
             now = {key: into[number] for key, into in parts.items() if number < len(into)}
+            planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+            planner.set_up_planner(now, metadata)
             with torch.device("cpu"):  # where slices of files come to
-                members.call_dcp(dcp_load, now, storage_reader=reader)
+                reader.read_data(planner.create_local_plan(), planner)
 
     def read_objects(self, folder: Path, rank: int) -> dict[str, Json]:
         """Return the states in a rank's file of objects, which is checked before it is read."""

@@ -1,22 +1,14 @@
 """Ranks that save, load or train together: what they tell each other, shared failures."""
 
-import re
-import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch.distributed as dist
-from torch import Tensor
-from torch.distributed.checkpoint.api import CheckpointException
 
 from graphfsdp.errors import CheckpointError, GraphFSDPError
 
 T = TypeVar("T")
-
-# torch says so each time that one process without a group saves or loads.
-_ALONE = "torch.distributed is disabled, unavailable or uninitialized"
-_FILTER = ("ignore", re.compile(_ALONE, re.IGNORECASE), UserWarning, None, 0)
 
 
 @dataclass(frozen=True)
@@ -49,11 +41,11 @@ class Members:
         raise anything, while the others wait.
         """
         made: list[T] = []
-        failure: BaseException | None = None
+        failure: Exception | None = None
         try:
             made.append(make())
-        except (Exception, CheckpointException) as error:
-            failure = _own_failure(error, self.rank)
+        except Exception as error:
+            failure = error
         everyone = self.gather(None if failure is None else _as_ours(failure))
         failed = [(rank, what) for rank, what in enumerate(everyone) if what is not None]
         if not failed:
@@ -66,34 +58,25 @@ class Members:
         raise failure or first
 
     def first(self, make: Callable[[], T]) -> T:
-        made = self.together(lambda: make() if self.rank == 0 else None)
-        found = self.gather(made)[0]
-        assert found is not None
-        return found
+        """Run something on the first rank; return on all what it has made."""
+        everyone: list[Any] = self.gather(self.together(lambda: make() if self.rank == 0 else None))
+        made: T = everyone[0]
+        return made
 
-    def call_dcp(
-        self, call: Callable[..., object], tensors: dict[str, Tensor], **options: object
-    ) -> None:
-        """Call save or load of torch.distributed.checkpoint; what fails, fails on all ranks."""
-        # For good: a thread that saves must not set the filters of all threads for a while.
-        if _FILTER not in warnings.filters:
-            warnings.filterwarnings("ignore", _ALONE, UserWarning)
-        options |= {"process_group": self.group, "no_dist": self.group is None}
-        self.together(lambda: call(tensors, **options))
-
-
-def _own_failure(error: BaseException, rank: int) -> BaseException | None:
-    """Return what has failed on this rank; dcp raises on all ranks what did on any of them."""
-    if not isinstance(error, CheckpointException):
-        return error
-    failure, _ = error.failures.get(rank, (None, None))
-    # What is no Exception, such as Ctrl-C, stays what it is.
-    return _as_ours(failure) if isinstance(failure, Exception) else failure
+    def share_out(self, mine: T, make: Callable[[list[T]], Sequence[T]]) -> T:
+        """Return this rank's part of what the first one makes of what every rank has given."""
+        if self.group is None:
+            return make([mine])[0]
+        everyone: list[Any] | None = [None] * self.size if self.rank == 0 else None
+        dist.gather_object(mine, everyone, group=self.group, group_dst=0)
+        parts = self.together(lambda: None if everyone is None else list(make(everyone)))
+        found: list[Any] = [None]
+        dist.scatter_object_list(found, parts, group=self.group, group_src=0)
+        part: T = found[0]
+        return part
 
 
-def _as_ours(failure: BaseException) -> GraphFSDPError:
+def _as_ours(failure: Exception) -> GraphFSDPError:
     if isinstance(failure, GraphFSDPError):
         return failure
-    ours = CheckpointError(f"{type(failure).__name__}: {failure}")
-    ours.__cause__ = failure
-    return ours
+    return CheckpointError(f"{type(failure).__name__}: {failure}")

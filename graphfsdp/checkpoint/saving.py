@@ -13,12 +13,9 @@ from typing import TYPE_CHECKING, Any, Self
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
-from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
-from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
-from torch.distributed.checkpoint.storage import WriteResult
-from torch.futures import Future
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import SavePlanner, WriteItem
 
 from graphfsdp.base.dtensors import local_part, wrap_like
 from graphfsdp.checkpoint.file_format import safetensors
@@ -285,65 +282,74 @@ class AsyncSaver:
 
 def _write_snapshot(snapshot: Snapshot, place: Unfinished, members: Members) -> Path:
     """Write, sync and show a checkpoint that was begun, or leave nothing of it; a collective."""
+    planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+    planner.set_up_planner(snapshot.tensors, is_coordinator=members.rank == 0)
     try:
-        writer = _Writer(snapshot, place, members)
-        members.call_dcp(dcp_save, snapshot.tensors, storage_writer=writer)
-    except CheckpointError:
+        plan = members.together(planner.create_local_plan)
+        plan = members.share_out(plan, lambda plans: planner.create_global_plan(plans)[0])
+        planner.finish_plan(plan)
+        written = members.together(lambda: _write_files(planner, snapshot, place, members.rank))
+        everyone = members.gather(written)
+        return members.first(lambda: _commit(place, snapshot.facts, planner.metadata, everyone))
+    except Exception:
         if members.rank == 0:
             place.give_up()
         raise
-    return place.root / place.name
 
 
-class _Writer(HuggingFaceStorageWriter):
-    """Writes what torch's own writer does, but syncs and hashes it, and adds objects and manifest.
+# Files of a rank, and digests of the states of its objects.
+_Written = tuple[dict[str, SavedFile], dict[str, str]]
 
-    torch's takes each file twice into memory, and twice as long.
+
+def _write_files(
+    planner: DefaultSavePlanner, snapshot: Snapshot, place: Unfinished, rank: int
+) -> _Written:
+    """Write, sync and hash what this rank writes.
+
+    HuggingFaceStorageWriter takes each file twice into memory, and twice as long.
     """
+    with explained(place.root), futures.ThreadPoolExecutor(1, "graphfsdp-sync") as thread:
+        path = place.folder / objects_file(rank)
+        with path.open("xb") as file:
+            file.write(_dump(snapshot.objects))
+        synced = {path.name: thread.submit(_sync, path)}
+        for number, items in enumerate(_in_files(planner.plan.items)):
+            path = place.folder / f"data-{rank:05d}-{number}.safetensors"
+            _write_tensors(path, items, planner)
+            synced[path.name] = thread.submit(_sync, path)
+        files = {name: file.result() for name, file in synced.items()}
+    states = snapshot.objects.items()
+    return files, {name: hashlib.sha256(_dump(state)).hexdigest()[:16] for name, state in states}
 
-    def __init__(self, snapshot: Snapshot, place: Unfinished, members: Members) -> None:
-        super().__init__(str(place.folder), save_distributed=True)
-        self._snapshot, self._place, self._members = snapshot, place, members
 
-    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        return plan  # the folder is there
-
-    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        folder, rank, objects = self._place.folder, self._members.rank, self._snapshot.objects
-        with explained(self._place.root), futures.ThreadPoolExecutor(1, "graphfsdp-sync") as thread:
-            path = folder / objects_file(rank)
-            with path.open("xb") as file:
-                file.write(_dump(objects))
-            synced = {path.name: thread.submit(_sync, path)}
-            for number, items in enumerate(_in_files(plan.items)):
-                path = folder / f"data-{rank:05d}-{number}.safetensors"
-                _write_tensors(path, items, planner)
-                synced[path.name] = thread.submit(_sync, path)
-            files = {name: file.result() for name, file in synced.items()}
-        digests = {n: hashlib.sha256(_dump(state)).hexdigest()[:16] for n, state in objects.items()}
-        done: Future[list[WriteResult]] = Future()
-        done.set_result([WriteResult(MetadataIndex(""), 0, (files, digests))])
-        return done
-
-    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        ranks: list[tuple[dict[str, SavedFile], dict[str, str]]]
-        ranks = [told.storage_data for (told,) in results]
-        manifest = Manifest(
-            {
-                "step": self._place.step,
-                "num_ranks": self._members.size,
-                "versions": {"torch": torch.__version__, "python": platform.python_version()},
-                "objects": [digests for _, digests in ranks],
-                **self._snapshot.facts,
-            }
-        )
-        for files, _ in ranks:
-            manifest.files |= files
-        for key, tensor in metadata.state_dict_metadata.items():
-            saved: Any = tensor
-            manifest.tensors[key] = SavedTensor(saved.properties.dtype, tuple(saved.size))
-        _check_sizes(self._place.folder, manifest.files)
-        self._place.commit(manifest.to_bytes())
+def _commit(
+    place: Unfinished, facts: Mapping[str, Json], metadata: Metadata, everyone: Sequence[_Written]
+) -> Path:
+    """Write down what ranks have written, and show it."""
+    tensors: Any = metadata.state_dict_metadata
+    manifest = Manifest(
+        facts={
+            "step": place.step,
+            "num_ranks": len(everyone),
+            "versions": {"torch": torch.__version__, "python": platform.python_version()},
+            "objects": [digests for _, digests in everyone],
+            **facts,
+        },
+        files={name: file for files, _ in everyone for name, file in files.items()},
+        tensors={
+            key: SavedTensor(tensor.properties.dtype, tuple(tensor.size))
+            for key, tensor in tensors.items()
+        },
+    )
+    for name, (num_bytes, _) in manifest.files.items():
+        path = place.folder / name
+        seen = path.stat().st_size if path.exists() else "no"
+        if seen != num_bytes:
+            raise CheckpointError(
+                f"{path} was written by its rank with {num_bytes} bytes, but rank 0 sees {seen} "
+                "bytes. Remedy: a folder on a file system that all machines share"
+            )
+    return place.commit(manifest.to_bytes())
 
 
 def _in_files(items: Sequence[WriteItem]) -> Iterable[list[WriteItem]]:
@@ -391,14 +397,3 @@ def _sync(path: Path) -> SavedFile:
 
 def _dump(value: Json) -> bytes:
     return json.dumps(value, allow_nan=False).encode()
-
-
-def _check_sizes(folder: Path, files: Mapping[str, SavedFile]) -> None:
-    for name, (num_bytes, _) in files.items():
-        path = folder / name
-        seen = path.stat().st_size if path.exists() else "no"
-        if seen != num_bytes:
-            raise CheckpointError(
-                f"{path} was written by its rank with {num_bytes} bytes, but rank 0 sees {seen} "
-                "bytes. Remedy: a folder on a file system that all machines share"
-            )

@@ -18,7 +18,6 @@ from graphfsdp.base.dtensors import is_dtensor, local_part
 from graphfsdp.base.torch_internals import part_and_offset
 from graphfsdp.checkpoint.file_format import safetensors
 from graphfsdp.checkpoint.manifest import Manifest, SavedFile, SavedTensor
-from graphfsdp.checkpoint.members import Members
 from graphfsdp.checkpoint.named import MODEL, OPTIMIZER
 from graphfsdp.checkpoint.values import dtype_of
 
@@ -46,7 +45,7 @@ class _Manifest(Manifest):
                     return False
         return True
 
-    def read(self, folder: Path, parts: Mapping[str, Sequence[Tensor]], members: Members) -> None:
+    def read(self, folder: Path, parts: Mapping[str, Sequence[Tensor]]) -> None:
         """Copy what each piece, a box of a tensor, has of each part."""
         for name in (name for name in self.files if name.endswith(".safetensors")):
             opened = safetensors().safe_open(folder / name, framework="pt")
