@@ -283,16 +283,13 @@ class ShardGroup:
 
         Capture: allocates, once for a parameter; guards see to it that this is over by then.
         """
-        unfrozen = {
-            id(i.buffer): i.buffer for i in self.managed if i.trains and i.main_grad is None
-        }
-        for buffer in unfrozen.values():
-            with torch.inference_mode(False), torch.no_grad():
-                buffer.make_gradients()
-            for item in self.managed:
-                if item.buffer is buffer:
-                    self._bind_gradient_view(item)
+        for buffer in self.buffers:
+            if buffer.gradients is None and buffer.trainable:
+                with torch.inference_mode(False), torch.no_grad():
+                    buffer.make_gradients()
         for item in self.managed:
+            if item.main_grad is None:
+                self._bind_gradient_view(item)
             if item.trains and not is_watched(item.param):
                 watch_gradient(item.param, self.full_name(item))
 
@@ -389,28 +386,29 @@ class ShardGroup:
         order.
         """
         options = self.options
-        kind = f"{options.strategy.value}, reshard_after_forward={options.reshard_after_forward}"
-        if options.mesh.outer is not None:
-            kind += f", {options.mesh.num_outer} outer ranks"
-            kind += " with a part of the optimizer each" if options.mesh.cuts_outside else ""
-        if options.num_few is not None:
-            kind += f", to {options.num_few} ranks"
-        kind += "" if options.overlap else ", without overlap"
-        lines = [f"unit {self.name!r} ({kind})"]
+        of_unit = {
+            "strategy": options.strategy.value,
+            "reshard_after_forward": options.reshard_after_forward,
+            "ranks that keep weights": options.num_few,
+            "outer ranks": options.mesh.num_outer,
+            "cuts the optimizer over them": options.mesh.cuts_outside,
+            "overlap": options.overlap,
+        }
+        lines = [f"unit {self.name!r} with {of_unit}"]
         for item in self.managed:
-            dtypes = item.buffer.dtypes
-            is_cut_alike = group in item.buffer.mesh.groups
-            lines.append(
-                self.full_name(item)
-                + (f" of shape {item.slot.shape} cut by {item.slot.dim}" if is_cut_alike else "")
-                + ("" if item.axes is None else f" of {item.axes.shape}")
-                + (f" at {item.slot.offset}" if is_cut_alike else "")
-                + f", main weight {dtypes.main}, "
-                f"computed in {dtypes.compute}, main grad {dtypes.grad}, "
-                f"{'trainable' if item.trains else 'frozen'}"
-                f"{_gathered_as(item.buffer.plan)}"
-                f"{'' if item.awaited is None else ', without values'}"
-            )
+            dtypes, slot = item.buffer.dtypes, item.slot
+            facts = {
+                "shape": slot.shape if item.axes is None else item.axes.shape,
+                "main weight": dtypes.main,
+                "computed in": dtypes.compute,
+                "main grad": dtypes.grad,
+                "gathered as": item.buffer.plan.gather_format,
+                "trainable": item.trains,
+                "without values": item.awaited is not None,
+            }
+            if group in item.buffer.mesh.groups:
+                facts |= {"part": slot.shape, "cut by": slot.dim, "at": slot.offset}
+            lines.append(f"{self.full_name(item)} with {facts}")
         return lines if group in options.mesh.groups else sorted(lines)
 
     @property
@@ -510,10 +508,6 @@ class ShardGroup:
             if gradients.is_pending:
                 gradients.begin_reduce(None, how)
                 gradients.end_reduce()
-
-
-def _gathered_as(plan: BufferPlan) -> str:
-    return "" if plan.gather_format is None else f", gathered as {plan.gather_format.value}"
 
 
 class _Found(NamedTuple):

@@ -33,7 +33,6 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from graphfsdp.base.memory_plan import alignment_numel, round_up
-from graphfsdp.eight_bit.formats import BLOCK
 from graphfsdp.errors import ConfigError
 
 MERGE_PERCENT = 1
@@ -130,7 +129,7 @@ class BufferLayout:
 
 
 def plan_unit(
-    shapes: Sequence[Sequence[int]], *, num_ranks: int, itemsize: int
+    shapes: Sequence[Sequence[int]], *, num_ranks: int, itemsize: int, block: int = 1
 ) -> tuple[BufferLayout, ...]:
     """Lay the parameters of one unit, all of one dtype, out over the ranks.
 
@@ -140,11 +139,12 @@ def plan_unit(
 
     Any shape is good, also () and ones with a zero. Where kinds of buffers (model weights, main
     weights, main grads) differ in ``itemsize`` (bytes), the smallest: what is aligned for that is
-    aligned for all. Buffers are in the order of their first parameter.
+    aligned for all. Buffers are in the order of their first parameter. Of rows that are multiples
+    of a ``block`` of values, no border and no start cuts one.
     """
     if num_ranks < 1:
         raise ConfigError(f"num_ranks must be at least 1, got {num_ranks}")
-    alignment = alignment_numel(itemsize)
+    alignment = math.lcm(alignment_numel(itemsize), block)
     params = [Slot(index, 0, tuple(map(int, shape))) for index, shape in enumerate(shapes)]
     by_row: dict[int, list[Slot]] = {}
     for param in params:
@@ -159,26 +159,6 @@ def plan_unit(
         first = buffers[0] if buffers else BufferLayout(num_ranks, alignment, 0, ())
         buffers[:1] = [replace(first, slots=(*empty, *first.slots))]
     return tuple(buffers)
-
-
-def plan_blocks(shapes: Sequence[Sequence[int]], *, num_ranks: int) -> tuple[BufferLayout, ...]:
-    """Lay matrices [M, K], K a multiple of 32, out so that no border and no start cuts 32 values.
-
-    As ``plan_unit``, in units of 32 values, of which one is as well aligned as many.
-    """
-    blocks = [(rows, row_numel // BLOCK) for rows, row_numel in shapes]
-    return tuple(
-        BufferLayout(
-            num_ranks,
-            BLOCK,
-            BLOCK * layout.shard_numel,
-            tuple(
-                Slot(slot.index, BLOCK * slot.offset, tuple(map(int, shapes[slot.index])))
-                for slot in layout.slots
-            ),
-        )
-        for layout in plan_unit(blocks, num_ranks=num_ranks, itemsize=16)
-    )
 
 
 def fsdp2_shard_numel(shape: Sequence[int], num_ranks: int) -> int:

@@ -59,17 +59,11 @@ class RowShard(Shard):
     def __reduce__(self) -> tuple[type["RowShard"], tuple[Any, ...]]:
         return (type(self), (self.borders, self.order))
 
-    def _fits(self, num_rows: int, num_ranks: int) -> bool:
-        """Return whether the borders are those of a tensor; views have other rows."""
-        return num_rows == self.borders[-1] and num_ranks == len(self.borders) - 1
-
     def _local_shard_size_and_offset(
         self, curr_local_size: int, num_chunks: int, rank: Any
     ) -> tuple[int, Any]:
         """Return how many rows a rank holds, and the first of them."""
-        if not self._fits(curr_local_size, num_chunks):
-            size, offset = super()._local_shard_size_and_offset(curr_local_size, num_chunks, rank)
-            return size, offset
+        assert (curr_local_size, num_chunks) == (self.borders[-1], len(self.borders) - 1)
         first, num_rows = self.rows_of(rank)
         return num_rows, first
 

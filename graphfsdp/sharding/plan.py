@@ -13,7 +13,7 @@ from graphfsdp.config import GatherFormat, MixedPrecisionPolicy, ShardingStrateg
 from graphfsdp.eight_bit.formats import BLOCK
 from graphfsdp.errors import ConfigError
 from graphfsdp.sharding.arguments import UnevenError
-from graphfsdp.sharding.layout import BufferLayout, Slot, plan_blocks, plan_unit
+from graphfsdp.sharding.layout import BufferLayout, Slot, plan_unit
 
 
 @dataclass(frozen=True)
@@ -125,12 +125,10 @@ def plan_buffers(
         dtypes = BufferDtypes.of(dtype, policy)
         shapes = [params[name].shape for name in names]
         parts = 1 if used is ShardingStrategy.NO_SHARD else num_ranks
-        if packs is GatherFormat.MXFP8:
-            layouts = plan_blocks(shapes, num_ranks=parts)
-        else:
-            itemsizes = [dtypes.main.itemsize, dtypes.compute.itemsize, dtypes.grad.itemsize]
-            itemsizes += [] if packs is None else [1]
-            layouts = plan_unit(shapes, num_ranks=parts, itemsize=min(itemsizes))
+        itemsizes = [dtypes.main.itemsize, dtypes.compute.itemsize, dtypes.grad.itemsize]
+        itemsizes += [] if packs is None else [1]
+        block = BLOCK if packs is GatherFormat.MXFP8 else 1
+        layouts = plan_unit(shapes, num_ranks=parts, itemsize=min(itemsizes), block=block)
         for layout in layouts:
             members = tuple(names[slot.index] for slot in layout.slots)
             plans.append(BufferPlan(layout, members, dtypes, used, trainable, packs))

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from graphfsdp.base.dtensors import can_be_copied, local_part
 from graphfsdp.base.recut import recut
 from graphfsdp.errors import ConfigError, NotCopyableError
-from graphfsdp.sharding.group import ManagedParameter, ShardGroup
+from graphfsdp.sharding.group import ShardGroup
 from graphfsdp.sharding.module import FSDPModule, forget_shards, give_shards_memory, unit_of
 from graphfsdp.sharding.pipelines import give_state
 from graphfsdp.sharding.schedule import Schedule
@@ -38,9 +38,17 @@ def before_loading(
     values = recut([(state[name], item.param) for name, item in items.items()])
     state.update(zip(items, values, strict=True))
     for name, item in items.items() if assigns else ():
-        if state[name].shape == item.param.shape:  # else torch says what is wrong
-            _assign(item, state[name], group.full_name(item))
-            state[name] = item.param
+        value = state[name]
+        if value.shape != item.param.shape:
+            continue  # torch says what is wrong
+        if value.dtype != item.param.dtype:
+            raise ConfigError(
+                f"load_state_dict(assign=True) got {value.dtype} for {group.full_name(item)!r}, "
+                f"which is laid out as {item.param.dtype}. Remedy: assign=False, which casts; or "
+                f"model.to({value.dtype}) before"
+            )
+        item.param.copy_(value)
+        state[name] = item.param
 
 
 def _give_memory(group: ShardGroup, values: list[Tensor]) -> None:
@@ -51,18 +59,6 @@ def _give_memory(group: ShardGroup, values: list[Tensor]) -> None:
         raise ConfigError(f"load_state_dict(assign=True) got values on several devices: {devices}")
     for device in devices:
         give_shards_memory(group, device)
-
-
-def _assign(item: ManagedParameter, value: Tensor, name: str) -> None:
-    if value is item.param:
-        return
-    if value.dtype != item.param.dtype:
-        raise ConfigError(
-            f"load_state_dict(assign=True) got {value.dtype} for {name!r}, which is laid out "
-            f"as {item.param.dtype}. Remedy: assign=False, which casts; or model.to("
-            f"{value.dtype}) before"
-        )
-    item.param.copy_(value)
 
 
 def after_state_dict(

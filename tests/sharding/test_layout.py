@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 import forked_programs
 from graphfsdp.errors import ConfigError
-from graphfsdp.sharding.layout import fsdp2_shard_numel, plan_blocks, plan_unit
+from graphfsdp.sharding.layout import fsdp2_shard_numel, plan_unit
 
 Shape = tuple[int, ...]
 
@@ -108,7 +108,7 @@ MATRICES = st.tuples(st.integers(1, 70), st.integers(1, 12).map(lambda blocks: 3
 @settings(max_examples=100)
 @given(shapes=st.lists(MATRICES, min_size=1, max_size=8), num_ranks=st.integers(1, 12))
 def test_neither_starts_nor_borders_cut_32_values(shapes: list[Shape], num_ranks: int) -> None:
-    for buffer in plan_blocks(shapes, num_ranks=num_ranks):
+    for buffer in plan_unit(shapes, num_ranks=num_ranks, itemsize=1, block=32):
         assert buffer.shard_numel % 32 == 0
         for slot in buffer.slots:
             assert slot.shape == shapes[slot.index]
