@@ -6,14 +6,14 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from graphfsdp.bench.contenders import Setting
+from graphfsdp.bench.contenders import SEED, Setting
 from graphfsdp.bench.workloads import ZooConfig
 from graphfsdp.data import Batch, TokenBatches, load_corpus
 
 
 @dataclass(frozen=True)
 class BatchSource:
-    """Makes batches by number; a batch depends on seed, step and ranks alone."""
+    """Makes batches by number; a batch depends on step and ranks alone."""
 
     description: str
     make: Callable[[int], Batch]
@@ -25,13 +25,13 @@ class BatchSource:
 
 
 def batch_source(setting: Setting) -> BatchSource:
-    case, ranks, seed, device = setting.case, setting.ranks, setting.seed, setting.device
+    case, ranks, device = setting.case, setting.ranks, setting.device
     model, rows = case.workload.model, case.batch_size
     if isinstance(model, ZooConfig):
         random = model.architecture.batch
 
         def make_random(step: int) -> Batch:
-            number = int(np.random.default_rng((seed, step, ranks.rank)).integers(2**62))
+            number = int(np.random.default_rng((SEED, step, ranks.rank)).integers(2**62))
             return random(torch.Generator().manual_seed(number), rows)
 
         return BatchSource("random numbers", make_random, device)
@@ -41,7 +41,7 @@ def batch_source(setting: Setting) -> BatchSource:
         corpus,
         seq_length=model.seq_length,
         batch_size=together,
-        seed=seed,
+        seed=SEED,
         rank=ranks.rank,
         num_ranks=ranks.size,
     )

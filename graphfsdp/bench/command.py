@@ -13,7 +13,7 @@ from rich.console import Console
 
 from graphfsdp.bench.contenders import TIMEOUT_MINUTES, Setting
 from graphfsdp.bench.machine import find_environment
-from graphfsdp.bench.measure import NUM_THREADS, Job, measure_case
+from graphfsdp.bench.measure import NUM_THREADS, measure_case
 from graphfsdp.bench.mlperf import run_mlperf
 from graphfsdp.bench.options import BenchOptions, parse_bench_arguments
 from graphfsdp.bench.process import CaseFailedError, run_case
@@ -107,12 +107,12 @@ class _Bench:
             raise CaseFailedError(f"the budget of {self._options.budget:g} min was spent")
         limit_s = min(left_s, max(3 * left_s / num_left, SHORTEST_CASE_S))
         how = self._options.compile == "on" or "auto"
-        setting = Setting(case, self._device, ranks=self._ranks, compile=how)
-        job = Job(setting, self._options.seconds, limit_s)
+        seconds = self._options.seconds
+        setting = Setting(case, self._device, self._ranks, how, seconds, limit_s)
         if not self._ranks.launched:
-            return run_case(job)
+            return run_case(setting)
         try:
-            return measure_case(job)
+            return measure_case(setting)
         except ConfigError as error:
             raise CaseFailedError(str(error)) from error
 

@@ -28,6 +28,7 @@ from graphfsdp.errors import ConfigError
 from graphfsdp.optim import FusedAdam
 from graphfsdp.training.ranks import Ranks, process_group
 
+SEED = 0  # of weights and batches, the same for every contender
 PEAK_LR = 1e-3
 ADAM: Mapping[str, Any] = MappingProxyType(
     {"lr": PEAK_LR, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
@@ -40,16 +41,20 @@ _LR_WARMUP_STEPS = 10
 
 @dataclass(frozen=True)
 class Setting:
-    """``seed`` decides the initial weights, which are the same for every contender and rank.
+    """A case, and how it is measured.
 
-    ``compile`` is how the contender that compiles a recording does it.
+    ``compile`` is how the contender that compiles a recording does it. ``limit_s`` is of the whole
+    case: when half of it is over, no contender starts, and when most is, no round. ``excluded``
+    says of contenders that ended a process before, how.
     """
 
     case: Case
     device: torch.device
-    seed: int = 0
     ranks: Ranks = field(default_factory=Ranks)
     compile: bool | str = "auto"
+    seconds: float = 15.0  # of the timed region
+    limit_s: float = math.inf
+    excluded: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def bf16(self) -> bool:
@@ -110,7 +115,7 @@ def initial_model(setting: Setting) -> nn.Module:
     In a bf16 case they are rounded to values that bfloat16 has, so that contenders that keep
     float32 weights and contenders that keep bfloat16 ones begin with the same numbers.
     """
-    torch.manual_seed(setting.seed)
+    torch.manual_seed(SEED)
     model = make_model(setting.case.workload.model)
     if setting.bf16:
         for param in model.parameters():

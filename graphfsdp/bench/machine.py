@@ -6,7 +6,9 @@ import os
 import platform
 import re
 import subprocess
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 
 import torch
 from torch.utils.flop_counter import FlopCounterMode
@@ -22,7 +24,10 @@ from graphfsdp.training.metrics import flops_per_token
 PALM_FORMULA = "6 N + 12 L C T per token (PaLM, appendix B)"
 COUNTED = "3 x the matrix products and convolutions of a forward pass, counted"
 _PACKAGES = ("graphfsdp", "numpy", "triton", "transformer-engine", "apex", "megatron-fsdp")
-_QUERY = ("driver_version", "clocks.max.sm", "power.limit")
+# What nvidia-smi is asked for, each with its unit.
+_QUERY: Mapping[str, str] = MappingProxyType(
+    {"driver": "driver_version", "max_clock": "clocks.max.sm", "power_limit": "power.limit"}
+)
 
 
 def find_environment(
@@ -54,25 +59,22 @@ def find_environment(
 
 
 def _gpu_facts(device: torch.device) -> Row:
-    names = ("gpu", "gpu_memory_bytes", "compute_capability", "driver", "cuda", "clock_mhz")
+    names = ("gpu", "gpu_memory_bytes", "compute_capability", "cuda", *_QUERY)
     if device.type != "cuda":
-        return dict.fromkeys((*names, "power_limit_w"))
+        return dict.fromkeys(names)
     properties = torch.cuda.get_device_properties(device)
-    answer = _output_of(
-        "nvidia-smi", f"--query-gpu={','.join(_QUERY)}", "--format=csv,noheader,nounits"
-    )
-    lines = (answer or "").splitlines()
+    query = f"--query-gpu={','.join(_QUERY.values())}"
+    answer = _output_of("nvidia-smi", query, "--format=csv,noheader") or ""
+    said = [line.split(", ") for line in answer.splitlines()]
     index = device.index or 0
-    values = [value.strip() for value in lines[index].split(",")] if index < len(lines) else []
-    driver, clock, power = values if len(values) == len(_QUERY) else (None, None, None)
+    values = said[index] if index < len(said) else []
     return {
         "gpu": properties.name,
         "gpu_memory_bytes": properties.total_memory,
         "compute_capability": f"{properties.major}.{properties.minor}",
-        "driver": driver,
         "cuda": torch.version.cuda,
-        "clock_mhz": _number(clock),
-        "power_limit_w": _number(power),
+        **dict.fromkeys(_QUERY),
+        **dict(zip(_QUERY, values, strict=False)),
     }
 
 
@@ -97,13 +99,6 @@ def _output_of(*command: str) -> str | None:
     except (OSError, subprocess.SubprocessError):
         return None
     return result.stdout.strip() or None
-
-
-def _number(text: str | None) -> float | None:
-    try:
-        return None if text is None else float(text)
-    except ValueError:
-        return None
 
 
 def _cpu_name() -> str:

@@ -4,9 +4,8 @@ Shapes: K = steps.
 """
 
 import functools
-import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
@@ -69,20 +68,6 @@ def line_up(ranks: Ranks, device: torch.device) -> None:
 
 
 Turn = Callable[[str], object]  # told whose turn it is
-
-
-@dataclass(frozen=True)
-class Job:
-    """A case, and how it is measured.
-
-    ``limit_s`` is of the whole case: when half of it is over, no contender starts, and when most
-    is, no round. ``excluded`` says of contenders that ended a process before, how.
-    """
-
-    setting: Setting
-    seconds: float = 15.0  # of the timed region
-    limit_s: float = math.inf
-    excluded: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass
@@ -172,13 +157,13 @@ def build_contender(spec: ContenderSpec, setting: Setting) -> RunningContender:
 
 
 def measure_case(
-    job: Job, turn: Turn = lambda _: None, specs: Sequence[ContenderSpec] | None = None
+    setting: Setting, turn: Turn = lambda _: None, specs: Sequence[ContenderSpec] | None = None
 ) -> list[Row]:
     """Return a line for each contender; ConfigError if the reference cannot run.
 
-    Every rank calls it. ``specs`` are the job's contenders, where these are not known by name.
+    Every rank calls it. ``specs`` are the case's contenders, where these are not known by name.
     """
-    setting, case, source = job.setting, job.setting.case, batch_source(job.setting)
+    case, source = setting.case, batch_source(setting)
     flops, formula = model_flops(case, source.make(0))
     facts = {
         "case": case.key,
@@ -194,7 +179,7 @@ def measure_case(
         "stated_tflops": _peak(setting),
     }
     wanted = find_contenders(case.contenders) if specs is None else specs
-    bench = _CaseBench(job, source, turn)
+    bench = _CaseBench(setting, source, turn)
     with group_for(wanted, setting):
         try:
             rows = bench.run(wanted)
@@ -211,9 +196,8 @@ def _peak(setting: Setting) -> float | None:
 
 
 class _CaseBench:
-    def __init__(self, job: Job, source: BatchSource, turn: Turn) -> None:
-        self._job, self._source, self._turn = job, source, turn
-        self._setting = job.setting
+    def __init__(self, setting: Setting, source: BatchSource, turn: Turn) -> None:
+        self._setting, self._source, self._turn = setting, source, turn
         self.not_run: list[Row] = []
         self._running: list[RunningContender] = []
         self._next_step = NUM_WARMUP_STEPS
@@ -228,7 +212,7 @@ class _CaseBench:
 
     def _is_late(self, share: float) -> bool:
         """Tell whether that share of the time for the case is over; all ranks agree."""
-        late = time.monotonic() - self._started > share * self._job.limit_s
+        late = time.monotonic() - self._started > share * self._setting.limit_s
         return self._setting.ranks.exchange(late)[0]
 
     def close(self) -> None:
@@ -264,8 +248,8 @@ class _CaseBench:
     def _start_one(self, spec: ContenderSpec, batches: Sequence[Batch]) -> None:
         """Build and warm up; ranks tell each other after both, before anyone communicates alone."""
         setting = self._setting
-        if spec.name in self._job.excluded:
-            raise ContenderFailedError(self._job.excluded[spec.name])
+        if spec.name in setting.excluded:
+            raise ContenderFailedError(setting.excluded[spec.name])
         if spec.name != REFERENCE and self._is_late(_START_SHARE):
             raise ContenderFailedError("the time for this case was over before")
         line_up(setting.ranks, setting.device)
@@ -286,7 +270,7 @@ class _CaseBench:
                 step_ms.append(window)
         self._next_step += _NUM_PROBES
         self._reference()
-        schedule = make_schedule(step_ms, self._job.seconds)
+        schedule = make_schedule(step_ms, self._setting.seconds)
         return self._setting.ranks.exchange(schedule)[0]
 
     def _time(self, num_rounds: int, num_steps: int) -> None:

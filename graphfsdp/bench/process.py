@@ -13,7 +13,8 @@ from pathlib import Path
 
 import torch
 
-from graphfsdp.bench.measure import NUM_THREADS, Job, Turn, measure_case
+from graphfsdp.bench.contenders import Setting
+from graphfsdp.bench.measure import NUM_THREADS, Turn, measure_case
 from graphfsdp.bench.results import REFERENCE, Row
 from graphfsdp.errors import ConfigError, GraphFSDPError
 
@@ -26,14 +27,14 @@ class CaseFailedError(GraphFSDPError):
     """A case has no result at all; the message says why."""
 
 
-def run_case(job: Job, turn: Turn = lambda _: None) -> list[Row]:
+def run_case(setting: Setting, turn: Turn = lambda _: None) -> list[Row]:
     """A contender that ends the process is left out, with the reason; the others start anew.
 
-    Raises CaseFailedError where the case cannot be measured, or not within the job's limit.
+    Raises CaseFailedError where the case cannot be measured, or not within its limit.
     """
-    deadline = time.monotonic() + job.limit_s
+    deadline = time.monotonic() + setting.limit_s
     while True:
-        found = _run_child(job, turn, deadline)
+        found = _run_child(setting, turn, deadline)
         if isinstance(found, list):
             return found
         if isinstance(found, ConfigError):
@@ -45,11 +46,11 @@ def run_case(job: Job, turn: Turn = lambda _: None) -> list[Row]:
         left_s = deadline - time.monotonic()
         if left_s <= 0:
             raise CaseFailedError(f"{reason} (at {contender})")
-        excluded = {**job.excluded, contender: reason}
-        job = dataclasses.replace(job, excluded=excluded, limit_s=left_s)
+        excluded = {**setting.excluded, contender: reason}
+        setting = dataclasses.replace(setting, excluded=excluded, limit_s=left_s)
 
 
-def child_main(tells: Connection, log: str, job: Job) -> None:
+def child_main(tells: Connection, log: str, setting: Setting) -> None:
     """Measure; tell whose turn it is, then the lines or a ConfigError."""
     # A session of its own, so that what it starts, compilers for example, can be ended with it.
     os.setsid()
@@ -59,20 +60,20 @@ def child_main(tells: Connection, log: str, job: Job) -> None:
     torch.set_num_threads(NUM_THREADS)
     answer: object
     try:
-        answer = measure_case(job, lambda name: tells.send((name,)))
+        answer = measure_case(setting, lambda name: tells.send((name,)))
     except ConfigError as error:
         answer = ConfigError(str(error))
     tells.send(answer)
 
 
-def _run_child(job: Job, turn: Turn, deadline: float) -> object:
+def _run_child(setting: Setting, turn: Turn, deadline: float) -> object:
     """Return what was measured, or the contender that the child was at and how it ended."""
     context = multiprocessing.get_context("spawn")
     hears, tells = context.Pipe(duplex=False)
     with tempfile.TemporaryDirectory(prefix="graphfsdp-bench-") as folder:
         log = Path(folder) / "log"
         log.touch()
-        child = context.Process(target=child_main, args=(tells, str(log), job))
+        child = context.Process(target=child_main, args=(tells, str(log), setting))
         child.start()
         tells.close()
         at = ""

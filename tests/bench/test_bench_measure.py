@@ -23,7 +23,7 @@ import forked_programs
 from graphfsdp.bench import clock, process
 from graphfsdp.bench.clock import MIN_ROUNDS, make_schedule, time_window
 from graphfsdp.bench.contenders import Contender, ContenderSpec, Setting, find_contenders
-from graphfsdp.bench.measure import NUM_WARMUP_STEPS, Job, compare_losses, measure_case
+from graphfsdp.bench.measure import NUM_WARMUP_STEPS, compare_losses, measure_case
 from graphfsdp.bench.process import CaseFailedError, run_case
 from graphfsdp.bench.results import REFERENCE, Result, Row
 from graphfsdp.bench.workloads import Case, find_workload
@@ -33,9 +33,8 @@ from graphfsdp.training.ranks import Ranks
 from ranks import RankPool, fork_server
 
 
-def job_on(device: torch.device, *contenders: str) -> Job:
-    case = Case(find_workload("gpt-tiny"), "fp32", 1, contenders)
-    return Job(Setting(case, device), seconds=0.2)
+def setting_on(device: torch.device, *contenders: str) -> Setting:
+    return Setting(Case(find_workload("gpt-tiny"), "fp32", 1, contenders), device, seconds=0.2)
 
 
 class Faulty(Contender):
@@ -78,9 +77,9 @@ def measured() -> tuple[list[Row], list[Faulty]]:
         faulty("in a window", lambda _: broken[1]),
         *find_contenders(("forward_backward",))[1:],
     ]
-    job = job_on(torch.device("cpu"))
-    job = dataclasses.replace(job, excluded={"forward_backward": "signal 11"})
-    return measure_case(job, specs=specs), broken
+    setting = setting_on(torch.device("cpu"))
+    setting = dataclasses.replace(setting, excluded={"forward_backward": "signal 11"})
+    return measure_case(setting, specs=specs), broken
 
 
 def test_whatever_cannot_run_is_listed_with_its_reason(
@@ -127,14 +126,13 @@ def test_the_captured_iteration_trains_the_same_losses_and_its_facts_are_told(
 def test_without_the_reference_there_is_no_case(device: torch.device) -> None:
     specs = [faulty(REFERENCE, lambda _: Faulty(0))]
     with pytest.raises(ConfigError, match=r"reference \(eager\) cannot run .* broken on purpose"):
-        measure_case(job_on(device), specs=specs)
+        measure_case(setting_on(device), specs=specs)
 
 
 def test_a_case_without_time_measures_the_reference_and_names_the_others(
     device: torch.device,
 ) -> None:
-    job = dataclasses.replace(job_on(device, "pytorch"), limit_s=1e-9)
-    eager, late = measure_case(job)
+    eager, late = measure_case(dataclasses.replace(setting_on(device, "pytorch"), limit_s=1e-9))
     assert eager["contender"] == "eager"
     assert len(eager["step_ms"]) == 1
     assert late["contender"] == "pytorch"
@@ -188,14 +186,13 @@ def fail_on_last(setting: Setting) -> Contender:
 
 def measure_on_rank() -> list[Row]:
     these = Ranks(dist.get_rank(), dist.get_world_size(), dist.get_rank(), 2, launched=True)
-    job = job_on(torch.device("cpu"))
-    setting = dataclasses.replace(job.setting, ranks=these)
+    setting = dataclasses.replace(setting_on(torch.device("cpu")), ranks=these)
     specs = [
         *find_contenders(("pytorch", "fsdp2")),
         faulty("lame", fail_on_last),
         *find_contenders(("full_iteration",))[1:],
     ]
-    return measure_case(dataclasses.replace(job, setting=setting), specs=specs)
+    return measure_case(setting, specs=specs)
 
 
 @pytest.mark.slow
@@ -216,13 +213,13 @@ def test_ranks_measure_together_and_leave_out_what_fails_on_one_of_them(ranks2: 
     assert eager[0]["last_loss"] != eager[1]["last_loss"], "the ranks trained on the same batches"
 
 
-def ends_badly(how: str, result: list[Row], tells: Connection, log: str, job: Job) -> None:
+def ends_badly(how: str, result: list[Row], tells: Connection, log: str, setting: Setting) -> None:
     """Stand in a child's place: at the first try something happens to the contender pytorch."""
     os.setsid()
     with open(log, "wb") as sink:
         os.dup2(sink.fileno(), 2)
     tells.send(("pytorch",))
-    if not job.excluded:
+    if not setting.excluded:
         match how:
             case "orphan":
                 subprocess.Popen([sys.executable, "-c", "import time; time.sleep(100)"])
@@ -239,7 +236,7 @@ def ends_badly(how: str, result: list[Row], tells: Connection, log: str, job: Jo
     tells.send(result)
 
 
-JOB = job_on(torch.device("cpu"), "eager", "pytorch", "full_iteration")
+SETTING = setting_on(torch.device("cpu"), "eager", "pytorch", "full_iteration")
 
 
 @pytest.fixture
@@ -268,24 +265,24 @@ def test_a_contender_that_takes_its_process_down_is_left_out_and_named(
     measured: tuple[list[Row], list[Faulty]],
 ) -> None:
     monkeypatch.setattr(process, "child_main", functools.partial(ends_badly, how, measured[0]))
-    jobs: list[Job] = []
+    settings: list[Setting] = []
     real = process._run_child
 
-    def spy(job: Job, *others: Any) -> object:
+    def spy(setting: Setting, *others: Any) -> object:
         monkeypatch.setattr(process, "SILENCE_LIMIT_S", 600.0)  # to start may take long
-        jobs.append(job)
-        return real(job, *others)
+        settings.append(setting)
+        return real(setting, *others)
 
     monkeypatch.setattr(process, "_run_child", spy)
     said: list[str] = []
 
     def turn(name: str) -> None:
         said.append(name)
-        if how == "hang" and len(jobs) == 1:
+        if how == "hang" and len(settings) == 1:
             monkeypatch.setattr(process, "SILENCE_LIMIT_S", 2.0)
 
-    assert run_case(dataclasses.replace(JOB, limit_s=3600), turn) == measured[0]
-    assert [job.excluded for job in jobs] == [{}, {"pytorch": reason}]
+    assert run_case(dataclasses.replace(SETTING, limit_s=3600), turn) == measured[0]
+    assert [each.excluded for each in settings] == [{}, {"pytorch": reason}]
     assert said == ["pytorch"] * 2
 
 
@@ -296,7 +293,7 @@ def test_a_case_that_cannot_be_made_or_takes_too_long_fails_with_words(
     for how, limit_s, message in (("config", 3600, "no such text"), ("hang", 1, "was over")):
         monkeypatch.setattr(process, "child_main", functools.partial(ends_badly, how, measured[0]))
         with pytest.raises(CaseFailedError, match=message):
-            run_case(dataclasses.replace(JOB, limit_s=limit_s))
+            run_case(dataclasses.replace(SETTING, limit_s=limit_s))
 
 
 @pytest.mark.slow
