@@ -15,12 +15,12 @@ from torch import Tensor
 from graphfsdp.base.memory_plan import neighbour_starts
 from graphfsdp.data import BYTES_VOCAB_SIZE
 from graphfsdp.planning.activations import Activations, Unit, run_without_numbers, whole_bytes
-from graphfsdp.planning.roofline import CALL_S, NODE_S, Bound, Device, arithmetic_s
+from graphfsdp.planning.roofline import CALL_S, NODE_S, Bound, arithmetic_s
 from graphfsdp.sharding.plan import BufferPlan, ParameterKind, plan_buffers
 from graphfsdp.training.build import make_model
 from graphfsdp.training.config import IterationBatch, TrainConfig
 from graphfsdp.training.gpt import GPT
-from graphfsdp.training.metrics import flops_per_token
+from graphfsdp.training.metrics import Gpu, flops_per_token
 
 _TOKEN_BYTES, _NORM_BYTES = 8, 8
 _STATE_BYTES = 8  # FusedAdam's two moments of an element, in float32
@@ -92,7 +92,7 @@ class TrainingPlan:
         """Elements that belong to no parameter, likewise."""
         return sum(buffer.layout.num_padding for unit in self.units for buffer in unit.buffers)
 
-    def bound(self, device: Device) -> Bound:
+    def bound(self, device: Gpu) -> Bound:
         """Return what an iteration takes at least.
 
         Whatever memory is for is written and read at least once, activations by each micro-batch.

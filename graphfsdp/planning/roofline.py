@@ -6,31 +6,15 @@ through the GPU's memory; it is shorter only where caches spare it some of the b
 
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, get_args
 
 import torch
 
-from graphfsdp.training.metrics import peak_tflops
+from graphfsdp.training.metrics import GPUS, Gpu, peak_tflops
 
 DeviceName = Literal["h100", "h200", "b200"]
-
-
-class Device(NamedTuple):
-    """A GPU; its arithmetic is that of ``name`` in ``training.metrics``."""
-
-    name: str
-    memory_rate: float  # bytes/s
-    link_rate: float  # bytes/s to other GPUs, in one direction
-
-
-# Source: NVIDIA's data sheets of H100 and H200 (SXM: 3.35 and 4.8 TB/s; NVLink 900 GB/s in both
-# directions together) and of DGX B200 (64 TB/s of eight; NVLink 1.8 TB/s).
-DEVICES: Mapping[DeviceName, Device] = MappingProxyType(
-    {
-        "h100": Device("H100", 3.35e12, 450e9),
-        "h200": Device("H200", 4.8e12, 450e9),
-        "b200": Device("B200", 8e12, 900e9),
-    }
+DEVICES: Mapping[DeviceName, Gpu] = MappingProxyType(
+    {name: gpu for name in get_args(DeviceName) for gpu in GPUS if gpu.name == name.upper()}
 )
 
 # One short kernel after another of 2.9 us each took 3.8 us where the host launched them one by one
@@ -53,7 +37,7 @@ class Bound(NamedTuple):
         return max(self.arithmetic, self.memory, self.links, CALL_S)
 
 
-def arithmetic_s(flops: float, dtype: torch.dtype, device: Device) -> float:
+def arithmetic_s(flops: float, dtype: torch.dtype, device: Gpu) -> float:
     peak = peak_tflops(device.name, dtype)
     assert peak is not None
     return flops / (peak * 1e12)

@@ -6,6 +6,7 @@ import math
 import resource
 import sys
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -65,20 +66,35 @@ def peak_memory_bytes(device: torch.device) -> int:
     return peak if sys.platform == "darwin" else peak * 1024  # bytes there, KiB elsewhere
 
 
-# Dense matrix arithmetic of GPUs in TFLOP/s: bfloat16 with float32 sums, float32 rounded to TF32,
-# float32. The first whose name is a part of the device's name counts, so longer names come first.
-# Source: NVIDIA's data sheets; halves of the figures given "with sparsity".
-GPU_PEAKS = (
-    ("GB200", 2500.0, 1250.0, 80.0),
-    ("B200", 2250.0, 1100.0, 75.0),
-    ("H200", 989.0, 494.0, 67.0),
-    ("H100 PCIe", 756.0, 378.0, 51.0),
-    ("H100 NVL", 835.0, 417.0, 60.0),
-    ("H100", 989.0, 494.0, 67.0),
-    ("A100", 312.0, 156.0, 19.5),
-    ("L40S", 362.0, 183.0, 91.6),
-    ("L4", 121.0, 60.0, 30.3),
-    ("RTX 4090", 165.2, 82.6, 82.6),
+class Gpu(NamedTuple):
+    """Dense matrix arithmetic in TFLOP/s, and bytes/s of memory and of links where they are known.
+
+    ``tf32`` is of float32 rounded to TF32; bfloat16 is summed in float32. A link's rate is to other
+    GPUs, in one direction.
+    """
+
+    name: str  # a part of the device's own
+    bf16: float
+    tf32: float
+    fp32: float
+    memory_rate: float = math.nan
+    link_rate: float = math.nan
+
+
+# The first whose name is a part of the device's name counts, so longer names come first.
+# Source: NVIDIA's data sheets; halves of the figures given "with sparsity". H100 and H200: SXM,
+# NVLink 900 GB/s in both directions together; DGX B200: 64 TB/s of eight, NVLink 1.8 TB/s.
+GPUS = (
+    Gpu("GB200", 2500.0, 1250.0, 80.0),
+    Gpu("B200", 2250.0, 1100.0, 75.0, 8e12, 900e9),
+    Gpu("H200", 989.0, 494.0, 67.0, 4.8e12, 450e9),
+    Gpu("H100 PCIe", 756.0, 378.0, 51.0),
+    Gpu("H100 NVL", 835.0, 417.0, 60.0),
+    Gpu("H100", 989.0, 494.0, 67.0, 3.35e12, 450e9),
+    Gpu("A100", 312.0, 156.0, 19.5),
+    Gpu("L40S", 362.0, 183.0, 91.6),
+    Gpu("L4", 121.0, 60.0, 30.3),
+    Gpu("RTX 4090", 165.2, 82.6, 82.6),
 )
 
 
@@ -102,9 +118,9 @@ def flops_per_token(model: GPT) -> int:
 
 def peak_tflops(device_name: str, dtype: torch.dtype) -> float | None:
     """Return a GPU's peak for products of that dtype, or None for a GPU not in the table."""
-    for name, bf16, tf32, fp32 in GPU_PEAKS:
-        if name in device_name:
+    for gpu in GPUS:
+        if gpu.name in device_name:
             if dtype == torch.bfloat16:
-                return bf16
-            return tf32 if torch.get_float32_matmul_precision() != "highest" else fp32
+                return gpu.bf16
+            return gpu.tf32 if torch.get_float32_matmul_precision() != "highest" else gpu.fp32
     return None
