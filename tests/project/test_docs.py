@@ -1,5 +1,6 @@
-"""The pages of the project: their links and anchors, the README's length and its claims."""
+"""The pages of the project: links and anchors, public names, the README's length and its claims."""
 
+import inspect
 import pathlib
 import re
 import tomllib
@@ -131,6 +132,19 @@ def test_the_reference_has_each_public_name() -> None:
         public |= {f"{package.__name__}.{name}" for name in package.__all__}
     short = {name for name in public if name.rpartition(".")[2] in shown}
     assert public - shown - short == set()
+
+
+def test_every_public_name_is_there_and_is_documented() -> None:
+    page = (DOCS / "api.md").read_text()
+    for name in graphfsdp.__all__:
+        assert inspect.getdoc(getattr(graphfsdp, name)), name
+        assert f"`{name}" in page, f"{name} is not in docs/api.md"
+
+
+def test_dir_shows_the_public_names_alone() -> None:
+    shown = set(dir(graphfsdp))
+    assert set(graphfsdp.__all__) <= shown
+    assert not {"TYPE_CHECKING", "Any"} & shown
 
 
 def test_a_table_that_is_on_two_pages_is_the_same() -> None:
