@@ -1,11 +1,12 @@
 """`graphfsdp.check`: a capture whose refusals go into a list, and which is undone."""
 
+import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from graphfsdp._capture.engine import Engine
 from graphfsdp._capture.inputs import StaticInputs
@@ -16,6 +17,7 @@ from graphfsdp._capture.trees import copied
 from graphfsdp.api import make_engine
 from graphfsdp.base.hazards import Hazard, HazardKind
 from graphfsdp.base.sharded import pipeline_stages
+from graphfsdp.base.torch_internals import parameters_of
 from graphfsdp.config import CaptureOptions, MixedPrecisionPolicy, Scope
 from graphfsdp.errors import ConfigError
 from graphfsdp.optim.adapters.baked import BakedAdapter
@@ -28,9 +30,9 @@ from graphfsdp.preconditions import (
 )
 from graphfsdp.preflight.judge import Findings, Judge, members_of
 from graphfsdp.preflight.report import CheckReport
-from graphfsdp.preflight.untouched import untouched
 
 _TARGETS = ("cuda", "cpu")
+_Container = dict[Any, Any] | list[Any] | set[Any]
 
 
 def check(
@@ -129,7 +131,7 @@ def check_call(
     device, num_ops = "?", 0
     inner = [inner_optimizer(each, ignoring) for each in as_list(optimizer, "optimizer")]
     with (
-        untouched(one_module(model), inner) as gradients,
+        _untouched(one_module(model), inner) as gradients,
         findings.noting(HazardKind.CONFIG),  # what leaves nothing to go on with
     ):
         engine = make_engine(
@@ -242,3 +244,57 @@ def _baked_lr(optimizer: torch.optim.Optimizer) -> Iterator[Hazard]:
                 "tensor on the parameters' device; if it never changes, ignore this",
                 op=f"{name}.param_groups[{index}]['lr']",
             )
+
+
+@contextmanager
+def _untouched(
+    model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]
+) -> Iterator[list[Tensor]]:
+    """Put back what modules, parameters and optimizers hold, and containers of theirs.
+
+    Gradients are taken off meanwhile, and handed out: a capture gives those that were left on other
+    memory, and a captured step of these parameters writes them.
+    """
+    modules = list(model.modules())
+    groups = [group for each in optimizers for group in each.param_groups]
+    owned = [each for module in modules for each in parameters_of(module).values()]
+    owned += [param for group in groups for param in group["params"]]
+    params = {id(param): param for param in owned if param is not None}
+    tables = [vars(each) for each in (*modules, *optimizers, *params.values())]
+    inside = [value for table in tables for value in table.values()]
+    held = [each for each in inside if isinstance(each, dict | list | set)]
+    kept = [(each, _items(each)) for each in [*tables, *held, *(g["params"] for g in groups)]]
+    forms = [(p, p.grad, p.requires_grad, getattr(p, "grad_dtype", None)) for p in params.values()]
+    for param in params.values():
+        param.grad = None
+    try:
+        yield [grad for _, grad, *_ in forms if grad is not None]
+    finally:
+        for param, grad, requires_grad, grad_dtype in forms:
+            param.requires_grad_(requires_grad)
+            param.grad = grad
+            if hasattr(param, "grad_dtype") and param.grad_dtype != grad_dtype:
+                param.grad_dtype = grad_dtype
+        for container, items in kept:
+            _put_back(container, items)
+
+
+def _items(container: _Container) -> list[Any]:
+    return list(container.items()) if isinstance(container, dict) else list(container)
+
+
+def _put_back(container: _Container, items: list[Any]) -> None:
+    now = _items(container)
+    if isinstance(container, dict):
+        same = len(now) == len(items) and all(
+            a is b for pairs in zip(now, items, strict=True) for a, b in zip(*pairs, strict=True)
+        )
+    else:
+        same = len(now) == len(items) and all(map(operator.is_, now, items))
+    if same:  # a class may refuse to be filled, as diffusers' FrozenDict does
+        return
+    container.clear()
+    if isinstance(container, list):
+        container.extend(items)
+    else:
+        container.update(items)

@@ -21,8 +21,7 @@ from graphfsdp.base.op_tensors import as_written
 from graphfsdp.in_place.parts import Parts
 from graphfsdp.preflight.check import check_call
 from graphfsdp.preflight.report import CheckReport
-from graphfsdp.preflight.trained import trained_with, trains
-from graphfsdp.preflight.watched_loop import WatchedLoop
+from graphfsdp.preflight.watched_loop import WatchedLoop, trained_with, trains
 
 
 class CheckedExit(SystemExit):

@@ -7,6 +7,7 @@ two are judged and compared. In some more ``capture_in_place`` shows what it mak
 the script ends.
 """
 
+import gc
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -19,7 +20,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from graphfsdp._capture.rules.constants import error_of
 from graphfsdp._capture.rules.refusals import running_optimizer
@@ -28,6 +29,7 @@ from graphfsdp._capture.undo.host_state import HostOptimizer, HostState
 from graphfsdp.base.changes import ChangeKind
 from graphfsdp.base.hazards import Hazard, HazardKind, HazardLog, SourceLine
 from graphfsdp.base.op_tensors import as_written
+from graphfsdp.base.torch_internals import tree_leaves
 from graphfsdp.config import CaptureOptions
 from graphfsdp.errors import CaptureError
 from graphfsdp.in_place.module_part import PartState
@@ -38,7 +40,6 @@ from graphfsdp.preflight.advice import Advice, integration_of, names_of
 from graphfsdp.preflight.judge import Findings, members_of
 from graphfsdp.preflight.loop_watcher import LATER, LoopWatcher
 from graphfsdp.preflight.report import CheckReport
-from graphfsdp.preflight.trained import owners_of, params_of, trains, trains_through
 
 # From here on others have nothing to do with it; a critic steps less often than that by itself.
 _MOST_STEPS_ALONE = 10
@@ -140,13 +141,12 @@ class WatchedLoop:
             return nullcontext()
         if self._iteration is not None:
             return self._iteration.watcher.around_call(module)
-        # Of a step that was under way when this loop was found the end is not seen.
-        is_seen = self._steps_as_written is not None or running_optimizer() is None
-        is_own = any(module is each for each in self._together().modules())
-        if not (is_seen and is_own and trains(module)):
+        if not (trains(module) and any(module is each for each in self._together().modules())):
             return nullcontext()
+        if self._steps_as_written is None and running_optimizer() is not None:
+            return nullcontext()  # of a step that was under way before the end is not seen
         # A call that trains another model is none of an iteration, unless all of them do.
-        is_through = trains_through(args, kwargs)
+        is_through = _trains_through(args, kwargs)
         if not self._num:
             self._begins_through = is_through
         if self._begins_through or not is_through:
@@ -248,7 +248,7 @@ class WatchedLoop:
         self.came_to = "stepped its optimizer once"
         if self._num == 1:  # which shows what is trained in one
             self._optimizers = {each: self._optimizers[each] for each in iteration.stepped}
-            self._models = owners_of(self._models, iteration.stepped)
+            self._models = _owners_of(self._models, iteration.stepped)
             self._find_settings()
             # What is made once is made there.
             self._early = [hazard for hazard in iteration.hazards if hazard.fix == LATER]
@@ -363,11 +363,11 @@ class WatchedLoop:
 
 def _is_awaited(optimizer: torch.optim.Optimizer, iteration: _Iteration) -> bool:
     """Tell whether another optimizer has still to step in the iteration that runs."""
-    params, stepped = params_of(optimizer), iteration.stepped
+    params, stepped = _params_of(optimizer), iteration.stepped
     is_left_alone = stepped.count(stepped[-1]) >= _MOST_STEPS_ALONE
     return (
         not is_left_alone
-        and all(params.keys().isdisjoint(params_of(each)) for each in stepped)
+        and all(params.keys().isdisjoint(_params_of(each)) for each in stepped)
         and any(map(iteration.watcher.has_touched, params.values()))
     )
 
@@ -387,3 +387,59 @@ def _is_before(source: SourceLine | None, begins: SourceLine | None) -> bool:
     if source is None or begins is None or source.line >= begins.line:
         return False
     return (source.file, source.function) == (begins.file, begins.function)
+
+
+def trains(module: nn.Module) -> bool:
+    """Tell whether a call of a module now is one that trains it."""
+    return (
+        torch.is_grad_enabled()
+        and module.training
+        and any(param.requires_grad for param in module.parameters())
+    )
+
+
+def _trains_through(args: Any, kwargs: Any) -> bool:
+    """Tell whether a call is given what another model has computed, to train that."""
+    leaves = tree_leaves((args, kwargs))
+    return any(isinstance(t, Tensor) and t.requires_grad and not t.is_leaf for t in leaves)
+
+
+def trained_with(module: nn.Module) -> tuple[list[nn.Module], list[torch.optim.Optimizer]]:
+    """Return what may be trained in one iteration with a module: all that optimizers hold.
+
+    Nothing if no optimizer has its parameters.
+    """
+    gc.collect()  # optimizers that somebody has replaced
+    alive = [(each, type(each)) for each in gc.get_objects()]
+    optimizers = [each for each, kind in alive if issubclass(kind, torch.optim.Optimizer)]
+    inner = {id(getattr(each, "optimizer", None)) for each in optimizers}  # of wrappers
+    optimizers = [o for o in optimizers if id(o) not in inner and hasattr(o, "param_groups")]
+    held = set(map(id, module.parameters()))
+    if all(not _params_of(each).keys() & held for each in optimizers):
+        return [], []
+    modules = [each for each, kind in alive if issubclass(kind, nn.Module)]
+    parts = {id(child) for each in modules for child in each.children()}
+    roots = [each for each in modules if id(each) not in parts]
+    # The one that is called comes first, and the whole before another module made of its parts.
+    roots.sort(key=lambda each: -sum(1 for _ in each.modules()))
+    roots.sort(key=lambda each: all(part is not module for part in each.modules()))
+    return _owners_of(roots, optimizers), optimizers
+
+
+def _owners_of(
+    models: Sequence[nn.Module], optimizers: Sequence[torch.optim.Optimizer]
+) -> list[nn.Module]:
+    """Return the models that have the optimizers' parameters."""
+    left = {key for each in optimizers for key in _params_of(each)}
+    found = []
+    for model in models:
+        held = set(map(id, model.parameters()))
+        if held & left:
+            found.append(model)
+            left -= held
+    return found
+
+
+def _params_of(optimizer: torch.optim.Optimizer) -> dict[int, Tensor]:
+    """Return the parameters that an optimizer holds, by id."""
+    return {id(param): param for group in optimizer.param_groups for param in group["params"]}

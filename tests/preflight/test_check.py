@@ -3,6 +3,7 @@
 import copy
 import json
 import random
+from collections.abc import Sequence
 from typing import Any
 
 import numpy
@@ -20,19 +21,9 @@ from helpers import (
     quick_garbage_collection,
     snapshot,
 )
-from mid_forward import Inner, Probe, Program, batches
+from iterations import Optimizer, gan
+from mid_forward import Inner, Probe, batches
 from zoo import ZOO
-
-
-def check_program(program: Program, device: torch.device, **options: Any) -> graphfsdp.CheckReport:
-    """Check a probe that runs a program."""
-    torch.manual_seed(11)
-    model = Probe(program)
-    model.body.inner.attribute = torch.ones(4)
-    model.to(device)
-    model.body.inner.attribute = model.body.inner.attribute.to(device)
-    return graphfsdp.check(model, FusedAdam(model.parameters()), batches(device, 1)[0], **options)
-
 
 CHECKED = (
     *("mlp", "conv_net", "gpt", "mixture_of_experts", "lstm", "unused_parameter", "parametrized"),
@@ -170,10 +161,56 @@ def test_an_exception_of_the_program_is_a_finding_with_its_line() -> None:
         h = h * h.sum().item()
         return h @ torch.ones(3, 3)  # fails
 
-    report = check_program(program, torch.device("cpu"), target="cpu")
+    model = Probe(program)
+    x = batches(torch.device("cpu"), 1)[0]
+    report = graphfsdp.check(model, FusedAdam(model.parameters()), x, target="cpu")
     kinds = [hazard.kind for hazard in report.hazards]
     assert kinds == [HazardKind.HOST_READ, HazardKind.EXCEPTION]
     failure = report.hazards[1]
     assert failure.op == "RuntimeError"
     assert failure.source is not None
     assert failure.source.line == line_of(program, "# fails")
+
+
+def reading_gan(models: Sequence[nn.Module], optimizers: Sequence[Optimizer], real: Tensor) -> Any:
+    """Looks at a loss after the steps."""
+    losses = gan(models, optimizers, real)
+    if losses["net"].item() > 1e9:  # read
+        raise ValueError("it diverges")
+    return losses
+
+
+def make_pair(device: torch.device) -> tuple[list[nn.Module], list[Optimizer]]:
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.2), nn.Linear(8, 6)).to(device)
+    critic = nn.Linear(6, 1).to(device)
+    momentum = torch.optim.SGD(critic.parameters(), lr=torch.tensor(0.1, device=device), fused=True)
+    return [net, critic], [FusedAdam(net.parameters(), lr=0.1), momentum]
+
+
+def test_an_iteration_with_two_optimizers_is_checked_and_nothing_changes(
+    device: torch.device,
+) -> None:
+    models, optimizers = make_pair(device)
+    pairs = list(zip(models, optimizers, strict=True))
+    before = [snapshot(model, optimizer) for model, optimizer in pairs]
+    generator = torch.get_rng_state()
+    real = torch.randn(8, 6, generator=torch.Generator().manual_seed(1)).to(device)
+    report = graphfsdp.check(models, optimizers, real, iteration=gan)
+    report.raise_if_any()
+    assert report.num_ops > 20
+    for held, pair in zip(before, pairs, strict=True):
+        assert_same_state(held, snapshot(*pair))
+    assert torch.equal(generator, torch.get_rng_state())
+    (hazard,) = graphfsdp.check(models, optimizers, real, iteration=reading_gan).hazards
+    assert hazard.kind is HazardKind.HOST_READ
+    assert hazard.source is not None
+    assert hazard.source.line == line_of(reading_gan, "# read")
+
+
+def test_what_does_not_go_together_is_refused() -> None:
+    models, optimizers = make_pair(torch.device("cpu"))
+    with pytest.raises(graphfsdp.ConfigError, match="model is a sequence"):
+        graphfsdp.check(models, optimizers, torch.ones(2, 6))
+    with pytest.raises(graphfsdp.ConfigError, match=r"iteration= .* microbatches"):
+        graphfsdp.check(models, optimizers, torch.ones(2, 6), iteration=gan, microbatches=2)
