@@ -1,7 +1,8 @@
 """Random programs that write, alias, drop and draw: replayed, also with dead memory poisoned.
 
 A program works on registers, tensors of one shape that may share memory, and on handles, views of
-them that are only written through. The last register goes through a trained layer.
+them that are only written through. Then a network of random parts, with gradients, goes on from the
+last register, and through trained layers.
 """
 
 from collections.abc import Callable
@@ -20,6 +21,7 @@ from cpu_recording import PoisoningBackend
 from helpers import OPTIMIZERS, Case, assert_same_run, run
 from zoo import features
 
+CPU = torch.device("cpu")
 WIDTH = 4
 NUM_CALLS = 12  # 1 warm-up, 1 capture, 10 replays
 
@@ -192,13 +194,90 @@ OPERATIONS: dict[str, Operation] = {
 }
 
 
+# Parts of a network, which gradients go through.
+
+
+def activate(r: Registers, a: int, b: int) -> None:
+    kinds: tuple[Callable[[Tensor], Tensor], ...] = (
+        functional.relu,
+        functional.gelu,
+        functional.silu,
+        functional.softplus,
+        functional.leaky_relu,
+        lambda h: functional.relu(h * 1.5, inplace=True),
+        lambda h: functional.hardtanh(h * 1.5, inplace=True),
+        lambda h: functional.dropout(h, 0.1 + 0.1 * (a % 5)),
+        lambda h: h + 0.1 * torch.randn_like(h),
+    )
+    r.put(kinds[b % len(kinds)](r.get(a)))
+
+
+def combine(r: Registers, a: int, b: int) -> None:
+    one, other = r.get(a), r.get(b)
+    kinds: tuple[Callable[[], Tensor], ...] = (
+        lambda: one + other,
+        lambda: one * other.sigmoid(),
+        lambda: one + other.detach().cos(),
+        lambda: torch.einsum("ri,rj,rj->ri", one, other.tanh(), other.tanh()) / WIDTH,
+        lambda: one + _state(r, a).clone(),
+    )
+    r.put(kinds[(a + b) % len(kinds)]())
+
+
+def change(r: Registers, a: int, b: int) -> None:
+    """Write in place what gradients go through."""
+    out = r.get(a) * 1.25
+    if b % 6 == 0:
+        out.add_(r.get(b).detach(), alpha=0.5)
+    elif b % 6 == 1:
+        out.mul_(0.5).sub_(0.1)
+    elif b % 6 == 2:
+        out.clamp_(-1.0, 1.0 + a)
+    elif b % 6 == 3:
+        out[:, : 1 + a % WIDTH].mul_(1.5)
+    elif b % 6 == 4:
+        out.t()[a % WIDTH] = 0.25
+    else:
+        out.view(-1, 2, WIDTH // 2)[:, 1].add_(r.net.layers[0].bias[: WIDTH // 2])
+    r.put(out)
+
+
+def rearrange(r: Registers, a: int, b: int) -> None:
+    h = r.get(a)
+    kinds: tuple[Callable[[], Tensor], ...] = (
+        lambda: h.t().contiguous().t(),
+        lambda: torch.cat(h.chunk(2, dim=1)[::-1], dim=1),
+        lambda: h.view(-1, 2, WIDTH // 2).transpose(1, 2).reshape(-1, WIDTH),
+        lambda: h.unfold(1, 2, 2).flatten(1),
+        lambda: torch.stack(h.roll(a, 1).flip(1).unbind(1), dim=1),
+        lambda: h[:, torch.arange(WIDTH - 1, -1, -1, device=h.device)],
+        lambda: h.expand(2, *h.shape).mean(dim=0),
+        lambda: h.sort(dim=1).values - h.logsumexp(dim=1, keepdim=True),
+    )
+    r.put(kinds[b % len(kinds)]())
+
+
+def transform(r: Registers, a: int, b: int) -> None:
+    r.put((*r.net.layers, *r.net.norms)[b % 4](r.get(a)))
+
+
+PARTS: dict[str, Operation] = {
+    part.__name__: part for part in (activate, combine, change, rearrange, transform)
+}
+
+
+Instructions = list[tuple[str, int, int]]
+
+
 class Machine(nn.Module):
     """Runs a program, and trains on what is left in the registers."""
 
-    def __init__(self, program: list[tuple[str, int, int]]) -> None:
+    def __init__(self, program: Instructions, parts: Instructions) -> None:
         super().__init__()
         self.program = program
+        self.parts = parts
         self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2))
+        self.norms = nn.ModuleList([nn.LayerNorm(WIDTH), nn.BatchNorm1d(WIDTH)])
         for index in range(2):
             self.register_buffer(f"state{index}", torch.full((WIDTH,), 0.25 * index))
 
@@ -207,52 +286,70 @@ class Machine(nn.Module):
         with torch.no_grad():
             for name, first, second in self.program:
                 OPERATIONS[name](registers, first, second)
+        for name, first, second in self.parts:
+            PARTS[name](registers, first, second)
         last, middle = registers.get(-1), registers.get(len(registers.tensors) // 2)
         hidden = self.layers[0](last).tanh() + self.layers[1](middle.tanh() + x)
         loss: Tensor = hidden.square().mean()
         return loss
 
 
-steps = st.tuples(st.sampled_from(sorted(OPERATIONS)), st.integers(0, 7), st.integers(0, 7))
+def instructions(names: dict[str, Operation], **sizes: int) -> Any:
+    numbers = st.integers(0, 8)
+    return st.lists(st.tuples(st.sampled_from(sorted(names)), numbers, numbers), **sizes)
+
+
+OPTIONS = {
+    "scope": st.sampled_from(["full_iteration", "full_iteration", "forward_backward"]),
+    "optimizer": st.sampled_from(OPTIMIZERS),
+    "microbatches": st.sampled_from([1, 1, 2, 3]),
+    "max_grad_norm": st.sampled_from([None, 0.1]),
+}
 
 
 def check(
-    program: list[tuple[str, int, int]],
+    program: Instructions,
+    parts: Instructions,
+    device: torch.device,
     *,
     poisons: bool,
     scope: str = "full_iteration",
     **options: Any,
 ) -> None:
-    case = Case(lambda: Machine(program), features(WIDTH))
+    case = Case(lambda: Machine(program, parts), features(WIDTH))
     options |= {"num_steps": NUM_CALLS, "warmup_steps": 1}
-    expected = run(case, "none", torch.device("cpu"), **options)
+    expected = run(case, "none", device, **options)
     with pytest.MonkeyPatch.context() as patch:
         if poisons:
             patch.setattr(
                 graphfsdp.api, "make_backend", lambda name, device, *_: PoisoningBackend(device)
             )
-        got = run(case, scope, torch.device("cpu"), **options)
+        got = run(case, scope, device, **options)
     assert_same_run(expected, got)
     assert got.report.num_calls["replay"] == NUM_CALLS - 2
 
 
 @hypothesis.settings(max_examples=50, derandomize=True)
 @hypothesis.given(
-    program=st.lists(steps, min_size=2, max_size=14),
+    program=instructions(OPERATIONS, min_size=2, max_size=14),
+    parts=instructions(PARTS, max_size=4),
     poisons=st.booleans(),
-    scope=st.sampled_from(["full_iteration", "full_iteration", "forward_backward"]),
-    options=st.fixed_dictionaries(
-        {
-            "optimizer": st.sampled_from(OPTIMIZERS),
-            "microbatches": st.sampled_from([1, 1, 2, 3]),
-            "max_grad_norm": st.sampled_from([None, 0.1]),
-        }
-    ),
+    options=st.fixed_dictionaries(OPTIONS),
 )
 def test_random_programs_replay_as_eager_runs(
-    program: list[tuple[str, int, int]], poisons: bool, scope: str, options: dict[str, Any]
+    program: Instructions, parts: Instructions, poisons: bool, options: dict[str, Any]
 ) -> None:
-    check(program, poisons=poisons, scope=scope, **options)
+    check(program, parts, CPU, poisons=poisons, **options)
+
+
+@hypothesis.settings(max_examples=30, derandomize=True)
+@hypothesis.given(
+    parts=instructions(PARTS, min_size=1, max_size=8), options=st.fixed_dictionaries(OPTIONS)
+)
+def test_random_networks_replay_as_eager_runs(
+    device: torch.device, parts: Instructions, options: dict[str, Any]
+) -> None:
+    check([], parts, device, poisons=False, **options)
 
 
 @pytest.mark.parametrize("name", sorted(OPERATIONS))
@@ -261,4 +358,10 @@ def test_every_form_of_an_operation_stands_poisoned_memory(name: str) -> None:
     program = [("handle", 0, 1), ("handle", 1, 2), ("read_state", 0, 1)]
     for second in range(8):
         program += [(name, second // 2, second), ("unary", second, second), ("drop", 3, 0)]
-    check(program, poisons=True)
+    check(program, [], CPU, poisons=True)
+
+
+@pytest.mark.parametrize("name", sorted(PARTS))
+def test_every_form_of_a_part_replays_as_eager_runs(name: str, device: torch.device) -> None:
+    parts = [each for number in range(9) for each in ((name, -1, number), ("transform", -1, 0))]
+    check([], parts, device, poisons=False)
