@@ -1,16 +1,22 @@
 """The CPU backend: what a recording keeps, drops and writes, one operator at a time."""
 
 import sys
+import threading
+import tracemalloc
 from collections.abc import Callable
 from types import FrameType
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 import graphfsdp
 from cpu_recording import record
+from graphfsdp._capture.cpu.graph import find_commit_point
+from graphfsdp._capture.cpu.program import ProgramSource
+from graphfsdp._capture.trace.values import Node, StorageInfo, Value, geometry_of
 from graphfsdp.optim import FusedAdam
 from zoo import ZOO
 
@@ -146,3 +152,121 @@ def test_a_scalar_loss_is_not_computed_in_memory_of_another_size(
     graph, (expected,) = record(iterate)
     assert torch.equal(graph.replay()[0], expected)
     assert "resized" not in capfd.readouterr().err
+
+
+def writes(*tensors: Tensor) -> Node:
+    values = []
+    for tensor in tensors:
+        info = StorageInfo(StorageWeakRef(tensor.untyped_storage()), external=True, varies=True)
+        values.append(Value(info, geometry_of(tensor), None))
+    op = torch.ops.aten._foreach_add_.Scalar
+    return Node(op, [values, 1.0], {}, [], "none")
+
+
+SMALL, LARGE, HALF = 4, 1 << 19, 1 << 17
+
+
+@pytest.mark.parametrize(
+    ("nodes", "commits_at", "num_kept"),
+    [
+        ([[SMALL], [LARGE]], 1, 1),  # small writes before the first large one
+        ([[SMALL], [HALF] * 4], 1, 1),  # too much in all
+        ([[1] * 9], 0, 0),  # too many tensors
+        ([[2, 3], [4]], None, 3),  # all is small
+    ],
+)
+def test_what_is_written_before_the_first_large_write_is_kept(
+    nodes: list[list[int]], commits_at: int | None, num_kept: int
+) -> None:
+    held = [[torch.zeros(size) for size in sizes] for sizes in nodes]
+    point = find_commit_point([writes(*tensors) for tensors in held], [])
+    assert point.node == commits_at
+    first = [geometry_of(tensor) for tensors in held[:commits_at] for tensor in tensors]
+    assert [value.geometry for value in point.kept] == first
+    assert len(first) == num_kept
+
+
+@pytest.mark.parametrize(("held_s", "patience_s", "num_escapes"), [(0.02, 20, 0), (None, 0.1, 1)])
+def test_what_a_worker_thread_soon_lets_go_is_no_escape(
+    held_s: float | None, patience_s: float, num_escapes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As gloo's threads do with the buffers of a collective."""
+    monkeypatch.setattr("graphfsdp._capture.cpu.graph._RELEASE_S", patience_s)
+    threads: list[threading.Thread] = []
+    is_over = threading.Event()
+
+    def keep(tensor: Tensor) -> None:
+        is_over.wait(held_s)
+        del tensor
+
+    def lend(tensor: Tensor) -> None:
+        tensor.fill_(2.0)
+        alias = tensor.detach()  # an object of its own; the argument dies with the call
+        threads.append(threading.Thread(target=keep, args=(alias,)))
+        threads[-1].start()
+
+    weight = torch.ones(4)
+
+    def iterate() -> list[Tensor]:
+        buffer = torch.empty(4)
+        torch.ops.graphfsdp_lending.lend_(buffer)
+        return [buffer * weight]
+
+    with torch.library._scoped_library("graphfsdp_lending", "DEF") as library:
+        library.define("lend_(Tensor(a!) tensor) -> ()")
+        library.impl("lend_", lend, "CPU")
+        graph, results = record(iterate)
+        weight.fill_(3.0)
+        replayed = graph.replay()[0]
+    is_over.set()
+    for thread in threads:
+        thread.join()
+    assert graph.facts.num_escapes == num_escapes
+    assert torch.equal(results[0], torch.full((4,), 2.0))
+    assert torch.equal(replayed, torch.full((4,), 6.0))
+
+
+NUM_FILLERS = 200  # several parts
+
+
+def fill(source: ProgramSource) -> None:
+    for _ in range(NUM_FILLERS):
+        source.add("tick()")
+
+
+def test_a_replay_that_fails_holds_nothing_for_the_next_one() -> None:
+    fails = [True]
+
+    def maybe() -> None:
+        if fails.pop() if fails else False:
+            raise KeyboardInterrupt
+
+    source = ProgramSource({"x": torch.ones(2), "maybe": maybe, "tick": lambda: None})
+    source.add("v0 = x * 3", ["v0"])
+    fill(source)
+    source.add("maybe()")
+    fill(source)
+    replay = source.finish(["v0"])
+    with pytest.raises(KeyboardInterrupt):
+        replay()
+    assert torch.equal(replay()[0], torch.full((2,), 3.0))
+
+
+def test_compiling_takes_no_more_memory_for_a_longer_program() -> None:
+    def peak_over_program(num_lines: int) -> int:
+        tracemalloc.start()
+        try:
+            source = ProgramSource({"f": torch.mul, "x": torch.ones(2)})
+            for index in range(num_lines):
+                source.add(f"v{index} = f(x, 2.0, out=x)", [f"v{index}"])
+                source.drop([f"v{index}"])
+            replay = source.finish(["x"])
+            held, peak = tracemalloc.get_traced_memory()
+        finally:
+            tracemalloc.stop()
+        assert callable(replay)
+        return peak - held
+
+    peak_over_program(100)
+    short, long = peak_over_program(200), peak_over_program(2000)
+    assert long < 1.5 * short < 1 << 20, (short, long)

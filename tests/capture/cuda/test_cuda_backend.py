@@ -15,6 +15,8 @@ from torch import Tensor, nn
 import graphfsdp
 from graphfsdp import CaptureError, Phase
 from graphfsdp._capture.cuda import driver as cuda_driver
+from graphfsdp._capture.cuda import host_copies
+from graphfsdp._capture.cuda.host_copies import HostCopies, PinnedMemory
 from graphfsdp.optim import FusedAdam
 from unjoined_stream import leaves_a_stream_unjoined
 from zoo_models import WIDTH, Squared
@@ -332,3 +334,38 @@ def test_closing_after_an_error_of_the_device_still_frees_the_graph(
         patch.setattr(torch._C, "_cuda_synchronize", fail)
         step.close()
     assert not private_pools() - others
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("is_granted", [True, False])
+def test_attempts_use_the_same_page_locked_memory(
+    is_granted: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Or memory of the other kind where the system grants none of this."""
+    monkeypatch.setattr(host_copies, "_CHUNK_BYTES", 64)
+    make = torch.empty
+
+    def empty(*args: Any, **options: Any) -> Tensor:
+        if options.get("pin_memory") and not is_granted:
+            raise RuntimeError("CUDA error: out of memory")
+        made: Tensor = make(*args, **options)
+        return made
+
+    monkeypatch.setattr(torch, "empty", empty)
+    state = [torch.arange(n, dtype=torch.float32, device="cuda") for n in (5, 0, 50, 16)]
+    before, memory, places = [each.clone() for each in state], PinnedMemory(), set()
+    for _ in range(3):
+        copies = HostCopies([*state, state[2][3:]], memory)
+        inner = HostCopies(state[:1], PinnedMemory())
+        places.add(tuple(sorted(chunk.data_ptr() for chunk in copies._chunks)))
+        assert len(copies._chunks) == -(-71 * 4 // 64)
+        assert {chunk.is_pinned() for chunk in copies._chunks} == {is_granted}
+        for each in state:
+            each.add_(1)
+        inner.roll_back()
+        copies.roll_back()
+        assert all(torch.equal(a, b) for a, b in zip(before, state, strict=True))
+        del copies
+    assert len(places) == 1
+    memory.end()
+    assert memory.take(64)[0].is_pinned() == is_granted
