@@ -294,7 +294,7 @@ class Machine(nn.Module):
         return loss
 
 
-def instructions(names: dict[str, Operation], **sizes: int) -> Any:
+def instructions(names: dict[str, Operation], **sizes: Any) -> Any:
     numbers = st.integers(0, 8)
     return st.lists(st.tuples(st.sampled_from(sorted(names)), numbers, numbers), **sizes)
 
