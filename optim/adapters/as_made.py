@@ -7,7 +7,6 @@ itself when the captured step is closed.
 Shapes: G = parameter groups; [] is a 0-D tensor.
 """
 
-import logging
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -20,13 +19,11 @@ from torch.optim.optimizer import Optimizer
 
 from graphfsdp.base.dtensors import is_dtensor
 from graphfsdp.base.torch_internals import without_modes
-from graphfsdp.config import MixedPrecisionPolicy, Scope
+from graphfsdp.config import Scope
 from graphfsdp.errors import ConfigError
 from graphfsdp.optim.adapters.baked import BakedAdapter, Word
 from graphfsdp.optim.adapters.grouped_step import GroupedStep, is_torchs_step
 from graphfsdp.optim.adapters.live_numbers import LiveScalars, Slots, in_groups
-
-_LOG = logging.getLogger("graphfsdp")
 
 
 class _Fused(NamedTuple):
@@ -76,7 +73,6 @@ class TorchAdapter(BakedAdapter):
         super().__init__(optimizer)
         # Eager steps of a capturable optimizer are on purpose here; torch would warn about them.
         vars(optimizer)["_warned_capturable_if_run_uncaptured"] = True
-        self._has_told = False
         self._is_stepping = False
         self._must_skip = False
         # What somebody else's step makes of an lr that is a tensor, nobody knows.
@@ -94,34 +90,6 @@ class TorchAdapter(BakedAdapter):
     @property
     def bakes_lr(self) -> bool:
         return not self._is_plain and super().bakes_lr
-
-    def check(
-        self,
-        named_params: Mapping[str, nn.Parameter],
-        policy: MixedPrecisionPolicy,
-        scope: Scope,
-    ) -> None:
-        super().check(named_params, policy, scope)
-        if scope is Scope.FULL_ITERATION and not self._has_told:
-            self._tell()
-            self._has_told = True
-
-    def _tell(self) -> None:
-        groups = self.optimizer.param_groups
-        flags = [f"{key}=True" for key in ("fused", "capturable") if self._turns_on(key)]
-        baked = [key for key in ("weight_decay", "betas", "eps", "momentum") if key in groups[0]]
-        is_adam = isinstance(self.optimizer, (torch.optim.Adam, torch.optim.AdamW))
-        _LOG.info(
-            "%s steps %s while it is captured; lr stays live in replays, %s baked and guarded%s",
-            self._name,
-            f"with {' and '.join(flags)}" if flags else "as it was made",
-            f"{', '.join(baked)} are" if baked else "other numbers are",
-            " (graphfsdp.optim.FusedAdam keeps these live as well)" if is_adam else "",
-        )
-
-    def _turns_on(self, key: str) -> bool:
-        groups = self.optimizer.param_groups
-        return any(self._settings(group).get(key) and not group[key] for group in groups)
 
     def prepare_skipping(self, scope: Scope) -> None:
         self._must_skip = True
@@ -299,8 +267,8 @@ class TorchAdapter(BakedAdapter):
             found.append(self._rates.get(row, device) if self._has_live_rate(group) else None)
         return found
 
-    def _before_replay(self) -> None:
-        super()._before_replay()
+    def before_replay(self) -> None:
+        super().before_replay()
         self._write_rates()
 
     def _write_rates(self) -> None:

@@ -68,7 +68,8 @@ class NativeAdapter(Adapter):
             for group in self._native.param_groups
         ]
 
-    def _before_replay(self) -> None:
+    def before_replay(self) -> None:
+        super().before_replay()
         self._native.upload_hyperparameters()
 
     def state_tensors(self) -> Iterator[tuple[str, Tensor]]:

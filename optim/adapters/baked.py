@@ -45,19 +45,6 @@ class Adapter:
         scope: Scope,
     ) -> None:
         check_precision(named_params, policy, self._facts)
-        if scope is Scope.FULL_ITERATION:
-            self._check_inside_graph(named_params, policy)
-        self._check_anywhere(named_params)
-
-    def _check_inside_graph(
-        self, named_params: Mapping[str, nn.Parameter], policy: MixedPrecisionPolicy
-    ) -> None:
-        """Refuse what no graph can hold of the step."""
-        return
-
-    def _check_anywhere(self, named_params: Mapping[str, nn.Parameter]) -> None:
-        """Refuse what the optimizer cannot do in a graph or outside of one."""
-        return
 
     def step_by_groups(self) -> None:
         """Do nothing: of most optimizers there is no such step."""
@@ -89,13 +76,8 @@ class Adapter:
         return self.optimizer.param_groups
 
     def before_replay(self) -> None:
-        self._before_replay()
         # Schedulers warn when they have not seen a step, and a replay calls none.
         self.optimizer._opt_called = True  # type: ignore[attr-defined]
-
-    def _before_replay(self) -> None:
-        """Upload the numbers that changed, if any are live."""
-        return
 
     def state_tensors(self) -> Iterator[tuple[str, Tensor]]:
         for row, group in enumerate(self.optimizer.param_groups):
@@ -140,6 +122,9 @@ class BakedAdapter(Adapter):
     ) -> None:
         super().check(named_params, policy, scope)
         self._is_inside = scope is Scope.FULL_ITERATION
+        if self._is_inside:
+            self._check_inside_graph(named_params)
+        self._check_anywhere(named_params)
 
     @contextmanager
     def stepping(self) -> Iterator[None]:
@@ -244,7 +229,8 @@ class BakedAdapter(Adapter):
         words = (_show(changed[0]), _show(changed[1]))
         return [*super().changes(), Change(ChangeKind.BAKED_VALUE, name, *words, remedy)]
 
-    def _before_replay(self) -> None:
+    def before_replay(self) -> None:
+        super().before_replay()
         tape = self._tape if self._records else self._recorded
         if tape is not None:
             tape.write()
@@ -325,9 +311,7 @@ class BakedAdapter(Adapter):
                     "this rank's parts; a group for each mesh"
                 )
 
-    def _check_inside_graph(
-        self, named_params: Mapping[str, nn.Parameter], policy: MixedPrecisionPolicy
-    ) -> None:
+    def _check_inside_graph(self, named_params: Mapping[str, nn.Parameter]) -> None:
         """Refuse an lr that would be read on the host, and apex."""
         if self._name == "apex FusedAdam":
             raise ConfigError(

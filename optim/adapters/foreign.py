@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from graphfsdp.config import MixedPrecisionPolicy
 from graphfsdp.errors import PrecisionError
 from graphfsdp.optim.adapters.baked import BakedAdapter
 from graphfsdp.optim.adapters.precision import OptimizerFacts
@@ -51,10 +50,8 @@ class TransformerEngineAdapter(BakedAdapter):
             ),
         )
 
-    def _check_inside_graph(
-        self, named_params: Mapping[str, nn.Parameter], policy: MixedPrecisionPolicy
-    ) -> None:
-        super()._check_inside_graph(named_params, policy)
+    def _check_inside_graph(self, named_params: Mapping[str, nn.Parameter]) -> None:
+        super()._check_inside_graph(named_params)
         version = installed_version("transformer_engine")
         for name, param in named_params.items():
             for what, why, remedy in self._refusals(param, version):
