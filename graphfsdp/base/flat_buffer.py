@@ -1,8 +1,6 @@
 """One 1-D storage and the views into it that stay at their addresses for ever."""
 
-import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -13,19 +11,6 @@ from graphfsdp.base.torch_internals import foreach_copy_
 
 # torch launches its kernel for many tensors anew behind 320 pieces of 65,536 elements each.
 _NUMEL_OF_LAUNCH = 320 * 65536
-
-
-@dataclass(frozen=True)
-class FlatSlot:
-    """Where one tensor lies in a flat buffer, in elements."""
-
-    offset: int
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-
-    @property
-    def numel(self) -> int:
-        return math.prod(self.shape)
 
 
 def is_dense(shape: Sequence[int], stride: Sequence[int]) -> bool:
@@ -82,16 +67,13 @@ class FlatBuffer:
 
     def __init__(self, like: Sequence[Tensor], *, dtype: torch.dtype, device: torch.device) -> None:
         starts = neighbour_starts((tensor.numel() for tensor in like), dtype.itemsize)
-        slots = []
-        for start, tensor in zip(starts, like, strict=False):
-            shape, stride = tuple(tensor.shape), tuple(tensor.stride())
-            dense = is_dense(shape, stride)
-            slots.append(FlatSlot(start, shape, stride if dense else contiguous_stride(shape)))
-        self.slots = tuple(slots)
         self.flat = zeros_flat(starts[-1], dtype, device)
-        self.views = tuple(
-            self.flat.as_strided(slot.shape, slot.stride, slot.offset) for slot in slots
-        )
+        views = []
+        for start, tensor in zip(starts, like, strict=False):
+            is_kept = is_dense(tensor.shape, tensor.stride())
+            stride = tensor.stride() if is_kept else contiguous_stride(tensor.shape)
+            views.append(self.flat.as_strided(tensor.shape, stride, start))
+        self.views = tuple(views)
 
     @property
     def num_bytes(self) -> int:
