@@ -1,6 +1,4 @@
-"""Our collectives as operators, how many of them an iteration issues, and the pool of ranks."""
-
-import contextlib
+"""Our collectives as operators, and how many of them an iteration issues."""
 
 import pytest
 import torch
@@ -16,7 +14,7 @@ from graphfsdp.base.collectives import (
     reduce_scatter_,
 )
 from helpers import OpNames
-from ranks import RankError, RankPool, on_ranks, rank_device, world_group
+from ranks import on_ranks, rank_device, world_group
 from sharding_helpers import adam, batches, buffers, make_net, my_part, raises_on_rank
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
@@ -115,30 +113,3 @@ def test_every_forward_after_a_step_gathers_once() -> None:
         model(*batch)
     num_sharded = sum(buffer.sharded for buffer in buffers(model))
     assert seen.names.count("graphfsdp.all_gather_.default") == 3 * num_sharded
-
-
-def fails_on_rank_1() -> None:
-    if dist.get_rank() == 1:
-        raise ValueError("rank one is unwell")
-    dist.barrier()
-
-
-def sleeps() -> None:
-    dist.barrier()
-    if dist.get_rank() == 1:
-        dist.barrier()
-
-
-def my_rank() -> int:
-    return dist.get_rank()
-
-
-def test_the_pool_reports_a_failure_and_a_hang_and_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ranks.GRACE_S", 0.5)
-    pool = RankPool(2)
-    with contextlib.closing(pool):
-        with pytest.raises(RankError, match=r"rank 1 failed:(.|\n)*rank one is unwell"):
-            pool.run(fails_on_rank_1)
-        with pytest.raises(RankError, match=r"rank 1 did not end(.|\n)*in sleeps"):
-            pool.run(sleeps, limit_s=1)
-        assert pool.run(my_rank) == [0, 1]

@@ -1,7 +1,6 @@
 """Interval colouring, and the fixed memory that a CPU program computes in."""
 
 import functools
-import inspect
 from collections.abc import Callable
 from itertools import pairwise
 
@@ -191,14 +190,3 @@ def test_programs_of_one_backend_share_their_memory() -> None:
         graph.close()
     del graph, graphs
     assert backend.arena.num_bytes == 0, "closed programs hold memory"
-
-
-def test_poison_reaches_a_reader_of_dead_memory() -> None:
-    """What a kept view of a planned tensor shows after a replay is poison."""
-    x = torch.ones(100)
-    graph, _ = record(lambda: [(x * 2).sum().mul(2)], nn.Identity(), poisons=True)
-    assert graph.replay()[0].item() == 400
-    assert graph._replay is not None
-    namespace = inspect.getclosurevars(graph._replay).nonlocals["last"].__globals__
-    planned = [v for k, v in namespace.items() if k.startswith("x") and v.shape == (100,)]
-    assert any(tensor.isnan().all() for tensor in planned if tensor is not x)
