@@ -12,6 +12,7 @@ from torch.utils.hooks import RemovableHandle
 
 from graphfsdp.base.dtensors import RankGroups, local_part, sharding_groups, wrap_like
 from graphfsdp.base.flat_buffer import FlatBuffer, copy_all
+from graphfsdp.base.norms import HeldByGroups, by_groups
 from graphfsdp.base.op_tensors import in_same_memory
 from graphfsdp.base.sharded import MainGrad
 from graphfsdp.errors import CaptureError
@@ -402,19 +403,14 @@ class PersistentGradients:
         views = [local_part(e.view) for e in self._entries if e.sharding is not None]
         return [*(buffer.flat for buffer in self.buffers), *views]
 
-    def landed_views(self) -> tuple[list[Tensor], dict[RankGroups, list[Tensor]]]:
+    def landed_views(self) -> HeldByGroups:
         """Return what the last iteration wrote, as plain tensors.
 
         That is the gradients that are whole on every rank, and this rank's part of the others by
         the groups that share them. Every group is named, also where nothing is here.
         """
-        whole: list[Tensor] = []
-        sharded: dict[RankGroups, list[Tensor]] = {groups: [] for groups in self._groups}
-        for entry in self._entries:
-            if entry.landed:
-                held = sharded[entry.groups] if entry.groups else whole
-                held.append(local_part(entry.view))
-        return whole, sharded
+        landed = [(e.groups, local_part(e.view)) for e in self._entries if e.landed]
+        return by_groups([*((groups, None) for groups in self._groups), *landed])
 
     def without_gradient(self) -> Sequence[str]:
         return [entry.name for entry in self._entries if not entry.landed]

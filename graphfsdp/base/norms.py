@@ -1,6 +1,6 @@
 """The global gradient norm over whole and sharded tensors alike, and clipping by it."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -11,7 +11,23 @@ from graphfsdp.base.sharded import MainGrad, sharded_roots
 from graphfsdp.base.torch_internals import foreach_mul_
 from graphfsdp.errors import ConfigError
 
+# This rank's tensors that are the same on every rank, and its parts of the others, by the groups
+# that hold the other parts.
+HeldByGroups = tuple[list[Tensor], dict[RankGroups, list[Tensor]]]
 _EPS = 1e-6  # as torch.nn.utils.clip_grad_norm_ adds to the norm
+
+
+def by_groups(parts: Iterable[tuple[RankGroups, Tensor | None]]) -> HeldByGroups:
+    """Sort this rank's parts of tensors; () stands for what is whole, None for what is not here.
+
+    Every group is named, also where nothing is here: all its ranks must take part.
+    """
+    found: dict[RankGroups, list[Tensor]] = {(): []}
+    for groups, part in parts:
+        held = found.setdefault(groups, [])
+        if part is not None:
+            held.append(part)
+    return found.pop(()), found
 
 
 def global_norm(
@@ -132,19 +148,17 @@ def clip_grad_norm_(model: nn.Module, max_norm: float) -> Tensor:
     return norm
 
 
-def _gradients(model: nn.Module) -> tuple[list[Tensor], dict[RankGroups, list[Tensor]]]:
+def _gradients(model: nn.Module) -> HeldByGroups:
     managed: dict[nn.Parameter, MainGrad] = {}
     for root in sharded_roots(model):
         managed.update(root.main_grads())
-    sharded: dict[RankGroups, list[Tensor]] = {
-        grad.groups: [] for grad in managed.values() if grad.groups
-    }
-    whole: list[Tensor] = []
+    found: list[tuple[RankGroups, Tensor | None]] = [
+        (each.groups, None) for each in managed.values()
+    ]
     for param in model.parameters():
         decoupled = param in managed and managed[param].decoupled
         grad = getattr(param, "decoupled_grad", None) if decoupled else param.grad
-        if grad is None:
-            continue
-        groups = managed[param].groups if param in managed else sharding_groups(grad)
-        (sharded.setdefault(groups, []) if groups else whole).append(local_part(grad))
-    return whole, sharded
+        if grad is not None:
+            groups = managed[param].groups if param in managed else sharding_groups(grad)
+            found.append((groups, local_part(grad)))
+    return by_groups(found)

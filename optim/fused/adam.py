@@ -10,10 +10,12 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
+from graphfsdp.base.dtensors import sharding_groups
+from graphfsdp.base.norms import by_groups
 from graphfsdp.base.streams import keep_for_graph
 from graphfsdp.base.torch_internals import without_modes
 from graphfsdp.optim.fused.checks import check_devices
-from graphfsdp.optim.fused.control import StepControl, norm_parts
+from graphfsdp.optim.fused.control import StepControl
 from graphfsdp.optim.fused.live_optimizer import LiveOptimizer
 from graphfsdp.optim.fused.plan import Plan, find_stepped, gradients_of
 from graphfsdp.optim.fused.settings import Flags, StepSettings, check_main_dtype
@@ -140,7 +142,10 @@ class FusedAdam(LiveOptimizer):
             plan = self._make_plan(params, grads)
         keep_for_graph(plan, self._by_hand)
         self._hyper.copy_tensor_lrs(self.param_groups)
-        parts = norm_parts(params, grads) if self._control.needs_norm(found_inf) else None
+        parts = None
+        if self._control.needs_norm(found_inf):
+            here = [None if grad is None or not grad.numel() else grad for grad in grads]
+            parts = by_groups(zip(map(sharding_groups, params), here, strict=True))
         grad_scale, found_inf = self._control.prepare(parts, grad_scale, found_inf)
         plan.run(grads, grad_scale, found_inf, self._control.skipped_steps, self._settings.flags)
 

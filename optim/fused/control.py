@@ -3,33 +3,13 @@
 Shapes: [...] a parameter's shape; [] is a 0-D tensor.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from graphfsdp.base.dtensors import RankGroups, sharding_groups
-from graphfsdp.base.norms import clip_coefficient, global_norm
-
-
-class NormParts(NamedTuple):
-    whole: list[Tensor]  # [...] each, the same on every rank
-    sharded: dict[RankGroups, list[Tensor]]  # [...] each, by the groups that hold the other parts
-
-
-def norm_parts(params: Sequence[Tensor], grads: Sequence[Tensor | None]) -> NormParts:
-    """Sort gradients, this rank's parts, by the groups that their parameter is sharded over.
-
-    They are there also where this rank holds no gradient of them: every rank must take part.
-    """
-    parts = NormParts([], {})
-    for param, grad in zip(params, grads, strict=True):
-        groups = sharding_groups(param)
-        found = parts.sharded.setdefault(groups, []) if groups else parts.whole
-        if grad is not None and grad.numel():
-            found.append(grad)
-    return parts
+from graphfsdp.base.norms import HeldByGroups, clip_coefficient, global_norm
 
 
 class StepControl:
@@ -71,7 +51,7 @@ class StepControl:
 
     def prepare(
         self,
-        parts: NormParts | None,  # the gradients, where needs_norm says so
+        parts: HeldByGroups | None,  # the gradients, where needs_norm says so
         grad_scale: Tensor | None,  # [] float
         found_inf: Tensor | None,  # [] float
     ) -> tuple[Tensor | None, Tensor | None]:
@@ -81,7 +61,7 @@ class StepControl:
         """
         if parts is None:
             return grad_scale, found_inf
-        norm = global_norm(parts.whole, parts.sharded, self.grad_norm.device)
+        norm = global_norm(*parts, self.grad_norm.device)
         if found_inf is None and self._skip_nonfinite:
             found_inf = norm.isfinite().logical_not_().to(torch.float32)
         if grad_scale is not None:
