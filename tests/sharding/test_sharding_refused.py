@@ -1,4 +1,4 @@
-"""What sharding refuses, on every rank and by name: a call, its exception, and words of it."""
+"""What sharding refuses, on every rank and by name: arguments, mistakes, ranks that differ."""
 
 from collections.abc import Callable
 from functools import partial
@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.distributed.fsdp as torch_fsdp
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -18,7 +19,7 @@ from graphfsdp.base.torch_internals import ASKS_SUBCLASSES
 from graphfsdp.optim import FusedAdam
 from parallel_models import EP_AXES, TP_AXES
 from ranks import on_ranks, rank_device
-from sharding_helpers import HYBRID_AXES, hybrid_mesh, on_meta
+from sharding_helpers import HYBRID_AXES, hybrid_mesh, on_meta, raises_on_rank
 
 fully_shard: Any = graphfsdp.fully_shard
 policy = graphfsdp.MixedPrecisionPolicy
@@ -211,3 +212,94 @@ def test_what_is_no_module() -> None:
             fully_shard(given)
     with pytest.raises(ConfigError, match=r"empty list"):
         fully_shard([])
+
+
+@on_ranks("ranks2")
+def test_an_optimizer_of_parameters_that_were_replaced() -> None:
+    model: Any = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 3)).to(rank_device())
+    early = torch.optim.SGD(model.parameters(), lr=0.1)
+    graphfsdp.fully_shard(model[0])
+    graphfsdp.fully_shard(model)
+    torch.optim.SGD(model.parameters(), lr=0.1).step()
+    early.zero_grad()
+    with raises_on_rank(ConfigError, "SGD holds 4 parameters of 4", "'weight' for one", "after"):
+        early.step()
+    graphfsdp.capture(model, early, scope="none").close()
+    early.step()
+
+
+@on_ranks("ranks2")
+def test_what_is_put_in_the_place_of_shards() -> None:
+    """FSDP2 goes on with the sharded parameters, and says nothing."""
+    x = torch.ones(3, 4, device=rank_device())
+    model: Any = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 3)).to(rank_device())
+    graphfsdp.fully_shard(model[0])
+    graphfsdp.fully_shard(model)
+    weight = model[0].weight
+    with torch.no_grad():
+        doubled = weight * 2
+        expected = model(x)
+        with raises_on_rank(ConfigError, "'0.weight' has been replaced"):
+            torch.func.functional_call(model, {"0.weight": torch.zeros(4, 4).to(x)}, x)
+        assert torch.equal(model(x), expected)
+        model[0].weight = nn.Parameter(doubled)
+        with raises_on_rank(ConfigError, "'0.weight' has been replaced", "copy_"):
+            model(x)
+        model[0].weight = weight
+        weight.copy_(doubled)
+        assert not torch.equal(model(x), expected)
+
+
+@on_ranks("ranks2")
+def test_a_parent_over_a_busy_child() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), graphfsdp.fully_shard(nn.Linear(4, 4)))
+    child = model[1]
+    assert isinstance(child, graphfsdp.FSDPModule)
+    with child.no_sync():
+        child(torch.ones(2, 4)).sum().backward()
+    with raises_on_rank(ConfigError, "unit '1'", "wait for their reduction"):
+        graphfsdp.fully_shard(model)
+        model(torch.ones(2, 4))
+
+
+@pytest.mark.parametrize("what", ["shape", "dtype", "frozen", "missing", "strategy"])
+@on_ranks("ranks2")
+def test_a_rank_that_differs(what: str) -> None:
+    odd = dist.get_rank() == 1
+    width = 6 if odd and what == "shape" else 4
+    model = nn.Sequential(nn.Linear(4, width), nn.ReLU())
+    if odd and what == "dtype":
+        model.double()
+    if odd and what == "frozen":
+        model.requires_grad_(False)
+    if odd and what == "missing":
+        model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.ReLU())
+    strategy = "optim" if odd and what == "strategy" else "optim_grads"
+    with raises_on_rank(ConfigError, "rank"):
+        wrapped = graphfsdp.fully_shard(model, strategy=strategy)
+        assert isinstance(wrapped, graphfsdp.FSDPModule)
+        wrapped.prepare_shards()
+
+
+@on_ranks("ranks2")
+def test_a_module_called_outside_its_unit() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
+    graphfsdp.fully_shard(model)
+    model(torch.ones(2, 4))
+    with raises_on_rank(Exception, "unit", "outside"):
+        model[0](torch.ones(2, 4))
+    model(torch.ones(2, 4)).sum().backward()
+
+
+@on_ranks("ranks4")
+def test_another_model_on_one_rank_is_told_to_all() -> None:
+    """Rank 3 alone: rank 0 shares no group with it. And other experts than those of the others."""
+    mesh, width = hybrid_mesh((2, 2), EP_AXES), 6 if dist.get_rank() == 3 else 4
+    experts = nn.Linear(2, 2 + mesh.get_local_rank("ep"))
+    for who, wrapped in (
+        ("rank 3 ", graphfsdp.fully_shard(nn.Linear(4, width), hybrid_mesh())),
+        ("", graphfsdp.fully_shard(experts, mesh, expert_axis="ep")),
+    ):
+        assert isinstance(wrapped, graphfsdp.FSDPModule)
+        with raises_on_rank(ConfigError, f"{who}holds another model than rank"):
+            wrapped.prepare_shards()

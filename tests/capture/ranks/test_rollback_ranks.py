@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 import graphfsdp
 from faults_at_operators import FAULTS, Fault, FaultMode, World
@@ -15,13 +15,17 @@ from graphfsdp._capture.ranks.whereabouts import Whereabouts
 from graphfsdp.base.collectives import Interruptible
 from graphfsdp.base.rank_agreement import RankStore
 from helpers import assert_same_state, quick_garbage_collection, snapshot
+from hidden_count import Unseen
 from rank_steps import WIDTH, batch, build
 from ranks import RankPool, on_ranks
+from sharding_helpers import hybrid_mesh
 from time_limits import slowdown
 
 
-def losses_without_faults(strategy: str, num_calls: int) -> list[Tensor]:
-    step, *_ = build(strategy, "none")
+def losses_without_faults(
+    strategy: str, num_calls: int, *between: nn.Module, **options: Any
+) -> list[Tensor]:
+    step, *_ = build(strategy, "none", *between, **options)
     return [step(batch(index)) for index in range(num_calls)]
 
 
@@ -29,37 +33,98 @@ class LateError(Exception):
     """An ordinary error of a user, after all collectives of the iteration."""
 
 
-def fails_on_one_rank(strategy: str) -> None:
-    """In the optimizer's step hook on rank 1: all roll back and go on, the group is intact."""
-    expected = losses_without_faults(strategy, 7)
-    step, model, optim = build(strategy, "full_iteration")
+def fails_on_one_rank(strategy: str, outer: str | None) -> None:
+    """In the optimizer's step hook on the last rank: all roll back and go on, groups are intact."""
+    axes: dict[str, Any] = {}
+    if outer is not None:  # the first rank shares no group with the last one
+        axes = {"mesh": hybrid_mesh(), "outer_strategy": outer}
+    last = dist.get_world_size() - 1
+    expected = losses_without_faults(strategy, 7, axes=axes)
+    step, model, optim = build(strategy, "full_iteration", axes=axes)
     fails = {"on": False}
 
     def hook(*args: object) -> None:
-        if fails["on"] and dist.get_rank() == 1:
-            raise LateError("of rank 1")
+        if fails["on"] and dist.get_rank() == last:
+            raise LateError(f"of rank {last}")
 
     optim.register_step_post_hook(hook)
     for index in range(7):
         if index <= 2:
             world = World(model, optim)
             fails["on"] = True
-            if dist.get_rank() == 1:
-                with pytest.raises(LateError, match="of rank 1"):
-                    step(batch(index))
-            else:
-                message = r"rank 1 of 2 failed in iteration \d+: LateError: of rank 1.*as it was"
-                with pytest.raises(graphfsdp.CaptureError, match=message):
-                    step(batch(index))
+            kind, message = LateError, f"of rank {last}"
+            if dist.get_rank() != last:
+                kind = graphfsdp.CaptureError
+                message = (
+                    rf"rank {last} of {last + 1} failed in iteration \d+: LateError: {message}"
+                )
+                message += ".*no rank keeps this iteration.*as it was"
+            with pytest.raises(kind, match=message):
+                step(batch(index))
             world.assert_unchanged(f"call {index}")
             fails["on"] = False
         assert torch.equal(step(batch(index)), expected[index]), index
     assert step.report().num_captures == 1
 
 
-@pytest.mark.parametrize("strategy", ["no_shard", "optim_grads_params"])
-def test_an_error_on_one_rank_undoes_the_iteration_on_all(ranks2: RankPool, strategy: str) -> None:
-    ranks2.run(fails_on_one_rank, strategy)
+@pytest.mark.parametrize(
+    ("ranks", "strategy", "outer"),
+    [
+        *(("ranks2", strategy, None) for strategy in ("no_shard", "optim_grads_params")),
+        ("ranks4", "optim_grads_params", "optim"),
+    ],
+)
+def test_an_error_on_one_rank_undoes_the_iteration_on_all(
+    request: pytest.FixtureRequest, ranks: str, strategy: str, outer: str | None
+) -> None:
+    request.getfixturevalue(ranks).run(fails_on_one_rank, strategy, outer)
+
+
+class Reads(nn.Module):
+    """Reads a value on the host on rank 1, in one microbatch of two of the capture."""
+
+    def __init__(self, in_microbatch: int) -> None:
+        super().__init__()
+        self.reads = Unseen(*[False] * (2 * 2 + in_microbatch), True, False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if next(self.reads) and dist.get_rank() == 1:
+            x.sum().item()
+        return x
+
+
+def reads_on_one_rank(strategy: str, in_microbatch: int) -> None:
+    expected = losses_without_faults(strategy, 7, nn.Identity(), microbatches=2)
+    step, model, optim = build(strategy, "full_iteration", Reads(in_microbatch), microbatches=2)
+    for index in range(7):
+        if index == 2:
+            world = World(model, optim)
+            words = "reads a value of the iteration on the host"
+            if dist.get_rank() != 1:
+                words = rf"rank 1 of 2 failed in iteration 3: CaptureError.*{words}"
+                words += "(.|\n)*test_rollback_ranks.py(.|\n)*no rank keeps this iteration"
+            with pytest.raises(graphfsdp.CaptureError, match=words):
+                step(batch(index))
+            world.assert_unchanged("the read")
+        assert torch.equal(step(batch(index)), expected[index]), index
+    assert step.report().num_captures == 1
+
+
+@pytest.mark.parametrize(
+    ("ranks", "strategy", "in_microbatch"),
+    [
+        ("ranks2", "optim", 1),
+        ("ranks2", "optim_grads_params", 0),
+        # The capture ends there, so the ranks have recorded unequally many collectives.
+        pytest.param(
+            *("gpu_ranks", "optim_grads_params", 1), marks=[pytest.mark.gpu, pytest.mark.multi_gpu]
+        ),
+    ],
+)
+def test_a_host_read_on_one_rank_rolls_back_all(
+    request: pytest.FixtureRequest, ranks: str, strategy: str, in_microbatch: int
+) -> None:
+    request.getfixturevalue(ranks).run(reads_on_one_rank, strategy, in_microbatch)
 
 
 def fails_while_the_other_is_busy(slow: float) -> None:
