@@ -398,7 +398,7 @@ def one_forward_one_backward() -> None:
                 model(batch(3 * index + part)).square().mean().backward()
             show(all(isinstance(param, DTensor) for param in model.parameters()))
             optimizer.step()
-            optimizer.zero_grad()
+            optimizer.zero_grad(set_to_none=unshards)
         show(*model.parameters())
 
 

@@ -18,47 +18,23 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import graphfsdp
 from graphfsdp import GuardError
 from graphfsdp.optim import FusedAdam
+from graphfsdp.training.gpt import GPT, GPTConfig
 from ranks import RankPool, rank_device
 from sharding_helpers import full_parameters, hybrid_mesh, raises_on_rank
 
 NUM_STEPS = 7
-LENGTH, WIDTH, NUM_HEADS, VOCABULARY = 16, 32, 2, 17
+LENGTH, VOCABULARY = 16, 17
+SHAPE = GPTConfig(
+    vocab_size=VOCABULARY, seq_length=LENGTH, num_layers=2, hidden_size=32, num_attention_heads=2
+)
 
 pytestmark = [pytest.mark.gpu, pytest.mark.multi_gpu]
 
 
-class Attention(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.Linear(WIDTH, 3 * WIDTH)
-        self.out = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:  # [N, P, H] -> [N, P, H]
-        heads = self.inner(x).unflatten(-1, (3, NUM_HEADS, -1)).permute(2, 0, 3, 1, 4)
-        query, key, value = heads
-        seen = nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True)
-        out: Tensor = x + self.out(seen.transpose(1, 2).flatten(2))
-        return out
-
-
-class Model(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(VOCABULARY, WIDTH)
-        self.blocks = nn.ModuleList([Attention(), Attention()])
-        self.head = nn.Linear(WIDTH, VOCABULARY)
-
-    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
-        hidden = self.embedding(tokens)
-        for block in self.blocks:
-            hidden = block(hidden)
-        logits = self.head(hidden).float()
-        return nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
-
-
 def _model(mesh: DeviceMesh) -> tuple[nn.Module, torch.optim.Optimizer]:
     torch.manual_seed(0)
-    model: Any = Model().to(rank_device(), torch.bfloat16)  # half precision: attention's kernels
+    # Half precision: attention's kernels.
+    model: Any = GPT(SHAPE).to(rank_device(), torch.bfloat16)
     for module in (*model.blocks, model):
         graphfsdp.fully_shard(module, mesh)
     return model, FusedAdam(model.parameters(), lr=1e-2)

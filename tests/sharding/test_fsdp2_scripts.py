@@ -18,9 +18,8 @@ from torch import Tensor, nn
 import everyday_scripts
 import graphfsdp
 from counting_net import mean_square
-from graphfsdp.base.collectives import all_gather_, reduce_scatter_
 from graphfsdp.base.torch_internals import ASKS_SUBCLASSES
-from graphfsdp.sharding.module import unit_of
+from overlap_helpers import Journal
 from ranks import on_ranks, rank_device
 from sharding_helpers import (
     FEW_STEPS,
@@ -244,25 +243,14 @@ def test_a_graph_sees_another_divide_factor() -> None:
 
 
 @on_ranks("ranks2")
-def test_weights_of_several_modules_are_gathered_and_reduced_once(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    counted = []
-
-    def counting(function: Callable[..., Any]) -> Callable[..., Any]:
-        def call(output: Tensor, source: Tensor, *args: Any, **options: Any) -> Any:
-            counted.append((function.__name__, max(output.numel(), source.numel())))
-            return function(output, source, *args, **options)
-
-        return call
-
+def test_weights_of_several_modules_are_gathered_and_reduced_once() -> None:
     model = in_one_unit()
-    monkeypatch.setattr("graphfsdp.sharding.buffer.all_gather_", counting(all_gather_))
-    monkeypatch.setattr("graphfsdp.sharding.gradients.reduce_scatter_", counting(reduce_scatter_))
-    mean_square(model, everyday_scripts.batch(0)).backward()
-    (buffer,) = unit_of(model.head).group.buffers
-    mine = [name for name, numel in counted if numel == buffer.layout.total_numel]
-    assert sorted(mine) == ["all_gather_"] * 2 + ["reduce_scatter_"]  # for forward, for backward
+    model.prepare_shards()
+    with Journal(model) as journal:
+        mean_square(model, everyday_scripts.batch(0)).backward()
+    mine = [line for line in journal.lines if line.endswith("norm + head/0") and "wait" not in line]
+    gather, reduction = "all_gather norm + head/0", "begin reduce_scatter norm + head/0"
+    assert mine == [gather, gather, reduction]  # for forward, for backward
 
 
 @on_ranks("ranks2")

@@ -9,21 +9,16 @@ from torch.distributed.tensor import DTensor
 
 import graphfsdp
 from graphfsdp.optim import FusedAdam
-from helpers import set_lr
-from ranks import RankPool, on_ranks, rank_device
+from ranks import on_ranks, rank_device
 from sharding_helpers import (
-    MAX_NORM,
     STRATEGIES,
     Net,
-    Training,
     adam,
     assert_equal_tensors,
-    assert_trains_as_whole,
     batches,
     buffers,
     full_gradients,
     full_parameters,
-    learning_rate,
     make_net,
     my_part,
     shard,
@@ -31,30 +26,6 @@ from sharding_helpers import (
 )
 
 NUM_STEPS = 5
-
-
-def plain_loop(strategy: str, set_to_none: bool) -> None:
-    """Train as with FSDP2; the clipping is graphfsdp's."""
-    model = make_net(strategy, dtype=torch.float64)
-    optim = adam(model, "adamw")
-    result = Training()
-    for index, batch in enumerate(batches(NUM_STEPS)):
-        set_lr(optim, learning_rate(index))
-        loss = model(*my_part(batch))
-        loss.backward()
-        result.norms.append(graphfsdp.clip_grad_norm_(model, MAX_NORM))
-        optim.step()
-        optim.zero_grad(set_to_none=set_to_none)
-        result.losses.append(loss.detach())
-    result.params = full_parameters(model)
-    assert_trains_as_whole(result, "adamw")
-
-
-@pytest.mark.parametrize(
-    ("strategy", "set_to_none"), list(zip(STRATEGIES, (False, True, True, False), strict=True))
-)
-def test_the_loop_of_fsdp2_works(ranks2: RankPool, strategy: str, set_to_none: bool) -> None:
-    ranks2.run(plain_loop, strategy, set_to_none)
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)

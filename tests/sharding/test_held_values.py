@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 
 import graphfsdp
+from counting_net import mean_square
 from ranks import on_ranks, rank_device
 from sharding_helpers import STRATEGIES, adam, on_meta, raises_on_rank, train
 
@@ -47,11 +48,6 @@ def parts(values: dict[str, Any]) -> list[Tensor]:
     return [getattr(value, "_local_tensor", value).clone() for value in values.values()]
 
 
-def squared(model: nn.Module, x: Tensor) -> Tensor:
-    loss: Tensor = model(x).square().mean()
-    return loss
-
-
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @on_ranks("ranks2")
 def test_what_is_held_follows_the_training(strategy: str) -> None:
@@ -64,12 +60,12 @@ def test_what_is_held_follows_the_training(strategy: str) -> None:
         if when == "behind a load":
             model.load_state_dict(model.state_dict(), assign=True)
         if when == "inside a root":  # which the first forward of its parts did not know
-            squared(model, data[0][0]).backward()
+            mean_square(model, data[0][0]).backward()
         held = [take(model) for take in TAKES]
         if when == "inside a root":
             root = graphfsdp.fully_shard(nn.Sequential(model), strategy=strategy)
         before = parts(held[2])
-        train(root, adam(root), data=data, loss_fn=squared)
+        train(root, adam(root), data=data, loss_fn=mean_square)
         for values, take in zip(held, TAKES, strict=True):
             now = parts(take(model))
             for index, local in enumerate(parts(values)):
@@ -124,7 +120,7 @@ def test_modules_inside_a_unit_are_given_memory_one_by_one(loads_first: bool) ->
         losses = []
         for model, optim in zip((theirs, ours), optimizers, strict=True):
             for _ in range(2):
-                loss = squared(model, x)
+                loss = mean_square(model, x)
                 loss.backward()
                 optim.step()
                 optim.zero_grad()

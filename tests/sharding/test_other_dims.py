@@ -17,6 +17,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 import graphfsdp
+from counting_net import mean_square
 from ranks import on_ranks, rank_device
 from sharding_helpers import (
     STRATEGIES,
@@ -66,11 +67,6 @@ def make(shard: Any = graphfsdp.fully_shard, dtype: Any = torch.float64, **optio
     return model if shard is None else shard(model, **options)
 
 
-def squared(model: nn.Module, x: Tensor) -> Tensor:
-    loss: Tensor = model(x).square().mean()
-    return loss
-
-
 def data(dtype: torch.dtype = torch.float64) -> list[tuple[Tensor]]:
     generator = torch.Generator().manual_seed(4)
     draw = torch.randn(NUM_STEPS, 4, WIDTH, generator=generator, dtype=torch.float64)
@@ -81,7 +77,7 @@ def data(dtype: torch.dtype = torch.float64) -> list[tuple[Tensor]]:
 @on_ranks("ranks2")
 def test_training_is_that_of_the_whole_model(strategy: str) -> None:
     """On the same batch on each rank; captured and eager agree bit for bit."""
-    options: dict[str, Any] = {"data": data(), "loss_fn": squared}
+    options: dict[str, Any] = {"data": data(), "loss_fn": mean_square}
     got = replayed_as_eager(lambda: make(strategy=strategy), num_steps=NUM_STEPS, **options)
     whole = make(None)
     expected = train(whole, adam(whole), scope="none", **options)
@@ -96,7 +92,7 @@ def test_each_rank_holds_what_torchs_holds() -> None:
     for mesh in (None, hybrid_mesh()):
         theirs, ours = (make(s, mesh=mesh) for s in (torch_fully_shard, graphfsdp.fully_shard))
         for model in (theirs, ours):
-            squared(model, data()[0][0]).backward()
+            mean_square(model, data()[0][0]).backward()
         norms = []
         for model in (theirs, ours):
             norm: Any = nn.utils.clip_grad_norm_(model.parameters(), 0.1)
@@ -127,7 +123,7 @@ def test_each_rank_holds_what_torchs_holds() -> None:
 def test_copies_files_and_the_meta_device(tmp_path: Path) -> None:
     model = make(dtype=torch.float32)
     optimizer = adam(model)
-    train(model, optimizer, data=data(torch.float32), loss_fn=squared)
+    train(model, optimizer, data=data(torch.float32), loss_fn=mean_square)
     assert_equal_tensors(full_parameters(copy.deepcopy(model)), full_parameters(model))
     graphfsdp.save(str(tmp_path), model, optimizer, step=1)
     other: Any = on_meta(lambda: nn.Sequential(Experts(), Experts(), nn.Linear(WIDTH, 1)))
@@ -138,7 +134,7 @@ def test_copies_files_and_the_meta_device(tmp_path: Path) -> None:
     graphfsdp.load(str(tmp_path), other, again)
     assert_equal_tensors(full_parameters(other), full_parameters(model))
     runs = [
-        train(each, optim, data=data(torch.float32), loss_fn=squared)
+        train(each, optim, data=data(torch.float32), loss_fn=mean_square)
         for each, optim in ((model, optimizer), (other, again))
     ]
     assert_equal_tensors(*(run.tensors() for run in runs))
@@ -185,11 +181,11 @@ def with_experts(shard: Any, **options: Any) -> Any:
 @on_ranks("ranks4")
 def test_parameters_with_a_mesh_of_their_own() -> None:
     """What torch's comes to; captured as eager, whichever ranks keep the weights."""
-    options: dict[str, Any] = {"data": data(), "loss_fn": squared, "num_steps": NUM_STEPS}
+    options: dict[str, Any] = {"data": data(), "loss_fn": mean_square, "num_steps": NUM_STEPS}
     torchs = with_experts(torch_fully_shard)
     mine = with_experts(graphfsdp.fully_shard)
     for model in (torchs, mine):
-        squared(model, data()[dist.get_rank()][0]).backward()
+        mean_square(model, data()[dist.get_rank()][0]).backward()
     for theirs, ours in zip(torchs.parameters(), mine.parameters(), strict=True):
         assert torch.equal(ours.full_tensor(), theirs.full_tensor())
         torch.testing.assert_close(ours.grad.full_tensor(), theirs.grad.full_tensor())

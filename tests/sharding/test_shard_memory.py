@@ -2,6 +2,7 @@
 
 import gc
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -16,7 +17,21 @@ from overlap_helpers import NUM_BLOCKS, WIDTH, Stack, make_stack
 from ranks import on_ranks, rank_device
 from sharding_helpers import STRATEGIES, adam, batches, buffers, make_net, my_part, shard
 
-FLOAT_BYTES = 4
+
+class Gathers(TorchDispatchMode):
+    """Has somebody note whole weights and the part of each gather."""
+
+    def __init__(self, note: Callable[[Tensor, Tensor], None]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.note = note
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if str(func).startswith("graphfsdp.all_gather_"):
+            self.note(*args[:2])
+        return result
 
 
 def batch() -> Tensor:
@@ -51,19 +66,13 @@ def test_zero_3_holds_one_block_and_the_root(options: dict[str, Any], most: int)
     alive: list[weakref.ref[Any]] = []
     peak = 0
 
-    class Watch(TorchDispatchMode):
-        def __torch_dispatch__(
-            self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-        ) -> Any:
-            nonlocal peak
-            result = func(*args, **(kwargs or {}))
-            if str(func).startswith("graphfsdp.all_gather_"):
-                alive.append(weakref.ref(args[0]))
-                await_gloo_threads()  # they drop tensors a little after a collective has ended
-                peak = max(peak, sum(ref() is not None for ref in alive))
-            return result
+    def count(whole: Tensor, part: Tensor) -> None:
+        nonlocal peak
+        alive.append(weakref.ref(whole))
+        await_gloo_threads()  # they drop tensors a little after a collective has ended
+        peak = max(peak, sum(ref() is not None for ref in alive))
 
-    with Watch():  # type: ignore[no-untyped-call]
+    with Gathers(count):
         for _ in range(2):
             model(x).backward()
     await_gloo_threads()
@@ -81,16 +90,10 @@ def test_weights_are_cast_where_their_gather_has_them(param_dtype: torch.dtype |
     model = make_stack("optim_grads_params", mp_policy=policy)
     places: list[tuple[int, int, int]] = []
 
-    class Watch(TorchDispatchMode):
-        def __torch_dispatch__(
-            self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-        ) -> Any:
-            if str(func).startswith("graphfsdp.all_gather_"):
-                whole, part = args[:2]
-                places.append((whole.data_ptr(), part.data_ptr(), part.nbytes))
-            return func(*args, **(kwargs or {}))
+    def note(whole: Tensor, part: Tensor) -> None:
+        places.append((whole.data_ptr(), part.data_ptr(), part.nbytes))
 
-    with Watch():  # type: ignore[no-untyped-call]
+    with Gathers(note):
         model(batch()).backward()
     mains = {buffer.main.data_ptr() for buffer in buffers(model)}
     assert len(places) > NUM_BLOCKS
