@@ -21,11 +21,11 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from graphfsdp.bench.batches import batch_source
 from graphfsdp.bench.contenders import OwnContender, Setting, initial_model
 from graphfsdp.bench.machine import find_environment
-from graphfsdp.bench.workloads import Case, suite
+from graphfsdp.bench.workloads import Case, batch_source, suite
 from graphfsdp.config import Scope
+from graphfsdp.training.ranks import Ranks
 
 RESULT = Path(__file__).parent / "results" / "guard_cost_cpu.json"
 CPU = torch.device("cpu")
@@ -63,7 +63,7 @@ def without_computing(graph: torch.fx.GraphModule, _: Sequence[Tensor]) -> Calla
 def measure(case: Case) -> dict[str, Any]:
     setting = Setting(case, CPU)
     contender = OwnContender(setting, Scope.FULL_ITERATION)
-    batches = batch_source(setting).take(0, NUM_BATCHES)
+    batches = batch_source(case, CPU, Ranks()).take(0, NUM_BATCHES)
     for step in range(NUM_WARM_UPS):
         contender(batches[step], step)
     recording = contender.step._runner._recordings.latest

@@ -21,14 +21,13 @@ from torch.nn.parallel import DistributedDataParallel
 
 import graphfsdp
 from graphfsdp.bench.results import REFERENCE
-from graphfsdp.bench.workloads import Case, make_model
+from graphfsdp.bench.workloads import SEED, Case, make_model
 from graphfsdp.config import MixedPrecisionPolicy, Scope, ShardingStrategy
 from graphfsdp.data import Batch
 from graphfsdp.errors import ConfigError
 from graphfsdp.optim import FusedAdam
 from graphfsdp.training.ranks import Ranks, process_group
 
-SEED = 0  # of weights and batches, the same for every contender
 PEAK_LR = 1e-3
 ADAM: Mapping[str, Any] = MappingProxyType(
     {"lr": PEAK_LR, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}

@@ -14,7 +14,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from graphfsdp.base.collector import without_collector
-from graphfsdp.bench.batches import BatchSource, batch_source
 from graphfsdp.bench.clock import Window, make_schedule, time_window
 from graphfsdp.bench.contenders import (
     Contender,
@@ -25,6 +24,7 @@ from graphfsdp.bench.contenders import (
 )
 from graphfsdp.bench.machine import model_flops, num_parameters
 from graphfsdp.bench.results import REFERENCE, Row
+from graphfsdp.bench.workloads import BatchSource, batch_source
 from graphfsdp.data import Batch
 from graphfsdp.errors import ConfigError, GraphFSDPError
 from graphfsdp.training.metrics import peak_tflops
@@ -163,7 +163,8 @@ def measure_case(
 
     Every rank calls it. ``specs`` are the case's contenders, where these are not known by name.
     """
-    case, source = setting.case, batch_source(setting)
+    case = setting.case
+    source = batch_source(case, setting.device, setting.ranks)
     flops, formula = model_flops(case, source.make(0))
     facts = {
         "case": case.key,

@@ -1,18 +1,23 @@
-"""What can be measured: named models in several sizes, and the suites made of them."""
+"""What can be measured: named models in several sizes, suites made of them, and their batches."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any, Literal
 
+import numpy as np
 import torch
 from torch import nn
 
 from graphfsdp.bench import zoo
 from graphfsdp.bench.experts import ExpertConfig, ExpertGPT
+from graphfsdp.data import Batch, TokenBatches, load_corpus
 from graphfsdp.errors import ConfigError
 from graphfsdp.training.arguments import find_preset
 from graphfsdp.training.gpt import GPT, GPTConfig
+from graphfsdp.training.ranks import Ranks
+
+SEED = 0  # of weights and batches, the same for every contender
 
 
 @dataclass(frozen=True)
@@ -184,3 +189,39 @@ _SUITES: Mapping[str, tuple[tuple[str, Any, int, tuple[str, ...] | None], ...]] 
 
 def suite(name: SuiteName) -> tuple[Case, ...]:
     return tuple(Case(find_workload(workload), *how) for workload, *how in _SUITES[name])
+
+
+@dataclass(frozen=True)
+class BatchSource:
+    """Another batch for each step, the same for every contender; it depends on step and rank."""
+
+    description: str
+    make: Callable[[int], Batch]
+    device: torch.device
+
+    def take(self, first: int, num_steps: int) -> list[Batch]:
+        made = [self.make(step) for step in range(first, first + num_steps)]
+        return [tuple(tensor.to(self.device) for tensor in batch) for batch in made]
+
+
+def batch_source(case: Case, device: torch.device, ranks: Ranks) -> BatchSource:
+    model, rows = case.workload.model, case.batch_size
+    if isinstance(model, ZooConfig):
+        random = model.architecture.batch
+
+        def make_random(step: int) -> Batch:
+            number = int(np.random.default_rng((SEED, step, ranks.rank)).integers(2**62))
+            return random(torch.Generator().manual_seed(number), rows)
+
+        return BatchSource("random numbers", make_random, device)
+    corpus = load_corpus(None)
+    together = rows * ranks.size
+    batches = TokenBatches(
+        corpus,
+        seq_length=model.seq_length,
+        batch_size=together,
+        seed=SEED,
+        rank=ranks.rank,
+        num_ranks=ranks.size,
+    )
+    return BatchSource(f"text: {corpus.name}", lambda step: batches.batch(step * together), device)

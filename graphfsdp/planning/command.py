@@ -8,8 +8,14 @@ from typing import Annotated
 from rich.console import Console
 
 from graphfsdp.command_line import Parser, add_flags, print_line, require
-from graphfsdp.planning.plan import Collective, TrainingPlan, plan_training
-from graphfsdp.planning.roofline import DEVICES, Bound, DeviceName
+from graphfsdp.planning.plan import (
+    DEVICES,
+    Bound,
+    Collective,
+    DeviceName,
+    TrainingPlan,
+    plan_training,
+)
 from graphfsdp.training.arguments import parse_train_arguments
 from graphfsdp.training.config import StrategyName
 

@@ -2,12 +2,15 @@
 
 What lies on a rank and what goes over each link is arithmetic on the layout of ``fully_shard``.
 Activations, and the whole weights and gradients beside them, are an estimate (``activations.py``).
-Nothing here has memory or needs ranks.
+Nothing here has memory or needs ranks. The least time of an iteration is a bound, nothing that was
+measured: a kernel takes at least as long as its arithmetic at the peak of the data sheet, and as
+its bytes through the GPU's memory; it is shorter only where caches spare it some of the bytes.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
-from typing import Any, NamedTuple
+from types import MappingProxyType
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
@@ -15,12 +18,42 @@ from torch import Tensor
 from graphfsdp.base.memory_plan import neighbour_starts
 from graphfsdp.data import BYTES_VOCAB_SIZE
 from graphfsdp.planning.activations import Activations, Unit, run_without_numbers, whole_bytes
-from graphfsdp.planning.roofline import CALL_S, NODE_S, Bound, arithmetic_s
 from graphfsdp.sharding.plan import BufferPlan, ParameterKind, plan_buffers
 from graphfsdp.training.build import make_model
 from graphfsdp.training.config import IterationBatch, TrainConfig
 from graphfsdp.training.gpt import GPT
-from graphfsdp.training.metrics import Gpu, flops_per_token
+from graphfsdp.training.metrics import GPUS, Gpu, flops_per_token, peak_tflops
+
+DeviceName = Literal["h100", "h200", "b200"]
+DEVICES: Mapping[DeviceName, Gpu] = MappingProxyType(
+    {name: gpu for name in get_args(DeviceName) for gpu in GPUS if gpu.name == name.upper()}
+)
+
+# One short kernel after another of 2.9 us each took 3.8 us where the host launched them one by one
+# and had nothing else to do, and 3.4 us in a graph.
+# Source: Gray, Getting Started with CUDA Graphs, NVIDIA Technical Blog 2019, on a V100.
+CALL_S, NODE_S = 3.8e-6, 0.5e-6
+
+
+class Bound(NamedTuple):
+    """Seconds. ``host`` launches what the GPU computes, sends and receives, all at one time."""
+
+    arithmetic: float
+    memory: float
+    links: float
+    host: float
+
+    @property
+    def captured(self) -> float:
+        """The least of an iteration that the host launches as one graph."""
+        return max(self.arithmetic, self.memory, self.links, CALL_S)
+
+
+def arithmetic_s(flops: float, dtype: torch.dtype, device: Gpu) -> float:
+    peak = peak_tflops(device.name, dtype)
+    assert peak is not None
+    return flops / (peak * 1e12)
+
 
 _TOKEN_BYTES, _NORM_BYTES = 8, 8
 _STATE_BYTES = 8  # FusedAdam's two moments of an element, in float32

@@ -7,7 +7,7 @@ from typing import get_args
 import pytest
 
 from bench_results import CASE, ENVIRONMENT, FACTS, contender, result
-from graphfsdp.bench.options import BenchOptions, parse_bench_arguments
+from graphfsdp.bench.command import BenchOptions, parse_bench_arguments
 from graphfsdp.bench.results import Result, Table, case_table, overviews
 from graphfsdp.bench.workloads import SuiteName, suite
 from graphfsdp.errors import ConfigError

@@ -2,10 +2,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from graphfsdp.bench.batches import BatchSource, batch_source
 from graphfsdp.bench.contenders import OwnContender, Setting, initial_model
 from graphfsdp.bench.machine import COUNTED, PALM_FORMULA, model_flops, num_parameters
-from graphfsdp.bench.workloads import Case, DtypeName, find_workload, workloads
+from graphfsdp.bench.workloads import (
+    BatchSource,
+    Case,
+    DtypeName,
+    batch_source,
+    find_workload,
+    workloads,
+)
 from graphfsdp.config import Scope
 from graphfsdp.training.ranks import Ranks
 
@@ -17,7 +23,7 @@ def source_of(
     name: str, device: torch.device, *, dtype: DtypeName = "fp32", ranks: Ranks | None = None
 ) -> tuple[Setting, BatchSource]:
     setting = Setting(Case(find_workload(name), dtype, 2), device, ranks=ranks or Ranks())
-    return setting, batch_source(setting)
+    return setting, batch_source(setting.case, device, setting.ranks)
 
 
 def losses_of(name: str, dtype: DtypeName, scope: Scope, device: torch.device) -> Tensor:

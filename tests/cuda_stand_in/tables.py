@@ -42,7 +42,7 @@ from graphfsdp.bench.results import Table  # noqa: E402
 from graphfsdp.bench.workloads import Case, find_workload  # noqa: E402
 from graphfsdp.config import ShardingStrategy  # noqa: E402
 from graphfsdp.optim import FusedAdam  # noqa: E402
-from graphfsdp.planning.roofline import CALL_S, DEVICES, NODE_S, arithmetic_s  # noqa: E402
+from graphfsdp.planning.plan import CALL_S, DEVICES, NODE_S, arithmetic_s  # noqa: E402
 from graphfsdp.training.arguments import find_preset  # noqa: E402
 from graphfsdp.training.build import make_model, make_optimizer  # noqa: E402
 from graphfsdp.training.ranks import Ranks  # noqa: E402

@@ -12,14 +12,22 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from graphfsdp.cli import main
-from graphfsdp.planning import roofline
 from graphfsdp.planning.activations import Activations, Unit, run_without_numbers
-from graphfsdp.planning.plan import Collective, TrainingPlan, plan_training
+from graphfsdp.planning.plan import (
+    CALL_S,
+    DEVICES,
+    NODE_S,
+    Bound,
+    Collective,
+    TrainingPlan,
+    arithmetic_s,
+    plan_training,
+)
 from graphfsdp.training.arguments import parse_train_arguments
 from graphfsdp.training.config import TrainConfig
 from graphfsdp.training.gpt import GPT, GPTConfig
 
-H100, B200 = roofline.DEVICES["h100"], roofline.DEVICES["b200"]
+H100, B200 = DEVICES["h100"], DEVICES["b200"]
 BF16 = torch.bfloat16
 
 # Odd sizes, tied embeddings, biases.
@@ -166,23 +174,23 @@ def test_command_says_what_an_iteration_takes_at_least(capsys: pytest.CaptureFix
 
 
 def test_float32_is_slower_than_bfloat16() -> None:
-    narrow = roofline.arithmetic_s(67e12, BF16, H100)
-    assert roofline.arithmetic_s(67e12, torch.float32, H100) == pytest.approx(narrow * 989 / 67)
+    narrow = arithmetic_s(67e12, BF16, H100)
+    assert arithmetic_s(67e12, torch.float32, H100) == pytest.approx(narrow * 989 / 67)
 
 
 def test_a_captured_iteration_is_bound_by_the_gpu_alone() -> None:
-    found = roofline.Bound(arithmetic=0.5, memory=0.25, links=1.0, host=3.8)
+    found = Bound(arithmetic=0.5, memory=0.25, links=1.0, host=3.8)
     assert (found.captured, max(found)) == (1.0, 3.8)
-    assert found._replace(arithmetic=0, memory=0, links=0).captured == roofline.CALL_S
+    assert found._replace(arithmetic=0, memory=0, links=0).captured == CALL_S
 
 
 def test_a_plan_is_bound_by_what_it_counts() -> None:
     one = plan_of("--preset tiny --bf16")
     found = one.bound(H100)
-    gaps = one.num_kernels * roofline.NODE_S
+    gaps = one.num_kernels * NODE_S
     assert found.arithmetic == pytest.approx(one.flops / 989e12 + gaps)
     assert found.memory == pytest.approx(2 * one.total_bytes / 3.35e12 + gaps)
-    assert found.host == pytest.approx(one.num_kernels * roofline.CALL_S)
+    assert found.host == pytest.approx(one.num_kernels * CALL_S)
     assert found.links == 0
     assert (
         plan_of("--preset tiny --bf16 --data-parallel-sharding-strategy 3", 2).bound(H100).links > 0

@@ -13,8 +13,7 @@ import bench_results
 import forked_programs
 from benchmarks import gpu_check, limited
 from benchmarks.gpu_check import Part
-from graphfsdp.bench.command import SHORTEST_CASE_S
-from graphfsdp.bench.options import BenchOptions, parse_bench_arguments
+from graphfsdp.bench.command import SHORTEST_CASE_S, BenchOptions, parse_bench_arguments
 from graphfsdp.bench.results import RESULT
 from time_limits import until
 
