@@ -54,12 +54,11 @@ def resolve(path: Path, step: int | None = None) -> Path:
             raise CheckpointError(f"{path} has no checkpoint of step {step}; {there}")
         return path / chosen[-1]
     try:
-        name = (path / LATEST).read_text(encoding="utf-8").strip()
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is no text"
+        name = (path / LATEST).read_text(encoding="utf-8", errors="replace").strip()
+    except OSError as error:
         raise CheckpointError(
-            f"{path} is no folder of checkpoints: {path / LATEST} cannot be read ({reason}); "
-            f"{there}"
+            f"{path} is no folder of checkpoints: {path / LATEST} cannot be read "
+            f"({error.strerror}); {there}"
         ) from None
     if name not in [entry.name for entry in known]:
         raise CheckpointError(f"{path / LATEST} names {name!r}, which is not there; {there}")

@@ -169,12 +169,15 @@ def _find(plan: LoadPlan, name: str, thing: Stateful) -> Callable[[str], Tensor]
     here = Snapshot()
     if any(key.startswith(f"objects/{name}") for key in plan.manifest.tensors):
         here.add_objects({name: thing})
-    living = {key: part for key, part in here.tensors.items() if is_dtensor(part)}
 
     def find(key: str) -> Tensor:
-        if key in living and plan.fits(key, living[key].shape, f"objects: {key!r}"):
-            return plan.read(key, living[key])
-        return plan.read(key)
+        part = here.tensors.get(key)
+        reads_there = (
+            part is not None
+            and is_dtensor(part)
+            and plan.fits(key, part.shape, f"objects: {key!r}")
+        )
+        return plan.read(key, part if reads_there else None)
 
     return find
 

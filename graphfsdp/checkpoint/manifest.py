@@ -117,5 +117,5 @@ def _refuse_damage(folder: Path, damage: Sequence[str]) -> None:
     )
 
 
-def dump(value: Any) -> bytes:
-    return json.dumps(value, allow_nan=False, sort_keys=True).encode()
+def dump(value: Any, *, sort_keys: bool = True) -> bytes:
+    return json.dumps(value, allow_nan=False, sort_keys=sort_keys).encode()

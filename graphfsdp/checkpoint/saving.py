@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.planner import SavePlanner, WriteItem
 from graphfsdp.base.dtensors import local_part, wrap_like
 from graphfsdp.checkpoint.file_format import safetensors
 from graphfsdp.checkpoint.folder import Unfinished, begin, explained
-from graphfsdp.checkpoint.manifest import Manifest, SavedFile, SavedTensor, objects_file
+from graphfsdp.checkpoint.manifest import Manifest, SavedFile, SavedTensor, dump, objects_file
 from graphfsdp.checkpoint.members import Members
 from graphfsdp.checkpoint.named import (
     MODEL,
@@ -311,7 +311,7 @@ def _write_files(
     with explained(place.root), futures.ThreadPoolExecutor(1, "graphfsdp-sync") as thread:
         path = place.folder / objects_file(rank)
         with path.open("xb") as file:
-            file.write(_dump(snapshot.objects))
+            file.write(dump(snapshot.objects, sort_keys=False))
         synced = {path.name: thread.submit(_sync, path)}
         for number, items in enumerate(_in_files(planner.plan.items)):
             path = place.folder / f"data-{rank:05d}-{number}.safetensors"
@@ -319,7 +319,7 @@ def _write_files(
             synced[path.name] = thread.submit(_sync, path)
         files = {name: file.result() for name, file in synced.items()}
     states = snapshot.objects.items()
-    return files, {name: hashlib.sha256(_dump(state)).hexdigest()[:16] for name, state in states}
+    return files, {name: hashlib.sha256(dump(state)).hexdigest()[:16] for name, state in states}
 
 
 def _commit(
@@ -393,7 +393,3 @@ def _sync(path: Path) -> SavedFile:
     with path.open("rb") as file:
         os.fsync(file.fileno())
     return SavedFile.of(path)
-
-
-def _dump(value: Json) -> bytes:
-    return json.dumps(value, allow_nan=False).encode()

@@ -1,5 +1,6 @@
 """`graphfsdp.save` and `graphfsdp.load` in one process: bits, addresses, live graphs, reports."""
 
+import hashlib
 import json
 from pathlib import Path
 from typing import Any
@@ -120,6 +121,9 @@ def test_nothing_in_a_checkpoint_is_a_pickle(tmp_path: Path) -> None:
     assert names == ["data-00000-0.safetensors", "manifest.json", "objects-00000.json"]
     for name in names[1:]:
         json.loads((folder / name).read_text())
+    manifest = json.loads((folder / "manifest.json").read_text())
+    body = json.dumps(manifest["body"], sort_keys=True).encode()  # as release 0.2 reads it
+    assert manifest["sha256_of_body"] == hashlib.sha256(body).hexdigest()
     read = load_file(folder / names[0])
     assert torch.equal(read["model.first.weight"], model.first.weight)
 
