@@ -1,6 +1,5 @@
 """Guards of switches that decide what an iteration runs: torch's, and those of sharded units."""
 
-import functools
 import operator
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -84,15 +83,6 @@ class UnitSettingsGuard:
 
 def settings_of(units: Iterable[ShardedUnit]) -> list[tuple[bool, ...]]:
     return list(map(_SETTINGS, units))
-
-
-@functools.cache  # asked for each call of a loop
-def _getters(device_type: str) -> tuple[tuple[str, ...], tuple[Callable[[], Any], ...]]:
-    named = _switches(device_type)
-    for name, get in _global_state(device_type).items():
-        if "autocast" not in name:
-            named[name] = get
-    return tuple(named), tuple(named.values())
 
 
 def _global_state(device_type: str) -> dict[str, Callable[[], Any]]:
