@@ -27,7 +27,7 @@ from graphfsdp._capture.trace.values import (
 )
 from graphfsdp._capture.undo.copy_on_write import CopyOnWrite
 from graphfsdp.base.collector import YOUNG, without_collector
-from graphfsdp.base.op_tensors import OpCall, OperatorMode
+from graphfsdp.base.op_tensors import OpCall, OperatorMode, storage_key
 from graphfsdp.base.torch_internals import below_autograd, foreach_copy_, key_of, without_autocast
 from graphfsdp.config import Compile
 from graphfsdp.errors import CaptureError
@@ -314,10 +314,22 @@ class CpuGraphBackend:
 
 def _run(recorder: Recorder, iterate: Iterate) -> tuple[list[Tensor], list[Value]]:
     with without_collector(YOUNG), recorder.watching():
-        outputs = iterate()
+        outputs = _apart(recorder, iterate())
     values = [recorder.value_of(tensor, "output") for tensor in outputs]
     # Copies, so that the recorded results die here and do not look like escapes.
     return [tensor.clone() for tensor in outputs], values
+
+
+def _apart(recorder: Recorder, outputs: Sequence[Tensor]) -> list[Tensor]:
+    """Copy those in memory that was there before, or is another's: a replay's are the caller's."""
+    found: list[Tensor] = []
+    seen: set[int] = set()
+    for tensor in outputs:
+        info = recorder.storages.get(storage_key(tensor))
+        is_own = info is not None and not info.external and id(info) not in seen
+        seen.add(id(info))
+        found.append(tensor if is_own else tensor.clone())
+    return found
 
 
 def _await_release(recorder: Recorder) -> None:

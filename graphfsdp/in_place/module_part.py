@@ -30,14 +30,8 @@ from graphfsdp.base.torch_internals import (
     num_function_modes,
     tracing_state,
 )
-from graphfsdp.in_place.part_backward import NotAPartError
-from graphfsdp.in_place.part_graphs import (
-    PartGraphs,
-    PartResults,
-    guards_of,
-    has_own_memory,
-    run_part,
-)
+from graphfsdp.in_place.part_graphs import PartGraphs, PartResults, has_own_memory, run_part
+from graphfsdp.in_place.part_recording import NotAPartError, guards_of
 
 _LOG = logging.getLogger("graphfsdp")
 _NUM_WARM_UPS = 2
@@ -344,7 +338,12 @@ class ModulePart:
 
         def record() -> None:
             assert kind.constants is not None
-            made.append(PartGraphs(module, self._backend, leaves, spec, kind.constants, kind.told))
+            made.append(
+                PartGraphs(
+                    *(module, self._backend, leaves, spec, kind.constants, kind.told),
+                    on_capture=self._on_capture,
+                )
+            )
 
         try:
             kind.is_refused = self._refuses(record)
@@ -406,7 +405,7 @@ class _Settling:
         """Look before the warm-up, where the code is known that the one before has run."""
         self._constants = constants
         self._known = constants.log
-        self._guards = guards_of(module, device, constants)
+        self._guards = guards_of(module, device, constants.ran)
         self._before = None if self._known is None else self._guards.python()
 
     def why_not(self) -> str:

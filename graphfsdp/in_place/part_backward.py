@@ -1,16 +1,30 @@
-"""Gradients on their way through a part: where they lie, and a graph of the way."""
+"""Gradients on their way back through a part: through the kept autograd graph, or a graph of that.
 
-from collections.abc import Sequence
+Note [Order of sums]: where a parameter is used several times, autograd adds up what comes of each
+use, in the order of arrival, over everything that the backward pass goes through. A part that added
+up its own uses first would come to other last bits where there are uses elsewhere as well. So it
+hands over each of them, and the engine adds them up as ever.
+"""
+
+import logging
+from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.autograd.graph import Node
 
-from graphfsdp._capture.trace.backend import Graph
+from graphfsdp._capture.rules.watcher import noting_code
+from graphfsdp._capture.trace.backend import Graph, GraphBackend
+from graphfsdp._capture.trace.ran import Ran
+from graphfsdp.in_place.part_recording import NotAPartError, recorded
 
-
-class NotAPartError(Exception):
-    """Why a module runs as it is written."""
+_LOG = logging.getLogger("graphfsdp")
+_NUM_WARM = 2  # passes of a form through the kept graph, before one is recorded
+_MOST_GRAPHS = 4  # forms of gradients
 
 
 class Arrivals:
@@ -56,8 +70,12 @@ class StaticGradient:
 
 
 @dataclass(frozen=True)
-class BackwardGraph:
-    """A graph of the backward pass, and for which edges it has gradients."""
+class _BackwardGraph:
+    """A graph of the backward pass.
+
+    Attributes:
+        is_there: For which edges it has gradients.
+    """
 
     graph: Graph
     grads: Sequence[StaticGradient]
@@ -72,3 +90,124 @@ class BackwardGraph:
     def spread(self, made: Sequence[Tensor]) -> list[Tensor | None]:
         found = iter(made)
         return [next(found) if is_there else None for is_there in self.is_there]
+
+
+class PartBackward:
+    """The backward pass of one recording of a part.
+
+    Attributes:
+        num_uses: Of each leaf.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        backend: GraphBackend,
+        results: Sequence[Tensor],
+        leaves: Sequence[Tensor],
+        uses: Sequence[Sequence[tuple[Node, int]]],
+        on_capture: Callable[[], None],
+    ) -> None:
+        """``uses`` has the nodes of each leaf's, and which of their inputs it is."""
+        self._module = module
+        self._backend = backend
+        self._results = results
+        self._leaves = leaves
+        self._on_capture = on_capture
+        self.num_uses = list(map(len, uses))
+        self._uses = uses
+        self._several = [
+            _listen(place, nodes) for place, nodes in enumerate(uses) if len(nodes) > 1
+        ]
+        self._ran = Ran()
+        self._graphs: dict[Any, _BackwardGraph | None] = {}  # by form of the gradients
+        self._num_passes: Counter[Any] = Counter()
+
+    def run(self, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
+        """Return a gradient for each use of each leaf, of those of the results."""
+        pairs = [
+            (result, grad)
+            for result, grad in zip(self._results, grads, strict=True)
+            if grad is not None and result.requires_grad
+        ]
+        if not pairs:
+            return [None] * sum(self.num_uses)
+        results, given = zip(*pairs, strict=True)
+        # torch computes a backward pass that is begun within torch.autocast under that.
+        key = (
+            torch.is_autocast_enabled(self._backend.device.type),
+            *((id(result), grad.shape, grad.stride(), grad.dtype) for result, grad in pairs),
+        )
+        graph = self._graphs.get(key)
+        if graph is not None:
+            return graph.run(given)
+        if key in self._graphs or len(self._graphs) == _MOST_GRAPHS:
+            return self._through_kept(results, given)
+        self._num_passes[key] += 1
+        if self._num_passes[key] > _NUM_WARM:
+            return self._record(key, results, given)
+        with self._ran.noting():
+            return self._through_kept(results, given)
+
+    def _through_kept(
+        self, results: Sequence[Tensor], grads: Sequence[Tensor]
+    ) -> list[Tensor | None]:
+        for arrivals in self._several:
+            arrivals.begin()
+        totals = torch.autograd.grad(
+            results, self._leaves, grads, retain_graph=True, allow_unused=True
+        )
+        several = {arrivals.place: arrivals.taken() for arrivals in self._several}
+        found: list[Tensor | None] = []
+        for place, (total, count) in enumerate(zip(totals, self.num_uses, strict=True)):
+            each = several.get(place, [total])
+            found += [*each, *[None] * (count - len(each))]
+        return found
+
+    def _record(
+        self, key: Any, results: Sequence[Tensor], grads: Sequence[Tensor]
+    ) -> list[Tensor | None]:
+        self._graphs[key] = None
+        is_there: list[bool] = []
+
+        def refuse_python() -> None:
+            # What a hook or a function of autograd does in Python, it does in each iteration.
+            if self._ran.by_users():
+                raise NotAPartError("Python of others runs in it")
+
+        def iterate() -> list[Tensor]:
+            with noting_code(self._ran):
+                found = self._through_kept(results, [each.tensor for each in held])
+            is_there[:] = [grad is not None for grad in found]
+            return [grad for grad in found if grad is not None]
+
+        try:
+            refuse_python()
+            self._on_capture()
+            held = list(map(StaticGradient, grads))
+            for each, grad in zip(held, grads, strict=True):
+                each.load(grad)
+            graph, made, _ = recorded(
+                self._module, self._backend, self._ran, iterate, refuse_more=refuse_python
+            )
+        except NotAPartError as error:
+            _LOG.info("the backward pass of a part stays eager: %s", error)
+            return self._through_kept(results, grads)
+        backward = _BackwardGraph(graph, held, is_there)
+        self._graphs[key] = backward
+        return backward.spread(made)
+
+    def close(self) -> None:
+        for graph in self._graphs.values():
+            if graph is not None:
+                graph.graph.close()
+        self._graphs.clear()
+        self._results, self._leaves, self._uses = (), (), ()
+
+
+def _listen(place: int, nodes: Sequence[tuple[Node, int]]) -> Arrivals:
+    """Note what comes of each use; see Note [Order of sums]."""
+    arrivals = Arrivals(place)
+    for node, index in nodes:
+        node.register_hook(partial(arrivals.add, index))
+    return arrivals

@@ -10,18 +10,11 @@ that.
 Note [One call at a time]: what lies at fixed addresses belongs to one call, from its forward pass
 to the end of its backward pass. A call that begins meanwhile (a discriminator on real and on fake)
 takes another recording.
-
-Note [Order of sums]: where a parameter is used several times, autograd adds up what comes of each
-use, in the order of arrival, over everything that the backward pass goes through. A part that added
-up its own uses first would come to other last bits where there are uses elsewhere as well. So it
-hands over each of them, and the engine adds them up as ever.
 """
 
-import logging
 import weakref
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -30,13 +23,11 @@ from torch import Tensor, nn
 from torch.autograd.graph import Node, saved_tensors_hooks
 
 from graphfsdp._capture.batch_writes import BatchWrites, Handed
-from graphfsdp._capture.guards.guards import Guards
-from graphfsdp._capture.recording import kept_by
 from graphfsdp._capture.rules.constants import ConstantWatch
 from graphfsdp._capture.trace.backend import GraphBackend
 from graphfsdp._capture.trees import flatten
-from graphfsdp._capture.undo.host_state import Attempt, generators_of
-from graphfsdp.base.op_tensors import as_written, storage_key
+from graphfsdp._capture.undo.host_state import generators_of
+from graphfsdp.base.op_tensors import storage_key
 from graphfsdp.base.torch_internals import (
     TreeSpec,
     clear_casts,
@@ -45,34 +36,11 @@ from graphfsdp.base.torch_internals import (
     tree_unflatten,
     without_modes,
 )
-from graphfsdp.errors import CaptureError
-from graphfsdp.in_place.part_backward import (
-    Arrivals,
-    BackwardGraph,
-    NotAPartError,
-    StaticGradient,
-)
+from graphfsdp.in_place.part_backward import PartBackward
+from graphfsdp.in_place.part_recording import NotAPartError, recorded
 
 _PLAIN_RESULTS = (bool, int, float, complex, str, type(None), torch.dtype, torch.device, torch.Size)
 _NOTHING = torch.empty(0)
-_LOG = logging.getLogger("graphfsdp")
-_NUM_WARM_BACKWARD = 2
-_MOST_BACKWARD = 4  # forms of gradients
-
-
-def guards_of(module: nn.Module, device: torch.device, constants: ConstantWatch) -> Guards:
-    """Return what looks at all that a call of a module reads in Python."""
-    params = {name: param for name, param in module.named_parameters() if param.requires_grad}
-    return Guards(
-        module,
-        params,
-        lambda: [],
-        optimizers=(),
-        counts=lambda key: False,
-        functions=(),
-        device=device,
-        ran=constants.ran,
-    )
 
 
 class PartResults:
@@ -123,11 +91,12 @@ class PartGraphs:
         spec: TreeSpec | None,
         constants: ConstantWatch,
         told: str,
+        on_capture: Callable[[], None],
     ) -> None:
         """Record a call with these arguments; NotAPartError, and everything is as it was.
 
         The call has then taken effect once, and ``first`` has its results. ``told``: what it
-        returned beside tensors before.
+        returned beside tensors before. ``on_capture`` is called before a backward pass is recorded.
         """
         self.is_taken = False
         self._is_dropped = False
@@ -143,65 +112,31 @@ class PartGraphs:
         ]
         self._spec = spec
         self._told = told
+        self._on_capture = on_capture
         self._kept: list[Tensor] = []
-        self._uses: list[Any] = []
-        self._backwards: dict[Any, BackwardGraph | None] = {}  # by form of the gradients
-        self._num_backward: Counter[Any] = Counter()
         self._record(leaves, constants)
 
     def _record(self, leaves: Sequence[Any], constants: ConstantWatch) -> None:
-        module, backend = self._module, self._backend
-        params = list(module.parameters())
-        states = [generator.get_state() for generator in generators_of(module, backend.device)]
-        held = [dict(vars(each)) for each in module.modules()]
-        state = [*params, *module.buffers(), *(each for *_, each in kept_by(module))]
-        attempt = Attempt(
-            module,
-            (),
-            backend.begin_undo(state),
-            device=backend.device,
-            restore_gradients=lambda: None,
-        )
-        self.guards = guards_of(module, backend.device, constants)
-
-        def check(was_read: Callable[[Tensor], bool]) -> None:
-            attempt.host_state.check_unchanged(was_read)
-            constants.check_memory()
-            self._check_attributes(held)
-            self.guards.arm(was_read)
-            if self.guards.moves:
-                raise NotAPartError(f"it moves Python: {self.guards.moves[0]}")
-            for told in constants.ran.clocks:
-                raise NotAPartError(f"{told}, and what follows from it would stay as it is")
-
-        is_cpu = backend.device.type == "cpu"
+        module, device = self._module, self._backend.device
+        states = [generator.get_state() for generator in generators_of(module, device)]
+        self._load(leaves)
         try:
-            with ExitStack() as stack:
-                if is_cpu:
-                    stack.enter_context(as_written())
-                stack.enter_context(attempt.watching())
-                stack.enter_context(self.guards.recording())
-                self._load(leaves)
-                versions = [(each, each._version) for each in self._inputs()]
-                self._graph, self.first = backend.record(
-                    partial(self._forward, constants), module, check, collective=False, scratch=()
-                )
-            if any(tensor._version != version for tensor, version in versions):
-                raise NotAPartError("it writes into an input")
-            if any("c10d" in op.partition(".")[0] for op in self._graph.facts.op_counts):
-                raise NotAPartError("it has collectives, in which all ranks must take part alike")
-        except BaseException as error:
+            self._graph, self.first, self.guards = recorded(
+                module,
+                self._backend,
+                constants.ran,
+                partial(self._forward, constants),
+                given=self._inputs(),
+                refuse_more=constants.check_memory,
+            )
+        except BaseException:
             self.close()
-            attempt.roll_back()
-            self.guards.put_back()
-            if isinstance(error, (KeyboardInterrupt, SystemExit, NotAPartError)):
-                raise
-            raise NotAPartError(_reason(error)) from error
+            raise
         finally:
             clear_casts()  # which lie in the graph
         self.num_nodes = self._graph.facts.num_nodes
         # Those whose states a replay moves; most programs draw from none.
-        now = [(g, g.get_state()) for g in generators_of(module, backend.device)]
+        now = [(g, g.get_state()) for g in generators_of(module, device)]
         self._drawn = [
             generator
             for (generator, state), was in zip(now, states, strict=True)
@@ -291,13 +226,6 @@ class PartGraphs:
             if tensor.is_complex() or tensor.is_neg():
                 raise NotAPartError("it returns a complex tensor")
 
-    def _check_attributes(self, held: Sequence[Mapping[str, Any]]) -> None:
-        for (path, module), was in zip(self._module.named_modules(), held, strict=True):
-            now = vars(module)
-            for name in now.keys() | was.keys():
-                if now.get(name) is not was.get(name):
-                    raise NotAPartError(f"it writes {f'{path}.{name}'.lstrip('.')!r}")
-
     def _inputs(self) -> Iterator[Tensor]:
         return (self._static[place] for place, _ in self._targets)
 
@@ -329,27 +257,28 @@ class PartGraphs:
                     uses.setdefault(id(variable), []).append((node, index))
                 else:
                     raise NotAPartError("it trains a tensor that is none of its parameters")
-        self.leaves = [leaves[key] for key in uses]
-        self._uses = list(uses.values())
-        self._num_uses = list(map(len, self._uses))
-        self._several = [
-            self._listen(place, nodes) for place, nodes in enumerate(self._uses) if len(nodes) > 1
+        self.backward = PartBackward(
+            self._module,
+            self._backend,
+            self._kept,
+            [leaves[key] for key in uses],
+            [*uses.values()],
+            self._on_capture,
+        )
+        # What gradients go to, once for each use: parameters, and by their places inputs.
+        places = {id(self._static[place]): place for place, _ in self._targets}
+        self._edges = [self._params.get(key) for key, nodes in uses.items() for _ in nodes]
+        self._input_edges = [
+            (index, places[key])
+            for index, key in enumerate(key for key, nodes in uses.items() for _ in nodes)
+            if key not in self._params
         ]
-
-    def _listen(self, place: int, nodes: Sequence[tuple[Node, int]]) -> "Arrivals":
-        """Note what comes of each use; see Note [Order of sums]."""
-        arrivals = Arrivals(place)
-        for node, index in nodes:
-            node.register_hook(partial(arrivals.add, index))
-        return arrivals
 
     def edges(self, leaves: Sequence[Any]) -> list[Tensor]:
         """Return what gradients go to in a call with these arguments, once for each use."""
-        given = {id(self._static[place]): leaves[place] for place, _ in self._targets}
-        found: list[Tensor] = []
-        for leaf, count in zip(self.leaves, self._num_uses, strict=True):
-            edge = self._params.get(id(leaf))
-            found += [given[id(leaf)] if edge is None else edge] * count
+        found: list[Any] = self._edges.copy()
+        for index, place in self._input_edges:
+            found[index] = leaves[place]
         return found
 
     def _load(self, leaves: Sequence[Any]) -> None:
@@ -364,77 +293,6 @@ class PartGraphs:
     def is_different(self, index: int) -> bool:
         """Tell whether a result takes part in the backward pass."""
         return self._kept[index].requires_grad
-
-    def backward(self, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
-        """Return gradients for each of ``edges``."""
-        pairs = [
-            (kept, grad)
-            for kept, grad in zip(self._kept, grads, strict=True)
-            if grad is not None and kept.requires_grad
-        ]
-        if not pairs:
-            return [None] * sum(self._num_uses)
-        # A CPU's engine calls operators faster than a program in Python does.
-        if self._backend.name == "cpu":
-            return self._go_backward(*zip(*pairs, strict=True))
-        return self._launch_backward(pairs)
-
-    def _go_backward(
-        self, results: Sequence[Tensor], grads: Sequence[Tensor]
-    ) -> list[Tensor | None]:
-        for arrivals in self._several:
-            arrivals.begin()
-        totals = torch.autograd.grad(
-            results, self.leaves, grads, retain_graph=True, allow_unused=True
-        )
-        several = {arrivals.place: arrivals.taken() for arrivals in self._several}
-        found: list[Tensor | None] = []
-        for place, (total, count) in enumerate(zip(totals, self._num_uses, strict=True)):
-            each = several.get(place, [total])
-            found += [*each, *[None] * (count - len(each))]
-        return found
-
-    def _launch_backward(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> list[Tensor | None]:
-        """Do so by a graph from the third time on that gradients come in such a form."""
-        results, grads = zip(*pairs, strict=True)
-        key = tuple((id(result), grad.shape, grad.stride(), grad.dtype) for result, grad in pairs)
-        self._num_backward[key] += 1
-        if key not in self._backwards and self._num_backward[key] > _NUM_WARM_BACKWARD:
-            self._backwards[key] = None
-            if len(self._backwards) <= _MOST_BACKWARD:
-                return self._record_backward(key, results, grads)
-        graph = self._backwards.get(key)
-        return self._go_backward(results, grads) if graph is None else graph.run(grads)
-
-    def _record_backward(
-        self, key: Any, results: Sequence[Tensor], grads: Sequence[Tensor]
-    ) -> list[Tensor | None]:
-        before = self.guards.python()
-        held = list(map(StaticGradient, grads))
-        found: list[Tensor | None] = []
-
-        def iterate() -> list[Tensor]:
-            found[:] = self._go_backward(results, [each.tensor for each in held])
-            return [grad for grad in found if grad is not None]
-
-        def check(was_read: Callable[[Tensor], bool]) -> None:
-            moves = self.guards.moved(before)
-            if moves:
-                raise NotAPartError(str(moves[0]))
-
-        for each, grad in zip(held, grads, strict=True):
-            each.load(grad)
-        try:
-            graph, made = self._backend.record(
-                iterate, self._module, check, collective=False, scratch=()
-            )
-        except Exception as error:
-            self.guards.put_back(before)
-            _LOG.info("the backward pass of a part stays eager: %s", _reason(error))
-            return self._go_backward(results, grads)
-        is_there = [grad is not None for grad in found]
-        self._backwards[key] = backward = BackwardGraph(graph, held, is_there)
-        return backward.spread(made)
 
     def backward_as_written(
         self, results: Sequence[Tensor], leaves: Sequence[Any], grads: Sequence[Tensor | None]
@@ -474,14 +332,11 @@ class PartGraphs:
             self.close()
 
     def close(self) -> None:
-        self._kept, self._uses = [], []
-        for backward in self._backwards.values():
-            if backward is not None:
-                backward.graph.close()
-        self._backwards.clear()
-        graph = getattr(self, "_graph", None)
-        if graph is not None:
-            graph.close()
+        self._kept = []
+        if hasattr(self, "backward"):
+            self.backward.close()
+        if hasattr(self, "_graph"):
+            self._graph.close()
 
 
 class Flight:
@@ -522,7 +377,7 @@ class _ReplayedPart(torch.autograd.Function):
         if torch.is_grad_enabled():  # somebody wants to go backward through this, too
             results, leaves = flight.again()
             return None, *flight.graphs.backward_as_written(results, leaves, grads)
-        found = flight.graphs.backward(grads)
+        found = flight.graphs.backward.run(grads)
         if not keeps_graph():
             flight.end()
         return None, *found
@@ -576,10 +431,3 @@ def has_own_memory(tensor: Tensor) -> bool:
 def is_dense(tensor: Tensor) -> bool:
     """Tell whether a tensor has its memory for itself, without gaps, in whatever order."""
     return torch.empty_like(tensor, device="meta").stride() == tensor.stride()
-
-
-def _reason(error: BaseException) -> str:
-    if isinstance(error, CaptureError):
-        where = "" if error.hazard.source is None else f" ({error.hazard.source})"
-        return f"{error.hazard.why}{where}"
-    return f"{type(error).__name__}: {error}".partition("\n")[0]

@@ -1,0 +1,117 @@
+"""Records what a part does, so that a recording that is given up leaves everything as it was."""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from graphfsdp._capture.guards.guards import Guards
+from graphfsdp._capture.recording import kept_by
+from graphfsdp._capture.trace.backend import Graph, GraphBackend, Iterate
+from graphfsdp._capture.trace.ran import Ran
+from graphfsdp._capture.undo.host_state import Attempt
+from graphfsdp.base.op_tensors import as_written
+from graphfsdp.errors import CaptureError
+
+
+class NotAPartError(Exception):
+    """Why a module, or a pass through it, runs as it is written."""
+
+
+def guards_of(module: nn.Module, device: torch.device, ran: Ran) -> Guards:
+    """Return what looks at all that a call of a module reads in Python."""
+    params = {name: param for name, param in module.named_parameters() if param.requires_grad}
+    return Guards(
+        module,
+        params,
+        lambda: [],
+        optimizers=(),
+        counts=lambda key: False,
+        functions=(),
+        device=device,
+        ran=ran,
+    )
+
+
+def recorded(
+    module: nn.Module,
+    backend: GraphBackend,
+    ran: Ran,
+    iterate: Iterate,
+    *,
+    given: Iterable[Tensor] = (),
+    refuse_more: Callable[[], None] = lambda: None,
+) -> tuple[Graph, list[Tensor], Guards]:
+    """Record a pass through a module that takes effect once; return its results, and its guards.
+
+    Args:
+        module: Whose pass it is.
+        backend: Of its device.
+        ran: Code that it has run before, to which ``iterate`` adds its own.
+        iterate: The pass.
+        given: What it is called with, which it must not write into.
+        refuse_more: NotAPartError for what nothing else tells; called at the end.
+
+    Raises:
+        NotAPartError: no graph holds it, and everything is as it was.
+    """
+    held = [dict(vars(each)) for each in module.modules()]
+    state = [*module.parameters(), *module.buffers(), *(each for *_, each in kept_by(module))]
+    attempt = Attempt(
+        module,
+        (),
+        backend.begin_undo(state),
+        device=backend.device,
+        restore_gradients=lambda: None,
+    )
+    guards = guards_of(module, backend.device, ran)
+    graph: Graph | None = None
+
+    def check(was_read: Callable[[Tensor], bool]) -> None:
+        attempt.host_state.check_unchanged(was_read)
+        refuse_more()
+        _check_attributes(module, held)
+        guards.arm(was_read)
+        if guards.moves:
+            raise NotAPartError(f"it moves Python: {guards.moves[0]}")
+        for told in ran.clocks:
+            raise NotAPartError(f"{told}, and what follows from it would stay as it is")
+
+    try:
+        with ExitStack() as stack:
+            if backend.device.type == "cpu":
+                stack.enter_context(as_written())
+            stack.enter_context(attempt.watching())
+            stack.enter_context(guards.recording())
+            versions = [(tensor, tensor._version) for tensor in given]
+            graph, results = backend.record(iterate, module, check, collective=False, scratch=())
+        if any(tensor._version != version for tensor, version in versions):
+            raise NotAPartError("it writes into an input")
+        if any("c10d" in op.partition(".")[0] for op in graph.facts.op_counts):
+            raise NotAPartError("it has collectives, in which all ranks must take part alike")
+    except BaseException as error:
+        if graph is not None:
+            graph.close()
+        attempt.roll_back()
+        guards.put_back()
+        if isinstance(error, (KeyboardInterrupt, SystemExit, NotAPartError)):
+            raise
+        raise NotAPartError(_reason(error)) from error
+    return graph, results, guards
+
+
+def _check_attributes(module: nn.Module, held: Sequence[Mapping[str, Any]]) -> None:
+    for (path, each), was in zip(module.named_modules(), held, strict=True):
+        now = vars(each)
+        for name in now.keys() | was.keys():
+            if now.get(name) is not was.get(name):
+                raise NotAPartError(f"it writes {f'{path}.{name}'.lstrip('.')!r}")
+
+
+def _reason(error: BaseException) -> str:
+    if isinstance(error, CaptureError):
+        where = "" if error.hazard.source is None else f" ({error.hazard.source})"
+        return f"{error.hazard.why}{where}"
+    return f"{type(error).__name__}: {error}".partition("\n")[0]

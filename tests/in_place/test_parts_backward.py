@@ -1,0 +1,244 @@
+"""Backward passes of parts: graphs of them, and what runs through autograd as it is written."""
+
+import gc
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+from torch.utils.checkpoint import checkpoint
+
+import graphfsdp
+from graphfsdp.in_place.parts import Parts
+from parts_helpers import Net, batches, check, make_adam, make_net, replays, states, trains
+
+FACTOR = 1.0
+SEEN: dict[str, Any] = {}
+
+
+class Pass(torch.autograd.Function):
+    """Hands a tensor on, and runs a function of Python on the way back."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, function: Callable[[Tensor], Tensor]) -> Tensor:
+        ctx.function = function
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return ctx.function(grad), None
+
+
+def scaled(grad: Tensor) -> Tensor:
+    return grad * FACTOR
+
+
+def noisy(grad: Tensor) -> Tensor:
+    return grad + 0.1 * torch.randn_like(grad)
+
+
+def judged(grad: Tensor) -> Tensor:
+    return grad if grad.sum().item() > 0 else grad * 0.5
+
+
+def counted(grad: Tensor) -> Tensor:
+    SEEN["calls"] = SEEN.get("calls", 0) + 1
+    times: int = SEEN["calls"]
+    return grad * times
+
+
+def kept(grad: Tensor) -> Tensor:
+    SEEN["gradients"].append(grad * 1.0)
+    return grad
+
+
+def left(grad: Tensor) -> Tensor:
+    SEEN["gradient"] = grad * 2.0
+    return grad
+
+
+def written(grad: Tensor) -> Tensor:
+    SEEN["mean"].mul_(0.9).add_(grad.mean(), alpha=0.1)
+    return grad
+
+
+def constant(grad: Tensor) -> Tensor:
+    return torch.full_like(grad, 0.25)
+
+
+def same_memory(grad: Tensor) -> Tensor:
+    ones: Tensor = SEEN["ones"]
+    return ones[: len(grad)]
+
+
+FUNCTIONS = (scaled, noisy, judged, counted, kept, left, written, constant, same_memory)
+
+
+class Passing(Net):
+    """A net whose hidden state comes through a function on the way back."""
+
+    def __init__(self, function: Callable[[Tensor], Tensor], *, by_hook: bool) -> None:
+        super().__init__()
+        self.function = function
+        self.by_hook = by_hook
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden: Tensor = self.norm(self.embed(x))
+        if self.by_hook:
+            hidden.register_hook(self.function)
+        else:
+            hidden = Pass.apply(hidden, self.function)  # type: ignore[no-untyped-call]
+        out: Tensor = self.head(nn.functional.gelu(hidden))
+        return out
+
+
+def trains_by_factors(model: Any, optimizer: torch.optim.Optimizer) -> Iterator[Any]:
+    """What functions read changes now and then, and what they leave is read."""
+    SEEN.clear()
+    SEEN.update(gradients=[], mean=torch.zeros(()), ones=torch.ones(8, 16), gradient=torch.zeros(1))
+    held = []
+    for index, x, y in batches(20):
+        globals()["FACTOR"] = 1.0 + (index // 7)
+        optimizer.zero_grad()
+        loss = cross_entropy(model(x), y)
+        loss.backward()
+        optimizer.step()
+        held.append(SEEN["gradient"])
+        yield loss
+        yield SEEN["mean"]
+        yield SEEN["gradient"]
+    yield from (each.clone() for each in (*SEEN["gradients"], *held, SEEN["ones"]))
+    yield SEEN.get("calls", 0)
+
+
+@pytest.mark.parametrize("by_hook", [False, True], ids=["a_function_of_autograd", "a_hook"])
+@pytest.mark.parametrize("function", FUNCTIONS, ids=lambda each: each.__name__)
+def test_what_python_does_on_the_way_back_it_does_in_each_iteration(
+    function: Any, by_hook: bool
+) -> None:
+    def make() -> nn.Module:
+        torch.manual_seed(0)
+        return Passing(function, by_hook=by_hook)
+
+    check(trains_by_factors, make)
+
+
+class Recomputing(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        def inner(x: Tensor) -> Tensor:
+            hidden: Tensor = self.drop(nn.functional.gelu(self.embed(x)))
+            return hidden
+
+        hidden = checkpoint(inner, x, use_reentrant=False)
+        assert isinstance(hidden, Tensor)
+        out: Tensor = self.head(hidden)
+        return out
+
+
+def test_a_recomputation_draws_what_it_drew_before() -> None:
+    def make() -> nn.Module:
+        torch.manual_seed(0)
+        return Recomputing()
+
+    check(trains, make)
+
+
+class Sharing(nn.Module):
+    """Gradients that are one tensor, one of the input's, and none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.one = nn.Parameter(torch.ones(8, 6))
+        self.other = nn.Parameter(torch.ones(8, 6))
+        self.unused = nn.Parameter(torch.ones(3))
+        self.first = nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.first(x) + self.one + self.other
+        return out
+
+
+def accumulates(model: Any, optimizer: torch.optim.Optimizer) -> Iterator[Any]:
+    grads = []
+    for index, x, _ in batches(24):
+        x.requires_grad_(index % 2 == 0)
+        out = model(x)
+        (out * out.detach()).sum().backward()
+        grads.append([param.grad for param in model.parameters()])
+        yield x.grad if index % 2 == 0 else 0
+        if index % 3 == 2:
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=index % 2 == 0)
+    yield from (each.clone() for row in grads for each in row if each is not None)
+
+
+def test_gradients_in_one_memory_are_tensors_of_their_own() -> None:
+    check(accumulates, Sharing)
+
+
+LOSSES: tuple[Callable[[Tensor, Tensor], Tensor], ...] = (
+    lambda logits, y: logits.sum(),
+    lambda logits, y: logits.t().contiguous().pow(2).sum(),
+    cross_entropy,
+    lambda logits, y: logits[::2].pow(2).sum(),
+    lambda logits, y: logits.unfold(1, 2, 1).sin().sum(),
+    lambda logits, y: logits.double().exp().mean(),
+)
+
+
+def in_forms(model: Any, optimizer: torch.optim.Optimizer) -> Iterator[Any]:
+    """Gradients in more forms than there are graphs for, some of which have no dense memory."""
+    for index, x, y in batches(60):
+        optimizer.zero_grad()
+        logits = model(x)
+        with torch.autocast("cpu", torch.bfloat16, enabled=index % 4 == 3):
+            loss = LOSSES[index % len(LOSSES)](logits, y)
+            loss.backward(retain_graph=index % 5 == 0)
+        if index % 5 == 0:
+            loss.backward()
+        optimizer.step()
+        yield loss
+
+
+def asks_for_some(model: Net, optimizer: torch.optim.Optimizer) -> Iterator[Any]:
+    for _, x, y in batches():
+        x.requires_grad_()
+        loss = cross_entropy(model(x), y)
+        by_input, by_head = torch.autograd.grad(loss, [x, model.head.weight])
+        yield by_input
+        model.head.weight.grad = by_head
+        optimizer.step()
+
+
+@pytest.mark.parametrize("loop", [in_forms, asks_for_some])
+def test_gradients_in_any_form_come_back_as_without_a_part(loop: Any) -> None:
+    assert states(check(loop))["model"] == "captured"
+
+
+def backward_graphs(parts: Parts) -> int:
+    kinds = [kind for part in parts._parts.values() for kind in part._kinds.values()]
+    passes = [slot.backward for kind in kinds for slot in kind.slots]
+    return sum(graph is not None for each in passes for graph in each._graphs.values())
+
+
+def test_a_backward_pass_without_python_is_a_graph() -> None:
+    parts = check(trains)
+    assert backward_graphs(parts) == 1
+    assert replays(parts) == 9
+
+
+def test_no_gradient_of_a_pass_outlives_it() -> None:
+    model = make_net()
+    optimizer = make_adam(model)
+    sizes = []
+    parts = graphfsdp.capture_in_place(model, optimizer, keep="all")
+    for _, x, y in batches(40):
+        optimizer.zero_grad()
+        cross_entropy(model(x), y).backward()
+        gc.collect()
+        sizes.append(sum(isinstance(each, Tensor) for each in gc.get_objects()))
+    assert sizes[10] >= sizes[-1]
+    parts.close()
