@@ -144,7 +144,8 @@ class Watcher:
         source = user_line_in_backward()
         if source is not None:
             return self._tracker.path, source
-        site = self.sites.sites()[self.sites.here()]  # the forward operator's
+        number = self.sites.here()  # the forward operator's
+        site = self.sites.sites()[number]
         return site.module, site.source
 
     def refuse(self, op: str, refusal: Refusal) -> None:

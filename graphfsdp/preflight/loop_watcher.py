@@ -24,6 +24,7 @@ from graphfsdp._capture.trace.source import (
     user_source_line,
 )
 from graphfsdp._capture.trace.values import StorageInfo
+from graphfsdp.base.dtensors import local_part
 from graphfsdp.base.hazards import HazardKind, HazardLog, SourceLine
 from graphfsdp.base.op_tensors import OpCall, flat_tensors, storage_key
 from graphfsdp.base.torch_internals import backward_node
@@ -68,12 +69,12 @@ class LoopWatcher(NotingWatcher):
         self._model = model
         self._steps_as_written = steps_as_written
         self._num_by_site: Counter[int] = Counter()
-        grads = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+        params = dict(model.named_parameters())
+        grads = {name: local_part(p.grad) for name, p in params.items() if p.grad is not None}
+        own = [*map(local_part, (*params.values(), *model.buffers())), *grads.values()]
         # While such a reference is held, no other storage has the same key.
         self._own = {
-            storage_key(t): StorageWeakRef(t.untyped_storage())
-            for t in (*model.parameters(), *model.buffers(), *grads.values())
-            if storage_key(t)
+            storage_key(t): StorageWeakRef(t.untyped_storage()) for t in own if storage_key(t)
         }
         # Gradients that nobody has zeroed.
         self._left = {

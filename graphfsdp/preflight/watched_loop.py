@@ -227,7 +227,7 @@ class WatchedLoop:
     def _add(self, hazard: Hazard) -> None:
         """Note a hazard, unless its line has told of one: this may be what follows."""
         if hazard.source is None or all(hazard.source != known.source for known in self._hazards):
-            self._hazards.add(hazard)
+            self._note_hazards([hazard])
 
     def _on_stepped(self, optimizer: torch.optim.Optimizer) -> None:
         iteration = self._iteration

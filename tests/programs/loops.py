@@ -383,6 +383,11 @@ def reads(logits: Tensor, y: Tensor, index: int) -> Tensor:
     return loss if loss.item() < 1e9 else 2 * loss
 
 
+def prints_a_gradient(logits: Tensor, y: Tensor, index: int) -> Tensor:
+    logits.register_hook(print)  # which autograd calls outside of all lines
+    return cross_entropy(logits, y)
+
+
 TOTALS = torch.zeros(2)
 
 
@@ -409,6 +414,7 @@ def looked_at_in_between(model: nn.Module, x: Tensor) -> Tensor:
 
 JUDGED: dict[str, tuple[Loop, str]] = {
     "a read": (loop_with(reads), "host-read"),
+    "a print in a backward pass": (loop_with(prints_a_gradient), "host-read"),
     "a validation": (
         loop_with(
             lambda logits, y, _: -Categorical(logits=logits, validate_args=True).log_prob(y).mean()
