@@ -89,19 +89,12 @@ def accumulates_with_words(model: Any, optimizer: torch.optim.Optimizer) -> Iter
             loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-        yield loss.item()
-
-
-@loop
-def accumulates_without_sync(model: Any, optimizer: torch.optim.Optimizer) -> Iterator[Any]:
-    for _ in range(NUM_ITERATIONS):
-        (first, second) = batches(2)
-        optimizer.zero_grad()
+        first, second = batches(2)
         with model.no_sync():
             loss_of(model(first[0]), first[1]).backward()
-        loss = loss_of(model(second[0]), second[1])
-        loss.backward()
+        loss_of(model(second[0]), second[1]).backward()
         optimizer.step()
+        optimizer.zero_grad()
         yield loss.item()
 
 
@@ -113,17 +106,22 @@ def keeps_norms(model: Any, optimizer: torch.optim.Optimizer) -> Iterator[Any]:
         total: Any = nn.utils.clip_grad_norm_(model.parameters(), 0.1)
         largest: Any = clip_grad_norm_(model.parameters(), 0.05, norm_type=float("inf"))
         each: list[Any] = [param.grad.norm() for param in model.parameters()]
+        of_all: Any = nn.utils.get_total_norm([param.grad for param in model.parameters()])
+        nn.utils.clip_grads_with_norm_(model.parameters(), 0.01, of_all.full_tensor())
         optimizer.step()
         assert total.device == rank_device()
-        yield from (norm.full_tensor() for norm in (total, largest, *each))
+        yield from (norm.full_tensor() for norm in (total, largest, of_all, *each))
 
 
 @loop
-def follows_a_schedule(model: Any, optimizer: torch.optim.Optimizer) -> Iterator[Any]:
+def follows_a_schedule_and_takes_gradients_off_by_hand(
+    model: Any, optimizer: torch.optim.Optimizer
+) -> Iterator[Any]:
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
     for x, y in batches():
         loss = loss_of(model(x), y)
-        optimizer.zero_grad()
+        for param in model.parameters():
+            param.grad = None
         loss.backward()
         optimizer.step()
         scheduler.step()
@@ -131,36 +129,15 @@ def follows_a_schedule(model: Any, optimizer: torch.optim.Optimizer) -> Iterator
 
 
 @loop
-def clips_as_torchtitan(model: Any, optimizer: torch.optim.Optimizer) -> Iterator[Any]:
-    for x, y in batches():
-        optimizer.zero_grad()
-        loss_of(model(x), y).backward()
-        total: Any = nn.utils.get_total_norm([param.grad for param in model.parameters()])
-        total = total.full_tensor()
-        nn.utils.clip_grads_with_norm_(model.parameters(), 0.1, total)
-        optimizer.step()
-        yield total.item()
-
-
-@loop
-def writes_gradients(model: Any, optimizer: torch.optim.Optimizer) -> Iterator[Any]:
+def writes_gradients_and_keeps_one_and_looks_at_weights(
+    model: Any, optimizer: torch.optim.Optimizer
+) -> Iterator[Any]:
     for x, y in batches():
         optimizer.zero_grad()
         loss_of(model(x), y).backward()
         for param in model.parameters():
             param.grad.mul_(0.5)
         nn.utils.clip_grad_value_(model.parameters(), 0.01)
-        optimizer.step()
-        yield model.head.weight.grad.full_tensor()
-
-
-@loop
-def keeps_a_gradient_and_looks_at_weights(
-    model: Any, optimizer: torch.optim.Optimizer
-) -> Iterator[Any]:
-    for x, y in batches():
-        optimizer.zero_grad()
-        loss_of(model(x), y).backward()
         gradient = model.first.weight.grad
         whole = model.second.weight.detach().full_tensor().clone()
         rows = model.first.weight.detach().to_local().norm()
@@ -168,17 +145,6 @@ def keeps_a_gradient_and_looks_at_weights(
         yield gradient.full_tensor()
         yield whole
         yield rows
-
-
-@loop
-def takes_gradients_off_by_hand(model: Any, optimizer: torch.optim.Optimizer) -> Iterator[Any]:
-    for x, y in batches():
-        loss = loss_of(model(x), y)
-        for param in model.parameters():
-            param.grad = None
-        loss.backward()
-        optimizer.step()
-        yield loss.item()
 
 
 @loop

@@ -226,6 +226,39 @@ def values_for_the_meta_device() -> None:
         train(model)
 
 
+class Adapted(nn.Module):
+    """A layer and adapters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base = nn.Linear(8, 8, bias=False)
+        self.down = nn.Linear(8, 2, bias=False)
+        self.up = nn.Linear(2, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.base(x) + self.up(self.down(x))
+        return out
+
+
+def modules_inside_a_unit_that_are_given_memory_one_by_one() -> None:
+    """As torchtune does it: values for the base, memory for the adapters' modules alone."""
+    for loads_first in (True, False):
+        with torch.device("meta"):
+            model: Any = Adapted()
+        fully_shard(model)
+        like = model.base.weight
+        value = distribute_tensor(torch.arange(64.0).view(8, 8), like.device_mesh, like.placements)
+        if loads_first:
+            model.load_state_dict({"base.weight": value}, strict=False, assign=True)
+        for index, module in enumerate((model.down, model.up)):
+            module.to_empty(device="cpu")
+            for param in module.parameters():
+                nn.init.constant_(param, 0.5 + index)
+        if not loads_first:
+            model.load_state_dict({"base.weight": value}, strict=False, assign=True)
+        train(fully_shard(nn.Sequential(model)))
+
+
 class Head(nn.Module):
     """Ends in two modules that are one unit."""
 

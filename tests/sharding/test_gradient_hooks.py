@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Replicate
 
 import graphfsdp
 from ranks import on_ranks, rank_device
@@ -56,11 +57,8 @@ def hooked_run(strategy: str | None, *, accumulates: bool, **options: Any) -> li
     if options.get("meta"):
         model.to_empty(device=rank_device())
         for mine, other in zip(model.parameters(), make(None).parameters(), strict=True):
-            mine.detach().copy_(
-                torch.distributed.tensor.DTensor.from_local(
-                    other.detach(), mine.device_mesh, [torch.distributed.tensor.Replicate()]
-                )
-            )
+            value = DTensor.from_local(other.detach(), mine.device_mesh, [Replicate()])
+            mine.detach().copy_(value)
 
     def log(name: str, grad: Tensor) -> Tensor:
         seen.append((name, "gradient", whole(grad)))
@@ -84,28 +82,35 @@ def hooked_run(strategy: str | None, *, accumulates: bool, **options: Any) -> li
     return [*seen, *((name, "weight", value) for name, value in full_parameters(model).items())]
 
 
-@pytest.mark.parametrize("accumulates", [False, True])
-@on_ranks("ranks2")
-def test_hooks_see_reduced_gradients(accumulates: bool) -> None:
+def same_as_one_process(accumulates: bool, several: list[dict[str, Any]]) -> None:
     """On the same batch on each rank: so what is reduced is what one process has."""
     expected = hooked_run(None, accumulates=accumulates)
-    for strategy in STRATEGIES:
-        for options in ({}, {"overlap": False}, {"meta": True}):
-            got = hooked_run(strategy, accumulates=accumulates, **options)
-            assert [entry[:2] for entry in got] == [entry[:2] for entry in expected]
-            for (*what, mine), (*_, theirs) in zip(got, expected, strict=True):
-                torch.testing.assert_close(mine, theirs, rtol=1e-12, atol=1e-14, msg=f"{what}")
-
-
-@on_ranks("ranks4")
-def test_hooks_are_called_once_both_axes_are_reduced() -> None:
-    expected = hooked_run(None, accumulates=True)
-    for outer in ("no_shard", "optim"):
-        options: Any = {"mesh": hybrid_mesh(), "outer_strategy": outer}
-        got = hooked_run("optim_grads_params", accumulates=True, **options)
+    for options in several:
+        axes: dict[str, Any] = {"mesh": hybrid_mesh()} if "outer_strategy" in options else {}
+        got = hooked_run(**axes, **options, accumulates=accumulates)
         assert [entry[:2] for entry in got] == [entry[:2] for entry in expected]
         for (*what, mine), (*_, theirs) in zip(got, expected, strict=True):
             torch.testing.assert_close(mine, theirs, rtol=1e-12, atol=1e-14, msg=f"{what}")
+
+
+ONE_AXIS = [
+    {"strategy": strategy, **options}
+    for strategy in STRATEGIES
+    for options in ({}, {"overlap": False}, {"meta": True})
+]
+TWO_AXES = [
+    {"strategy": "optim_grads_params", "outer_strategy": outer} for outer in ("no_shard", "optim")
+]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "accumulates", "several"),
+    [("ranks2", False, ONE_AXIS), ("ranks2", True, ONE_AXIS), ("ranks4", True, TWO_AXES)],
+)
+def test_hooks_see_what_all_ranks_have_reduced(
+    request: pytest.FixtureRequest, ranks: str, accumulates: bool, several: list[dict[str, Any]]
+) -> None:
+    request.getfixturevalue(ranks).run(same_as_one_process, accumulates, several)
 
 
 def clipping_net(strategy: str) -> nn.Module:

@@ -1,5 +1,6 @@
-"""How gradients are summed: per-token losses, and layers that accumulate by themselves."""
+"""How gradients are summed: in any order, on two axes, per token, by layers themselves."""
 
+import contextlib
 from typing import Any
 
 import pytest
@@ -17,12 +18,17 @@ from ranks import RankPool, on_ranks, rank_device, world_group
 from sharding_helpers import (
     MAX_NORM,
     STRATEGIES,
+    Net,
     adam,
     assert_equal_tensors,
+    batches,
     buffers,
+    hybrid_mesh,
+    hybrid_net,
     learning_rate,
     my_part,
     replayed_as_eager,
+    shard,
     train,
 )
 
@@ -190,3 +196,88 @@ def test_padding_is_reduced_as_zeros(strategy: str) -> None:
             model(x).sum().backward()
         assert poison.reduced
         assert all(bool(each.isfinite().all()) for each in poison.reduced)
+
+
+class Sometimes(Net):
+    """Leaves a block out where it is told to."""
+
+    leaves_out = False
+
+    def logits(self, tokens: Tensor) -> Tensor:
+        hidden = self.blocks[1](self.embedding(tokens))
+        if not self.leaves_out:
+            hidden = self.blocks[0](hidden)
+        out: Tensor = self.head(hidden) * self.scale + self.empty.sum()
+        return out
+
+
+# Per backward pass: is it the last microbatch? "local": it runs under no_sync; "partly": it is
+# the last one, and a unit is left out of it, which has been reduced, or has not.
+PASSES = (
+    *((True, True), (False, True), (True, False, True), ("local", True), ("local", False, True)),
+    *((False, "partly"), ("local", "partly")),
+)
+
+
+# On one axis, and on two.
+SUMMED = [
+    *(("no_shard", None), ("optim", None), ("optim_grads_params", None)),
+    *(("no_shard", "no_shard"), ("optim_grads", "no_shard")),
+    *(("optim", "optim"), ("optim_grads_params", "optim")),
+]
+
+
+@pytest.mark.parametrize(("strategy", "outer"), SUMMED)
+@on_ranks("ranks4")
+def test_gradients_accumulate_in_any_order_of_reductions(strategy: str, outer: str | None) -> None:
+    """Backward passes in a row give the sum of their gradients, however they are reduced."""
+    plain: Any = Sometimes().double()
+    start = {name: value.clone() for name, value in plain.state_dict().items()}
+    # What each rank adds up is the same; the factor of the last reduction is by kind of reduction.
+    both = (strategy, outer) in (SUMMED[0], SUMMED[1], SUMMED[-1])
+    axes: dict[str, Any] = {}
+    if outer is not None:
+        axes = {"mesh": hybrid_mesh(), "outer_strategy": outer}
+    for reduction in ("mean", "sum") if both else ("mean",):
+        model: Any = Sometimes().double()
+        model.load_state_dict(start)
+        model = shard(model, strategy, gradient_reduction=reduction, **axes)
+        for passes in PASSES:
+            model.zero_grad()
+            plain.zero_grad()
+            for batch, last in zip(batches(len(passes)), passes, strict=True):
+                plain.leaves_out = model.leaves_out = last == "partly"
+                plain(*batch).backward()
+                model.set_is_last_microbatch(bool(last) or last == "local")
+                with model.no_sync() if last == "local" else contextlib.nullcontext():
+                    model(*my_part(batch)).backward()
+                assert last != "local" or all(param.grad is None for param in model.parameters())
+            scale = dist.get_world_size() if reduction == "sum" else 1
+            for (name, got), whole in zip(
+                model.named_parameters(), plain.parameters(), strict=True
+            ):
+                assert (got.grad is None) == (whole.grad is None), name
+                if whole.grad is not None:
+                    # float64: what is not a rounding is a mistake.
+                    torch.testing.assert_close(
+                        got.grad.full_tensor().cpu(), whole.grad * scale, rtol=1e-10, atol=1e-12
+                    )
+
+
+@on_ranks("ranks4")
+def test_an_iteration_that_is_given_up_leaves_no_gradient() -> None:
+    """set_requires_all_reduce, and an iteration that is given up between two microbatches."""
+    model = hybrid_net("optim_grads_params", "no_shard")
+    first, second = batches(2)
+    model.set_requires_all_reduce(False)
+    model(*my_part(first)).backward()
+    assert all(param.grad is None for param in model.parameters())
+    model.abandon_iteration()
+    model.set_requires_all_reduce(True)
+    model(*my_part(second)).backward()
+    other = hybrid_net("optim_grads_params", "no_shard")
+    other(*my_part(second)).backward()
+    for left, right in zip(model.parameters(), other.parameters(), strict=True):
+        assert (left.grad is None) == (right.grad is None)
+        if left.grad is not None:
+            assert torch.equal(left.grad.to_local(), right.grad.to_local())

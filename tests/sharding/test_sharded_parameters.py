@@ -50,7 +50,7 @@ def test_parameters_keep_what_their_owner_put_on_them() -> None:
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @on_ranks("ranks2")
 def test_full_tensor_is_right_for_uneven_rows(strategy: str) -> None:
-    """Of parameters, and what the state_dict makes of them; of gradients see test_hybrid.py."""
+    """Of parameters and a state_dict; of gradients see test_gradient_reduction.py."""
     model, expected = make_net(strategy), make_net(None).state_dict()
     for name, value in (*model.named_parameters(), *model.state_dict().items()):
         assert isinstance(value, DTensor)

@@ -1,4 +1,4 @@
-"""Programs that write weights by themselves while units run: right, or refused by name."""
+"""Weights that programs hold, replace or write by themselves: right, or refused by name."""
 
 import copy
 from collections.abc import Callable
@@ -10,10 +10,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import graphfsdp
+from counting_net import mean_square
+from everyday_scripts import Adapted
 from graphfsdp import PhaseError
 from graphfsdp.optim import FusedAdam
 from ranks import on_ranks, rank_device
-from sharding_helpers import raises_on_rank
+from sharding_helpers import STRATEGIES, adam, on_meta, raises_on_rank, train
 
 WIDTH, ROWS, NUM_STEPS = 8, 4, 14
 
@@ -168,3 +170,74 @@ def test_writes_between_unshard_and_reshard_are_refused() -> None:
     assert torch.equal(model.weight.full_tensor(), 2 * before)
     model.load_state_dict({"weight": whole}, strict=False)
     assert torch.equal(model.weight.full_tensor(), whole)
+
+
+def stack(strategy: str = "optim_grads_params", *, meta: bool = False) -> Any:
+    def make() -> nn.Module:
+        return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 3))
+
+    torch.manual_seed(0)
+    model: Any = on_meta(make) if meta else make().to(rank_device())
+    for layer in model:
+        graphfsdp.fully_shard(layer, strategy=strategy)
+    graphfsdp.fully_shard(model, strategy=strategy)
+    if meta:
+        model.to_empty(device=rank_device())
+        for param in model.parameters():
+            nn.init.constant_(param, 0.1)
+    return model
+
+
+def detached(model: nn.Module) -> dict[str, Any]:
+    return {name: param.detach() for name, param in model.named_parameters()}
+
+
+def slices(model: nn.Module) -> dict[str, Any]:
+    """Views of views, of which no parameter knows."""
+    return {name: param.to_local()[:1] for name, param in detached(model).items()}
+
+
+TAKES: tuple[Callable[[nn.Module], dict[str, Any]], ...] = (nn.Module.state_dict, detached, slices)
+
+
+def parts(values: dict[str, Any]) -> list[Tensor]:
+    return [getattr(value, "_local_tensor", value).clone() for value in values.values()]
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@on_ranks("ranks2")
+def test_what_is_held_follows_the_training(strategy: str) -> None:
+    """Whenever it was taken, and captured: a state dict is often taken once and saved later."""
+    data = [(torch.randn(2, WIDTH, device=rank_device()),) for _ in range(5)]
+    for when in ("at once", "on meta", "behind .to", "behind a load", "inside a root"):
+        root = model = stack(strategy, meta=when == "on meta")
+        if when == "behind .to":
+            model.to(rank_device())
+        if when == "behind a load":
+            model.load_state_dict(model.state_dict(), assign=True)
+        if when == "inside a root":  # which the first forward of its parts did not know
+            mean_square(model, data[0][0]).backward()
+        held = [take(model) for take in TAKES]
+        if when == "inside a root":
+            root = graphfsdp.fully_shard(nn.Sequential(model), strategy=strategy)
+        before = parts(held[2])
+        train(root, adam(root), data=data, loss_fn=mean_square)
+        for values, take in zip(held, TAKES, strict=True):
+            now = parts(take(model))
+            for index, local in enumerate(parts(values)):
+                assert torch.equal(local, now[index]), f"{take.__name__} {when}: {index}"
+        for old, new in zip(before, parts(held[2]), strict=True):
+            assert not old.numel() or not torch.equal(old, new), when
+
+
+@on_ranks("ranks2")
+def test_what_has_no_values_is_named_beside_what_has() -> None:
+    model = on_meta(Adapted)
+    graphfsdp.fully_shard(model)
+    model.down.to_empty(device=rank_device())
+    with raises_on_rank(graphfsdp.ConfigError, "'base.weight' was made on the meta device"):
+        model(torch.ones(2, WIDTH, device=rank_device()))
+    model = graphfsdp.fully_shard(Adapted().to(rank_device()))
+    model.down.double()
+    with raises_on_rank(graphfsdp.ConfigError, "'down.weight' does not lie in the buffers"):
+        model(torch.ones(2, WIDTH, device=rank_device()))
