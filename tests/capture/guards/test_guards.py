@@ -113,11 +113,6 @@ MODEL_CHANGES: dict[str, tuple[Apply, str, ChangeKind]] = {
         r"attribute 'body\.dropout\.p' was 0\.25 .* now 0\.5",
         ChangeKind.ATTRIBUTE,
     ),
-    "number": (
-        set_attribute("body", "temperature", 0.5),
-        r"'body\.temperature' was 2\.0 .* now 0\.5.*buffer",
-        ChangeKind.ATTRIBUTE,
-    ),
     "generator": (
         set_attribute("body", "noise", torch.Generator()),
         r"attribute 'body\.noise' was <torch",
@@ -137,15 +132,12 @@ MODEL_CHANGES: dict[str, tuple[Apply, str, ChangeKind]] = {
         ChangeKind.ADDRESS,
     ),
     "frozen_parameter_moved": (move("frozen"), "parameter 'frozen'", ChangeKind.ADDRESS),
-    "single_element_moved": (move("scale"), "parameter 'scale'", ChangeKind.ADDRESS),
     "buffer_moved": (move("body.table"), r"buffer 'body\.table'", ChangeKind.ADDRESS),
-    "attribute_moved": (move("body.plain"), r"attribute 'body\.plain'", ChangeKind.ADDRESS),
     "parameter_replaced": (
         replace("body.layers.0.bias"),
         r"parameter 'body\.layers\.0\.bias' was one tensor .* another one, in other memory",
         ChangeKind.STRUCTURE,
     ),
-    "single_element_replaced": (replace("scale"), "parameter 'scale'", ChangeKind.STRUCTURE),
     "buffer_replaced": (
         replace("body.norm.running_mean"),
         r"buffer 'body\.norm\.running_mean'",

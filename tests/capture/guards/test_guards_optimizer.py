@@ -1,13 +1,12 @@
 """Changed optimizer state and groups, hooks and torch's switches are refused by name."""
 
-import functools
 import re
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.modules import module as torch_module
 from torch.optim import optimizer as torch_optimizer
 
@@ -16,8 +15,7 @@ from graphfsdp import ChangeKind
 from guard_net import Guarded, refused, start
 from helpers import assert_same_state, same_bits
 
-Undo = Callable[[], Any]
-Apply = Callable[[Guarded], Undo]
+ONES = torch.ones(4)
 
 
 def first_state(guarded: Guarded) -> dict[str, Any]:
@@ -37,116 +35,48 @@ def loaded(guarded: Guarded) -> None:
     guarded.optim.load_state_dict({"state": copies, "param_groups": groups})
 
 
-def puts(get: Callable[[Guarded], Any], key: Any, make: Callable[[Any], Any]) -> Apply:
-    """Return the replacement of an item by what is made of it."""
-
-    def apply(guarded: Guarded) -> Undo:
-        holder = get(guarded)
-        old = holder[key]
-        holder[key] = make(old)
-        return lambda: holder.__setitem__(key, old)
-
-    return apply
+def replaced(run: Guarded, name: str) -> None:
+    state = first_state(run)
+    state[name] = state[name].clone()
 
 
-def entry_moved(guarded: Guarded) -> Undo:
-    entry = first_state(guarded)["exp_avg_sq"]
-    old = entry.data
-    entry.data = old.clone()
-    return lambda: setattr(entry, "data", old)
-
-
-def entry_added(guarded: Guarded) -> Undo:
-    first_state(guarded)["extra"] = torch.zeros(2)
-    return lambda: first_state(guarded).pop("extra")
-
-
-def cleared(guarded: Guarded) -> Undo:
-    old = dict(guarded.optim.state)
-    guarded.optim.state.clear()
-    return lambda: guarded.optim.state.update(old)
-
-
-def parameter_dropped(guarded: Guarded) -> Undo:
-    params: list[Tensor] = guarded.optim.param_groups[0]["params"]
-    last = params.pop()
-    return lambda: params.append(last)
-
-
-def group_added(guarded: Guarded) -> Undo:
-    guarded.optim.add_param_group({"params": [nn.Parameter(torch.ones(3))]})
-    return guarded.optim.param_groups.pop
-
-
-def step_replaced(guarded: Guarded) -> Undo:
-    guarded.optim.step = lambda *args: None  # type: ignore[method-assign,assignment]
-    return lambda: vars(guarded.optim).pop("step")
-
-
-def step_of_the_class_replaced(guarded: Guarded) -> Undo:
-    kind: Any = type(guarded.optim)
-    old, kind.step = kind.step, lambda self: None
-    return lambda: setattr(kind, "step", old)
-
-
-@pytest.fixture(scope="module")
-def shared() -> Callable[[str], Guarded]:
-    """Return the step of an optimizer, of which all changes are taken back."""
-    return functools.cache(start)
-
-
-def assert_refused_until_undone(
-    guarded: Guarded, apply: Apply, match: str, kind: ChangeKind
-) -> None:
-    undo = apply(guarded)
-    try:
-        assert {change.kind for change in refused(guarded, match)} == {kind}
-    finally:
-        undo()
-    guarded.step(guarded.batch())
-
-
+STATE, GROUPS = ChangeKind.OPTIMIZER_STATE, ChangeKind.GROUPS
 WEIGHT = r"'body\.layers\.0\.weight'"
-STATE_CHANGES: dict[str, tuple[Apply, str, ChangeKind]] = {
-    "entry_replaced": (
-        puts(first_state, "exp_avg", Tensor.clone),
-        f"'exp_avg' of {WEIGHT}",
-        ChangeKind.OPTIMIZER_STATE,
-    ),
-    "count_replaced": (
-        puts(first_state, "step", Tensor.clone),
-        f"'step' of {WEIGHT}",
-        ChangeKind.OPTIMIZER_STATE,
-    ),
+CHANGES: dict[str, tuple[Callable[[Guarded], Any], str, ChangeKind]] = {
+    "entry_replaced": (lambda run: replaced(run, "exp_avg"), f"'exp_avg' of {WEIGHT}", STATE),
+    "count_replaced": (lambda run: replaced(run, "step"), f"'step' of {WEIGHT}", STATE),
     "entry_moved": (
-        entry_moved,
+        lambda run: setattr(first_state(run)["exp_avg_sq"], "data", torch.zeros(4, 4)),
         f"'exp_avg_sq' of {WEIGHT} was at address 0x.* in other memory",
         ChangeKind.ADDRESS,
     ),
     "entry_added": (
-        entry_added,
+        lambda run: first_state(run).update(extra=torch.zeros(2)),
         f"'extra' of {WEIGHT} was absent .* now there",
-        ChangeKind.OPTIMIZER_STATE,
+        STATE,
     ),
-    "cleared": (cleared, f"'exp_avg' of {WEIGHT} was there .* gone", ChangeKind.OPTIMIZER_STATE),
+    "cleared": (
+        lambda run: run.optim.state.clear(),
+        f"'exp_avg' of {WEIGHT} was there .* gone",
+        STATE,
+    ),
     "parameter_dropped": (
-        parameter_dropped,
+        lambda run: run.optim.param_groups[0]["params"].pop(),
         r"group 0 of \w+ was of 7 parameters \(with body\.norm\.bias\) .* now of 6",
-        ChangeKind.GROUPS,
+        GROUPS,
     ),
     "parameter_exchanged": (
-        puts(
-            lambda guarded: guarded.optim.param_groups[0]["params"],
-            -1,
-            lambda old: nn.Parameter(old.detach().clone()),
-        ),
+        lambda run: run.optim.param_groups[0]["params"].__setitem__(-1, nn.Parameter(ONES)),
         r"with body\.norm\.bias\) .* \(with an unknown one",
-        ChangeKind.GROUPS,
+        GROUPS,
     ),
-    "group_added": (group_added, r"was of 1 groups .* now of 2", ChangeKind.GROUPS),
-    "step": (step_replaced, r"\w+\.step was one function", ChangeKind.ATTRIBUTE),
-    "step_of_the_class": (
-        step_of_the_class_replaced,
+    "group_added": (
+        lambda run: run.optim.add_param_group({"params": [nn.Parameter(ONES)]}),
+        r"was of 1 groups .* now of 2",
+        GROUPS,
+    ),
+    "step": (
+        lambda run: setattr(run.optim, "step", a_hook),
         r"\w+\.step was one function",
         ChangeKind.ATTRIBUTE,
     ),
@@ -154,12 +84,19 @@ STATE_CHANGES: dict[str, tuple[Apply, str, ChangeKind]] = {
 
 
 @pytest.mark.parametrize("optimizer", ["fused_adam", "adamw"])
-@pytest.mark.parametrize("name", STATE_CHANGES)
-def test_a_change_of_the_optimizer_is_refused_by_name(
-    name: str, optimizer: str, shared: Callable[[str], Guarded]
-) -> None:
-    apply, match, kind = STATE_CHANGES[name]
-    assert_refused_until_undone(shared(optimizer), apply, match, kind)
+@pytest.mark.parametrize("name", CHANGES)
+def test_a_change_of_the_optimizer_is_refused_by_name(name: str, optimizer: str) -> None:
+    change, match, kind = CHANGES[name]
+    guarded = start(optimizer)
+    change(guarded)
+    assert {change.kind for change in refused(guarded, match)} == {kind}
+    guarded.step.close()
+
+
+def test_a_step_of_the_class_that_was_replaced_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    guarded = start()
+    monkeypatch.setattr(type(guarded.optim), "step", a_hook)
+    refused(guarded, r"\w+\.step was one function")
 
 
 class OwnRates(torch.optim.Optimizer):
@@ -274,13 +211,21 @@ HOOKS: dict[str, tuple[Callable[[Guarded], Any], str]] = {
 }
 
 
+@pytest.fixture(scope="module")
+def guarded() -> Guarded:
+    """Return a step of which all changes are taken back."""
+    return start()
+
+
 @pytest.mark.parametrize("name", HOOKS)
-def test_an_added_hook_is_refused_by_name(name: str, shared: Callable[[str], Guarded]) -> None:
+def test_an_added_hook_is_refused_by_name(name: str, guarded: Guarded) -> None:
     register, match = HOOKS[name]
-    guarded = shared("fused_adam")
-    assert_refused_until_undone(
-        guarded, lambda guarded: register(guarded).remove, match, ChangeKind.HOOK
-    )
+    handle = register(guarded)
+    try:
+        assert {change.kind for change in refused(guarded, match)} == {ChangeKind.HOOK}
+    finally:
+        handle.remove()
+    guarded.step(guarded.batch())
 
 
 @pytest.mark.filterwarnings("ignore:Full backward hook is firing")
@@ -316,42 +261,40 @@ def test_a_second_step_over_the_same_model_is_no_added_hook() -> None:
     handle.remove()
 
 
-def switched(set_: Callable[[Any], Any], value: Any, back: Any) -> Apply:
-    def apply(guarded: Guarded) -> Undo:
-        set_(value)
-        return lambda: set_(back)
-
-    return apply
-
-
-SWITCHES: dict[str, tuple[Apply, str]] = {
+# What sets a switch, to what, back to what, and how that is named.
+SWITCHES: dict[str, tuple[Callable[[Any], Any], Any, Any, str]] = {
     "default_dtype": (
-        switched(torch.set_default_dtype, torch.float64, torch.float32),
+        *(torch.set_default_dtype, torch.float64, torch.float32),
         r"the default dtype was torch\.float32 .* now torch\.float64",
     ),
     "deterministic": (
-        switched(torch.use_deterministic_algorithms, True, False),
+        *(torch.use_deterministic_algorithms, True, False),
         r"torch\.use_deterministic_algorithms was off .* now on",
     ),
     "matmul_precision": (
-        switched(torch.set_float32_matmul_precision, "medium", "highest"),
+        *(torch.set_float32_matmul_precision, "medium", "highest"),
         "the float32 precision of mkldnn matmul was ieee .* now bf16",
     ),
     "math_attention": (
-        switched(torch.backends.cuda.enable_math_sdp, False, True),
+        *(torch.backends.cuda.enable_math_sdp, False, True),
         "math attention was on .* now off",
     ),
     "flash_attention": (
-        switched(torch.backends.cuda.enable_flash_sdp, False, True),
+        *(torch.backends.cuda.enable_flash_sdp, False, True),
         "flash attention was on",
     ),
 }
 
 
 @pytest.mark.parametrize("name", SWITCHES)
-def test_a_switch_of_torch_is_refused_by_name(name: str, shared: Callable[[str], Guarded]) -> None:
-    apply, match = SWITCHES[name]
-    assert_refused_until_undone(shared("fused_adam"), apply, match, ChangeKind.SETTING)
+def test_a_switch_of_torch_is_refused_by_name(name: str, guarded: Guarded) -> None:
+    switch, value, back, match = SWITCHES[name]
+    switch(value)
+    try:
+        assert {change.kind for change in refused(guarded, match)} == {ChangeKind.SETTING}
+    finally:
+        switch(back)
+    guarded.step(guarded.batch())
 
 
 @pytest.mark.parametrize("captured_inside", [False, True])

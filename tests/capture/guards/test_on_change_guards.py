@@ -2,6 +2,7 @@
 
 import itertools
 import logging
+import types
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -19,6 +20,7 @@ NUM_STEPS = 20
 CHANGED_AT = 8
 
 
+AROUND = types.SimpleNamespace(scale=1.0)  # what the loss reads beside the model
 Change = Callable[[Statistical, torch.optim.Optimizer], Any]
 
 
@@ -35,6 +37,7 @@ def replaced_state(model: Statistical, optimizer: torch.optim.Optimizer) -> None
 CASES: dict[str, tuple[str, Change]] = {
     "evaluation_mode": ("fused_adam", lambda model, optimizer: model.eval()),
     "a_number": ("fused_adam", lambda model, optimizer: setattr(model, "scale", 0.5)),
+    "a_number_around": ("fused_adam", lambda *trained: setattr(AROUND, "scale", 0.5)),
     "a_baked_number": (
         "adamw",
         lambda model, optimizer: optimizer.param_groups[0].update(weight_decay=0.5),
@@ -76,10 +79,11 @@ def changing(between: Callable[[int, Any, torch.optim.Optimizer], object]) -> Ca
     """Return a training in which something happens before each call but the first."""
 
     def setup(model: nn.Module, optimizer: torch.optim.Optimizer) -> Callable[[], object]:
+        AROUND.scale = 1.0
         calls = itertools.count(1)
         return lambda: between(next(calls), model, optimizer)
 
-    return Case(Statistical, features(5), setup=setup)
+    return Case(Statistical, features(5), lambda model, x: model(x) * AROUND.scale, setup)
 
 
 def compare_with_eager(name: str, device: torch.device, on_change: str) -> Any:

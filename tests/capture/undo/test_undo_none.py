@@ -7,7 +7,8 @@ from torch import Tensor, nn
 import graphfsdp
 from graphfsdp import CapturedStep, Phase
 from graphfsdp.optim import FusedAdam
-from helpers import assert_same_states, snapshot
+from helpers import assert_same_states, check_against_eager, snapshot
+from zoo import ZOO
 from zoo_models import WIDTH, Squared
 
 Switch = dict[str, bool]
@@ -30,21 +31,7 @@ def make(
 
 
 def test_training_is_the_same_without_copies(device: torch.device) -> None:
-    def run(undo: str) -> list[dict[str, Tensor]]:
-        step, model, optimizer = make(device, {"on": False}, undo)
-        with step:
-            states = []
-            for index in range(14):
-                optimizer.param_groups[0]["lr"] = 0.01 / (1 + index)
-                loss = step(torch.randn(6, WIDTH, device=device))
-                states.append({"loss": loss, **snapshot(model, optimizer)})
-            assert step.phase is Phase.REPLAY
-        return states
-
-    torch.manual_seed(1)
-    expected = run("auto")
-    torch.manual_seed(1)
-    assert_same_states(expected, run("none"))
+    check_against_eager(ZOO["mlp"], device, undo="none")
 
 
 def test_a_warm_up_that_fails_breaks_the_step(device: torch.device) -> None:
