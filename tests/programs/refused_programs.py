@@ -5,7 +5,6 @@ hazard, with which message and remedy, and whether CUDA refuses it too.
 """
 
 import ctypes
-import math
 import random
 import threading
 import time
@@ -99,11 +98,6 @@ def item(self: Inner, h: Tensor, x: Tensor) -> Tensor:
 
 
 @refused(HOST_READ, SCALAR, READ)
-def float_of_a_buffer(self: Inner, h: Tensor, x: Tensor) -> Tensor:
-    return h * float(self.gate[0])  # refused
-
-
-@refused(HOST_READ, SCALAR, READ)
 def behind_writes_that_overlap(self: Inner, h: Tensor, x: Tensor) -> Tensor:
     self.gate[2:].mul_(2)
     self.gate.add_(torch.rand(4, device=x.device))
@@ -116,11 +110,6 @@ def branch(self: Inner, h: Tensor, x: Tensor) -> Tensor:
     if h.sum() > 0:  # refused
         return h * 2
     return h
-
-
-@refused(HOST_READ, SCALAR, READ)
-def math_function(self: Inner, h: Tensor, x: Tensor) -> Tensor:
-    return h * math.sqrt(self.extra.detach().abs().sum())  # refused
 
 
 @refused(HOST_READ, "aten.equal.default", READ)
@@ -314,11 +303,6 @@ def boolean_mask(self: Inner, h: Tensor, x: Tensor) -> Tensor:
     return h[x > 0]  # refused
 
 
-@refused(SHAPE, "aten.masked_select.default", SHAPED)
-def masked_select(self: Inner, h: Tensor, x: Tensor) -> Tensor:
-    return h.masked_select(x > 0)  # refused
-
-
 @refused(SHAPE, "aten.index_put_.default", SHAPED)
 def values_under_a_mask(self: Inner, h: Tensor, x: Tensor) -> Tensor:
     h = h.clone()
@@ -331,19 +315,9 @@ def unique(self: Inner, h: Tensor, x: Tensor) -> Tensor:
     return h.mul(torch.unique(x.round()).sum())  # refused
 
 
-@refused(SHAPE, r"aten.unique_consecutive.*", SHAPED)
-def unique_consecutive(self: Inner, h: Tensor, x: Tensor) -> Tensor:
-    return h.mul(torch.unique_consecutive(x.round()).sum())  # refused
-
-
 @refused(SHAPE, r"aten.repeat_interleave.*", SHAPED)
 def repeat_interleave(self: Inner, h: Tensor, x: Tensor) -> Tensor:
     return torch.repeat_interleave(h, (x[:, 0] > 0).long() + 1, dim=0)  # refused
-
-
-@refused(SHAPE, r"aten.bincount.*", SHAPED)
-def bincount(self: Inner, h: Tensor, x: Tensor) -> Tensor:
-    return h * torch.bincount((x[:, 0] > 0).long()).sum()  # refused
 
 
 @refused(HOST_READ, SCALAR, READ)

@@ -46,33 +46,28 @@ def _without_inductor() -> Iterator[None]:
         yield
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_a_graph_computes_what_was_recorded(name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "optimizer"),
+    [
+        *((name, "fused_adam") for name in MODELS),
+        *(("gpt", "adamw"), ("odd_shapes", "sgd"), ("float64", "adamw")),
+    ],
+)
+def test_a_graph_computes_what_was_recorded(name: str, optimizer: str) -> None:
     options: dict[str, Any] = {"microbatches": 2, "max_grad_norm": 0.05, "num_steps": NUM_STEPS}
-    trace = check_against_eager(ZOO[name], CPU, compile=True, **options)
+    trace = check_against_eager(ZOO[name], CPU, optimizer=optimizer, compile=True, **options)
     lines = trace.report.compiled
     assert lines
     assert not [line for line in lines if "Error" in line or "what was recorded" in line]
     assert "in 0 pieces" not in lines[0]
 
 
-@pytest.mark.parametrize(
-    ("name", "optimizer"), [("gpt", "adamw"), ("odd_shapes", "sgd"), ("float64", "adamw")]
-)
-def test_with_optimizers_of_torch(name: str, optimizer: str) -> None:
-    check_against_eager(ZOO[name], CPU, optimizer=optimizer, compile=True, num_steps=NUM_STEPS)
+def encoder_layer(dtype: torch.dtype = torch.float32) -> nn.Module:
+    return nn.TransformerEncoderLayer(WIDTH, 2, 16, 0.0, batch_first=True, dtype=dtype)
 
 
-class Attention(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.mix = nn.Linear(WIDTH, 3 * WIDTH, dtype=torch.bfloat16)
-
-    def forward(self, x: Tensor) -> Tensor:
-        heads = self.mix(x).unflatten(-1, (3, 2, WIDTH // 2)).unbind(-3)
-        query, key, value = (each.transpose(-2, -3) for each in heads)
-        out = nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True)
-        return out.float().square().mean()
+def sequences(generator: torch.Generator) -> Batch:
+    return Batch((torch.randn(2, 6, WIDTH, generator=generator),))
 
 
 def test_short_attention_in_16_bits_goes_backward_in_float32() -> None:
@@ -87,10 +82,11 @@ def test_short_attention_in_16_bits_goes_backward_in_float32() -> None:
                 computed.extend(each.kwargs["dtype"] for each in node.args[:5])
         return lambda inputs: list(read.module(*inputs))
 
-    def batch(generator: torch.Generator) -> Batch:
-        return Batch((torch.randn(2, 6, WIDTH, generator=generator).bfloat16(),))
-
-    case = Case(Attention, batch)
+    case = Case(
+        lambda: Squared(encoder_layer(torch.bfloat16)),
+        sequences,
+        lambda model, x: model(x.bfloat16()),
+    )
     expected = run(case, "none", CPU)
     with compiling_by(widened):
         got = run(case, "full_iteration", CPU, compile=True)
@@ -110,7 +106,7 @@ def test_equal_layers_are_compiled_once_and_random_numbers_cut_nothing() -> None
         layer = [nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH), nn.GELU(), nn.Dropout(0.2)]
         more = [nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.LayerNorm(WIDTH), nn.Softmax(1), nn.ELU()]
         torch.manual_seed(0)
-        return Stacked(nn.Sequential(*map(_fresh, [*layer, *more])) for _ in range(6))
+        return Stacked(nn.Sequential(*map(copy.deepcopy, [*layer, *more])) for _ in range(6))
 
     with compiling_by(note):
         trace = check_against_eager(Case(make, _rows), CPU, compile=True, num_steps=NUM_STEPS)
@@ -136,10 +132,6 @@ class Stacked(nn.Module):
             x = layer(x)
             means.append(x.square().mean())
         return x.square().mean() + torch.stack(means).square().sum()
-
-
-def _fresh(layer: nn.Module) -> nn.Module:
-    return copy.deepcopy(layer)
 
 
 def _rows(generator: torch.Generator) -> Batch:
@@ -317,23 +309,6 @@ def test_a_wrong_piece_is_found_and_does_not_run(
     assert reason in caplog.text
 
 
-class Heads(nn.Module):
-    """Whose backward looks at what the forward has made in other shapes."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(WIDTH)
-        self.mix = nn.Linear(WIDTH, 3 * WIDTH)
-        self.out = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        heads = self.mix(self.norm(x)).view(2, 6, 3, 2, WIDTH // 2).permute(2, 0, 3, 1, 4)
-        query, key, value = heads
-        mixed = nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True)
-        result: Tensor = x + self.out(mixed.transpose(1, 2).reshape(2, 6, WIDTH))
-        return result
-
-
 @pytest.mark.parametrize("first", [0, 1])
 def test_pieces_between_those_that_fail_hand_on_what_these_look_at(first: int) -> None:
     count = itertools.count(first)
@@ -343,13 +318,10 @@ def test_pieces_between_those_that_fail_hand_on_what_these_look_at(first: int) -
 
     def make() -> nn.Module:
         torch.manual_seed(0)
-        return Stacked(Heads() for _ in range(4))
-
-    def batch(generator: torch.Generator) -> Batch:
-        return Batch((torch.randn(2, 6, WIDTH, generator=generator),))
+        return Stacked(encoder_layer() for _ in range(4))
 
     with compiling_by(every_other):
-        trace = check_against_eager(Case(make, batch), CPU, compile=True, num_steps=NUM_STEPS)
+        trace = check_against_eager(Case(make, sequences), CPU, compile=True, num_steps=NUM_STEPS)
     assert " 0 pieces" not in trace.report.compiled[0]
     assert any("as today: RuntimeError" in line for line in trace.report.compiled)
 
