@@ -84,23 +84,24 @@ def chain(*messages: str) -> RuntimeError:
     return previous
 
 
-def test_the_first_error_of_a_chain_is_what_happened() -> None:
-    """Ending a capture that an illegal call broke raises 901, which tells nobody anything."""
-    found = explain(chain(f"CUDA error: {MESSAGES[900][1]}", f"CUDA error: {MESSAGES[901][1]}"))
-    assert found is not None
-    assert found.code == 900
-
-
-def test_a_cause_counts_more_than_a_context() -> None:
+def of_a_cause() -> RuntimeError:
     error = RuntimeError("capture failed")
     error.__cause__ = RuntimeError("CUDA error: cudaErrorStreamCaptureUnjoined")
     error.__context__ = RuntimeError("CUDA error: cudaErrorStreamCaptureMerge")
+    return error
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        # Ending a capture that an illegal call broke raises 901, which tells nobody anything.
+        (chain(f"CUDA error: {MESSAGES[900][1]}", f"CUDA error: {MESSAGES[901][1]}"), 900),
+        (chain("shapes differ", f"CUDA error: {MESSAGES[901][1]}", "and so on"), 901),
+        (of_a_cause(), 904),
+    ],
+    ids=["the first one", "among other errors", "a cause before a context"],
+)
+def test_what_happened_is_found_in_a_chain_of_errors(error: RuntimeError, code: int) -> None:
     found = explain(error)
     assert found is not None
-    assert found.code == 904
-
-
-def test_errors_of_other_kinds_in_a_chain_are_passed_over() -> None:
-    found = explain(chain("shapes differ", f"CUDA error: {MESSAGES[901][1]}", "and so on"))
-    assert found is not None
-    assert found.code == 901
+    assert found.code == code
