@@ -133,19 +133,12 @@ def constants(
     has_skip: bool,
     aligned: bool,
 ) -> dict[str, Any]:
-    language = _kernels().tl
-    names = {
-        None: "float32",
-        torch.float32: "float32",
-        torch.bfloat16: "bfloat16",
-        torch.float16: "float16",
-    }
     return {
-        "PARAM_DTYPE": getattr(language, names[dtypes.param]),
-        "GRAD_DTYPE": getattr(language, names[dtypes.grad]),
-        "FIRST_DTYPE": getattr(language, names[dtypes.exp_avg]),
-        "SECOND_DTYPE": getattr(language, names[dtypes.exp_avg_sq]),
-        "MAIN_DTYPE": getattr(language, names[dtypes.main_param]),
+        "PARAM_DTYPE": _in_triton(dtypes.param),
+        "GRAD_DTYPE": _in_triton(dtypes.grad),
+        "FIRST_DTYPE": _in_triton(dtypes.exp_avg),
+        "SECOND_DTYPE": _in_triton(dtypes.exp_avg_sq),
+        "MAIN_DTYPE": _in_triton(dtypes.main_param or torch.float32),
         "HAS_MAIN": dtypes.main_param is not None,
         "AMSGRAD": dtypes.max_exp_avg_sq is not None,
         "HAS_SCALE": has_scale,
@@ -156,6 +149,10 @@ def constants(
         "BLOCK_NUMEL": BLOCK_NUMEL,
         "PART_NUMEL": PART_NUMEL,
     }
+
+
+def _in_triton(dtype: torch.dtype) -> Any:
+    return getattr(_kernels().tl, str(dtype).removeprefix("torch."))
 
 
 def _kernels() -> Any:

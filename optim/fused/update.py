@@ -3,6 +3,8 @@
 Shapes: [...] any shape, the same for all tensors of one parameter; [] is a 0-D tensor.
 """
 
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import NamedTuple
 
 import torch
@@ -76,7 +78,9 @@ def adam_update_(
         Algorithm 2 (arXiv:1904.09237).
     """
     if found_inf is not None:
-        _update_unless(found_inf, part, coefficients, flags, grad_scale)
+        written = part._replace(grads=[])
+        with taken_back(found_inf, [tensor for column in written for tensor in column]):
+            adam_update_(part, coefficients, flags, grad_scale=grad_scale)
         return
     wide = torch.promote_types(part.params[0].dtype, torch.float32)
     weights, moments = read_weights(part, wide), read_moments(part, wide)
@@ -100,21 +104,17 @@ def adam_update_(
     store_weights(part, weights)
 
 
-def _update_unless(
-    found_inf: Tensor,
-    part: Columns,
-    coefficients: AdamCoefficients,
-    flags: Flags,
-    grad_scale: Tensor | None,
-) -> None:
-    """Update copies, then take them over unless the flag is set."""
-    copies = Columns(*([tensor.clone() for tensor in column] for column in part))
-    copies = copies._replace(grads=part.grads)
-    adam_update_(copies, coefficients, flags, grad_scale=grad_scale)
+@contextmanager
+def taken_back(
+    found_inf: Tensor,  # [] float
+    written: Sequence[Tensor],  # [...] each
+) -> Iterator[None]:
+    """Take back what the body writes, unless the flag is zero. Capture: no host sync."""
+    kept = [tensor.clone() for tensor in written]
+    yield
     skip = found_inf != 0
-    for name, stored, updated in zip(part._fields, part, copies, strict=True):
-        for store, copy in zip(stored, updated, strict=True) if name != "grads" else ():
-            store.copy_(torch.where(skip, store, copy))
+    for tensor, before in zip(written, kept, strict=True):
+        tensor.copy_(torch.where(skip.to(tensor.device), before, tensor))
 
 
 def _adam_rule_(

@@ -27,7 +27,7 @@ from graphfsdp.optim.fused.live_optimizer import LiveOptimizer
 from graphfsdp.optim.fused.settings import Flags
 from graphfsdp.optim.fused.state import Saved, State, saved_tensor
 from graphfsdp.optim.fused.storage import StepTensors, make_columns
-from graphfsdp.optim.fused.update import adam_coefficients, adam_update_
+from graphfsdp.optim.fused.update import adam_coefficients, adam_update_, taken_back
 from graphfsdp.optim.whole.row_gather import gather_rows, own_rows
 
 _ADJUSTMENTS = ("original", "match_rms_adamw")
@@ -163,12 +163,10 @@ class Muon(LiveOptimizer):
         written = [
             tensor for member in members for tensor in (member.weight, *member.state.values())
         ]
-        kept = [tensor.clone() for tensor in written]
-        self._update(members, grad_scale)
-        skip = found_inf != 0
-        self._control.skipped_steps.add_(skip.to(self._control.skipped_steps.device))
-        for tensor, before in zip(written, kept, strict=True):
-            tensor.copy_(torch.where(skip.to(tensor.device), before, tensor))
+        with taken_back(found_inf, written):
+            self._update(members, grad_scale)
+        counter = self._control.skipped_steps
+        counter.add_((found_inf != 0).to(counter.device))
 
     def _members(self) -> list[_Member]:
         """A sharded parameter without a gradient steps, too: another rank may have one."""
