@@ -134,21 +134,6 @@ def test_loading_the_state_before_the_first_step_starts_anew_in_place() -> None:
     assert all(not t.any() for state in optimizer.state.values() for t in state.values())
 
 
-def test_loaded_step_counts_may_differ_between_parameters() -> None:
-    params, twins = make_twins([(3,), (4,)])
-    theirs = torch.optim.AdamW(twins, weight_decay=0, fused=True)
-    twins[0].grad = torch.randn(3)
-    theirs.step()
-    set_grads(params, twins)
-    theirs.step()
-    copy_weights(twins, params)
-    ours = FusedAdam(params)
-    ours.load_state_dict(theirs.state_dict())
-    take_steps(1, ours, theirs)
-    assert_equal(params, twins)
-    assert [ours.state[param]["step"].item() for param in params] == [3, 2]
-
-
 def _group(**settings: Any) -> Callable[[dict[str, Any]], None]:
     return lambda saved: saved["param_groups"][0].update(settings)
 
