@@ -46,7 +46,7 @@ class Members:
             made.append(make())
         except Exception as error:
             failure = error
-        everyone = self.gather(None if failure is None else _as_ours(failure))
+        everyone = self.gather(None if failure is None else as_ours(failure))
         failed = [(rank, what) for rank, what in enumerate(everyone) if what is not None]
         if not failed:
             return made[0]
@@ -76,7 +76,7 @@ class Members:
         return part
 
 
-def _as_ours(failure: Exception) -> GraphFSDPError:
+def as_ours(failure: Exception) -> GraphFSDPError:
     if isinstance(failure, GraphFSDPError):
         return failure
     return CheckpointError(f"{type(failure).__name__}: {failure}")

@@ -21,7 +21,7 @@ from graphfsdp.base.dtensors import local_part, wrap_like
 from graphfsdp.checkpoint.file_format import safetensors
 from graphfsdp.checkpoint.folder import Unfinished, begin, explained
 from graphfsdp.checkpoint.manifest import Manifest, SavedFile, SavedTensor, dump, objects_file
-from graphfsdp.checkpoint.members import Members
+from graphfsdp.checkpoint.members import Members, as_ours
 from graphfsdp.checkpoint.named import (
     MODEL,
     Stages,
@@ -41,7 +41,7 @@ from graphfsdp.checkpoint.objects import (
 )
 from graphfsdp.checkpoint.optimizer import describe_optimizer
 from graphfsdp.checkpoint.values import Json, encode
-from graphfsdp.errors import CheckpointError, ConfigError
+from graphfsdp.errors import CheckpointError, ConfigError, GraphFSDPError
 
 if TYPE_CHECKING:
     from graphfsdp.base.torch_internals import PipelineSchedule
@@ -291,10 +291,12 @@ def _write_snapshot(snapshot: Snapshot, place: Unfinished, members: Members) -> 
         written = members.together(lambda: _write_files(planner, snapshot, place, members.rank))
         everyone = members.gather(written)
         return members.first(lambda: _commit(place, snapshot.facts, planner.metadata, everyone))
-    except Exception:
+    except Exception as error:
         if members.rank == 0:
             place.give_up()
-        raise
+        if isinstance(error, GraphFSDPError):
+            raise
+        raise as_ours(error) from error
 
 
 # Files of a rank, and digests of the states of its objects.
