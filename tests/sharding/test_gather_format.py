@@ -260,20 +260,6 @@ def test_a_live_graph_and_evaluations_compute_with_the_main_weights_of_now(
     assert torch.equal(fresh(data(9)), loss)
 
 
-@pytest.mark.parametrize("gather_format", FORMATS)
-@on_ranks("ranks1")
-def test_inference_mode_before_and_between(gather_format: str) -> None:
-    model, plain = make(gather_format), make(gather_format)
-    for index in range(2):
-        with torch.inference_mode():
-            loss = model(data(index))
-        for each in (model, plain):
-            each(data(index)).backward()
-        assert torch.equal(loss, plain(data(index)))
-        for left, right in zip(model.parameters(), plain.parameters(), strict=True):
-            assert torch.equal(left.grad.to_local(), right.grad.to_local())
-
-
 @on_ranks("ranks2")
 def test_main_weights_alone_are_saved(tmp_path: Path) -> None:
     model, plain = make("mxfp8"), make(None)

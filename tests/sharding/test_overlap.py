@@ -204,10 +204,12 @@ def test_whatever_happened_before_a_capture_it_overlaps() -> None:
     assert captured_after_failures((), warmup_steps=1) == usual
 
 
+@pytest.mark.parametrize("gather_format", [None, "float8"])
 @on_ranks("ranks2")
-def test_inference_mode_before_and_between() -> None:
+def test_inference_mode_before_and_between(gather_format: str | None) -> None:
     """A model whose first passes are in torch.inference_mode trains as any other."""
-    model, plain = make_stack(), make_stack(overlap=False)
+    policy = graphfsdp.MixedPrecisionPolicy(gather_format=gather_format)
+    model, plain = make_stack(mp_policy=policy), make_stack(mp_policy=policy, overlap=False)
     for x in inputs(3):
         with torch.inference_mode():
             seen = [model(x) for _ in range(2)]
