@@ -18,10 +18,10 @@ from torch import Tensor, nn
 import everyday_scripts
 import graphfsdp
 from counting_net import mean_square
-from graphfsdp.base.torch_internals import ASKS_SUBCLASSES
 from overlap_helpers import Journal
 from ranks import on_ranks, rank_device
 from sharding_helpers import (
+    ASKS_SUBCLASSES,
     FEW_STEPS,
     STRATEGIES,
     assert_equal_tensors,

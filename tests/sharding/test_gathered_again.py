@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from graphfsdp.base.collectives import all_gather_
+from overlap_helpers import Watch
 from ranks import on_ranks, rank_device
 from recomputing_models import Recomputing
 from sharding_helpers import (
@@ -53,18 +53,15 @@ def test_passes_that_run_again_or_several_times() -> None:
 
 
 @on_ranks("ranks4")
-def test_backward_gathers_from_two_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_backward_gathers_from_two_ranks() -> None:
     """Forward gathers from all; each rank keeps half of the whole weights between."""
     sizes: list[int] = []
 
-    def note(*args: Any, **options: Any) -> None:
-        sizes.append(args[2].size())
-        all_gather_(*args, **options)
-
-    monkeypatch.setattr("graphfsdp.sharding.buffer.all_gather_", note)
     model: Any = make_net("optim_grads_params", reshard_after_forward=2)
     cut = [each for each in buffers(model) if each.sharded and each.layout.total_numel]
-    loss = model(*my_part(batches(1)[0]))
+    watch = Watch("all_gather", lambda whole, part: sizes.append(whole.numel() // part.numel()))
+    with watch:
+        loss = model(*my_part(batches(1)[0]))
     assert sizes == [4] * len(cut)
     for buffer in cut:
         assert buffer.copy is None
@@ -75,7 +72,8 @@ def test_backward_gathers_from_two_ranks(monkeypatch: pytest.MonkeyPatch) -> Non
         ranks = dist.get_process_group_ranks(buffer.few_ranks)
         assert ranks == [0, 1] or ranks == [2, 3]
         assert dist.get_rank() in ranks
-    loss.backward()
+    with watch:
+        loss.backward()
     assert set(sizes[len(cut) :]) == {2}
     assert all(buffer._part is None for buffer in buffers(model))
 

@@ -9,12 +9,17 @@ import torch
 from torch import Tensor, nn
 
 import graphfsdp
-from graphfsdp._capture.ranks.ranks import await_gloo_threads
-from graphfsdp.sharding.gradients import Gradients
-from graphfsdp.sharding.module import unit_of
-from overlap_helpers import NUM_BLOCKS, Journal, inputs, make_stack
+from overlap_helpers import NUM_BLOCKS, Journal, Watch, await_gloo_threads, inputs, make_stack
 from ranks import RankPool, on_ranks, rank_device
-from sharding_helpers import adam, assert_equal_tensors, buffers, full_parameters, make_net, on_meta
+from sharding_helpers import (
+    adam,
+    assert_equal_tensors,
+    buffers,
+    full_parameters,
+    make_net,
+    on_meta,
+    unit_of,
+)
 
 
 def journals(**options: Any) -> list[list[str]]:
@@ -112,25 +117,22 @@ def test_at_most_two_whole_gradient_buffers_are_alive() -> None:
     """Counted by storage."""
     model = make_stack()
     model.prepare_shards()
-    most = 0
+    (sizes,) = {tuple(b.layout.total_numel for b in buffers(block)) for block in model.blocks}
+    counts: list[int] = []
     alive: list[Any] = []
-    make = Gradients._new_full
 
-    def noted(self: Gradients, *, accumulate: bool) -> Tensor:
-        nonlocal most
-        tensor = make(self, accumulate=accumulate)
-        if len(self._plan.layout.slots) > 2:  # a block's
-            await_gloo_threads()  # they drop tensors a little after a collective has ended
-            alive.append(torch.multiprocessing.reductions.StorageWeakRef(tensor.untyped_storage()))
-            most = max(most, sum(not reference.expired() for reference in alive))
-        return tensor
+    def count(rows: Tensor, whole: Tensor) -> None:
+        if whole.numel() not in sizes:  # the root's
+            return
+        await_gloo_threads()  # they drop tensors a little after a collective has ended
+        alive.append(torch.multiprocessing.reductions.StorageWeakRef(whole.untyped_storage()))
+        counts.append(sum(not reference.expired() for reference in alive))
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Gradients, "_new_full", noted)
+    with Watch("reduce_scatter", count):
         for x in inputs(2):
             model(x).backward()
-    assert len(alive) == 2 * NUM_BLOCKS
-    assert most == 2
+    assert len(counts) == 2 * NUM_BLOCKS
+    assert max(counts) == 2
 
 
 ORDERS = ([0, 1, 2, 3], [0, 2, 3], [3, 2, 1, 0], [0, 0, 1, 1], [2], [0, 1, 2, 3, 1])

@@ -21,9 +21,9 @@ from torch.profiler import ProfilerActivity, profile
 import graphfsdp
 from cuda_stand_in.library import is_below
 from graphfsdp.bench.workloads import find_workload
-from graphfsdp.sharding.module import unit_of
 from graphfsdp.training.gpt import GPT, GPTConfig
 from played_group import played_ranks
+from sharding_helpers import unit_of
 
 NUM_RANKS = 8
 NUM_WARMUP = 4

@@ -2,36 +2,17 @@
 
 import gc
 import weakref
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import graphfsdp
-from graphfsdp._capture.ranks.ranks import await_gloo_threads
-from overlap_helpers import NUM_BLOCKS, WIDTH, Stack, make_stack
+from overlap_helpers import NUM_BLOCKS, WIDTH, Stack, Watch, await_gloo_threads, make_stack
 from ranks import on_ranks, rank_device
 from sharding_helpers import STRATEGIES, adam, batches, buffers, make_net, my_part, shard
-
-
-class Gathers(TorchDispatchMode):
-    """Has somebody note whole weights and the part of each gather."""
-
-    def __init__(self, note: Callable[[Tensor, Tensor], None]) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.note = note
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        result = func(*args, **(kwargs or {}))
-        if str(func).startswith("graphfsdp.all_gather_"):
-            self.note(*args[:2])
-        return result
 
 
 def batch() -> Tensor:
@@ -72,7 +53,7 @@ def test_zero_3_holds_one_block_and_the_root(options: dict[str, Any], most: int)
         await_gloo_threads()  # they drop tensors a little after a collective has ended
         peak = max(peak, sum(ref() is not None for ref in alive))
 
-    with Gathers(count):
+    with Watch("all_gather", count):
         for _ in range(2):
             model(x).backward()
     await_gloo_threads()
@@ -93,7 +74,7 @@ def test_weights_are_cast_where_their_gather_has_them(param_dtype: torch.dtype |
     def note(whole: Tensor, part: Tensor) -> None:
         places.append((whole.data_ptr(), part.data_ptr(), part.nbytes))
 
-    with Gathers(note):
+    with Watch("all_gather", note):
         model(batch()).backward()
     mains = {buffer.main.data_ptr() for buffer in buffers(model)}
     assert len(places) > NUM_BLOCKS

@@ -16,11 +16,10 @@ import graphfsdp
 from counting_net import mean_square
 from everyday_scripts import whole_model
 from graphfsdp import ConfigError, HazardKind, PrecisionError
-from graphfsdp.base.torch_internals import ASKS_SUBCLASSES
 from graphfsdp.optim import FusedAdam
 from parallel_models import EP_AXES, TP_AXES
 from ranks import on_ranks, rank_device
-from sharding_helpers import HYBRID_AXES, hybrid_mesh, on_meta, raises_on_rank
+from sharding_helpers import ASKS_SUBCLASSES, HYBRID_AXES, hybrid_mesh, on_meta, raises_on_rank
 
 fully_shard: Any = graphfsdp.fully_shard
 policy = graphfsdp.MixedPrecisionPolicy

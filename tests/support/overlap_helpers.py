@@ -1,5 +1,6 @@
 """A stack of blocks in any order, and a journal of collectives, for the tests of overlap."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -7,6 +8,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from graphfsdp._capture.ranks.ranks import await_gloo_threads as await_gloo_threads
 from ranks import rank_device
 from recomputing_models import again
 from sharding_helpers import Block, shard, units
@@ -71,4 +73,21 @@ class Journal(TorchDispatchMode):
             ticket = args[-1] if kind != "wait" else None
             begun = isinstance(ticket, Tensor)
             self.lines.append(f"{'begin ' if begun else ''}{kind} {name}")
+        return result
+
+
+class Watch(TorchDispatchMode):
+    """Tells somebody of each collective of a kind: its output and its input."""
+
+    def __init__(self, kind: str, note: Callable[[Tensor, Tensor], None]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.kind = kind
+        self.note = note
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if str(func).startswith(f"graphfsdp.{self.kind}_."):
+            self.note(*args[:2])
         return result

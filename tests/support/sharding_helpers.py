@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import graphfsdp
 from graphfsdp.base.dtensors import local_part
+from graphfsdp.base.torch_internals import ASKS_SUBCLASSES as ASKS_SUBCLASSES
 from graphfsdp.optim import FusedAdam
 from graphfsdp.sharding.buffer import ShardBuffer
 from graphfsdp.sharding.module import unit_of as unit_of
