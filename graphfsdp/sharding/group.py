@@ -87,8 +87,8 @@ class ManagedParameter:
     @property
     def initial_shape(self) -> tuple[int, ...]:
         """Shape of what its module's initialisation sets: whole over tensor-parallel ranks too."""
-        whole = self.axes is not None and self.axes.wraps
-        return self.axes.shape if whole and self.axes is not None else self.slot.shape
+        axes = self.axes
+        return axes.shape if axes is not None and axes.wraps else self.slot.shape
 
     def load(self, initial: Tensor) -> None:
         part = initial

@@ -110,8 +110,6 @@ def _refusal(func: OpOverload, why: str = "") -> ConfigError:
 def _is_local(func: OpOverload) -> bool:
     """Tell whether an operator works element by element, on tensors or on lists of them."""
     name = schema_of(func).name
-    if any("Tensor" not in str(result.type) for result in schema_of(func).returns):
-        return False  # torch.equal, which torch tags as pointwise
     if torch.Tag.pointwise in func.tags or name in _LOCAL:
         return True
     if name.startswith("aten::_foreach_"):
@@ -180,9 +178,7 @@ def _run_on_rows(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
     new_kwargs = {name: localize(value) for name, value in kwargs.items()}
     result = func(*new_args, **new_kwargs)
 
-    def wrap(value: Any, place: Any) -> Any:
-        if not isinstance(value, Tensor):
-            return value
+    def wrap(value: Tensor, place: Any) -> Tensor:
         if id(value) in originals:
             return originals[id(value)]
         spec = place.spec
@@ -191,11 +187,6 @@ def _run_on_rows(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
         return wrap_rows(place.rows_as, value, spec.mesh, spec.placements, place.shape)
 
     if lists and isinstance(result, list | tuple):
-        if any(isinstance(item, list | tuple) for item in result):
-            return type(result)(
-                type(items)(map(wrap, items, places)) if isinstance(items, list) else items
-                for items in result
-            )
         return type(result)(wrap(value, place) for value, place in zip(result, places, strict=True))
     return tree_map_only(Tensor, lambda value: wrap(value, places[0]), result)
 
@@ -250,8 +241,6 @@ def _stand_in(tensor: Any, local: Tensor | None = None) -> Any:
 
     Only for operators that neither look at how many rows there are nor move any.
     """
-    if not is_cut(tensor):
-        return tensor
     places = tuple(Shard(0) if isinstance(p, RowShard) else p for p in tensor.placements)
     mesh, dtype = tensor.device_mesh, tensor.dtype
     spec = spec_of(mesh, places, tensor.shape, tensor.stride(), dtype)
@@ -261,8 +250,6 @@ def _stand_in(tensor: Any, local: Tensor | None = None) -> Any:
 
 def _as_rows(value: Any, like: DTensor) -> Any:
     """Return what torch has made of a stand-in, with the placement of our rows again."""
-    if not isinstance(value, DTensor):
-        return value
     axis = row_axis(like.placements)
     assert axis is not None
     if not value.placements[axis].is_shard():
@@ -316,7 +303,7 @@ def _add_up(func: OpOverload, rows: Any, named: _Named, *, nothing: float | None
 
 def _for_all(result: Any) -> Any:
     """Add up what torch has not: it would add a number to the part of every rank."""
-    if is_cut(result) or not isinstance(result, DTensor):
+    if is_cut(result):
         return result
     places = [Replicate() if place.is_partial() else place for place in result.placements]
     return result.redistribute(result.device_mesh, places)
