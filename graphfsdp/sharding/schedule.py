@@ -19,6 +19,8 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
+from itertools import groupby
+from operator import itemgetter
 from typing import NamedTuple, Protocol
 
 import torch
@@ -79,15 +81,10 @@ class Order:
         return list(self._next(unit)) if self._follows else []
 
     def _next(self, unit: Scheduled) -> Iterator[Entry]:
-        following = None
-        for entry in self.known[len(self._seen) :]:
-            if entry[0] is not unit:
-                following = following or entry[0]
-                if entry[0] is not following:
-                    return
-            elif following is not None:
+        for following, entries in groupby(self.known[len(self._seen) :], itemgetter(0)):
+            yield from entries
+            if following is not unit:
                 return
-            yield entry
 
 
 class _Reduction(NamedTuple):
