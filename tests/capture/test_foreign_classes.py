@@ -11,8 +11,6 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import graphfsdp
-from graphfsdp._capture.undo.copy_on_write import CopyOnWrite
-from graphfsdp._capture.undo.host_state import Attempt
 from graphfsdp.optim import FusedAdam
 from helpers import same_bits
 
@@ -220,17 +218,19 @@ def test_a_function_of_torchscript_is_captured() -> None:
     assert_same(trained(Gated, adam, plainly), trained(Gated, adam, captured()))
 
 
-@pytest.mark.parametrize("make", [Configured, Listed, half_scripted, lambda: scripted(Plain())])
+@pytest.mark.parametrize("make", [Configured, Listed])
 def test_a_failed_iteration_of_any_class_of_module_is_undone(make: Make) -> None:
     model = make()
-    optimizer = FusedAdam(model.parameters())
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    attempt = Attempt(model, [optimizer], CopyOnWrite(), device=CPU, restore_gradients=lambda: None)
-    with attempt.undone():
-        for x in batches():
-            model(x).backward()
-            optimizer.step()
-        assert not same_bits(next(iter(before.values())), next(iter(model.state_dict().values())))
+
+    def fails(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor) -> Tensor:
+        for _ in plainly(model, optimizer):
+            assert not same_bits(next(iter(before.values())), next(iter(model.parameters())))
+        raise KeyError("of the user's")
+
+    step = graphfsdp.capture(model, FusedAdam(model.parameters()), iteration=fails)
+    with pytest.raises(KeyError):
+        step(next(batches()))
     after = model.state_dict()
     assert list(before) == list(after)
     assert all(same_bits(before[name], after[name]) for name in before)

@@ -10,17 +10,10 @@ from torch import Tensor, nn
 
 import graphfsdp
 from graphfsdp import MixedPrecisionPolicy
-from graphfsdp._capture.gradients import PersistentGradients
 from graphfsdp.optim import FusedAdam
 from helpers import assert_same_state, snapshot
 from make_step import make_step
 from zoo_models import WIDTH, Squared, UnusedParameter
-
-
-def persistent(model: nn.Module) -> PersistentGradients:
-    return PersistentGradients(
-        dict(model.named_parameters()), dtype_of=lambda p: p.dtype, use_decoupled_grad=False
-    )
 
 
 def addresses(model: nn.Module, kind: str = "grad") -> dict[str, int]:
@@ -171,18 +164,23 @@ def test_a_sparse_gradient_is_refused_by_name(device: torch.device) -> None:
 def test_a_gradient_made_with_create_graph_lands_too(device: torch.device) -> None:
     """autograd then accumulates out of place: microbatch two must not be counted twice."""
 
+    def iteration(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor) -> Tensor:
+        for _ in range(3):
+            loss: Tensor = model(x).square().mean()
+            loss.backward(create_graph=True)
+        optimizer.step()
+        return loss
+
     model = nn.Linear(WIDTH, 1).to(device)
-    gradients = persistent(model)
     x = torch.randn(4, WIDTH, device=device)
     expected = torch.autograd.grad(model(x).square().mean(), model.weight)[0]
-    gradients.begin()
-    for _ in range(3):
-        model(x).square().mean().backward(create_graph=True)
-    gradients.finish()
-    assert model.weight.grad is not None
-    assert model.weight.grad.data_ptr() == gradients.buffers[0].flat.data_ptr()
-    torch.testing.assert_close(model.weight.grad, 3 * expected)
-    gradients.close()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    with graphfsdp.capture(model, optimizer, iteration=iteration, scope="none") as step:
+        for _ in range(2):
+            step(x)
+            assert model.weight.grad is not None
+            torch.testing.assert_close(model.weight.grad, 3 * expected)
+        assert len(set(addresses(model).values())) == 2
 
 
 @pytest.mark.parametrize(
@@ -231,8 +229,14 @@ def test_microbatches_add_up_in_the_gradients_dtype(device: torch.device) -> Non
         assert float(grad) > 1.002
 
 
-def test_gradients_of_different_dtypes_lie_in_buffers_of_their_own() -> None:
-    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2).double())
-    gradients = persistent(model)
-    assert [buffer.flat.dtype for buffer in gradients.buffers] == [torch.float32, torch.float64]
-    assert gradients.num_bytes == sum(buffer.num_bytes for buffer in gradients.buffers)
+def test_gradients_of_different_dtypes_lie_in_buffers_of_their_own(device: torch.device) -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2).double()).to(device)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with graphfsdp.capture(
+        model, optimizer, loss_fn=lambda m, x: m[1](m[0](x).double()).sum()
+    ) as step:
+        for _ in range(5):
+            step(torch.ones(3, 2, device=device))
+        grads = [param.grad for param in model.parameters() if param.grad is not None]
+    assert [grad.dtype for grad in grads] == [torch.float32] * 2 + [torch.float64] * 2
+    assert len({grad.untyped_storage().data_ptr() for grad in grads}) == 2

@@ -1,12 +1,12 @@
 """Many kinds of models, captured: every number equals eager's bit for bit."""
 
 import itertools
+from typing import Any
 
 import pytest
 import torch
 
-from cpu_recording import PoisoningBackend
-from graphfsdp._capture import choose_backend
+from cpu_recording import poisoned
 from helpers import check_against_eager, run
 from zoo import ZOO
 
@@ -27,13 +27,6 @@ def test_replay_with_optimizers_of_torch_equals_eager(
     check_against_eager(ZOO[name], device, optimizer=optimizer)
 
 
-@pytest.fixture
-def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let every program on a CPU overwrite its dead memory."""
-    monkeypatch.setattr(choose_backend, "CpuGraphBackend", PoisoningBackend)
-
-
-@pytest.mark.usefixtures("poisoned")
 @pytest.mark.parametrize(
     ("name", "scope", "optimizer", "microbatches"),
     [
@@ -46,14 +39,9 @@ def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_clipped_microbatches_equal_eager_and_nothing_reads_memory_after_its_planned_life(
     name: str, scope: str, optimizer: str, microbatches: int, device: torch.device
 ) -> None:
-    check_against_eager(
-        ZOO[name],
-        device,
-        scope=scope,
-        optimizer=optimizer,
-        microbatches=microbatches,
-        max_grad_norm=0.05,
-    )
+    options: dict[str, Any] = {"microbatches": microbatches, "max_grad_norm": 0.05}
+    with poisoned():
+        check_against_eager(ZOO[name], device, scope=scope, optimizer=optimizer, **options)
 
 
 @pytest.mark.parametrize("name", ["mlp", "gpt", "encoder_layer"])

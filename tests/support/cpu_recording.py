@@ -1,6 +1,7 @@
 """Recording of any function on the CPU backend."""
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 from unittest.mock import patch
 
@@ -42,6 +43,11 @@ class PoisoningBackend(CpuGraphBackend):
     def record(self, *args: Any, **kwargs: Any) -> Any:
         with patch("graphfsdp._capture.cpu.graph.ProgramBuilder", _PoisoningBuilder):
             return super().record(*args, **kwargs)
+
+
+def poisoned() -> AbstractContextManager[object]:
+    """Let each program on a CPU overwrite its dead memory, in a test or in the body."""
+    return patch("graphfsdp._capture.choose_backend.CpuGraphBackend", PoisoningBackend)
 
 
 def record(

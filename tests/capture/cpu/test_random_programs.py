@@ -6,6 +6,7 @@ last register, and through trained layers.
 """
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,8 +17,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn import functional
 
-import graphfsdp.api
-from cpu_recording import PoisoningBackend
+from cpu_recording import poisoned
 from helpers import OPTIMIZERS, Case, assert_same_run, run
 from zoo import features
 
@@ -319,11 +319,7 @@ def check(
     case = Case(lambda: Machine(program, parts), features(WIDTH))
     options |= {"num_steps": NUM_CALLS, "warmup_steps": 1}
     expected = run(case, "none", device, **options)
-    with pytest.MonkeyPatch.context() as patch:
-        if poisons:
-            patch.setattr(
-                graphfsdp.api, "make_backend", lambda name, device, *_: PoisoningBackend(device)
-            )
+    with poisoned() if poisons else nullcontext():
         got = run(case, scope, device, **options)
     assert_same_run(expected, got)
     assert got.report.num_calls["replay"] == NUM_CALLS - 2

@@ -14,12 +14,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import graphfsdp
 from faults_at_operators import Fault, FaultMode, World
 from graphfsdp import Phase
-from graphfsdp.base.op_tensors import is_wrapper_subclass
 from rank_steps import batch, build
 from ranks import RankPool, fork_server
 from time_limits import until
@@ -164,20 +162,11 @@ def test_ranks_whose_weights_differ_do_not_train_on() -> None:
     assert failed.startswith("InjectedError")
 
 
-class EndAt(TorchDispatchMode):
+class Ends(FaultMode):
     """Ends this process in front of an operator, as a failing machine does."""
 
-    def __init__(self, index: int) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._num_left = index
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if any(is_wrapper_subclass(kind) for kind in types):
-            return NotImplemented
-        if self._num_left == 0:
-            os.kill(os.getpid(), signal.SIGKILL)
-        self._num_left -= 1
-        return func(*args, **(kwargs or {}))
+    def _fire(self, name: str) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
 
 
 def survive(rank: int, folder: str, index: int) -> None:
@@ -193,7 +182,7 @@ def survive(rank: int, folder: str, index: int) -> None:
 
     @contextmanager
     def ends(step: Any) -> Iterator[None]:
-        with EndAt(12 if rank == VICTIM else -1):
+        with Ends(12 if rank == VICTIM else -1, Fault.ERROR, after=False):
             yield
 
     heard = hear(index, "optim_grads_params", ends)

@@ -2,27 +2,19 @@
 
 import gc
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from cpu_recording import record
-from graphfsdp._capture.cpu.graph import CpuGraph
-from graphfsdp._capture.trace.program_facts import (
-    BufferFacts,
-    BufferKind,
-    NodeFacts,
-    ProgramFacts,
-)
 
 KIB = 1024
 
 
-def facts_of(graph: CpuGraph) -> tuple[ProgramFacts, list[NodeFacts], list[BufferFacts]]:
-    program = graph.facts.program
-    assert program is not None
-    return program, list(program.nodes), list(program.buffers)
+def facts_of(iterate: Callable[[], list[Tensor]]) -> Any:
+    return record(iterate)[0].facts.program
 
 
 def test_live_bytes_are_what_each_node_still_needs() -> None:
@@ -34,12 +26,12 @@ def test_live_bytes_are_what_each_node_still_needs() -> None:
         c = b.cos()  # node 2: b, c (a is over)
         return [c.sum()]  # node 3: c, the sum
 
-    program, nodes, buffers = facts_of(record(iterate)[0])
-    assert [node.op for node in nodes] == [
+    program = facts_of(iterate)
+    assert [node.op for node in program.nodes] == [
         f"aten.{op}.default" for op in ("exp", "sin", "cos", "sum")
     ]
     assert program.live_bytes() == [KIB, 2 * KIB, 2 * KIB, KIB + 4]
-    result = [buffer for buffer in buffers if buffer.kind is BufferKind.OUTPUT]
+    result = [buffer for buffer in program.buffers if buffer.kind.name == "OUTPUT"]
     assert [(buffer.first, buffer.last) for buffer in result] == [(3, 4)]
 
 
@@ -49,7 +41,7 @@ def test_constant_tensors_are_shown_by_value() -> None:
     def iterate() -> list[Tensor]:
         return [x * torch.tensor([2.5, 3.5]) + torch.arange(9.0)[:2] + torch.tensor([0.0] * 9)[:2]]
 
-    baked = [a.value for n in facts_of(record(iterate)[0])[1] for a in n.arguments if a.baked]
+    baked = [a.value for n in facts_of(iterate).nodes for a in n.arguments if a.baked]
     assert "[2.5, 3.5]" in baked
     assert "a constant float32[9]" in baked
 
@@ -63,8 +55,8 @@ def test_the_description_keeps_no_tensor_alive_and_stays_small() -> None:
             y = torch.relu(y + 1)
         return [y.sum()]
 
-    program, nodes, _ = facts_of(record(iterate)[0])
-    assert len(nodes) == 801
+    program = facts_of(iterate)
+    assert len(program.nodes) == 801
     seen: set[int] = set()
     todo: list[Any] = [program]
     num_bytes = 0

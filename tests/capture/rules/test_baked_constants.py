@@ -10,7 +10,6 @@ from torch import Tensor, nn
 
 import graphfsdp
 from graphfsdp import CaptureError, HazardKind, Phase
-from graphfsdp._capture.rules.constants import ConstantWatch
 from graphfsdp.optim import FusedAdam
 from helpers import assert_same_state, snapshot
 
@@ -172,31 +171,6 @@ def test_a_retry_without_what_was_refused_is_captured_at_once(device: torch.devi
     hook.remove()  # now the iteration has fewer operators than the last warm-up
     step(x)
     assert step.phase is Phase.REPLAY
-
-
-@pytest.mark.filterwarnings("ignore:Guards may run slower")  # Python 3.13.0
-def test_compiled_code_stays_compiled_under_the_watch() -> None:
-    num_runs = 0
-
-    def backend(graph: torch.fx.GraphModule, inputs: object) -> Callable[..., object]:
-        def run(*args: object) -> object:
-            nonlocal num_runs
-            num_runs += 1
-            return graph(*args)
-
-        return run
-
-    model = nn.Linear(4, 4)
-    function = torch.compile(lambda x: model(x).relu(), backend=backend)
-    x = torch.randn(2, 4)
-    function(x)
-    for device, is_noted in ((torch.device("cpu"), True), (torch.device("cuda"), False)):
-        watch = ConstantWatch(model, device, ())
-        with watch.noting(is_first=False):
-            assert bool(torch._C._len_torch_dispatch_stack()) is is_noted
-            function(x)
-        function(x)
-    assert num_runs == 5
 
 
 def test_a_decay_of_averaged_weights_that_python_computes_is_refused(device: torch.device) -> None:
