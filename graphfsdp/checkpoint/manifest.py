@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 
 from graphfsdp.checkpoint.members import Members
 from graphfsdp.checkpoint.values import Json, dtype_name
-from graphfsdp.errors import CheckpointDamagedError
+from graphfsdp.errors import CheckpointDamagedError, CheckpointError, first_line
 
 FORMAT = "graphfsdp checkpoint"
 VERSION = 2
@@ -62,16 +62,28 @@ class Manifest:
         return start[:-1] + b', "body": ' + body + b"}\n"
 
     def read(self, folder: Path, parts: Mapping[str, Sequence[Tensor]]) -> None:
-        """Fill this rank's parts of tensors, by key, from files that were checked."""
+        """Fill this rank's parts of tensors, by key, from files that were checked.
+
+        CheckpointError: one of them went away since, or its disk did.
+        """
         reader = HuggingFaceStorageReader(str(folder))
-        metadata = reader.read_metadata()
-        reader.set_up_storage_reader(metadata, is_coordinator=False)
-        for number in range(max(map(len, parts.values()), default=0)):
-            now = {key: into[number] for key, into in parts.items() if number < len(into)}
-            planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-            planner.set_up_planner(now, metadata)
-            with torch.device("cpu"):  # where slices of files come to
-                reader.read_data(planner.create_local_plan(), planner)
+        try:
+            metadata = reader.read_metadata()
+            reader.set_up_storage_reader(metadata, is_coordinator=False)
+            for number in range(max(map(len, parts.values()), default=0)):
+                now = {key: into[number] for key, into in parts.items() if number < len(into)}
+                planner = DefaultLoadPlanner(
+                    flatten_state_dict=False, flatten_sharded_tensors=False
+                )
+                planner.set_up_planner(now, metadata)
+                with torch.device("cpu"):  # where slices of files come to
+                    reader.read_data(planner.create_local_plan(), planner)
+        except Exception as error:  # of the system, of safetensors, no memory
+            raise CheckpointError(
+                f"a file of {folder} could be checked, and not read behind that "
+                f"({first_line(error)}); a part of it may be loaded. Remedy: load again, or an "
+                "earlier one (step=...)"
+            ) from error
 
     def read_objects(self, folder: Path, rank: int) -> dict[str, Json]:
         """Return the states in a rank's file of objects, which is checked before it is read."""

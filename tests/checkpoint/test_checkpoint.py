@@ -9,6 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
+from torch.distributed.checkpoint import HuggingFaceStorageReader
 
 import graphfsdp
 from checkpoint_helpers import (
@@ -162,3 +163,17 @@ def test_who_goes_back_keeps_what_the_run_goes_on_from(tmp_path: Path) -> None:
     assert save(15) == ["latest", "step-00000010", "step-00000015", "step-00000020"]
     assert graphfsdp.load(tmp_path, model).step == 15
     assert save(20) == ["latest", "step-00000015", "step-00000020.1"]
+
+
+def test_a_file_that_goes_away_behind_its_check_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = nn.Linear(3, 2)
+    graphfsdp.save(tmp_path, model, step=1)
+
+    def no_metadata(*_: object) -> None:
+        raise OSError("the disk is gone")
+
+    monkeypatch.setattr(HuggingFaceStorageReader, "read_metadata", no_metadata)
+    with pytest.raises(graphfsdp.CheckpointError, match=r"the disk is gone.*Remedy: load again"):
+        graphfsdp.load(tmp_path, model)
