@@ -1,4 +1,4 @@
-"""Parameters, gradients and an operation counter for the tests of FusedAdam."""
+"""Parameters, gradients and paths of a step for the tests of FusedAdam."""
 
 import copy
 from collections.abc import Sequence
@@ -8,7 +8,6 @@ from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from graphfsdp.optim.fused import plan
 from graphfsdp.optim.fused.step import as_kernel, run_cuda
@@ -134,20 +133,3 @@ def by_tensor_code() -> AbstractContextManager[object]:
     """Step as any device does that no kernel fits."""
     run = as_kernel(lambda args: run_cuda(args._replace(tables=[])))
     return patch.object(plan, "fused_adam_", run)
-
-
-class SeenOps(TorchDispatchMode):
-    """Write down every operation below autograd."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.seen: list[tuple[Any, tuple[Any, ...]]] = []
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        self.seen.append((func, args))
-        return func(*args, **(kwargs or {}))
-
-    def of(self, namespace: str) -> list[tuple[Any, tuple[Any, ...]]]:
-        return [(func, args) for func, args in self.seen if func.namespace == namespace]
