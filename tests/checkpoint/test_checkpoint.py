@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
-from torch.distributed.checkpoint import HuggingFaceStorageReader
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 
 import graphfsdp
 from checkpoint_helpers import (
