@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import Node, saved_tensors_hooks
 
 from graphfsdp._capture.batch_writes import BatchWrites, Handed
+from graphfsdp._capture.recording import kept_by
 from graphfsdp._capture.rules.constants import ConstantWatch
 from graphfsdp._capture.trace.backend import GraphBackend
 from graphfsdp._capture.trees import flatten
@@ -126,6 +127,7 @@ class PartGraphs:
                 self._backend,
                 constants.ran,
                 partial(self._forward, constants),
+                state=[*module.parameters(), *module.buffers(), *(t for *_, t in kept_by(module))],
                 given=self._inputs(),
                 refuse_more=constants.check_memory,
             )

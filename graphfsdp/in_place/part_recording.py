@@ -8,7 +8,6 @@ import torch
 from torch import Tensor, nn
 
 from graphfsdp._capture.guards.guards import Guards
-from graphfsdp._capture.recording import kept_by
 from graphfsdp._capture.trace.backend import Graph, GraphBackend, Iterate
 from graphfsdp._capture.trace.ran import Ran
 from graphfsdp._capture.undo.host_state import Attempt
@@ -41,6 +40,7 @@ def recorded(
     ran: Ran,
     iterate: Iterate,
     *,
+    state: Iterable[Tensor] = (),
     given: Iterable[Tensor] = (),
     refuse_more: Callable[[], None] = lambda: None,
 ) -> tuple[Graph, list[Tensor], Guards]:
@@ -51,6 +51,7 @@ def recorded(
         backend: Of its device.
         ran: Code that it has run before, to which ``iterate`` adds its own.
         iterate: The pass.
+        state: What it may write of the module's.
         given: What it is called with, which it must not write into.
         refuse_more: NotAPartError for what nothing else tells; called at the end.
 
@@ -58,7 +59,6 @@ def recorded(
         NotAPartError: no graph holds it, and everything is as it was.
     """
     held = [dict(vars(each)) for each in module.modules()]
-    state = [*module.parameters(), *module.buffers(), *(each for *_, each in kept_by(module))]
     attempt = Attempt(
         module,
         (),
