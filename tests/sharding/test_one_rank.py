@@ -16,7 +16,6 @@ from helpers import quick_garbage_collection
 from hidden_count import Unseen
 from rank_steps import WIDTH, batch
 from ranks import RankPool, on_ranks, rank_device
-from sharding_helpers import units
 
 
 class Scaled(nn.Module):
@@ -73,10 +72,6 @@ def test_what_all_ranks_refuse_ends_the_call_and_training_goes_on(strategy: str)
     eager, *_ = rank_steps.build(strategy, "none", nn.BatchNorm1d(WIDTH))
     expected = [eager(batch(index)) for index in range(5)]
     step, model, optim = rank_steps.build(strategy, "full_iteration", nn.BatchNorm1d(WIDTH))
-    # A failed iteration makes units forget their order, and the next one prefetches nothing: for
-    # the capture after it that is another path, which costs a warm-up or a refusal more.
-    for unit in units(model):
-        unit.schedule._prefetch = lambda entries: None  # type: ignore[method-assign]
 
     def train(index: int) -> None:
         """Nothing that went wrong must have left a trace."""

@@ -8,11 +8,15 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 import graphfsdp
 from graphfsdp.optim import FusedAdam
-from helpers import assert_same_state, assert_same_states, quick_garbage_collection
+from helpers import (
+    assert_same_state,
+    assert_same_states,
+    local_part,
+    quick_garbage_collection,
+)
 from iterations import gan, gradient_penalty, moving_average, train_by
 from ranks import on_ranks, rank_device
 from sharding_helpers import FEW_STEPS, assert_equal_tensors, hybrid_mesh, num_steps_of
@@ -70,15 +74,9 @@ def make(name: str, **options: Any) -> tuple[list[nn.Module], Any]:
     return models, optimizers if len(optimizers) > 1 else optimizers[0]
 
 
-def whole(tensor: Tensor) -> Tensor:
-    full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+def whole(tensor: Any) -> Tensor:
+    full: Tensor = getattr(tensor, "full_tensor", tensor.detach)()
     return full.detach().clone()
-
-
-def mine(tensor: Tensor) -> Tensor:
-    """Return this rank's rows: a gather of every weight in each iteration takes a while."""
-    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-    return local.detach().clone()
 
 
 def train(
@@ -96,7 +94,7 @@ def train(
 
     def state_of() -> dict[str, Tensor]:
         return {
-            f"{key} of model {at}": (mine if apart else whole)(param)
+            f"{key} of model {at}": local_part(param).detach().clone() if apart else whole(param)
             for at, model in enumerate(models)
             for key, param in model.named_parameters()
         }
