@@ -2,6 +2,7 @@
 
 import gc
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 import graphfsdp
 from graphfsdp.in_place.parts import Parts
 from parts_helpers import Net, batches, check, make_adam, make_net, replays, states, trains
+from zoo import ZOO
 
 FACTOR = 1.0
 SEEN: dict[str, Any] = {}
@@ -222,6 +224,34 @@ def backward_graphs(parts: Parts) -> int:
     kinds = [kind for part in parts._parts.values() for kind in part._kinds.values()]
     passes = [slot.backward for kind in kinds for slot in kind.slots]
     return sum(graph is not None for each in passes for graph in each._graphs.values())
+
+
+WRITES_PYTHON = ("autograd_function", "gradient_penalty")  # on the way back
+
+
+@pytest.mark.parametrize("name", ZOO)
+def test_every_kind_of_model_trains_as_without_the_line(name: str) -> None:
+    case = ZOO[name]
+
+    def loop(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[Any]:
+        generator = torch.Generator().manual_seed(0)
+        for _ in range(12):
+            batch = case.batch(generator)
+            optimizer.zero_grad()
+            call = partial(case.loss_fn, model) if case.loss_fn else model
+            output = call(*batch.args, **batch.kwargs)
+            loss = output[0] if isinstance(output, tuple) else getattr(output, "loss", output)
+            loss.backward()
+            optimizer.step()
+            yield loss
+
+    def make() -> nn.Module:
+        torch.manual_seed(0)
+        return case.make()
+
+    parts = check(loop, make)
+    if states(parts)["model"] == "captured":
+        assert backward_graphs(parts) == (name not in WRITES_PYTHON)
 
 
 def test_a_backward_pass_without_python_is_a_graph() -> None:
