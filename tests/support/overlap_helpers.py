@@ -1,4 +1,4 @@
-"""A stack of blocks in any order, and a journal of collectives, for the tests of overlap."""
+"""A stack of blocks in any order; a journal of collectives, and somebody who watches them."""
 
 from collections.abc import Callable
 from typing import Any
