@@ -89,6 +89,8 @@ class Gradients:
         self._plan, self._mesh = plan, mesh
         self._gaps = list(_gaps(plan.layout))
         self._comm_dtype = plan.dtypes.comm
+        self._sharded = plan.sharded
+        self._num_experts_ranks = mesh.num_experts_ranks
         self._cuts_outside = plan.sharded and mesh.cuts_outside
         self._new_whole = new_whole
         self._partial: Tensor | None = None  # [I] reduced over the inner axis, not the outer one
@@ -169,7 +171,7 @@ class Gradients:
 
     def _new_full(self, *, accumulate: bool) -> Tensor:
         free = not accumulate and self._partial is None
-        if not self._plan.sharded and free and self._comm_is_main:
+        if not self._sharded and free and self._comm_is_main:
             return self.main
         full = self._new_whole(self._comm_dtype)
         # Padding is reduced too: whatever lay there must not become a NaN.
@@ -235,11 +237,11 @@ class Gradients:
             # Main grads that hold something must not be reduced over the outer axis again.
             target = self.main
             if how.accumulate or self._cuts_outside or self._is_elsewhere:
-                parts = self._mesh.inner.size() if self._plan.sharded else 1
+                parts = self._mesh.inner.size() if self._sharded else 1
                 target = full.new_empty(full.numel() // parts, dtype=self.main.dtype)
         assert target is not None
         reduced = full
-        if self._plan.sharded:
+        if self._sharded:
             straight = not adds and self._comm_is_main
             reduced = target if straight else full.new_empty(target.numel())
         transfer = _issue(lane, reduced, full, self._mesh.inner, how.reduction.collective)
@@ -268,8 +270,8 @@ class Gradients:
         reduced, target, reduction = reducing.reduced, reducing.target, reducing.how.reduction
         if reducing.inside and reduction.divisor is not None:
             reduced.div_(reduction.divisor)
-        elif reducing.inside and reduction.kind == "mean" and self._mesh.num_experts_ranks > 1:
-            reduced.mul_(1 / self._mesh.num_experts_ranks)
+        elif reducing.inside and reduction.kind == "mean" and self._num_experts_ranks > 1:
+            reduced.mul_(1 / self._num_experts_ranks)
         if reducing.how.hooks is not None and (self._mesh.outer is None or not reducing.inside):
             reduced = reduced.to(target.device, target.dtype)
             reducing.how.hooks(self, reduced)
