@@ -175,10 +175,12 @@ class Guards:
         """Return Python as it is now."""
         return Before(self._walk())
 
-    def moved(self, before: Before | None = None) -> list[Move]:
+    def moved(self, before: Before | None = None, *, but_for_tensors: bool = True) -> list[Move]:
         """Return what has moved in Python since then, or since the recording began."""
         before = before or self._began
-        return [] if before is None else before.moves_to(self._walk())
+        return (
+            [] if before is None else before.moves_to(self._walk(), but_for_tensors=but_for_tensors)
+        )
 
     def put_back(self, before: Before | None = None) -> None:
         """Put back what has moved in Python since then, or since the recording began."""

@@ -75,14 +75,14 @@ class Before:
         old = self._places.get(title)
         return old is None or is_alike(old.value, place.value)
 
-    def moves_to(self, walk: Walk) -> list[Move]:
+    def moves_to(self, walk: Walk, *, but_for_tensors: bool = True) -> list[Move]:
         """Return what has moved; tensors are the business of whoever undoes an iteration."""
         found = []
         for title, old in self._places.items():
             place = walk.places.get(title)
             if place is None or _are_of_others(old, place):
                 continue
-            if not is_alike(old.value, place.value, but_for_tensors=True):
+            if not is_alike(old.value, place.value, but_for_tensors=but_for_tensors):
                 found.append(move_of(old, place))
         return list(dict.fromkeys(found))
 

@@ -216,7 +216,8 @@ HOST_SCALAR = Refusal(
 DYNAMIC_SHAPE = Refusal(
     "{} returns a tensor whose shape depends on values; a graph's shapes are fixed",
     "use a fixed-shape form: multiply by the mask or torch.where instead of boolean indexing, "
-    "torch.topk or a padded capacity instead of nonzero, output_size= for repeat_interleave",
+    "torch.topk or a padded capacity instead of nonzero, output_size= for repeat_interleave, "
+    "index_add_ into zeros instead of bincount",
     HazardKind.DYNAMIC_SHAPE,
     UNSUPPORTED,
 )

@@ -76,7 +76,7 @@ class ShardedModule(Protocol):
 def sharded_roots(model: nn.Module) -> list[ShardedModule]:
     if isinstance(model, ShardedModule):
         return [model]
-    return [root for child in model.children() for root in sharded_roots(child)]
+    return [root for child in nn.Module.children(model) for root in sharded_roots(child)]
 
 
 def units_of(model: nn.Module) -> list[ShardedUnit]:

@@ -4,6 +4,7 @@ docs/architecture.md lists them, and those that a single module uses.
 """
 
 import platform
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from operator import attrgetter
@@ -67,6 +68,18 @@ NO_BACKWARD = -1
 
 # Where a module keeps what is called in place of its forward.
 COMPILED_CALL = "_compiled_call_impl"
+
+
+def caller_of_compiled_call() -> Any:
+    """Return the module whose call has come to the caller, which lies there."""
+    return sys._getframe(2).f_locals["self"]
+
+
+def hide_compiled_calls() -> None:
+    """Have ``torch.jit.script`` leave out what is called in place of a module's forward."""
+    if not hasattr(nn.Module, "__jit_ignored_attributes__"):
+        nn.Module.__jit_ignored_attributes__ = [COMPILED_CALL]  # type: ignore[attr-defined]
+
 
 # As names of ours and not as functions: each call of one more would be on the way of each operator.
 foreach_copy_ = torch._foreach_copy_

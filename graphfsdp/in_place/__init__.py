@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from graphfsdp.base.torch_internals import tree_leaves
 from graphfsdp.errors import ConfigError
 from graphfsdp.in_place.parts import Parts
 from graphfsdp.preconditions import adopt_sharded_parameters, as_list, one_module
@@ -27,9 +28,9 @@ def capture_in_place(
     what it does; where it cannot, the modules in it are tried. torch's Adam, AdamW and SGD step on
     a CPU by an operator for each group. Loss, clipping, scaler, logging, and what no graph can
     hold, run as they are written, on tensors that are there. So nothing is ever refused, and losses
-    and weights are bit for bit those of the loop without this line (docs/porting.md has the one
-    exception, of ``create_graph=True``). Each part is timed beside the same loop without it (32
-    iterations), and given up where that is as fast.
+    and weights are bit for bit those of the loop without this line (docs/porting.md has the
+    exceptions, as that of ``create_graph=True``). Each part is timed beside the same loop without
+    it (32 iterations), and given up where that is as fast.
 
     ``graphfsdp.capture`` has the whole iteration in one graph, the optimizer included. It saves
     more, and asks for an iteration that a graph can hold.
@@ -62,19 +63,26 @@ def capture_in_place(
         )
     together = one_module(model)
     models = as_list(model, "model")
-    optimizers = [_inner(each) for each in as_list(optimizer, "optimizer")]
+    optimizers = [inner for each in as_list(optimizer, "optimizer") for inner in _inner(each)]
     for each in optimizers:
-        adopt_sharded_parameters(together, each)
+        if isinstance(each, torch.optim.Optimizer):
+            adopt_sharded_parameters(together, each)
     return Parts(models, optimizers, keeps_all=keep == "all")
 
 
-def _inner(optimizer: Any) -> torch.optim.Optimizer:
-    """Return the optimizer without wrappers, which decide when it steps."""
+def _inner(optimizer: Any) -> list[Any]:
+    """Return the optimizers without a wrapper, which decides when they step."""
     inner = optimizer
     while isinstance(getattr(inner, "optimizer", None), torch.optim.Optimizer):
         inner = inner.optimizer
-    if not isinstance(inner, torch.optim.Optimizer):
+    if isinstance(inner, torch.optim.Optimizer):
+        return [inner]
+    held = tree_leaves([*getattr(optimizer, "__dict__", {}).values()])
+    found = [each for each in held if isinstance(each, torch.optim.Optimizer)]
+    if not found and hasattr(optimizer, "__dict__") and callable(getattr(optimizer, "step", None)):
+        found = [optimizer]  # that nobody has derived from torch's
+    if not found:
         raise ConfigError(
             f"optimizer must be a torch.optim.Optimizer, got {type(optimizer).__name__}"
         )
-    return inner
+    return found

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
+from torch.nn.utils import parametrize
 
 from graphfsdp._capture.rules.constants import ConstantWatch
 from graphfsdp._capture.trace.backend import GraphBackend
@@ -30,6 +31,7 @@ from graphfsdp.base.torch_internals import (
     num_function_modes,
     tracing_state,
 )
+from graphfsdp.in_place.part_backward import watch_casts
 from graphfsdp.in_place.part_graphs import PartGraphs, PartResults, has_own_memory, run_part
 from graphfsdp.in_place.part_recording import NotAPartError, guards_of
 
@@ -142,10 +144,7 @@ class ModulePart:
         if self._is_recording or self.state is PartState.AS_WRITTEN or not self._is_ordinary():
             return written(*args, **kwargs)
         if self._shares_casts():
-            self.leave(
-                "it is called several times in one torch.autocast, which casts its weights once "
-                "for all of them, and adds their gradients up before it casts these back"
-            )
+            self._leave_casts()
             return written(*args, **kwargs)
         leaves, spec = _flat(args, kwargs)
         key = self._key(leaves, spec)
@@ -183,26 +182,40 @@ class ModulePart:
             and hooks_on_saved(True) is None
             and forward_ad._current_level < 0
             and not torch.is_anomaly_enabled()
+            and not parametrize._cache_enabled  # what is made of weights, for all who ask for it
             and not torch.compiler.is_compiling()
             and tracing_state() is None
             and threading.get_ident() == self._thread
         )
 
+    def _may_share_casts(self) -> bool:
+        kind = self._backend.device.type
+        return torch.is_autocast_enabled(kind) and torch.is_autocast_cache_enabled()
+
+    def _leave_casts(self) -> None:
+        if self.state is not PartState.AS_WRITTEN:
+            self.leave(
+                "its weights are used several times in one torch.autocast, which casts them once "
+                "for all, and adds their gradients up before it casts these back"
+            )
+
     def _shares_casts(self) -> bool:
         """Tell whether an earlier call may have left casts of its weights for this one."""
-        kind = self._backend.device.type
-        if not torch.is_autocast_enabled(kind) or not torch.is_autocast_cache_enabled():
+        if not self._may_share_casts():
             return False
         block, self._block = self._block, num_autocasts()
         return block == self._block
 
     def _key(self, leaves: Sequence[Any], spec: TreeSpec | None) -> Any:
-        """Return what tells kinds of calls apart; None for a call that no graph can have."""
+        """Return what tells kinds of calls apart; None for a call that no graph can have.
+
+        What somebody has written on a tensor (``x.mask = mask``) is nothing that a graph would see.
+        """
         key: list[Any] = [spec, len(leaves), self.module.training]
         seen: dict[int, int] = {}
         for place, leaf in enumerate(leaves):
             if type(leaf) is Tensor:
-                if leaf.layout is not torch.strided or leaf.is_complex():
+                if leaf.layout is not torch.strided or leaf.is_complex() or vars(leaf):
                     return None
                 key.append(seen.setdefault(id(leaf), place))
                 stride = leaf.stride()
@@ -223,7 +236,9 @@ class ModulePart:
     ) -> Any:
         is_first = not kind.num_seen
         kind.num_seen += 1
-        if is_first and not self._refuses(self._look):
+        if is_first:
+            kind.is_refused = self._refuses(self._look)
+        if is_first and not kind.is_refused:
             kind.constants = ConstantWatch(self.module, self._backend.device, ())
         if kind.constants is None:
             return self.module._call_impl(*args, **kwargs)
@@ -243,9 +258,12 @@ class ModulePart:
             if torch.is_grad_enabled():
                 self._refuse_second_order(kind)
 
-        for tensor in PartResults.tensors_of(output):
+        tensors = PartResults.tensors_of(output)
+        for tensor in tensors:
             if tensor.requires_grad:
                 tensor.register_hook(look)
+        if self._may_share_casts():
+            watch_casts(tensors, self._leave_casts)
         return output
 
     def _count_unsettled(self, kind: _Kind, why: str) -> None:
@@ -398,7 +416,8 @@ class _Settling:
     """Tells whether a warm-up did what it did not do the time before.
 
     What has been drawn from an iterator, or read from a file, cannot be put back when a recording
-    is given up. So one is begun only behind a warm-up that did nothing of the kind.
+    is given up, nor a tensor in whose place an object of the user's has got another. So one is
+    begun only behind a warm-up that did nothing of the kind.
     """
 
     def __init__(self, module: nn.Module, device: torch.device, constants: ConstantWatch) -> None:
@@ -413,7 +432,8 @@ class _Settling:
         now = self._constants.log
         if self._before is None or self._known is None or now is None:
             return ""
-        moves = [*self._guards.moved(self._before), *(words for words, _ in self._before.draws())]
+        moved = self._guards.moved(self._before, but_for_tensors=False)
+        moves = [*moved, *(words for words, _ in self._before.draws())]
         if moves:
             return f"it moves Python: {moves[0]}"
         for found in self._known.differences(now):

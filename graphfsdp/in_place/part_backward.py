@@ -6,9 +6,10 @@ up its own uses first would come to other last bits where there are uses elsewhe
 hands over each of them, and the engine adds them up as ever.
 """
 
+import functools
 import logging
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -25,6 +26,21 @@ from graphfsdp.in_place.part_recording import NotAPartError, recorded
 _LOG = logging.getLogger("graphfsdp")
 _NUM_WARM = 2  # passes of a form through the kept graph, before one is recorded
 _MOST_GRAPHS = 4  # forms of gradients
+
+
+def nodes_behind(results: Sequence[Tensor]) -> Iterator[Node]:
+    """Go through the autograd graph of some tensors, without what gathers gradients of leaves."""
+    seen: set[Node] = set()
+    waiting = [tensor.grad_fn for tensor in results if tensor.grad_fn is not None]
+    while waiting:
+        node = waiting.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        yield node
+        for following, _ in node.next_functions:
+            if following is not None and not hasattr(following, "variable"):
+                waiting.append(following)
 
 
 class Arrivals:
@@ -45,6 +61,31 @@ class Arrivals:
     def taken(self) -> list[Tensor]:
         found, self._found = self._found, []
         return found
+
+
+def watch_casts(results: Sequence[Tensor], on_shared: Callable[[], None]) -> None:
+    """Have it told when a backward pass brings more to the cast of a leaf than these results do.
+
+    Autocast casts a weight once for all who use it before the block ends, and what comes of all of
+    them is added up before it is cast back.
+    """
+    arrivals: dict[Node, Arrivals] = {}
+    for node in nodes_behind(results):
+        for index, (cast, _) in enumerate(node.next_functions):
+            if cast is None or cast.name() != "ToCopyBackward0":
+                continue
+            if hasattr(cast.next_functions[0][0], "variable"):
+                node.register_hook(partial(arrivals.setdefault(cast, Arrivals(0)).add, index))
+
+    def compare(of_results: Arrivals, grads: Sequence[Tensor | None]) -> None:
+        (total,), own = grads, of_results.taken()
+        if total is not None and own:
+            summed = functools.reduce(torch.add, own)
+            if not torch.allclose(total, summed, rtol=0, atol=0, equal_nan=True):
+                on_shared()
+
+    for cast, of_results in arrivals.items():
+        cast.register_prehook(partial(compare, of_results))
 
 
 class StaticGradient:

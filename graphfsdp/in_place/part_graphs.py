@@ -16,6 +16,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -37,7 +38,7 @@ from graphfsdp.base.torch_internals import (
     tree_unflatten,
     without_modes,
 )
-from graphfsdp.in_place.part_backward import PartBackward
+from graphfsdp.in_place.part_backward import PartBackward, nodes_behind
 from graphfsdp.in_place.part_recording import NotAPartError, recorded
 
 _PLAIN_RESULTS = (bool, int, float, complex, str, type(None), torch.dtype, torch.device, torch.Size)
@@ -119,6 +120,9 @@ class PartGraphs:
 
     def _record(self, leaves: Sequence[Any], constants: ConstantWatch) -> None:
         module, device = self._module, self._backend.device
+        lent = {storage_key(buffer) for buffer in module.buffers()}
+        if any(isinstance(leaf, Tensor) and storage_key(leaf) in lent for leaf in leaves):
+            raise NotAPartError("it is given a buffer of its own, which it may write")
         states = [generator.get_state() for generator in generators_of(module, device)]
         self._load(leaves)
         try:
@@ -212,6 +216,8 @@ class PartGraphs:
         for key, param in self._params.items():
             if by_id[key].data_ptr() != param.data_ptr():
                 raise NotAPartError("it gives its weights other memory")
+            if by_id[key]._backward_hooks or by_id[key]._post_accumulate_grad_hooks:
+                raise NotAPartError("it gives its weights one more hook in each call")
 
     def _check_results(self) -> None:
         own = (*self._module.parameters(), *self._module.buffers())
@@ -236,14 +242,8 @@ class PartGraphs:
         inputs = {id(leaf) for leaf in self._inputs() if leaf.requires_grad}
         leaves: dict[int, Tensor] = {}
         uses: dict[int, list[tuple[Node, int]]] = {}
-        seen: set[Node] = set()
         results = {(tensor.grad_fn, tensor.output_nr) for tensor in self._kept if tensor.grad_fn}
-        waiting = [tensor.grad_fn for tensor in self._kept if tensor.grad_fn is not None]
-        while waiting:
-            node = waiting.pop()
-            if node in seen:
-                continue
-            seen.add(node)
+        for node in nodes_behind(self._kept):
             for index, (following, number) in enumerate(node.next_functions):
                 if following is None:
                     continue
@@ -253,12 +253,18 @@ class PartGraphs:
                     raise NotAPartError("it returns a tensor of which it makes another result")
                 variable = getattr(following, "variable", None)
                 if variable is None:
-                    waiting.append(following)
-                elif id(variable) in inputs or id(variable) in self._params:
+                    continue
+                if id(variable) in inputs or id(variable) in self._params:
                     leaves[id(variable)] = variable
                     uses.setdefault(id(variable), []).append((node, index))
                 else:
                     raise NotAPartError("it trains a tensor that is none of its parameters")
+        # Whoever prints a result reads the name of what it was made by, of one at least.
+        function: Any = type("_Named", (_ReplayedPart,), {})
+        made = [(tensor.dim(), tensor.grad_fn) for tensor in self._kept if tensor.grad_fn]
+        for _, node in sorted(made, key=itemgetter(0))[:1]:
+            function._backward_cls.__name__ = node.name()
+        self.function = function
         self.backward = PartBackward(
             self._module,
             self._backend,
@@ -394,7 +400,7 @@ def run_part(
     """Return what the module returns, of the results of its graph."""
     edges = graphs.edges(leaves)
     if edges:
-        results = list(_ReplayedPart.apply(Flight(graphs, results, again), *edges))  # type: ignore[no-untyped-call]
+        results = list(graphs.function.apply(Flight(graphs, results, again), *edges))
     return graphs.results.made_of(results)
 
 

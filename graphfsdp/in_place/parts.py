@@ -26,10 +26,15 @@ from graphfsdp._capture.cpu.graph import CpuGraphBackend
 from graphfsdp._capture.phase import Phase
 from graphfsdp._capture.trace.backend import GraphBackend
 from graphfsdp.base.sharded import units_of
-from graphfsdp.base.torch_internals import COMPILED_CALL
+from graphfsdp.base.torch_internals import (
+    COMPILED_CALL,
+    caller_of_compiled_call,
+    hide_compiled_calls,
+)
 from graphfsdp.in_place.module_part import SLOW, ModulePart, PartState
 from graphfsdp.in_place.part_report import PartLine, PartsReport
 from graphfsdp.optim.adapters.grouped_step import GroupedStep, is_torchs_step
+from graphfsdp.preconditions import hidden_walks
 
 _LOG = logging.getLogger("graphfsdp")
 # Whether the part is on: each half of it, and each half of that, has as many of both.
@@ -75,7 +80,7 @@ class Parts:
     def __init__(
         self,
         models: Sequence[nn.Module],
-        optimizers: Sequence[torch.optim.Optimizer],
+        optimizers: Sequence[Any],
         *,
         keeps_all: bool,
     ) -> None:
@@ -105,7 +110,7 @@ class Parts:
             other.parts.close()  # of a cell that was run again
             other = vars(module).get(COMPILED_CALL)
         why = "it is compiled" if other is not None else _why_not(module)
-        device = next((param.device for param in module.parameters()), None)
+        device = next((param.device for param in nn.Module.parameters(module)), None)
         if device is None or device.type not in ("cpu", "cuda"):
             return
         if device not in self._backends:
@@ -126,6 +131,7 @@ class Parts:
         if why is not None:
             part.leave(why)
             return
+        hide_compiled_calls()
         vars(module)[COMPILED_CALL] = _Call(self, part)
 
     def _on_ready(self, part: ModulePart) -> None:
@@ -148,11 +154,11 @@ class Parts:
             self._add_children(part.name, part.module)
 
     def _add_children(self, name: str, module: nn.Module) -> None:
-        for child_name, child in module.named_children():
+        for child_name, child in nn.Module.named_children(module):
             path = f"{name}.{child_name}"
             if isinstance(child, (nn.ModuleList, nn.ModuleDict)):  # which are never called
                 self._add_children(path, child)
-            elif any(True for _ in child.children()):  # a layer alone never pays
+            elif any(True for _ in nn.Module.children(child)):  # a layer alone never pays
                 self._add(path, child)
 
     def _disturb(self) -> None:
@@ -168,7 +174,9 @@ class Parts:
         tells = hasattr(step, "_wrapped_by_lr_sched")
 
         @wraps(step)  # with the mark that schedulers look for
-        def call(optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
+        def call(caller: Any, *args: Any, **kwargs: Any) -> Any:
+            if caller is not optimizer:  # a copy, which has this, too
+                return type(caller).step(caller, *args, **kwargs)
             if grouped and not args and not kwargs and grouped.step():
                 if tells:
                     vars(optimizer)["_opt_called"] = True
@@ -279,18 +287,30 @@ class Parts:
 
 
 class _Call:
-    """Asked in place of a module's own call."""
+    """Asked in place of a module's own call.
+
+    It is copied along with what else is in a module's ``__dict__``, by code that copies modules by
+    itself: in a copy in depth None stands in its place, and whoever shares it is not the part.
+    """
 
     def __init__(self, parts: Parts, part: ModulePart) -> None:
         self.parts = parts
         self._part = part
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        module = caller_of_compiled_call()
+        if module is not self._part.module:
+            return module._call_impl(*args, **kwargs)
         return self._part.call(args, kwargs)
+
+    def __reduce__(self) -> Any:
+        return type(None), ()
 
 
 def _why_not(module: nn.Module) -> str | None:
     """Return why a module can be no part, whatever it does; None if it may."""
+    for name, _ in hidden_walks(module):
+        return f"{name} is not torch's"
     if units_of(module):
         return "its weights are sharded, and gathered and reduced by its hooks"
     if isinstance(module, (DistributedDataParallel, DataParallel)):

@@ -418,11 +418,11 @@ def trained_with(module: nn.Module) -> tuple[list[nn.Module], list[torch.optim.O
     if all(not _params_of(each).keys() & held for each in optimizers):
         return [], []
     modules = [each for each, kind in alive if issubclass(kind, nn.Module)]
-    parts = {id(child) for each in modules for child in each.children()}
+    parts = {id(child) for each in modules for child in nn.Module.children(each)}
     roots = [each for each in modules if id(each) not in parts]
     # The one that is called comes first, and the whole before another module made of its parts.
-    roots.sort(key=lambda each: -sum(1 for _ in each.modules()))
-    roots.sort(key=lambda each: all(part is not module for part in each.modules()))
+    roots.sort(key=lambda each: -sum(1 for _ in nn.Module.modules(each)))
+    roots.sort(key=lambda each: all(part is not module for part in nn.Module.modules(each)))
     return _owners_of(roots, optimizers), optimizers
 
 

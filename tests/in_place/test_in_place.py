@@ -1,5 +1,6 @@
 """`capture_in_place`: loops as they are written, with and without it, bit for bit."""
 
+import copy
 from collections.abc import Callable
 from contextlib import nullcontext
 from types import SimpleNamespace
@@ -107,6 +108,70 @@ def test_wrong_arguments_are_refused(name: str) -> None:
     model = make_net()
     with pytest.raises(graphfsdp.ConfigError, match=words):
         graphfsdp.capture_in_place(**{"model": model, "optimizer": make_adam(model), **options})
+
+
+class Stepping:
+    """An optimizer of a user's own, and what holds one of torch's under a name of its own."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, *, holds: bool) -> None:
+        if holds:
+            self.held = {"dense": optimizer}
+        self.step = optimizer.step
+        self.zero_grad = optimizer.zero_grad
+
+
+def test_a_copy_of_an_optimizer_steps_what_is_its_own() -> None:
+    class Descent:
+        def __init__(self, param: Tensor) -> None:
+            self.param = param
+
+        def step(self) -> None:
+            self.param.data -= 1
+
+    model = make_net()
+    optimizer = Descent(next(model.parameters()))
+    before = optimizer.param.detach().clone()
+    with graphfsdp.capture_in_place(model, optimizer):  # type: ignore[arg-type]
+        other = copy.deepcopy(optimizer)
+        other.step()
+        optimizer.step()
+        optimizer.step()
+    assert torch.equal(other.param, before - 1)
+    assert torch.equal(optimizer.param, before - 1 - 1)
+
+
+@pytest.mark.parametrize("holds", [True, False])
+def test_an_optimizer_may_be_of_any_class(holds: bool) -> None:
+    with check(
+        accumulates, make=make_net, optim=lambda model: Stepping(make_adam(model), holds=holds)
+    ) as parts:
+        assert replays(parts) >= 4
+        assert ("AdamW: an operator for each group" in str(parts.report())) == holds
+
+
+class Replay(nn.Module):
+    """Has names of its own where torch walks through modules."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = make_net()
+        self.buffers = []  # type: ignore[assignment]
+        self.children = {"a": 1}  # type: ignore[assignment]
+
+    def forward(self, x: Tensor) -> Tensor:
+        logits: Tensor = self.net(x)
+        return logits
+
+
+def test_what_hides_names_of_modules_runs_as_written() -> None:
+    with check(accumulates, make=Replay) as parts:
+        assert replays(parts) >= 4
+        assert "Replay.children is not torch's" in str(parts.report())
+    model = Replay()
+    with pytest.raises(graphfsdp.ConfigError, match=r"Replay\.children is a dict, (.|\n)*another"):
+        graphfsdp.capture(model, make_adam(model))
+    report = graphfsdp.check(model, make_adam(model), torch.ones(8, 4))
+    assert "Replay.children is a dict" in str(report)
 
 
 def test_closing_puts_everything_back() -> None:

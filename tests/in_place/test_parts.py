@@ -4,8 +4,9 @@ Every part is kept here, whether or not it pays.
 """
 
 import copy
+import warnings
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from functools import partial
 from typing import Any
 
@@ -13,6 +14,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, mse_loss
+from torch.nn.utils import parametrizations, parametrize
 from torch.utils.checkpoint import checkpoint
 
 import graphfsdp
@@ -199,6 +201,18 @@ def anneals(model: Net, optimizer: torch.optim.Optimizer, index: int) -> None:
     model.scale = 1.0 if index < 8 else 0.5
 
 
+def freezes_all_for_other_calls(model: Net, optimizer: torch.optim.Optimizer) -> Iterator[Any]:
+    """Such calls are seen first once others are captured."""
+    for index, x, y in batches(20):
+        yield iterates(model, optimizer, x, y)
+        if index > 8:
+            model.requires_grad_(False)
+            x = torch.randn(3, 6, requires_grad=True)
+            model(x).sum().backward()
+            model.requires_grad_(True)
+            yield x.grad
+
+
 def anneals_all_the_time(model: Net, optimizer: torch.optim.Optimizer, index: int) -> None:
     model.scale = 1 / (1 + index)
 
@@ -246,6 +260,65 @@ def wraps_a_function(model: Net, optimizer: torch.optim.Optimizer) -> Iterator[A
         functions.dropout = written
 
 
+def copies_by_dict(model: Net, optimizer: torch.optim.Optimizer) -> Iterator[Any]:
+    """As code that clones modules does, in depth or with a table of parameters of their own."""
+    for index, x, y in batches():
+        shared, deep = Net.__new__(Net), Net.__new__(Net)
+        vars(shared).update(vars(model))
+        vars(deep).update(copy.deepcopy(vars(model) if index % 4 == 0 else {}))
+        head = nn.Linear(16, 4)
+        shared._modules = {**model._modules, "head": head}
+        yield cross_entropy(shared(x), y)
+        yield head.weight.sum()
+        if index % 4 == 0:
+            nn.init.zeros_(deep.head.bias)
+            yield deep(x).sum()
+        yield iterates(model, optimizer, x, y)
+
+
+def exports(model: Net, optimizer: torch.optim.Optimizer) -> Iterator[Any]:
+    for index, x, y in batches():
+        yield iterates(model, optimizer, x, y)
+        if index % 4 == 3:
+            with warnings.catch_warnings(action="ignore"):
+                yield torch.jit.script(model)(x).sum()
+            yield torch.fx.symbolic_trace(model)(x).sum()
+
+
+def keeps_what_is_made_of_weights(model: Net, optimizer: torch.optim.Optimizer) -> Iterator[Any]:
+    parametrizations.spectral_norm(model.embed)
+    for index, x, y in batches():
+        with parametrize.cached() if index % 4 else nullcontext():
+            logits = model(x)
+            loss = cross_entropy(logits, y) + 0.1 * model.embed.weight.pow(2).sum()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        yield loss
+
+
+def casts_weights_itself(model: Net, optimizer: torch.optim.Optimizer) -> Iterator[Any]:
+    """In the block in which the model casts them, which is done once."""
+    for _, x, y in batches():
+        with torch.autocast("cpu", torch.bfloat16):
+            weight = model.head.weight
+            loss = cross_entropy(model(x), y) + (weight @ weight.t()).pow(2).sum()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        yield loss
+
+
+def prints_results(model: Net, optimizer: torch.optim.Optimizer) -> Iterator[Any]:
+    for _, x, y in batches():
+        logits = model(x)
+        yield [ord(letter) for letter in repr(logits)]
+        loss = cross_entropy(logits, y)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+
+
 def before_each(change: Callable[[Any, torch.optim.Optimizer, int], None]) -> Loop:
     def loop(model: Net, optimizer: torch.optim.Optimizer) -> Iterator[Any]:
         for index, x, y in batches(30):
@@ -260,13 +333,17 @@ REPLAYED: dict[str, Loop] = {
     for loop in (
         *(looks_at_everything, calls_twice, goes_backward_twice, goes_backward_in_another_order),
         *(penalizes_gradients, sharpens, writes_into_results, wraps_a_function),
+        *(copies_by_dict, exports, prints_results, freezes_all_for_other_calls),
     )
 } | {change.__name__: before_each(change) for change in (anneals, freezes, loads)}
 LOOPS = {
     **REPLAYED,
     **{
         loop.__name__: loop
-        for loop in (attacks_its_input, steps_in_hooks, recomputes, transforms, leaves_calls_alone)
+        for loop in (
+            *(attacks_its_input, steps_in_hooks, recomputes, transforms, leaves_calls_alone),
+            *(keeps_what_is_made_of_weights, casts_weights_itself),
+        )
     },
     **{
         change.__name__: before_each(change)

@@ -5,6 +5,7 @@ import itertools
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -143,6 +144,7 @@ class Telling(Around):
         self.drawn = np.random.default_rng(3)
         self.recent = OrderedDict.fromkeys(range(4))
         self.told: list[Any] = []
+        self.held = SimpleNamespace(state=torch.zeros(8, 4))
 
 
 def advances_an_iterator(module: Any, x: Tensor) -> Any:
@@ -173,9 +175,20 @@ def turns_its_keys_over(module: Any, x: Tensor) -> Any:
     return module.net(x)
 
 
+def hooks_its_weight(module: Any, x: Tensor) -> Any:
+    module.net.head.weight.register_hook(lambda grad: grad * 0.9)
+    return module.net(x)
+
+
+def gives_an_object_another_tensor(module: Any, x: Tensor) -> Any:
+    module.held.state = module.net(x + module.held.state[:, :1])
+    return module.held.state * 2
+
+
 @pytest.mark.parametrize(
     "what",
     [
+        *(gives_an_object_another_tensor, hooks_its_weight),
         *(advances_an_iterator, advances_a_generator, reads_a_file, counts_in_its_class),
         *(draws_from_a_generator_of_its_own, turns_its_keys_over),
     ],
@@ -190,6 +203,7 @@ def test_what_a_call_does_in_python_is_done_once(what: Any) -> None:
             loss = cross_entropy(logits, y)
             loss.backward()
             optimizer.step()
+            model.held.state = model.held.state.detach()
             yield loss
             yield number
             yield len(model.told) and model.told[-1]
@@ -249,6 +263,38 @@ def test_a_dict_of_tensors_and_numbers_is_made_anew() -> None:
         return Many()
 
     assert replays(check(loop, make)) >= 4
+
+
+@pytest.mark.parametrize("way", ["an attribute", "a buffer"])
+def test_what_comes_with_an_input_is_seen(way: str) -> None:
+    class Queue(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("queue", torch.ones(6, 4))
+
+        def forward(self, x: Tensor, queue: Tensor | None = None) -> Tensor:
+            logits = super().forward(x)
+            with torch.no_grad():
+                self.get_buffer("queue")[:1].copy_(logits[:1])
+            logits = logits * getattr(x, "factor", 1.0)
+            return logits if queue is None else logits + queue.mean(0)
+
+    def loop(model: Any, optimizer: torch.optim.Optimizer) -> Iterator[Any]:
+        for index, x, y in batches():
+            given: Any = (x, model.queue) if way == "a buffer" else (x,)
+            if way == "an attribute" and index > 6:
+                given[0].factor = 0.5
+            loss = cross_entropy(model(*given), y)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            yield loss
+
+    def make() -> Net:
+        torch.manual_seed(0)
+        return Queue()
+
+    check(loop, make)
 
 
 @pytest.mark.parametrize("way", ["a slice", "twice", "expanded"])

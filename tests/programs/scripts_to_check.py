@@ -277,7 +277,8 @@ DOES = {
     "has other shapes": "",
 }
 
-# Worker processes, whose sockets lie among temporary files, and a dict that refuses to change.
+# Worker processes, whose sockets lie among temporary files, a dict that refuses to change, and a
+# module beside the model which hides a name of torch's.
 WORKERS = """
 import torch
 from collections import OrderedDict
@@ -287,6 +288,8 @@ class Frozen(OrderedDict):
     def update(self, *args, **kwargs):
         raise RuntimeError("frozen")
     clear = update
+class Replay(nn.Module):
+    children = ()
 class Model(nn.Module):
     def __init__(self):
         super().__init__()
@@ -295,7 +298,7 @@ class Model(nn.Module):
         return self.net(x) / self.config["size"]
 if __name__ == "__main__":
     loader = DataLoader(TensorDataset(torch.randn(80, 6)), batch_size=8, num_workers=1)
-    model = Model()
+    model, replay = Model(), Replay()
     optimizer = torch.optim.Adam(model.parameters())
     for (x,) in loader:
         optimizer.zero_grad()

@@ -63,7 +63,7 @@ def listed(value: Any) -> list[Any]:
     return value if isinstance(value, list) else [value]
 
 
-def state_of(models: list[nn.Module], optimizers: list[torch.optim.Optimizer]) -> list[Any]:
+def state_of(models: list[nn.Module], optimizers: list[Any]) -> list[Any]:
     """Return weights, gradients, the optimizers' state, and where the generators are."""
     found: list[Any] = [("generator", torch.get_rng_state())]
     if torch.cuda.is_available():
@@ -72,6 +72,8 @@ def state_of(models: list[nn.Module], optimizers: list[torch.optim.Optimizer]) -
         found += [(name, t.clone()) for name, t in model.state_dict().items()]
         found += [(f"{name}.grad", p.grad) for name, p in model.named_parameters()]
     for optimizer in optimizers:
+        if not isinstance(optimizer, torch.optim.Optimizer):
+            continue
         for key, entries in optimizer.state_dict()["state"].items():
             found += [(f"{key}.{name}", value) for name, value in entries.items()]
     return found
