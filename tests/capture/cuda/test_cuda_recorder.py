@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from cpu_recording import CPU
+from graphfsdp._capture.cuda.driver import CudaDriver, find_driver
 from graphfsdp._capture.cuda.recorder import CudaRecorder
 from graphfsdp._capture.trace.program_facts import BufferKind, NodeFacts, ProgramFacts
 from graphfsdp.errors import CaptureError
@@ -205,3 +206,11 @@ def test_without_a_driver_operators_are_noted_all_the_same() -> None:
     kinds = [buffer.kind for buffer in program.buffers]
     assert kinds.count(BufferKind.OUTPUT) == 1
     assert kinds.count(BufferKind.EXTERNAL) == 3  # the batch and two weights
+
+
+def test_the_driver_is_optional() -> None:
+    driver = find_driver()
+    assert driver is None or isinstance(driver, CudaDriver)
+    if driver is None:
+        with pytest.raises(OSError, match="libcuda"):
+            CudaDriver()
