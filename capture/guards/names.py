@@ -37,6 +37,7 @@ INDIRECT = frozenset(
 _GLOBAL = ("LOAD_GLOBAL", "LOAD_NAME")
 _CLOSURE = ("LOAD_DEREF", "LOAD_CLASSDEREF")
 _ATTRIBUTE = ("LOAD_ATTR", "LOAD_METHOD")
+_SETTING = ("STORE_ATTR", "DELETE_ATTR")  # which read nothing of what they change
 _OF_TENSORS = frozenset(dir(Tensor))
 OF_PYTHON = (nn.Module, torch.optim.Optimizer, object, type)  # whose own code reads itself
 Names = Mapping[str, AbstractSet[str]]  # what is read of an object, and of what that holds
@@ -101,14 +102,17 @@ class Reads:
                 self.imports.add(name)
             elif op == "IMPORT_FROM":
                 self.attributes.add(name)
-            elif op in _GLOBAL or op in _CLOSURE or op.startswith("LOAD_FAST"):
-                # Some instructions load two variables; an attribute is read of the last of them.
-                name = name[-1] if isinstance(name, tuple) else name
+            elif op in _GLOBAL or op in _CLOSURE or "LOAD_FAST" in op:
+                # Python 3.13 has instructions that load two variables, or store one and load
+                # another; an attribute is read of the last of them.
+                *others, name = name if isinstance(name, tuple) else (name,)
+                if op.startswith("LOAD_FAST"):
+                    self.whole.update(others)
                 if op in _GLOBAL:
                     self.globals.add(name)
                 if following is not None and following.opname in _ATTRIBUTE:
                     self.behind.setdefault(name, set()).add(following.argval)
-                else:
+                elif following is None or following.opname not in _SETTING:
                     self.whole.add(name)
         for constant in code.co_consts:
             if isinstance(constant, types.CodeType):

@@ -3,6 +3,8 @@
 import copy
 import operator
 from collections.abc import Callable
+from dis import get_instructions
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -68,8 +70,14 @@ def add_hook(model: Net) -> None:
     model.layer.register_forward_hook(lambda layer, args, out: out * model.number)
 
 
+def behind_another(model: Net) -> float:
+    one = 1.0
+    return model.number * one
+
+
 READERS: dict[str, tuple[Read, dict[str, Any]]] = {
     "attribute": (lambda model: model.number, {}),
+    "behind_another_variable": (behind_another, {}),
     "attrgetter": (operator.attrgetter("number"), {}),
     "vars": (lambda model: vars(model)["number"], {}),
     "dict": (lambda model: model.__dict__["number"], {}),
@@ -85,8 +93,25 @@ READERS: dict[str, tuple[Read, dict[str, Any]]] = {
 }
 
 
+def merged(code: Any) -> list[Any]:
+    """Return instructions as Python 3.13 has them, where two variables are loaded by one."""
+    found: list[Any] = []
+    for each in get_instructions(code):
+        before = found[-1] if found else None
+        if each.opname == "LOAD_FAST" and before and before.opname in ("LOAD_FAST", "STORE_FAST"):
+            names = before.argval, each.argval
+            found[-1] = SimpleNamespace(opname=f"{before.opname}_LOAD_FAST", argval=names)
+        else:
+            found.append(each)
+    return found
+
+
+@pytest.mark.parametrize("instructions", [get_instructions, merged], ids=["plain", "merged"])
 @pytest.mark.parametrize("name", READERS)
-def test_a_number_that_was_read_is_guarded_and_another_one_is_not(name: str) -> None:
+def test_a_number_that_was_read_is_guarded_and_another_one_is_not(
+    name: str, instructions: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("dis.get_instructions", instructions)
     read, options = READERS[name]
     step, model = start(read, **options)
     model._private = 7.0  # nobody reads it here
