@@ -215,7 +215,9 @@ class Odd:
 
 
 @pytest.mark.parametrize(
-    "value", [None, True, 3, "text", b"bytes", torch.float32, Odd(), nn.Linear(1, 1)], ids=repr
+    "value",
+    [None, True, 3, "text", b"bytes", torch.float32, Odd(), nn.Linear(1, 1)],
+    ids=lambda value: type(value).__name__,
 )
 def test_plain_values_of_any_kind_are_compared(value: object) -> None:
     (step, _), x = linear_step(), torch.randn(8, 4)
