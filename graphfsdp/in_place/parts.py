@@ -37,8 +37,9 @@ from graphfsdp.optim.adapters.grouped_step import GroupedStep, is_torchs_step
 from graphfsdp.preconditions import hidden_walks
 
 _LOG = logging.getLogger("graphfsdp")
-# Whether the part is on: each half of it, and each half of that, has as many of both.
-_TURNS = tuple(bool(int(turn)) for turn in "0110100110010110" * 2)
+# Whether the part is on. Each quarter has as many of both, and so has, as near as can be, whatever
+# comes each second to fifth time: an epoch of three batches with its end, say.
+_TURNS = tuple(bool(int(turn)) for turn in "00011101010111001010101000100111")
 _PAYS = 0.97  # of the time without it
 _NUM_STEPS_UNCALLED = 3  # until the children of a module that is never called are looked at
 

@@ -1,10 +1,9 @@
 """The steps of torch's optimizers on a CPU, an operator for each group instead of each parameter.
 
 torch goes through the parameters one by one there, in a dozen operators called from Python for
-each. With ``foreach=True``, which it takes on a GPU alone by itself, it goes through lists of
-tensors in C++ and calls the very same kernels, tensor by tensor. So an operator's results are the
-same bits, and as no parameter has anything to do with another one, the order among them does not
-matter.
+each. ``torch._foreach_*`` goes through a list of tensors in C++ and calls the very same kernels,
+tensor by tensor. So an operator's results are the same bits, and as no parameter has anything to do
+with another one, the order among them does not matter.
 
 In a recording such a step is one operator, ``graphfsdp::grouped_step_``.
 """
@@ -18,12 +17,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim.adam import adam
 from torch.optim.optimizer import (
     _global_optimizer_post_hooks,
     _global_optimizer_pre_hooks,
 )
-from torch.optim.sgd import sgd
 
 from graphfsdp.base.torch_internals import profiler_is_on
 
@@ -208,12 +205,42 @@ class _Adam(_Plan):
         return [group["weight_decay"], group["eps"], *group["betas"]]
 
     def step(self, group: _Group, grads: _Tensors) -> None:
-        counts, means, squares, *rest = self.columns
-        largest = rest[0] if rest else []
-        beta1, beta2 = group["betas"]
-        told = {name: group[name] for name in ("lr", "weight_decay", "eps", *self.flags)}
-        told |= {"beta1": beta1, "beta2": beta2, "foreach": True}
-        adam(self.params, grads, means, squares, largest, counts, **told)
+        params, (counts, means, squares, *rest) = self.params, self.columns
+        lr, decay, (beta1, beta2) = group["lr"], group["weight_decay"], group["betas"]
+        if group["maximize"]:
+            grads = torch._foreach_neg(grads)
+        torch._foreach_add_(counts, 1)
+        if decay != 0:
+            if group["decoupled_weight_decay"]:
+                torch._foreach_mul_(params, 1 - lr * decay)
+            else:
+                grads = torch._foreach_add(grads, params, alpha=decay)
+        torch._foreach_lerp_(means, grads, 1 - beta1)
+        torch._foreach_mul_(squares, beta2)
+        torch._foreach_addcmul_(squares, grads, grads, 1 - beta2)
+        for largest in rest:
+            for most, square in zip(largest, squares, strict=True):
+                torch.maximum(most, square, out=most)
+            squares = largest
+        steps = list(map(Tensor.item, counts))
+        roots = torch._foreach_sqrt(squares)
+        if steps.count(steps[0]) == len(steps):
+            root, size = _corrections(steps[0], lr, beta1, beta2)
+            torch._foreach_div_(roots, root)
+            torch._foreach_add_(roots, group["eps"])
+            torch._foreach_addcdiv_(params, means, roots, -size)
+        else:
+            corrections = [_corrections(step, lr, beta1, beta2) for step in steps]
+            torch._foreach_div_(roots, [root for root, _ in corrections])
+            torch._foreach_add_(roots, group["eps"])
+            torch._foreach_addcdiv_(params, means, roots, [-size for _, size in corrections])
+
+
+def _corrections(step: float, lr: float, beta1: float, beta2: float) -> tuple[float, float]:
+    """Return the root of the second bias correction, and the step's size."""
+    bias_correction1 = 1 - beta1**step
+    bias_correction2 = 1 - beta2**step
+    return bias_correction2**0.5, lr / bias_correction1
 
 
 class _SGD(_Plan):
@@ -227,11 +254,20 @@ class _SGD(_Plan):
         return ("momentum_buffer",) if group["momentum"] != 0 else ()
 
     def step(self, group: _Group, grads: _Tensors) -> None:
-        if group["nesterov"] and not (group["maximize"] or group["weight_decay"]):
-            grads = list(map(Tensor.clone, grads))  # torch looks ahead in their memory
-        buffers: list[Tensor | None] = [*self.columns[0]] if self.columns else [None] * len(grads)
-        told = {name: group[name] for name in ("lr", *self.numbers, *self.flags)}
-        sgd(self.params, grads, buffers, foreach=True, **told)
+        decay, momentum = group["weight_decay"], group["momentum"]
+        if group["maximize"]:
+            grads = torch._foreach_neg(grads)
+        if decay != 0:
+            grads = torch._foreach_add(grads, self.params, alpha=decay)
+        if momentum != 0:
+            (buffers,) = self.columns
+            torch._foreach_mul_(buffers, momentum)
+            torch._foreach_add_(buffers, grads, alpha=1 - group["dampening"])
+            if group["nesterov"]:
+                grads = torch._foreach_add(grads, buffers, alpha=momentum)
+            else:
+                grads = buffers
+        torch._foreach_add_(self.params, grads, alpha=-group["lr"])
 
 
 _KINDS: Mapping[type, type[_Plan]] = MappingProxyType(
