@@ -12,8 +12,9 @@ from graphfsdp._capture.engine import Engine
 from graphfsdp._capture.inputs import StaticInputs
 from graphfsdp._capture.recording import Recordings
 from graphfsdp._capture.report.report import CaptureReport
-from graphfsdp._capture.report.tables import MemoryNames, Role
+from graphfsdp._capture.report.tables import MemoryNames
 from graphfsdp._capture.trace.backend import Graph, GraphFacts
+from graphfsdp._capture.trace.program_facts import Role
 
 _LOG = logging.getLogger("graphfsdp")
 _TIMED_REPLAYS = 10

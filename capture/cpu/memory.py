@@ -3,7 +3,6 @@
 import ctypes
 from collections.abc import Sequence
 from contextlib import suppress
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,6 +15,7 @@ from graphfsdp._capture.trace.values import (
     Value,
     geometry_of,
     materialise,
+    replaced,
     span_bytes,
 )
 from graphfsdp.base.host_memory import advise_huge_pages
@@ -212,15 +212,10 @@ class ProgramMemory:
         return folded
 
     def _run(self, node: Node) -> Tensor:
-        kwargs = {name: self._filled(value) for name, value in node.kwargs.items()}
+        kwargs = {name: replaced(item, Value, self.tensor) for name, item in node.kwargs.items()}
         with below_autograd(), without_autocast():
-            result: Tensor = node.op(*[self._filled(value) for value in node.args], **kwargs)
+            result: Tensor = node.op(*replaced(node.args, Value, self.tensor), **kwargs)
         return result
-
-    def _filled(self, item: Any) -> Any:
-        if isinstance(item, Value):
-            return self.tensor(item)
-        return [self._filled(entry) for entry in item] if isinstance(item, list) else item
 
     def _planned(self, nodes: Sequence[Node]) -> set[int]:
         planned: set[int] = set()

@@ -4,7 +4,7 @@ No module, autograd or optimizer code is left in it: each line calls one operato
 intermediate is dropped after its last use, so the memory peak is near that of the iteration.
 """
 
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,11 +14,10 @@ from torch import Tensor
 from graphfsdp._capture.cpu.calls import call, call_into
 from graphfsdp._capture.cpu.memory import Arena, ProgramMemory
 from graphfsdp._capture.cpu.recorder import Recorder
-from graphfsdp._capture.report.description import Description, region
-from graphfsdp._capture.trace.program_facts import BufferKind, ProgramFacts
+from graphfsdp._capture.report.description import Description
+from graphfsdp._capture.trace.program_facts import Role
 from graphfsdp._capture.trace.source import Site
 from graphfsdp._capture.trace.values import Node, Value, materialise
-from graphfsdp.base.op_tensors import OpCall
 
 Replay = Callable[[], tuple[Tensor, ...]]
 Commit = Callable[[], None]
@@ -178,16 +177,16 @@ class ProgramBuilder:
             source.add(f"{self._constant(tensor, 'e')}.copy_({self._name(value)})")
         return source.finish(map(self._name, self._outputs))
 
-    def description(self, sites: Sequence[Site]) -> "ProgramDescription":
+    def description(self, sites: Sequence[Site]) -> Description:
         """Return what can describe the program, its addresses as they are now."""
-        outlives = [(id(value.storage), BufferKind.OUTPUT, None) for value in self._outputs]
-        return ProgramDescription(
+        kept = [(id(v.storage), Role.KEPT, t.untyped_storage().data_ptr()) for v, t in self._kept()]
+        return Description(
             [(node, not self.memory.needs_no_call(node)) for node in self.nodes],
-            self.memory.addresses(),
-            self.memory.offsets(),
-            [*outlives, *((id(v.storage), BufferKind.KEPT, _address(t)) for v, t in self._kept())],
             sites,
-            self.memory.plan.num_bytes,
+            self.memory.addresses(),
+            offsets=self.memory.offsets(),
+            outlives=[*((id(v.storage), Role.OUTPUT, None) for v in self._outputs), *kept],
+            pool_bytes=self.memory.plan.num_bytes,
         )
 
     def _kept(self) -> Iterable[tuple[Value, Tensor]]:
@@ -271,65 +270,6 @@ class ProgramBuilder:
         if value is None or isinstance(value, bool | int | str):
             return repr(value)
         return self._constant(value, "c")
-
-
-class ProgramDescription:
-    """Describes a program when it is first asked to, and then lets go of the program's nodes.
-
-    Most programs are never looked at, and to describe one takes as long as several replays.
-    """
-
-    def __init__(
-        self,
-        nodes: Sequence[tuple[Node, bool]],
-        addresses: Mapping[int, int],
-        offsets: Mapping[int, int],
-        outlives: Sequence[tuple[int, BufferKind, int | None]],
-        sites: Sequence[Site],
-        pool_bytes: int,
-    ) -> None:
-        """By id of the StorageInfo: ``addresses``, ``offsets`` in the pool, what ``outlives`` it.
-
-        ``nodes`` come with whether replays call them.
-        """
-        self._nodes = nodes
-        self._addresses = addresses
-        self._offsets = offsets
-        self._outlives = outlives
-        self._sites = sites
-        self._pool_bytes = pool_bytes
-        self._facts: ProgramFacts | None = None
-
-    def __call__(self) -> ProgramFacts:
-        if self._facts is None:
-            self._facts = self._described()
-            self._nodes = ()
-        return self._facts
-
-    def _described(self) -> ProgramFacts:
-        description = Description()
-        for node, called in self._nodes:
-            kwargs = {name: self._regions(value) for name, value in node.kwargs.items()}
-            results = [self._regions(value) for value in node.outputs if value is not None]
-            described = OpCall(node.op, self._regions(node.args), kwargs)
-            description.add(described, results, site=node.site, called=called)
-        for key, kind, address in self._outlives:
-            description.outlives(key, kind, address)
-        return description.facts(self._sites, self._pool_bytes)
-
-    def _regions(self, item: Any) -> Any:
-        if isinstance(item, list):
-            return [self._regions(member) for member in item]
-        if not isinstance(item, Value):
-            return item
-        key = id(item.storage)
-        first, shape, stride, dtype, *_ = item.geometry
-        offset = self._offsets.get(key)
-        return region(key, dtype, first, shape, stride, self._addresses.get(key), offset)
-
-
-def _address(tensor: Tensor) -> int:
-    return tensor.untyped_storage().data_ptr()
 
 
 def _if_alive(value: Value) -> Tensor | None:

@@ -1,5 +1,6 @@
 """Records one iteration on a CPU as nodes over values, while it runs for real."""
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from graphfsdp._capture.trace.values import (
     Value,
     as_bytes,
     geometry_of,
+    replaced,
     storage_of,
 )
 from graphfsdp.base.hazards import HazardKind
@@ -48,8 +50,10 @@ class Recorder(Watcher):
         name = call.name
         self._judge_generators(call)
         self._keep_unseen_contents(call)
-        kwargs = {key: self._template_of(value, name) for key, value in call.kwargs.items()}
-        node = Node(call.op, self._template_of(call.args, name), kwargs, [], "none", site=self.site)
+        value_of = partial(self.value_of, op=name)
+        kwargs = {key: replaced(item, Tensor, value_of) for key, item in call.kwargs.items()}
+        args = replaced(call.args, Tensor, value_of)
+        node = Node(call.op, args, kwargs, [], "none", site=self.site)
         for tensor in call.written:
             self._known(tensor, name).filled = True
         result = call.run() if call.is_trusted else self._run_distrusted(call)
@@ -109,13 +113,6 @@ class Recorder(Watcher):
         node = Node(op, arguments, {}, [value], "tensor", effects=False, site=self.site)
         self.nodes.append(node)
         return len(self.nodes) - 1
-
-    def _template_of(self, value: Any, op: str) -> Any:
-        if isinstance(value, Tensor):
-            return self.value_of(value, op)
-        if isinstance(value, list | tuple):
-            return [self._template_of(item, op) for item in value]
-        return value
 
     def _finish(self, node: Node, call: OpCall, result: Any) -> None:
         """Give the results their Values and append the node, unless it only makes known views."""

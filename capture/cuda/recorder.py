@@ -3,17 +3,17 @@
 from array import array
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from graphfsdp._capture.cuda.driver import GraphNodes
-from graphfsdp._capture.report.description import Description, Region, region_of
+from graphfsdp._capture.report.description import Description
 from graphfsdp._capture.rules.watcher import Watcher
-from graphfsdp._capture.trace.program_facts import BufferKind, ProgramFacts
-from graphfsdp._capture.trace.values import storage_of
+from graphfsdp._capture.trace.program_facts import ProgramFacts, Role
+from graphfsdp._capture.trace.values import Node, Value, geometry_of, replaced
 from graphfsdp.base.op_tensors import OpCall, flat_tensors
 from graphfsdp.errors import CaptureError
 
@@ -59,7 +59,7 @@ class CudaRecorder(Watcher):
         """Without a ``driver``, operators are noted without kernels."""
         super().__init__(model, device)
         self._driver = driver
-        self._description = Description()
+        self._nodes: list[Node] = []
         self._listed = array("Q")  # nodes, as the driver has listed them last
         self._found: list[int] = []  # nodes in the order of the operators
         self._num_found: list[int] = []  # after each operator
@@ -68,22 +68,31 @@ class CudaRecorder(Watcher):
         self._exchange: str | None = None  # the first collective that is not ours
 
     def on_op(self, call: OpCall) -> Any:
-        inputs = self._regions(call.args, call.name)
-        named = {name: self._region_in(value, call.name) for name, value in call.kwargs.items()}
+        args = replaced(call.args, Tensor, self._value_of)
+        kwargs = {
+            name: replaced(item, Tensor, self._value_of) for name, item in call.kwargs.items()
+        }
+        node = Node(call.op, args, kwargs, [], "", site=self.site)
         result = call.run()
         if call.op.namespace == _FOREIGN:
             self._exchange = self._exchange or call.name
-        results = [self._region(tensor, call.name) for tensor in flat_tensors([result])]
-        self._description.add(OpCall(call.op, inputs, named), results, site=self.site)
+        node.outputs += map(self._value_of, flat_tensors([result]))
+        self._nodes.append(node)
         self._num_found.append(self._count_nodes())
         return result
 
     def describe(self, outputs: Sequence[Tensor], graph: int) -> ProgramFacts:
         """``graph`` is the handle of the finished graph."""
-        self._description.add_kernels(self._num_found, self.finish(graph), self.site)
-        for tensor in outputs:
-            self._description.outlives(storage_of(tensor, "output")._cdata, BufferKind.OUTPUT)
-        return self._description.facts(self.sites.sites())
+        names = self.finish(graph)
+        ends = [0, *accumulate(self._num_found, max), len(names)]
+        results = (self.storages.find(tensor, "output") for tensor in outputs)
+        return Description(
+            [(node, True) for node in self._nodes],
+            self.sites.sites(),
+            {id(info): info.get().data_ptr() for info in self.storages if info.external},
+            outlives=[(id(info), Role.OUTPUT, None) for info in results],
+            kernels=[tuple(names[start:end]) for start, end in pairwise(ends)],
+        )()
 
     def finish(self, graph: int) -> list[str]:
         """Put the collectives of a captured graph in order; return the names of its nodes.
@@ -136,19 +145,12 @@ class CudaRecorder(Watcher):
             self._found += [node for node in nodes if node not in known]
         self._listed = nodes
 
-    def _regions(self, values: Sequence[Any], op: str) -> list[Any]:
-        return [self._region_in(value, op) for value in values]
-
-    def _region_in(self, value: Any, op: str) -> Any:
-        if isinstance(value, Tensor):
-            return self._region(value, op)
-        return self._regions(value, op) if isinstance(value, list | tuple) else value
-
-    def _region(self, tensor: Tensor, op: str) -> Region:
+    def _value_of(self, tensor: Tensor) -> Value:
+        op = self.last_op or ""
         info = self.storages.find(tensor, op)
-        external = info is not None and info.external
-        # Every storage is referenced weakly from its first use on, so none gets another's number.
-        return region_of(tensor, storage_of(tensor, op)._cdata, external=external)
+        if info is None:  # the operator has made it
+            info = self.storages.add(tensor, op, external=False, varies=False)
+        return Value(info, geometry_of(tensor), None)
 
 
 class UnwatchedRecorder(CudaRecorder):
@@ -170,4 +172,4 @@ class UnwatchedRecorder(CudaRecorder):
 
     def describe(self, outputs: Sequence[Tensor], graph: int) -> ProgramFacts:
         self.finish(graph)
-        return self._description.facts(())
+        return ProgramFacts((), (), 0)

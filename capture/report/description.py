@@ -1,8 +1,8 @@
-"""Describes recorded operators: their kind, plain arguments, and the memory that they touch."""
+"""Describes recorded nodes: their kind, plain arguments, and the memory that they touch."""
 
 import itertools
-from collections.abc import Hashable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 import torch
@@ -11,13 +11,13 @@ from torch import Tensor
 from graphfsdp._capture.trace.program_facts import (
     Argument,
     BufferFacts,
-    BufferKind,
     NodeFacts,
     NodeKind,
     ProgramFacts,
+    Role,
 )
 from graphfsdp._capture.trace.source import Site
-from graphfsdp._capture.trace.values import span
+from graphfsdp._capture.trace.values import Node, Value, span, values_among
 from graphfsdp.base.op_tensors import OpCall
 
 _COLLECTIVE_NAMESPACES = ("c10d", "_c10d_functional")
@@ -36,142 +36,126 @@ _SHOWN_NUMEL = 4  # a constant tensor up to this size is shown by its values
 T = TypeVar("T", bound=Hashable)
 
 
-@dataclass(frozen=True, slots=True)
-class Region:
-    """The memory behind a tensor argument, which stands in the tensor's place.
-
-    Attributes:
-        key: Identifies the buffer.
-        text: Dtype and shape of the tensor.
-        num_bytes: How far into the buffer the tensor reaches.
-        address: Where the buffer lies, if it existed before the recording.
-        offset: Where it lies in the planned pool, if it does.
-    """
-
-    key: Hashable
-    text: str
-    num_bytes: int
-    address: int | None
-    offset: int | None
-
-
 class Description:
-    """Collects a recording's operator calls one by one; holds no tensor."""
+    """Describes a recording when it is first asked to, and then lets go of its nodes.
 
-    def __init__(self) -> None:
-        self._nodes: list[dict[str, Any]] = []  # NodeFacts, with the number of their site
-        self._buffers: dict[Hashable, BufferFacts] = {}
-        self._used: set[Hashable] = set()  # buffers that a replay has touched so far
-        self._shared: dict[Hashable, Any] = {}  # equal texts and arguments are kept once
-
-    def add(
-        self, call: OpCall, results: Sequence[Region], *, site: int, called: bool = True
-    ) -> None:
-        """Append an operator call, every tensor replaced by its Region.
-
-        A tensor that is left is a constant that the recording has made. ``called``: a replay calls
-        it; else it was over when the program was built.
-        """
-        reads, writes = _operands(call)
-        written = (*writes, *(() if call.op.is_view else results))
-        self._nodes.append(
-            {
-                "op": call.name,
-                "kind": _kind_of(call),
-                "site": site,
-                "results": self._share(_joined(region.text for region in results)),
-                "arguments": self._share(tuple(_plain_arguments(call))),
-                "reads": self._numbers(reads, called),
-                "writes": self._numbers(written, called),
-                "called": called,
-            }
-        )
-
-    def add_kernels(self, ends: Sequence[int], names: Sequence[str], last_site: int) -> None:
-        """Say which nodes of a CUDA graph the operators have made.
-
-        ``ends`` has the number of nodes after each operator; ``last_site`` is for those behind all.
-        """
-        start = 0
-        for node, end in zip(self._nodes, ends, strict=True):
-            node["kernels"] = self._share(tuple(names[start:end]))
-            start = max(end, start)
-        if names[start:]:
-            rest = {"op": _NO_OPERATOR, "kind": NodeKind.COMPUTE, "site": last_site}
-            self._nodes.append(rest | {"kernels": tuple(names[start:])})
-
-    def outlives(self, key: Hashable, kind: BufferKind, address: int | None = None) -> None:
-        """Say that a buffer which the iteration made is there after it."""
-        buffer = self._buffers.get(key)
-        if buffer is None:
-            return  # no node that is left in the program touches it
-        buffer.kind, buffer.last = kind, len(self._nodes)
-        if kind is BufferKind.KEPT:
-            buffer.address, buffer.offset = address, None
-
-    def facts(self, sites: Sequence[Site], pool_bytes: int = 0) -> ProgramFacts:
-        nodes = (
-            NodeFacts(index=index, **node | {"site": sites[node["site"]]})
-            for index, node in enumerate(self._nodes)
-        )
-        return ProgramFacts(tuple(nodes), tuple(self._buffers.values()), pool_bytes)
-
-    def _share(self, item: T) -> T:
-        shared: T = self._shared.setdefault(item, item)
-        return shared
-
-    def _numbers(self, regions: Iterable[Region], called: bool) -> tuple[int, ...]:
-        return tuple(dict.fromkeys(self._number(region, called) for region in regions))
-
-    def _number(self, region: Region, called: bool) -> int:
-        """Return the number of a buffer that the next node has to do with."""
-        now = len(self._nodes)
-        buffer = self._buffers.get(region.key)
-        if buffer is None:
-            kind = BufferKind.INTERMEDIATE if region.address is None else BufferKind.EXTERNAL
-            buffer = self._buffers[region.key] = BufferFacts(
-                len(self._buffers), kind, 0, now, now, region.address, region.offset
-            )
-        buffer.num_bytes = max(buffer.num_bytes, region.num_bytes)
-        if called:
-            if region.key not in self._used:
-                buffer.first = now
-                self._used.add(region.key)
-            buffer.last = now
-        return buffer.index
-
-
-def region_of(
-    tensor: Tensor,
-    key: Hashable,
-    *,
-    external: bool,
-) -> Region:
-    """``key`` identifies the storage; ``external``: it existed before the recording."""
-    address = tensor.untyped_storage().data_ptr() if external else None
-    offset = int(tensor.storage_offset())
-    return region(key, tensor.dtype, offset, tensor.shape, tensor.stride(), address)
-
-
-def region(
-    key: Hashable,
-    dtype: torch.dtype,
-    first: int,
-    shape: Sequence[int],
-    stride: Sequence[int],
-    address: int | None,
-    offset: int | None = None,
-) -> Region:
-    """Return the memory behind a tensor.
-
-    ``first`` is its offset in the storage ``key``, in elements; ``address`` that of a storage from
-    before the recording; ``offset`` that of one that lies in the planned pool.
+    Most recordings are never looked at, and to describe one takes as long as several replays.
     """
-    start, num_bytes = first * dtype.itemsize, span(shape, stride) * dtype.itemsize
-    text = _text_of(dtype, shape)
-    if address is not None:
-        return Region((address + start,), text, num_bytes, address + start, None)
-    return Region(key, text, start + num_bytes, None, offset)
+
+    def __init__(
+        self,
+        nodes: Sequence[tuple[Node, bool]],
+        sites: Sequence[Site],
+        addresses: Mapping[int, int],
+        *,
+        offsets: Mapping[int, int] = MappingProxyType({}),
+        outlives: Sequence[tuple[int, Role, int | None]] = (),
+        pool_bytes: int = 0,
+        kernels: Sequence[tuple[str, ...]] = (),
+    ) -> None:
+        """By id of the StorageInfo: ``addresses``, ``offsets`` in the pool, what ``outlives`` it.
+
+        What has no address was made by the iteration. ``nodes`` come with whether replays call
+        them: those that they do not call were over when the program was built. ``kernels``: of a
+        CUDA graph, the nodes that each of them has made, and then those that none has made.
+        """
+        self._nodes = nodes
+        self._sites = sites
+        self._addresses = addresses
+        self._offsets = offsets
+        self._outlives = outlives
+        self._pool_bytes = pool_bytes
+        self._kernels = kernels
+        self._buffers: list[BufferFacts] = []
+        self._by_place: dict[Hashable, BufferFacts] = {}
+        self._used: set[Hashable] = set()  # buffers that a replay has touched so far
+        self._facts: ProgramFacts | None = None
+
+    def __call__(self) -> ProgramFacts:
+        if self._facts is None:
+            self._facts = self._described()
+            self._nodes = ()
+        return self._facts
+
+    def _described(self) -> ProgramFacts:
+        shared: dict[Hashable, Any] = {}  # equal texts and arguments are kept once
+
+        def share(item: T) -> T:
+            kept: T = shared.setdefault(item, item)
+            return kept
+
+        found: list[NodeFacts] = []
+        made = itertools.chain(self._kernels, itertools.repeat(()))
+        for (node, called), kernels in zip(self._nodes, made, strict=False):
+            call = OpCall(node.op, node.args, node.kwargs)
+            results = [value for value in node.outputs if value is not None]
+            read = (v for a, v in call.given() if a.alias_info is None or not a.alias_info.is_write)
+            written = values_among(call.written_arguments())
+            facts = NodeFacts(
+                index=len(found),
+                op=call.name,
+                kind=_kind_of(call),
+                site=self._sites[node.site],
+                results=share(_joined(map(_text_of, results))),
+                arguments=share(tuple(_plain_arguments(call))),
+                reads=self._numbers(values_among(read), len(found), called),
+                writes=self._numbers(
+                    [*written, *(() if call.op.is_view else results)], len(found), called
+                ),
+                called=called,
+                kernels=share(kernels),
+            )
+            self._name_made(facts)
+            found.append(facts)
+        if any(self._kernels[len(found) :]):
+            last = self._sites[self._nodes[-1][0].site]
+            kernels = self._kernels[len(found)]
+            found.append(
+                NodeFacts(len(found), _NO_OPERATOR, NodeKind.COMPUTE, last, kernels=kernels)
+            )
+        for key, role, address in self._outlives:
+            buffer = self._by_place.get(key)
+            if buffer is not None:  # else no node that is left in the program touches it
+                buffer.role, buffer.last = role, len(found)
+                if role is Role.KEPT:
+                    buffer.address, buffer.offset = address, None
+        return ProgramFacts(tuple(found), tuple(self._buffers), self._pool_bytes)
+
+    def _name_made(self, node: NodeFacts) -> None:
+        """Name what the iteration makes by the node that writes it first."""
+        module = node.site.module
+        for buffer in map(self._buffers.__getitem__, node.writes):
+            if buffer.address is None and not buffer.name:
+                buffer.name = f"{node.op} in {module}" if module else node.op
+
+    def _numbers(self, values: Iterable[Value], node: int, called: bool) -> tuple[int, ...]:
+        """Return the numbers of the buffers that a node has to do with."""
+        return tuple(dict.fromkeys(self._number(value, node, called) for value in values))
+
+    def _number(self, value: Value, node: int, called: bool) -> int:
+        first, shape, stride, dtype, *_ = value.geometry
+        start, num_bytes = first * dtype.itemsize, span(shape, stride) * dtype.itemsize
+        key: Hashable = id(value.storage)
+        begin = self._addresses.get(id(value.storage))
+        if begin is None:
+            num_bytes += start
+        else:  # all gradients are parts of one storage
+            begin += start
+            key = (begin,)
+        buffer = self._by_place.get(key)
+        if buffer is None:
+            role = Role.INTERMEDIATE if begin is None else Role.OTHER
+            offset = None if begin is not None else self._offsets.get(id(value.storage))
+            buffer = BufferFacts(len(self._buffers), role, "", 0, node, node, offset, begin)
+            self._buffers.append(buffer)
+            self._by_place[key] = buffer
+        buffer.num_bytes = max(buffer.num_bytes, num_bytes)
+        if called:
+            if key not in self._used:
+                buffer.first = node
+                self._used.add(key)
+            buffer.last = node
+        return buffer.index
 
 
 def _joined(texts: Iterable[str]) -> str:
@@ -194,20 +178,12 @@ def _kind_of(call: OpCall) -> NodeKind:
     return NodeKind.FILL if name in _FILLS or name in _MORE_FILLS else NodeKind.COMPUTE
 
 
-def _operands(call: OpCall) -> tuple[list[Region], list[Region]]:
-    """Return what it reads, and what it writes."""
-    read = (v for a, v in call.given() if a.alias_info is None or not a.alias_info.is_write)
-    found = (_flat(list(read)), _flat(call.written_arguments()))
-    reads, writes = ([item for item in items if isinstance(item, Region)] for items in found)
-    return reads, writes
-
-
 def _plain_arguments(call: OpCall) -> Iterator[Argument]:
     for argument, value in call.given():
         items = list(_flat(value))
         if isinstance(value, Tensor):
             yield Argument(argument.name, _constant_text(value), baked=True)
-        elif value is not None and not any(isinstance(item, Region) for item in items):
+        elif value is not None and not any(isinstance(item, Value) for item in items):
             kind = str(argument.type).removeprefix("Optional[").removeprefix("List[").rstrip("]")
             numeric = all(isinstance(item, int | float | complex) for item in items)
             flags = all(isinstance(item, bool) for item in items)
@@ -226,7 +202,7 @@ def _flat(value: Any) -> Iterator[Any]:
 def _constant_text(tensor: Tensor) -> str:
     if tensor.numel() <= _SHOWN_NUMEL:
         return str(tensor.tolist())
-    return f"a constant {_text_of(tensor.dtype, tuple(tensor.shape))}"
+    return f"a constant {_form_text(tensor.dtype, tuple(tensor.shape))}"
 
 
 def _plain_text(value: Any) -> str:
@@ -237,5 +213,10 @@ def _plain_text(value: Any) -> str:
     return repr(value) if isinstance(value, str) else str(value).replace("torch.", "")
 
 
-def _text_of(dtype: torch.dtype, shape: Sequence[int]) -> str:
+def _text_of(value: Value) -> str:
+    _, shape, _, dtype, *_ = value.geometry
+    return _form_text(dtype, shape)
+
+
+def _form_text(dtype: torch.dtype, shape: Sequence[int]) -> str:
     return f"{str(dtype).removeprefix('torch.')}[{', '.join(map(str, shape))}]"

@@ -12,17 +12,16 @@ from typing import Any
 
 from graphfsdp._capture.report.tables import (
     BakedConstant,
-    BufferUse,
     MemoryNames,
     PoolUse,
     baked_constants,
-    buffer_uses,
     count_kinds,
     count_nodes,
     module_of,
+    named_buffers,
     pool_use,
 )
-from graphfsdp._capture.trace.program_facts import NodeFacts, ProgramFacts
+from graphfsdp._capture.trace.program_facts import BufferFacts, NodeFacts, ProgramFacts
 from graphfsdp.errors import PhaseError
 
 _PAGE_PARTS = ("page.css", "page.js")
@@ -87,11 +86,11 @@ class CaptureReport:
         """
         return () if self.program is None else self.program.nodes
 
-    def buffers(self) -> tuple[BufferUse, ...]:
+    def buffers(self) -> tuple[BufferFacts, ...]:
         """Return every stretch of memory that the graph touches, and when."""
         if self.program is None:
             return ()
-        return buffer_uses(self.program, self.names or MemoryNames(()))
+        return named_buffers(self.program, self.names or MemoryNames(()))
 
     @property
     def pool(self) -> PoolUse | None:
@@ -229,8 +228,9 @@ class CaptureReport:
         return lines
 
 
-def _buffer_data(buffer: BufferUse) -> dict[str, Any]:
+def _buffer_data(buffer: BufferFacts) -> dict[str, Any]:
     data: dict[str, Any] = _plain(buffer)
+    del data["address"]
     return data | {"bytes": data.pop("num_bytes")}
 
 

@@ -1,6 +1,5 @@
 """Summaries of a recorded program: memory by owner, its reuse, baked numbers, counts."""
 
-import enum
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
@@ -8,27 +7,13 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
-from graphfsdp._capture.trace.program_facts import BufferFacts, BufferKind, NodeFacts, ProgramFacts
+from graphfsdp._capture.trace.program_facts import BufferFacts, NodeFacts, ProgramFacts, Role
 from graphfsdp._capture.trace.values import span
 from graphfsdp.base.dtensors import local_part
 from graphfsdp.errors import SourceLine
 
 OUTSIDE = "(outside any module)"
 ROOT = "(root module)"
-
-
-class Role(enum.Enum):
-    """What a stretch of memory is to the training program."""
-
-    PARAMETER = "parameter"
-    GRADIENT = "gradient"
-    STATE = "optimizer state"
-    BUFFER = "buffer"
-    INPUT = "static input"
-    KEPT = "kept by the model"
-    OTHER = "other memory from before the capture"
-    INTERMEDIATE = "intermediate"
-    OUTPUT = "result"
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,29 +41,6 @@ class BakedConstant:
     def __str__(self) -> str:
         where = self.source or (OUTSIDE if self.module is None else self.module or ROOT)
         return f"{self.argument}={self.value} of {self.op} at {where}"
-
-
-@dataclass(frozen=True, slots=True)
-class BufferUse:
-    """One stretch of memory, by name.
-
-    Attributes:
-        index: Number by which nodes refer to it.
-        role: What it is to the training program.
-        name: Full name; for what the iteration makes, the operator that makes it.
-        num_bytes: Its size.
-        first: Index of the first node that touches it.
-        last: Index of the last one; the number of nodes where it outlives the iteration.
-        offset: Byte offset in the planned pool, None where there is none.
-    """
-
-    index: int
-    role: Role
-    name: str
-    num_bytes: int
-    first: int
-    last: int
-    offset: int | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,18 +130,15 @@ def baked_constants(program: ProgramFacts) -> tuple[BakedConstant, ...]:
     return tuple(replace(constant, num_nodes=count) for constant, count in counts.items())
 
 
-def buffer_uses(program: ProgramFacts, names: MemoryNames) -> tuple[BufferUse, ...]:
-    makers: dict[int, str] = {}
-    for node in program.nodes:
-        for number in node.writes:
-            makers.setdefault(number, _maker(node))
-    return tuple(_use(buffer, names, makers) for buffer in program.buffers)
+def named_buffers(program: ProgramFacts, names: MemoryNames) -> tuple[BufferFacts, ...]:
+    """Return the memory that the program touches, with the names of what was there before."""
+    return tuple(_named(buffer, names) for buffer in program.buffers)
 
 
 def pool_use(program: ProgramFacts, pool_bytes: int) -> PoolUse:
     live = program.live_bytes()
     peak_node = max(range(len(live)), key=live.__getitem__, default=0)
-    own = [b for b in program.buffers if b.kind is not BufferKind.EXTERNAL]
+    own = [b for b in program.buffers if b.role is not Role.OTHER]
     made_bytes = sum(buffer.num_bytes for buffer in own)
     planned_bytes = sum(buffer.num_bytes for buffer in own if buffer.offset is not None)
     peak_bytes = live[peak_node] if live else 0
@@ -215,24 +174,10 @@ def module_of(node: NodeFacts) -> str:
     return OUTSIDE if module is None else module or ROOT
 
 
-def _maker(node: NodeFacts) -> str:
-    module = node.site.module
-    return f"{node.op} in {module}" if module else node.op
-
-
-def _use(buffer: BufferFacts, names: MemoryNames, makers: Mapping[int, str]) -> BufferUse:
-    role, name = Role.INTERMEDIATE, makers.get(buffer.index, "")
-    if buffer.kind is BufferKind.EXTERNAL:
-        assert buffer.address is not None
-        role, name = names.find(buffer.address, buffer.num_bytes)
-    elif buffer.kind is BufferKind.OUTPUT:
-        role = Role.OUTPUT
-    elif buffer.kind is BufferKind.KEPT:
-        role = Role.KEPT
-        if buffer.address is not None:
-            found, kept_name = names.find(buffer.address, buffer.num_bytes)
-            name = name if found is Role.OTHER else kept_name
-    return BufferUse(
-        *(buffer.index, role, name, buffer.num_bytes),
-        *(buffer.first, buffer.last, buffer.offset),
-    )
+def _named(buffer: BufferFacts, names: MemoryNames) -> BufferFacts:
+    if buffer.address is None:
+        return buffer
+    role, name = names.find(buffer.address, buffer.num_bytes)
+    if buffer.role is Role.KEPT:
+        return buffer if role is Role.OTHER else replace(buffer, name=name)
+    return replace(buffer, role=role, name=name)

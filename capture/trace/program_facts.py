@@ -19,11 +19,18 @@ class NodeKind(enum.Enum):
     COLLECTIVE = "collective"  # waits for other ranks
 
 
-class BufferKind(enum.Enum):
-    EXTERNAL = "external"  # existed before the recording: weights, inputs, optimizer state
+class Role(enum.Enum):
+    """What a stretch of memory is to the training program."""
+
+    PARAMETER = "parameter"
+    GRADIENT = "gradient"
+    STATE = "optimizer state"
+    BUFFER = "buffer"
+    INPUT = "static input"
+    KEPT = "kept by the model"  # made by the iteration; replays write it anew
+    OTHER = "other memory from before the capture"
     INTERMEDIATE = "intermediate"  # lives within the iteration, in the pool
-    OUTPUT = "output"  # a result of the iteration
-    KEPT = "kept"  # made by the iteration and kept by the model; replays write it anew
+    OUTPUT = "result"
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,21 +87,24 @@ class BufferFacts:
 
     Attributes:
         index: Number by which nodes refer to it.
-        kind: Whose it is.
+        role: What it is to the training program; OTHER for all from before the recording, as long
+            as nobody has asked whose it is.
+        name: Full name; for what the iteration makes, the operator that makes it.
         num_bytes: Its size, as far as the program touches it.
         first: Index of the first node that touches it.
         last: Index of the last one, or the number of nodes where it outlives the iteration.
+        offset: Byte offset in the planned pool, None where there is none.
         address: Where it lies, if it existed before the recording or outlives it.
-        offset: Byte offset in the planned pool, if there is one.
     """
 
     index: int
-    kind: BufferKind
+    role: Role
+    name: str
     num_bytes: int
     first: int
     last: int
-    address: int | None
     offset: int | None
+    address: int | None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -123,7 +133,7 @@ class ProgramFacts:
         """Return for each node the bytes of what the iteration has made and still needs there."""
         changes = [0] * (len(self.nodes) + 2)
         for buffer in self.buffers:
-            if buffer.kind is not BufferKind.EXTERNAL:
+            if buffer.role is not Role.OTHER:
                 changes[buffer.first] += buffer.num_bytes
                 changes[min(buffer.last, len(self.nodes)) + 1] -= buffer.num_bytes
         return list(itertools.accumulate(changes))[: len(self.nodes)]

@@ -1,6 +1,6 @@
 """What a recording consists of: values, each a way to look at a storage, and nodes over them."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -123,6 +123,7 @@ def dropped_tensors(storages: Iterable[StorageInfo]) -> Iterator[CaptureError]:
             )
 
 
+_LISTS = (list, tuple)
 Geometry = tuple[int, tuple[int, ...], tuple[int, ...], torch.dtype, bool, bool]
 
 
@@ -181,6 +182,15 @@ def geometry_of(tensor: Tensor) -> Geometry:
         tensor.is_conj(),
         tensor.is_neg(),
     )
+
+
+def replaced(item: Any, kind: type, other: Callable[[Any], Any]) -> Any:
+    """Return an argument with ``other`` of what is of a kind in its place, lists opened."""
+    if isinstance(item, kind):
+        return other(item)
+    if isinstance(item, _LISTS):
+        return [replaced(member, kind, other) for member in item]
+    return item
 
 
 def values_among(items: Iterable[Any]) -> list[Value]:

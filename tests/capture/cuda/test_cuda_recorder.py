@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from cpu_recording import CPU
 from graphfsdp._capture.cuda.driver import CudaDriver, find_driver
 from graphfsdp._capture.cuda.recorder import CudaRecorder
-from graphfsdp._capture.trace.program_facts import BufferKind, NodeFacts, ProgramFacts
+from graphfsdp._capture.trace.program_facts import NodeFacts, ProgramFacts, Role
 from graphfsdp.errors import CaptureError
 from helpers import OpNames
 
@@ -203,9 +203,9 @@ def test_without_a_driver_operators_are_noted_all_the_same() -> None:
     program = capture(None)
     assert {node.kernels for node in program.nodes} == {()}
     assert len(program.nodes) > 10
-    kinds = [buffer.kind for buffer in program.buffers]
-    assert kinds.count(BufferKind.OUTPUT) == 1
-    assert kinds.count(BufferKind.EXTERNAL) == 3  # the batch and two weights
+    roles = [buffer.role for buffer in program.buffers]
+    assert roles.count(Role.OUTPUT) == 1
+    assert roles.count(Role.OTHER) == 3  # the batch and two weights
 
 
 def test_the_driver_is_optional() -> None:

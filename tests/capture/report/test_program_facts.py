@@ -31,7 +31,7 @@ def test_live_bytes_are_what_each_node_still_needs() -> None:
         f"aten.{op}.default" for op in ("exp", "sin", "cos", "sum")
     ]
     assert program.live_bytes() == [KIB, 2 * KIB, 2 * KIB, KIB + 4]
-    result = [buffer for buffer in program.buffers if buffer.kind.name == "OUTPUT"]
+    result = [buffer for buffer in program.buffers if buffer.role.name == "OUTPUT"]
     assert [(buffer.first, buffer.last) for buffer in result] == [(3, 4)]
 
 
