@@ -17,9 +17,10 @@ from graphfsdp._capture.pipelines import PipelineIteration, pipeline_of
 from graphfsdp._capture.step import CapturedStep, ExampleBatch
 from graphfsdp._capture.undo.interrupts import DeferredInterrupts
 from graphfsdp.base.hazards import HazardKind
-from graphfsdp.config import CaptureOptions, Compile, MixedPrecisionPolicy, OnChange, Scope, Undo
+from graphfsdp.config import Compile, MixedPrecisionPolicy, OnChange, Scope, Undo
 from graphfsdp.preconditions import (
     Noting,
+    Program,
     as_list,
     inner_optimizer,
     one_module,
@@ -38,11 +39,13 @@ if TYPE_CHECKING:
     from graphfsdp.base.torch_internals import PipelineSchedule
 
 # Belongs to a context, not to the module: other threads and tasks capture as ever.
-_ANSWER: ContextVar[Callable[..., Any] | None] = ContextVar("graphfsdp_capture", default=None)
+_ANSWER: ContextVar[Callable[[Program], CapturedStep] | None] = ContextVar(
+    "graphfsdp_capture", default=None
+)
 
 
 @contextmanager
-def answering(answer: Callable[..., Any]) -> Iterator[None]:
+def answering(answer: Callable[[Program], CapturedStep]) -> Iterator[None]:
     """Give calls of ``graphfsdp.capture`` in the body to a function, for a check of scripts."""
     token = _ANSWER.set(answer)
     try:
@@ -139,56 +142,37 @@ def capture(
         ConfigError: an argument, or a combination with the optimizer, cannot work.
         PrecisionError: the optimizer would read a casted copy of a gradient.
     """
-    answer = _ANSWER.get()
-    if answer is not None:
-        answered: CapturedStep = answer(
-            model,
-            optimizer,
-            loss_fn=loss_fn,
-            iteration=iteration,
-            scope=scope,
-            microbatches=microbatches,
-            max_grad_norm=max_grad_norm,
-            mp_policy=mp_policy,
-        )
-        return answered
-    options = CaptureOptions(
-        scope=Scope.parse(scope),
+    program = Program.of(
+        model,
+        optimizer,
+        loss_fn=loss_fn,
+        iteration=iteration,
+        mp_policy=mp_policy,
+        scope=scope,
         warmup_steps=warmup_steps,
         microbatches=microbatches,
         max_grad_norm=max_grad_norm,
         skip_nonfinite=skip_nonfinite,
-        on_change=OnChange.parse(on_change),
+        on_change=on_change,
         max_graphs=max_graphs,
         verify=verify,
         audit=audit,
-        undo=Undo.parse(undo),
+        undo=undo,
     )
+    answer = _ANSWER.get()
+    if answer is not None:
+        return answer(program)
     compiles = Compile.parse(compile)
-    refuse_compiling_nothing(options.scope, compiles)
-    refuse_arguments(model, optimizer, loss_fn, iteration, options, mp_policy)
+    refuse_compiling_nothing(program.options.scope, compiles)
+    refuse_arguments(program)
     with DeferredInterrupts():  # it hooks into parameters and modules
-        engine = make_engine(
-            model,
-            optimizer,
-            loss_fn=loss_fn,
-            iteration=iteration,
-            options=options,
-            mp_policy=mp_policy,
-            backend=backend,
-            compiles=compiles,
-        )
-        return CapturedStep(engine, options, _arguments_of(example_batch))
+        engine = make_engine(program, backend=backend, compiles=compiles)
+        return CapturedStep(engine, program.options, _arguments_of(example_batch))
 
 
 def make_engine(
-    model: "nn.Module | Sequence[nn.Module] | PipelineSchedule",
-    optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
+    program: Program,
     *,
-    loss_fn: Callable[..., Any] | None,
-    iteration: Callable[..., Any] | None,
-    options: CaptureOptions,
-    mp_policy: MixedPrecisionPolicy | None,
     backend: str = "auto",
     compiles: Compile = Compile.OFF,
     noting: Noting = raising,
@@ -197,39 +181,70 @@ def make_engine(
 
     ConfigError: they leave nothing to go on with.
     """
-    pipeline = pipeline_of(model)
-    models: Any = model if pipeline is None else pipeline.module
-    together = one_module(models)
-    inner = [inner_optimizer(item, noting) for item in as_list(optimizer, "optimizer")]
-    if pipeline is not None:
-        refuse_beside_pipeline(pipeline, inner, options, loss_fn if iteration is None else None)
-    trained = prepare(together, inner, options, mp_policy, noting=noting)
-    for item in inner if iteration is None else ():
-        refuse_foreign_optimizer(together, item)
-    refuse_unskipped_steps(together, inner, options)
-    graph_backend = make_backend(backend, trained.device, compiles)
-    if options.scope is not Scope.NONE:
+    joined = _Joined(program, noting)
+    graph_backend = make_backend(backend, joined.trained.device, compiles)
+    if program.options.scope is not Scope.NONE:
         with noting(HazardKind.COMPILED):
-            refuse_compiled_modules(together, graph_backend.device)
-    adapted, policy = trained.adapted, trained.policy
-    if graph_backend.device.type == "cpu" and compiles is Compile.OFF:  # else torch fuses the whole
-        adapted.step_by_groups()
+            refuse_compiled_modules(joined.module, graph_backend.device)
+    on_gpu = graph_backend.device.type == "cuda"
+    if not on_gpu and compiles is Compile.OFF:  # else torch fuses the whole
+        joined.trained.adapted.step_by_groups()
+    compiles_regions = on_gpu and compiles is Compile.ON
+    return Engine(
+        joined.module,
+        joined.trained.adapted,
+        graph_backend,
+        find_params=joined.find_params,
+        make_iteration=joined.make_iteration,
+        policy=joined.trained.policy,
+        options=program.options,
+        regions=CompiledRegions(as_list(program.model, "model")) if compiles_regions else None,
+    )
 
-    def find_params() -> dict[str, nn.Parameter]:
-        found = trainable_of_all(together, inner)
-        adapted.check(found, policy, options.scope)
+
+class _Joined:
+    """A program whose settings work, or were noted.
+
+    Attributes:
+        module: Holds all of its models, of a pipeline those of this rank.
+        trained: What is trained, with the optimizers as a graph steps them.
+    """
+
+    def __init__(self, program: Program, noting: Noting) -> None:
+        self._program = program
+        self._pipeline = pipeline_of(program.model)
+        models = program.model if self._pipeline is None else self._pipeline.module
+        self.module = one_module(models)
+        self._inner = [
+            inner_optimizer(item, noting) for item in as_list(program.optimizer, "optimizer")
+        ]
+        is_default, options = program.iteration is None, program.options
+        if self._pipeline is not None:
+            loss_fn = program.loss_fn if is_default else None
+            refuse_beside_pipeline(self._pipeline, self._inner, options, loss_fn)
+        self.trained = prepare(self.module, self._inner, options, program.mp_policy, noting=noting)
+        for item in self._inner if is_default else ():
+            refuse_foreign_optimizer(self.module, item)
+        refuse_unskipped_steps(self.module, self._inner, options)
+
+    def find_params(self) -> dict[str, nn.Parameter]:
+        """Return the trainable parameters that there are now."""
+        found = trainable_of_all(self.module, self._inner)
+        self.trained.adapted.check(found, self.trained.policy, self._program.options.scope)
         return found
 
-    def make_iteration(gradients: PersistentGradients) -> AnyIteration:
-        loss = loss_fn or default_loss
-        if iteration is not None:
+    def make_iteration(self, gradients: PersistentGradients) -> AnyIteration:
+        """Return what trains once: the user's function, a pipeline's schedule, or the default."""
+        program, pipeline, options = self._program, self._pipeline, self._program.options
+        loss_fn, adapted = program.loss_fn or default_loss, self.trained.adapted
+        if program.iteration is not None:
             return CustomIteration(
-                iteration,
-                model,
-                optimizer,
+                program.iteration,
+                program.model,
+                program.optimizer,
                 gradients,
-                loss_fn=loss,
-                module=together,
+                loss_fn=loss_fn,
+                module=self.module,
                 groups=() if pipeline is None else (pipeline.group,),
                 stepping=adapted.stepping,
             )
@@ -242,27 +257,13 @@ def make_engine(
                 skip_nonfinite=options.skip_nonfinite,
             )
         return Iteration(
-            together,
+            self.module,
             adapted,
             gradients,
-            loss_fn=loss,
+            loss_fn=loss_fn,
             max_grad_norm=options.max_grad_norm,
             skip_nonfinite=options.skip_nonfinite,
         )
-
-    regions = None
-    if compiles is Compile.ON and graph_backend.device.type == "cuda":
-        regions = CompiledRegions(as_list(model, "model"))
-    return Engine(
-        together,
-        adapted,
-        graph_backend,
-        find_params=find_params,
-        make_iteration=make_iteration,
-        policy=policy,
-        options=options,
-        regions=regions,
-    )
 
 
 def _arguments_of(example: object) -> ExampleBatch | None:

@@ -165,6 +165,8 @@ class CaptureOptions:
     undo: Undo = Undo.AUTO
 
     def __post_init__(self) -> None:
+        for name, kind in (("scope", Scope), ("on_change", OnChange), ("undo", Undo)):
+            object.__setattr__(self, name, kind.parse(getattr(self, name)))
         minimum = 1 if self.scope is Scope.FULL_ITERATION else 0
         at_least("warmup_steps", self.warmup_steps, minimum)
         at_least("microbatches", self.microbatches, 1)

@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
@@ -34,6 +34,32 @@ Noting = Callable[[HazardKind], AbstractContextManager[None]]
 # Packages whose optimizer wrappers only decide when the inner optimizer steps, which a captured
 # step decides by itself. Other wrappers (Lookahead and its like) are optimizers of their own.
 _WRAPPERS = ("accelerate", "lightning", "lightning_fabric", "pytorch_lightning")
+
+
+@dataclass(frozen=True)
+class Program:
+    """What is to be captured or checked, as its user has given it."""
+
+    model: Any  # a module, a sequence of them, or a schedule of a pipeline
+    optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
+    loss_fn: Callable[..., Any] | None
+    iteration: Callable[..., Any] | None
+    mp_policy: MixedPrecisionPolicy | None
+    options: CaptureOptions
+
+    @classmethod
+    def of(
+        cls,
+        model: Any,
+        optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
+        *,
+        loss_fn: Callable[..., Any] | None = None,
+        iteration: Callable[..., Any] | None = None,
+        mp_policy: MixedPrecisionPolicy | None = None,
+        **options: Any,
+    ) -> Self:
+        """Take arguments of ``graphfsdp.capture``; ConfigError: one of them cannot work."""
+        return cls(model, optimizer, loss_fn, iteration, mp_policy, CaptureOptions(**options))
 
 
 def raising(_: HazardKind) -> AbstractContextManager[None]:
@@ -131,21 +157,15 @@ def refuse_compiled_modules(model: nn.Module, device: torch.device) -> None:
         )
 
 
-def refuse_arguments(
-    model: object,
-    optimizer: object,
-    loss_fn: object,
-    iteration: object,
-    options: CaptureOptions,
-    mp_policy: object,
-) -> None:
+def refuse_arguments(program: Program) -> None:
     """Refuse what a caller without a type checker may get wrong, and what does not go together."""
-    for item in as_list(optimizer, "optimizer"):
+    for item in as_list(program.optimizer, "optimizer"):
         inner_optimizer(item, ignoring)
-    if iteration is None:
-        _refuse_several(model, optimizer)
+    if program.iteration is None:
+        _refuse_several(program.model, program.optimizer)
     else:
-        _refuse_beside_iteration(iteration, options)
+        _refuse_beside_iteration(program.iteration, program.options)
+    loss_fn, mp_policy = program.loss_fn, program.mp_policy
     if loss_fn is not None and not callable(loss_fn):
         raise ConfigError(f"loss_fn must be a function, got {type(loss_fn).__name__}")
     if mp_policy is not None and not isinstance(mp_policy, MixedPrecisionPolicy):
@@ -311,10 +331,10 @@ def _ranks_of(param: Tensor) -> set[int]:
     return set() if mesh is None else set(mesh.mesh.flatten().tolist())
 
 
-def trainable_parameters(
-    model: nn.Module, optimizer: torch.optim.Optimizer
+def trainable_of_all(
+    model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]
 ) -> dict[str, nn.Parameter]:
-    """Return the trainable parameters of the model, and the optimizer's own, each once."""
+    """Return the trainable parameters of the model, and the optimizers' own, each once."""
     found = {name: param for name, param in model.named_parameters() if param.requires_grad}
     for name, param in found.items():
         if is_lazy(param):
@@ -323,10 +343,14 @@ def trainable_parameters(
                 "once on a batch, then make the optimizer and capture"
             )
     known = {id(param) for param in model.parameters()}
-    for group_index, group in enumerate(optimizer.param_groups):
-        for index, param in enumerate(group["params"]):
-            if id(param) not in known and param.requires_grad:
-                found[f"optimizer.param_groups[{group_index}]['params'][{index}]"] = param
+    for number, optimizer in enumerate(optimizers):
+        for row, group in enumerate(optimizer.param_groups):
+            for index, param in enumerate(group["params"]):
+                if id(param) in known or not param.requires_grad:
+                    continue
+                known.add(id(param))
+                name = f"optimizer.param_groups[{row}]['params'][{index}]"
+                found[f"{name} of optimizer {number}" if name in found else name] = param
     if not found:
         raise ConfigError(
             "there is nothing to train: no parameter of the model or optimizer requires a "
@@ -446,16 +470,3 @@ def _refuse_beside_iteration(iteration: object, options: CaptureOptions) -> None
                 f"iteration= does the whole iteration by itself, and cannot be combined with "
                 f"{name}. Remedy: {remedy}"
             )
-
-
-def trainable_of_all(
-    model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]
-) -> dict[str, nn.Parameter]:
-    found: dict[str, nn.Parameter] = {}
-    known: set[int] = set()
-    for index, optimizer in enumerate(optimizers):
-        for name, param in trainable_parameters(model, optimizer).items():
-            if id(param) not in known:
-                known.add(id(param))
-                found[f"{name} of optimizer {index}" if name in found else name] = param
-    return found

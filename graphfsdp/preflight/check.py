@@ -3,6 +3,7 @@
 import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from graphfsdp.config import CaptureOptions, MixedPrecisionPolicy, Scope
 from graphfsdp.errors import ConfigError
 from graphfsdp.optim.adapters.baked import BakedAdapter
 from graphfsdp.preconditions import (
+    Program,
     as_list,
     ignoring,
     inner_optimizer,
@@ -78,84 +80,66 @@ def check(
     Raises:
         ConfigError: an argument is of another type, or no such target or kind exists.
     """
-    return check_call(
+    program = Program.of(
         model,
         optimizer,
-        batch,
-        kwargs,
         loss_fn=loss_fn,
         iteration=iteration,
+        mp_policy=mp_policy,
         scope=scope,
         microbatches=microbatches,
         max_grad_norm=max_grad_norm,
-        mp_policy=mp_policy,
-        target=target,
-        ignore=ignore,
     )
+    return check_program(program, batch, kwargs, target=target, ignore=ignore)
 
 
-def check_call(
-    model: nn.Module | Sequence[nn.Module],
-    optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
+def check_program(
+    program: Program,
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
     *,
-    loss_fn: Callable[..., Any] | None = None,
-    iteration: Callable[..., Any] | None = None,
-    scope: str | Scope = "full_iteration",
-    microbatches: int = 1,
-    max_grad_norm: float | None = None,
-    mp_policy: MixedPrecisionPolicy | None = None,
     target: str = "cuda",
     ignore: Iterable[HazardKind | str] = (),
 ) -> CheckReport:
     """Do what ``check`` does, for a batch whose keyword arguments may have any names."""
-    parsed = Scope.parse(scope)
-    options = CaptureOptions(
-        scope=Scope.FULL_ITERATION if parsed is Scope.NONE else parsed,
-        microbatches=microbatches,
-        max_grad_norm=max_grad_norm,
-        audit=0,
-    )
+    model, given = program.model, program.options
     if pipeline_stages(model):
         raise ConfigError(
             f"check runs an iteration of one process, and a {type(model).__name__} runs on all "
             "ranks of a pipeline. Remedy: check a stage's module with a loss of its own; or "
             "capture the schedule, which names the same and leaves everything as it was"
         )
-    refuse_arguments(model, optimizer, loss_fn, iteration, options, mp_policy)
+    options = CaptureOptions(
+        scope=Scope.FULL_ITERATION if given.scope is Scope.NONE else given.scope,
+        microbatches=given.microbatches,
+        max_grad_norm=given.max_grad_norm,
+        skip_nonfinite=given.skip_nonfinite,
+        audit=0,
+    )
+    program = replace(program, options=options)
+    refuse_arguments(program)
     if target not in _TARGETS:
         raise ConfigError(f"unknown target {target!r}; expected one of {_TARGETS}")
     ignored = {_kind(kind) for kind in ignore}
     findings = Findings()
     device, num_ops = "?", 0
-    inner = [inner_optimizer(each, ignoring) for each in as_list(optimizer, "optimizer")]
+    inner = [inner_optimizer(each, ignoring) for each in as_list(program.optimizer, "optimizer")]
     with (
         _untouched(one_module(model), inner) as gradients,
         findings.noting(HazardKind.CONFIG),  # what leaves nothing to go on with
     ):
-        engine = make_engine(
-            model,
-            optimizer,
-            loss_fn=loss_fn,
-            iteration=iteration,
-            options=options,
-            mp_policy=mp_policy,
-            noting=findings.noting,
-        )
+        engine = make_engine(program, noting=findings.noting)
         device = str(engine.backend.device)
         judge = Judge(engine.backend, findings, for_cuda=target == "cuda")
         engine.backend, engine.refuse = judge, findings.refuse
         runner = StepRunner(engine, options)
         try:
             with engine.attempt(beside=[*engine.around(), *gradients]).undone():
-                _run(runner, engine, judge, args, dict(kwargs), findings, microbatches)
+                _run(runner, engine, judge, args, dict(kwargs))
         finally:
             num_ops = judge.num_ops
             runner.release()
-    found = tuple(findings.hazards)
-    kept = tuple(hazard for hazard in found if hazard.kind not in ignored)
-    return CheckReport(kept, device, target, num_ops, len(found) - len(kept))
+    return CheckReport(tuple(findings.hazards), device, target, num_ops).without(ignored)
 
 
 def _kind(name: HazardKind | str) -> HazardKind:
@@ -167,13 +151,7 @@ def _kind(name: HazardKind | str) -> HazardKind:
 
 
 def _run(
-    runner: StepRunner,
-    engine: Engine,
-    judge: Judge,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    findings: Findings,
-    microbatches: int,
+    runner: StepRunner, engine: Engine, judge: Judge, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> None:
     """Warm up and capture, noting what is refused."""
     try:
@@ -183,26 +161,26 @@ def _run(
         raise
     except Exception as error:  # whatever the user's program raises is a finding
         if not judge.num_ops and not engine.groups:
-            _judge_until_it_fails(engine, judge, args, kwargs, microbatches)
-        findings.fail(error)
+            with suppress(Exception):  # that of the warm-up, which is told
+                _judge_until_it_fails(runner, engine, judge, args, kwargs)
+        judge.findings.fail(error)
     else:
-        _note_settings(engine, findings)
+        _note_settings(engine, judge.findings)
 
 
 def _judge_until_it_fails(
-    engine: Engine, judge: Judge, args: tuple[Any, ...], kwargs: dict[str, Any], microbatches: int
+    runner: StepRunner, engine: Engine, judge: Judge, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> None:
-    with suppress(Exception):  # that of the warm-up, which is told
-        inputs = StaticInputs(args, kwargs, device=judge.device, num_microbatches=microbatches)
-        inputs.load()
-        recording = Recording(inputs, microbatches)
-        judge.record(
-            lambda: engine.iterate(recording),
-            engine.model,
-            lambda was_read: None,
-            collective=False,
-            scratch=(),
-        )
+    num = runner.num_microbatches
+    inputs = StaticInputs(args, kwargs, device=judge.device, num_microbatches=num)
+    inputs.load()
+    judge.record(
+        lambda: engine.iterate(Recording(inputs, num)),
+        engine.model,
+        lambda was_read: None,
+        collective=False,
+        scratch=(),
+    )
 
 
 def _note_settings(engine: Engine, findings: Findings) -> None:

@@ -12,6 +12,7 @@ from types import TracebackType
 from rich.console import Console
 
 from graphfsdp.base.hazards import HazardKind
+from graphfsdp.command_line import Parser, add_flags, flags_of
 from graphfsdp.errors import ConfigError
 from graphfsdp.preflight.report import CheckReport
 from graphfsdp.preflight.script import ScriptCheck, ScriptError
@@ -51,12 +52,8 @@ exit code: 0 no hazard, 1 hazards, 2 the check could not run.
 
 def run_check(arguments: Sequence[str], console: Console) -> int:
     given = _parse(arguments)
-    how = ScriptCheck(
-        target=given.target,
-        ignore=given.ignore,
-        on_cpu=given.device == "cpu",
-        limit_s=given.limit_s,
-    )
+    flags = {name: value for name, value in vars(given).items() if name in flags_of(ScriptCheck)}
+    how = ScriptCheck(given.ignore, **flags)
     # The program's own output must not get into JSON that another program reads.
     aside = contextlib.redirect_stdout(sys.stderr) if given.json == "-" else None
     try:
@@ -86,18 +83,13 @@ def _report(how: ScriptCheck, given: argparse.Namespace) -> CheckReport:
 
 
 def _parse(arguments: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="graphfsdp check",
-        description=_DESCRIPTION,
-        epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    parser = Parser("graphfsdp check", description=_DESCRIPTION, epilog=_EPILOG)
     parser.add_argument(
         "--json",
         metavar="=FILE",
         nargs="?",
         const="-",
+        default=None,
         help="the report as JSON, to a file (--json=FILE) or, without one, to the standard output",
     )
     parser.add_argument(
@@ -108,25 +100,10 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
         metavar="KIND",
         help="leave out a kind of hazard, as the report names it; may be given several times",
     )
+    add_flags(parser, ScriptCheck, {})
     parser.add_argument(
-        "--target",
-        choices=("cuda", "cpu"),
-        default="cuda",
-        help="cuda (the default): also what only a GPU would refuse; cpu: what the CPU refuses",
+        "-m", dest="module", action="store_true", default=False, help="the target is a module"
     )
-    parser.add_argument(
-        "--device",
-        choices=("cpu",),
-        help="give the program the CPU where it asks for a GPU (calls of torch.cuda excepted)",
-    )
-    parser.add_argument(
-        "--limit-s",
-        type=float,
-        default=600.0,
-        metavar="SECONDS",
-        help="stop a script that has not come to its second iteration by then (default: 600)",
-    )
-    parser.add_argument("-m", dest="module", action="store_true", help="the target is a module")
     parser.add_argument(
         "target_and_arguments",
         metavar="SCRIPT.py [ARGUMENT ...] | MODULE:FUNCTION",

@@ -161,7 +161,7 @@ class Judge:
         self.device = backend.device
         self.num_ops = 0  # of the iteration that was judged; 0 before that
         self._backend = backend
-        self._findings = findings
+        self.findings = findings
         self._for_cuda = for_cuda
 
     def on_capture_stream(self) -> AbstractContextManager[None]:
@@ -182,7 +182,7 @@ class Judge:
         collective: bool,
         scratch: Sequence[Tensor],
     ) -> tuple[Graph, list[Tensor]]:
-        hazards = self._findings.hazards
+        hazards = self.findings.hazards
         watcher = NotingWatcher(model, self.device, hazards, for_cuda=self._for_cuda)
         try:
             # A dispatch mode would not see into compiled regions.

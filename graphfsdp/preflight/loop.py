@@ -4,8 +4,7 @@ import threading
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import replace
-from functools import partial, wraps
+from functools import wraps
 from typing import Any, NoReturn
 from unittest import mock
 
@@ -19,7 +18,8 @@ from graphfsdp.api import answering
 from graphfsdp.base.hazards import HazardKind
 from graphfsdp.base.op_tensors import as_written
 from graphfsdp.in_place.parts import Parts
-from graphfsdp.preflight.check import check_call
+from graphfsdp.preconditions import Program
+from graphfsdp.preflight.check import check_program
 from graphfsdp.preflight.report import CheckReport
 from graphfsdp.preflight.watched_loop import WatchedLoop, trained_with, trains
 
@@ -123,13 +123,12 @@ class ScriptRun:
         self._watch(models, optimizers, is_theirs=True)
         return Parts((), (), keeps_all=True)
 
-    def _capture(
-        self, model: nn.Module, optimizer: torch.optim.Optimizer, **options: Any
-    ) -> "_CheckedStep":
+    def _capture(self, program: Program) -> Any:
         self._has_captured, self._looks = True, False
         self._leave()
-        check = partial(check_call, model, optimizer, target=self._target, **options)
-        return _CheckedStep(lambda *args: self.end(check(*args)))
+        return _CheckedStep(
+            lambda args, kwargs: self.end(check_program(program, args, kwargs, target=self._target))
+        )
 
     def _finish(self) -> None:
         """End with what was seen so far, where that is enough."""
@@ -139,9 +138,7 @@ class ScriptRun:
     def end(self, report: CheckReport) -> NoReturn:
         """End the script with a report."""
         self._looks = False
-        kept = tuple(hazard for hazard in report.hazards if hazard.kind not in self._ignored)
-        num_ignored = len(report.hazards) - len(kept)
-        self.report = self.report or replace(report, hazards=kept, num_ignored=num_ignored)
+        self.report = self.report or report.without(self._ignored)
         raise CheckedExit(0)
 
     def _leave(self) -> None:

@@ -3,10 +3,11 @@
 import json
 import os
 import textwrap
-from dataclasses import dataclass
+from collections.abc import Collection
+from dataclasses import dataclass, replace
 from typing import Any
 
-from graphfsdp.base.hazards import Hazard
+from graphfsdp.base.hazards import Hazard, HazardKind
 from graphfsdp.errors import CaptureError
 from graphfsdp.in_place.part_report import PartsReport
 
@@ -42,6 +43,11 @@ class CheckReport:
     def ok(self) -> bool:
         """Whether nothing was found."""
         return not self.hazards
+
+    def without(self, kinds: Collection[HazardKind]) -> "CheckReport":
+        """Return it without hazards of some kinds, which are counted."""
+        kept = tuple(hazard for hazard in self.hazards if hazard.kind not in kinds)
+        return replace(self, hazards=kept, num_ignored=len(self.hazards) - len(kept))
 
     def raise_if_any(self) -> None:
         """Do nothing if the iteration can be captured.

@@ -5,11 +5,10 @@ import importlib
 import runpy
 import signal
 import sys
-import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Annotated, Any, Literal, NoReturn
 from unittest import mock
 
 import torch
@@ -18,7 +17,8 @@ from torch.overrides import TorchFunctionMode
 
 from graphfsdp.base.hazards import HazardKind
 from graphfsdp.errors import ConfigError, first_line
-from graphfsdp.preflight.check import check_call
+from graphfsdp.preconditions import Program
+from graphfsdp.preflight.check import check_program
 from graphfsdp.preflight.loop import ScriptRun
 from graphfsdp.preflight.no_writes import nothing_written
 from graphfsdp.preflight.report import CheckReport
@@ -36,17 +36,20 @@ class ScriptError(ConfigError):
 
 @dataclass(frozen=True)
 class ScriptCheck:
-    """How to check.
+    """How to check. Each annotated field is a flag (``command_line.add_flags``)."""
 
-    Attributes:
-        on_cpu: Where the program asks for a GPU, give it the CPU.
-        limit_s: Seconds after which a program is stopped that has not come to a check.
-    """
-
-    target: str = "cuda"
     ignore: Sequence[HazardKind | str] = ()
-    on_cpu: bool = False
-    limit_s: float = 600.0
+    target: Annotated[
+        Literal["cuda", "cpu"],
+        "cuda: also what only a GPU would refuse; cpu: what the CPU refuses",
+    ] = "cuda"
+    device: Annotated[
+        Literal["cpu"] | None,
+        "give the program the CPU where it asks for a GPU (calls of torch.cuda excepted)",
+    ] = None
+    limit_s: Annotated[
+        float, "stop a script that has not come to its second iteration by then", "SECONDS"
+    ] = 600.0
 
     def run_script(self, name: str, arguments: Sequence[str], *, is_module: bool) -> CheckReport:
         """Run a script up to the first call of its captured step, and check that iteration.
@@ -97,16 +100,17 @@ class ScriptCheck:
                 kwargs: Mapping[str, Any] = {}
                 if isinstance(batch, Mapping):
                     args, kwargs = (), batch
-                model, optimizer = made.pop("model"), made.pop("optimizer")
-                options = {"target": self.target, "ignore": self.ignore, **made}
-                return check_call(model, optimizer, args, kwargs, **options)
+                how: dict[str, Any] = {"target": self.target, "ignore": self.ignore}
+                how |= {key: made.pop(key) for key in how.keys() & made.keys()}
+                program = Program.of(made.pop("model"), made.pop("optimizer"), **made)
+                return check_program(program, args, kwargs, **how)
         except ScriptError:
             raise
         except Exception as error:  # whatever somebody else's function raises
             _refuse_failure(error, self)
 
     def _device(self) -> contextlib.AbstractContextManager[object]:
-        return cpu_instead() if self.on_cpu else contextlib.nullcontext()
+        return cpu_instead() if self.device == "cpu" else contextlib.nullcontext()
 
 
 class _OverTimeError(BaseException):
@@ -115,10 +119,7 @@ class _OverTimeError(BaseException):
 
 @contextlib.contextmanager
 def _time_limit(limit_s: float) -> Iterator[None]:
-    """End the body after so many seconds, where a signal can: on the main thread."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
+    """End the body after so many seconds."""
 
     def end(*details: object) -> NoReturn:
         raise _OverTimeError
@@ -180,7 +181,7 @@ def _refuse_failure(error: Exception, how: ScriptCheck) -> NoReturn:
         message += (
             ". Remedy: it calls torch.cuda directly, which --device cpu cannot answer; make that "
             "depend on torch.cuda.is_available()"
-            if how.on_cpu
+            if how.device == "cpu"
             else ". Remedy: --device cpu, which gives the program the CPU where it asks for "
             "'cuda'; or choose the device by torch.cuda.is_available()"
         )

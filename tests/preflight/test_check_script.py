@@ -141,6 +141,7 @@ SAID: dict[str, tuple[int, list[str]]] = {
     "workers.py:pair": (0, []),
     # Memory that is given away between two iterations is told by its line.
     "target.py": (1, [ONE, "# moves", "'target.weight' new memory"]),
+    "skips.py": (0, ["can be captured: "]),
     # What is beside the graph is not judged.
     "--device cpu beside.py": (0, ["graphfsdp.capture_in_place(agent, optimizer)"]),
     "beside.py read": (
