@@ -35,7 +35,7 @@ import xml.etree.ElementTree as ElementTree
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from rich.console import Console
@@ -51,7 +51,6 @@ class Part:
 
     seconds: float
     tests: tuple[str, ...] = ()
-    processes: Literal["tests", "files"] | None = None
     program: str = ""
     bench: str = ""
     rehearsal: str = ""
@@ -131,27 +130,26 @@ def run_tests(paths: Sequence[str], limit_s: float, device: torch.device) -> dic
 
 
 def tests_part(part: Part, limit_s: float, device: torch.device, times: float) -> dict[str, Any]:
-    """Run tests in one process or in several, some at a time, as the part has it.
+    """Run tests in several processes, some at a time.
 
-    Those of a file share what is slow to make, and stay together unless each is to be alone.
+    One that is named has its own; those of a file share what is slow to make, and stay together.
     """
     deadline = time.monotonic() + limit_s
     paths = [test.replace("DEVICE", device.type) for test in part.tests]
-    num_at_once, group_limit_s = min(NUM_PROCESSES, os.cpu_count() or 1), limit_s
-    groups = [paths]
-    if part.processes == "tests":
-        groups, group_limit_s = [[path] for path in paths], TEST_LIMIT_S * times
-    elif part.processes == "files" and device.type == "cuda":
-        files: list[str] = []
-        for path in paths:
-            found = sorted((ROOT / path).rglob("test_*.py"))
-            files += map(str, found) if found else [path]
-        groups = [files[first::num_at_once] for first in range(min(num_at_once, len(files)))]
+    num_at_once = min(NUM_PROCESSES, os.cpu_count() or 1)
     if part.gpus > 1:  # each takes both
         num_at_once = 1
+    alone = [path for path in paths if "::" in path]
+    files: list[str] = []
+    for path in (path for path in paths if path not in alone):
+        found = sorted((ROOT / path).rglob("test_*.py"))
+        files += map(str, found) if found else [path]
+    groups = [[path] for path in alone]
+    groups += [files[first::num_at_once] for first in range(min(num_at_once, len(files)))]
 
     def run(group: Sequence[str]) -> dict[str, Any]:
-        left_s = min(group_limit_s, deadline - time.monotonic())
+        most_s = TEST_LIMIT_S * times if group[0] in alone else limit_s
+        left_s = min(most_s, deadline - time.monotonic())
         if left_s < 1:
             text = f"left out: {limit_s:.0f} s are over"
             row = {"what": f"pytest {' '.join(group)}", "result": text, "ok": False}

@@ -159,7 +159,7 @@ def test_on_a_gpu_only_its_tests_run_and_on_several_processes(
     monkeypatch.setattr(gpu_check, "run_pytest", run_pytest)
     monkeypatch.setattr(gpu_check, "time", STOPPED)
     monkeypatch.setattr("benchmarks.gpu_check.os.cpu_count", lambda: 16)
-    part = Part(100, (str(tmp_path), "tests/x.py"), "files")
+    part = Part(100, (str(tmp_path), "tests/x.py"))
     gpu_check.tests_part(part, 100, torch.device("cuda"), 1.0)
     files = [*(f"{tmp_path}/test_{index}.py" for index in range(8)), "tests/x.py"]
     given = [arguments[2:] for arguments, _ in seen]
@@ -235,7 +235,7 @@ def test_a_part_that_fails_does_not_stop_the_others(tmp_path: pathlib.Path) -> N
     (tmp_path / "test_one.py").write_text("def test_one():\n    pass\n")
     bad = [f"{tmp_path}/test_bad.py::{name}" for name in ("test_bad", "test_dies")]
     one = f"{tmp_path}/test_one.py"
-    parts = {"smoke": Part(80, (*bad, one), "tests"), "tests": Part(110, (one,))}
+    parts = {"smoke": Part(80, (*bad, one)), "tests": Part(110, (one,))}
     path, cpu = tmp_path / "result.json", torch.device("cpu")
     document = gpu_check.check(cpu, parts, path, times=20.0)
     assert json.loads(path.read_text()) == document
