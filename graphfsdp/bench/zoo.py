@@ -5,6 +5,7 @@ Four rows of width 32 are a usual batch.
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -138,8 +139,9 @@ class Patches(nn.Module):
 class Mixing(nn.Module):
     """Three projections of the normalised stream are mixed over time, and added to it."""
 
-    def __init__(self) -> None:
+    def __init__(self, mix: Callable[[Tensor, Tensor, Tensor], Tensor]) -> None:
         super().__init__()
+        self.mix = mix
         self.norm = nn.LayerNorm(WIDTH)
         self.project = nn.Linear(WIDTH, 3 * WIDTH)
         self.out = nn.Linear(WIDTH, WIDTH)
@@ -148,31 +150,24 @@ class Mixing(nn.Module):
         mixed: Tensor = self.out(self.mix(*self.project(self.norm(x)).chunk(3, dim=-1)))
         return x + mixed
 
-    def mix(self, first: Tensor, second: Tensor, third: Tensor) -> Tensor:
-        raise NotImplementedError
+
+def state_space(value: Tensor, decay: Tensor, gate: Tensor) -> Tensor:
+    """Mix by a gated linear recurrence over time with an input-dependent decay."""
+    decay = torch.sigmoid(decay)
+    state = torch.zeros_like(value[:, 0])
+    states = []
+    for step in range(value.shape[1]):
+        state = decay[:, step] * state + (1 - decay[:, step]) * value[:, step]
+        states.append(state)
+    return torch.stack(states, dim=1) * functional.silu(gate)
 
 
-class StateSpace(Mixing):
-    """A gated linear recurrence over time with an input-dependent decay."""
-
-    def mix(self, value: Tensor, decay: Tensor, gate: Tensor) -> Tensor:
-        decay = torch.sigmoid(decay)
-        state = torch.zeros_like(value[:, 0])
-        states = []
-        for step in range(value.shape[1]):
-            state = decay[:, step] * state + (1 - decay[:, step]) * value[:, step]
-            states.append(state)
-        return torch.stack(states, dim=1) * functional.silu(gate)
-
-
-class LinearAttention(Mixing):
-    """Attention by a positive feature map, without a softmax."""
-
-    def mix(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        query, key = functional.elu(query) + 1, functional.elu(key) + 1
-        memory = key.transpose(1, 2) @ value
-        scale = query @ key.sum(dim=1).unsqueeze(-1)
-        return query @ memory / scale
+def linear_attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    """Mix by attention with a positive feature map, without a softmax."""
+    query, key = functional.elu(query) + 1, functional.elu(key) + 1
+    memory = key.transpose(1, 2) @ value
+    scale = query @ key.sum(dim=1).unsqueeze(-1)
+    return query @ memory / scale
 
 
 class ResidualBlock(nn.Module):
@@ -236,8 +231,11 @@ def architectures() -> dict[str, Architecture]:
         "gru": Architecture(
             "GRU", lambda: Classifier(nn.GRU(WIDTH, WIDTH, 2, batch_first=True)), series
         ),
-        "state-space": Architecture("state space", lambda: TokenModel(_stack(StateSpace, 2))),
+        "state-space": Architecture(
+            "state space", lambda: TokenModel(_stack(partial(Mixing, state_space), 2))
+        ),
         "linear-attention": Architecture(
-            "attention without softmax", lambda: TokenModel(_stack(LinearAttention, 4))
+            "attention without softmax",
+            lambda: TokenModel(_stack(partial(Mixing, linear_attention), 4)),
         ),
     }
