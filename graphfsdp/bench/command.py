@@ -192,7 +192,7 @@ class _Bench:
 
     def run(self) -> int:
         cases = self._options.cases(self._device.type)
-        self._folder = self._ranks.decide(
+        self._folder = self._ranks.members.together(
             lambda: _make_directory(self._options.out) if self._ranks.is_first else None
         )
         self._greet()
@@ -222,7 +222,7 @@ class _Bench:
 
     def _measure(self, case: Case, num_left: int) -> list[Row]:
         """The case may take three times its share of the time left."""
-        left_s = self._ranks.exchange(self._left_s())[0]
+        left_s = self._ranks.members.gather(self._left_s())[0]
         if left_s < SHORTEST_CASE_S:
             raise CaseFailedError(f"the budget of {self._options.budget:g} min was spent")
         limit_s = min(left_s, max(3 * left_s / num_left, SHORTEST_CASE_S))

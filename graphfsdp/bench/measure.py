@@ -57,7 +57,7 @@ def together(make: Callable[[], T], ranks: Ranks) -> T:
             text = text[:_MAX_CHARACTERS] + " ..." if len(text) > _MAX_CHARACTERS else text
             raise ContenderFailedError(f"{type(error).__name__}: {text}") from error
 
-    return ranks.decide(attempt)
+    return ranks.members.together(attempt)
 
 
 def line_up(ranks: Ranks, device: torch.device) -> None:
@@ -214,7 +214,7 @@ class _CaseBench:
     def _is_late(self, share: float) -> bool:
         """Tell whether that share of the time for the case is over; all ranks agree."""
         late = time.monotonic() - self._started > share * self._setting.limit_s
-        return self._setting.ranks.exchange(late)[0]
+        return self._setting.ranks.members.gather(late)[0]
 
     def close(self) -> None:
         """Free all contenders, also after a failure."""
@@ -272,7 +272,7 @@ class _CaseBench:
         self._next_step += _NUM_PROBES
         self._reference()
         schedule = make_schedule(step_ms, self._setting.seconds)
-        return self._setting.ranks.exchange(schedule)[0]
+        return self._setting.ranks.members.gather(schedule)[0]
 
     def _time(self, num_rounds: int, num_steps: int) -> None:
         """The order turns round after each round; where time is nearly over, fewer must do."""

@@ -62,7 +62,7 @@ def build_run(config: TrainConfig, ranks: Ranks, device: torch.device, log: RunL
         )
         return corpus, batches
 
-    data = ranks.decide(load_data) if config.mllog is None else None
+    data = ranks.members.together(load_data) if config.mllog is None else None
     corpus = None if data is None else data[0]
     ranks.refuse_differences({**_flag_values(config), **_corpus_facts(corpus)})
     vocab_size = _vocab_size(config, corpus)
@@ -71,7 +71,7 @@ def build_run(config: TrainConfig, ranks: Ranks, device: torch.device, log: RunL
     if data is None:
         try:
             log.run_starts(step)
-            data = ranks.decide(load_data)
+            data = ranks.members.together(load_data)
             ranks.refuse_differences(_corpus_facts(data[0]))
         except BaseException:  # whatever ends it, a graph must not outlive the process group
             step.close()
@@ -103,10 +103,10 @@ def _make_program(
     torch.manual_seed(config.seed)
     on_meta = config.init_model_with_meta_device
     where = torch.device("meta") if on_meta else device
-    model = ranks.decide(lambda: make_model(config, vocab_size, where, dtype))
+    model = ranks.members.together(lambda: make_model(config, vocab_size, where, dtype))
     if config.hf_model is not None:
         folder = config.hf_model
-        ranks.decide(lambda: load_weights(model, folder))
+        ranks.members.together(lambda: load_weights(model, folder))
     if not on_meta:
         ranks.copy_first(model)
     if ranks.launched:

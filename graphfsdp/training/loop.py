@@ -48,15 +48,17 @@ def train(config: TrainConfig, console: Console) -> None:
     with ExitStack() as stack:
         minutes = config.distributed_timeout_minutes
         stack.enter_context(process_group(ranks, device, timeout_minutes=minutes))
-        ranks.decide(lambda: refuse_unusable_directories(config) if ranks.is_first else None)
+        ranks.members.together(
+            lambda: refuse_unusable_directories(config) if ranks.is_first else None
+        )
         opened = open_run_log(config, ranks, device, began_ms=began_ms)
-        log = ranks.decide(lambda: stack.enter_context(opened))
+        log = ranks.members.together(lambda: stack.enter_context(opened))
         run = build_run(config, ranks, device, log)
         stack.callback(run.step.close)
         checkpoints = RunCheckpoints(run)
         stack.callback(checkpoints.close)
         start, lines = checkpoints.resume()
-        directory, keep = ranks.decide(
+        directory, keep = ranks.members.together(
             lambda: (
                 open_sinks(config, _facts(run), start.iteration, stack)
                 if ranks.is_first
@@ -270,5 +272,6 @@ def validation_loss(
         ]
     finally:
         model.train()
-    in_order = ranks.gather(torch.stack(losses)).T.flatten()[:num_batches]
-    return float(in_order.double().mean())
+    everyone = ranks.members.gather(torch.stack(losses).tolist())
+    in_order = torch.tensor(everyone, dtype=torch.float64).T.flatten()[:num_batches]
+    return float(in_order.mean())

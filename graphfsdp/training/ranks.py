@@ -1,11 +1,11 @@
 """The processes that train together: which one this is, their process group, common decisions."""
 
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -13,11 +13,9 @@ from torch import Tensor, nn
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 from torch.distributed.rendezvous import rendezvous
 
-from graphfsdp.base.collectives import all_gather_, all_reduce_, broadcast_
+from graphfsdp.base.collectives import all_reduce_, broadcast_
 from graphfsdp.checkpoint.members import Members
 from graphfsdp.errors import ConfigError
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -41,17 +39,6 @@ class Ranks:
             all_reduce_(value, self._group, reduction="mean")
         return value
 
-    def gather(
-        self,
-        part: Tensor,  # [N], as long on every rank
-    ) -> Tensor:  # [size, N]
-        """Return every rank's values; a collective."""
-        if not self.launched:
-            return part[None]
-        whole = part.new_empty(self.size * part.numel())
-        all_gather_(whole, part.contiguous(), self._group)
-        return whole.view(self.size, -1)
-
     def copy_first(self, model: nn.Module) -> None:
         """Give every rank the parameters and buffers of rank 0; a collective.
 
@@ -61,20 +48,9 @@ class Ranks:
             for tensor in model.state_dict().values():
                 broadcast_(tensor, self._group)
 
-    def decide(self, make: Callable[[], T]) -> T:
-        """Run what may fail on one rank only; if it does, every rank raises the same words.
-
-        A rank that went on alone would wait for the others until the time limit.
-        """
-        return self._members.together(make)
-
-    def exchange(self, mine: T) -> list[T]:
-        """Return what every rank has given; a collective."""
-        return self._members.gather(mine)
-
     def refuse_differences(self, facts: Mapping[str, object]) -> None:
         """Check that all ranks are about to train the same thing: facts by names for messages."""
-        first, *others = self.exchange(dict(facts))
+        first, *others = self.members.gather(dict(facts))
         for rank, theirs in enumerate(others, start=1):
             for name, value in first.items():
                 if theirs[name] != value:
@@ -84,12 +60,13 @@ class Ranks:
                     )
 
     @property
-    def _members(self) -> Members:
+    def members(self) -> Members:
+        """What they tell each other, and decide together."""
         return Members.find() if self.launched else Members()
 
     @property
     def _group(self) -> dist.ProcessGroup:
-        group = self._members.group
+        group = self.members.group
         assert group is not None  # launched, so inside process_group()
         return group
 
