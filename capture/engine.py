@@ -260,7 +260,7 @@ class Engine:
     def around(self) -> Iterator[Tensor]:
         """Yield the tensors that the functions of the iteration lead to, outside of the model."""
         found = walk(ReadNames(Ran()), self.model, self._iteration.functions)
-        yield from (each.value for each in found.places.values() if isinstance(each.value, Tensor))
+        yield from (each.known for each in found.places.values() if isinstance(each.known, Tensor))
         for _, module in found.outside(self.model):
             tables = (*parameters_of(module).values(), *buffers_of(module).values())
             yield from (each for each in tables if each is not None)

@@ -9,15 +9,20 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from graphfsdp._capture.guards.asks import Ask, Asked, Guard, hold
-from graphfsdp._capture.guards.hooks import HookGuard, tables_of, tables_of_modules, users_hooks
-from graphfsdp._capture.guards.modules import ModeGuard, NamedModules, StructureGuard, join
-from graphfsdp._capture.guards.moves import Before, Move, refuse_deciding, refuse_draws
+from graphfsdp._capture.guards.hooks import (
+    hook_places,
+    tables_of,
+    tables_of_modules,
+    users_hooks,
+)
+from graphfsdp._capture.guards.modules import NamedModules, classes, join, modes, structure
+from graphfsdp._capture.guards.moves import Before, Move, refuse_deciding
 from graphfsdp._capture.guards.names import ReadNames
-from graphfsdp._capture.guards.optimizer import OptimizerGuard
-from graphfsdp._capture.guards.read import ReadGuard
-from graphfsdp._capture.guards.settings import SettingsGuard, UnitSettingsGuard, settings_of
-from graphfsdp._capture.guards.tensors import TensorGuard
+from graphfsdp._capture.guards.optimizer import optimizer_places
+from graphfsdp._capture.guards.places import Asked, Places, hold
+from graphfsdp._capture.guards.read import ReadPlaces
+from graphfsdp._capture.guards.settings import settings_of, switches, unit_settings
+from graphfsdp._capture.guards.tensors import tensor_places
 from graphfsdp._capture.guards.walk import Walk, walk
 from graphfsdp._capture.trace.assignments import Assignments
 from graphfsdp._capture.trace.ran import Ran
@@ -76,10 +81,8 @@ class Guards:
         self.moves: Sequence[Move] = ()
         self._units = units_of(model)
         self._unit_settings: list[Any] = []  # before the recording
-        # Of modules and tensors that the iteration reads beside the model: a frozen teacher, a
-        # criterion with class weights.
-        self._outside: tuple[Guard, ...] = ()
-        self._asks: dict[Guard, list[Ask]] = {}
+        self._kinds: list[Places | ReadPlaces] = []
+        self._read: ReadPlaces | None = None
         self._asked = Asked(())
 
     @contextmanager
@@ -100,38 +103,42 @@ class Guards:
         before = self._began
         assert before is not None
         found = self._walk()
-        refuse_draws(before, self._ran, refuse)
         self.moves = refuse_deciding(before.moves_to(found), self._ran, refuse)
-        modules = list(self._model.named_modules())
-        # Not a method of this: what a dropped step holds is to be freed without the collector.
+        # No method of this: what a dropped step holds is to be freed without the collector.
         take = partial(walk, self._names, self._model, self._functions)
+        self._read = ReadPlaces(take, found, before, self._assignments, was_read)
+        modules = list(self._model.named_modules())
+        assigned = self._assignments
+        heeding = [each for each in modules if not assigned.has(vars(each[1]), "training")]
+        read_tensors = [each for each in self._read.named_tensors() if was_read(each[1])]
+        tensors = [*self._named_tensors(), *read_tensors]
+        gradients = [(f"gradient of {name!r}", view) for name, view in self._named_gradients()]
+        hooks = list(tables_of(self._model, self._named_params, self._optimizers))
+        # Modules and tensors that the iteration reads beside the model: a frozen teacher, a
+        # criterion with class weights.
         outside = found.outside(self._model)
-        read = ReadGuard(take, found, before, self._assignments, was_read)
+        moded = [each for each in outside if found.reads_mode(each[1])]
         weights = [each for each in _weights(outside) if was_read(each[1])]
-        read_tensors = [each for each in read.places.named_tensors() if was_read(each[1])]
-        self._outside = (
-            StructureGuard(outside),
-            ModeGuard(outside, found.reads_mode),
-            HookGuard(list(tables_of_modules(outside))),
-            TensorGuard(weights),
-        )
         names = {id(param): name for name, param in self._named_params.items()}
-        guards: tuple[Guard, ...] = (
-            StructureGuard(modules),
-            TensorGuard([*self._named_tensors(), *read_tensors]),
-            TensorGuard(
-                ((f"gradient of {name!r}", view) for name, view in self._named_gradients()),
-                addresses_only=True,
-            ),
-            ModeGuard(modules, lambda module: not self._assignments.has(vars(module), "training")),
-            HookGuard(list(tables_of(self._model, self._named_params, self._optimizers))),
-            *self._outside,
-            read,
-            SettingsGuard(self._device.type),
-            UnitSettingsGuard(self._units, self._unit_settings),
-            *(OptimizerGuard(each, names, self._counts) for each in self._optimizers),
-        )
-        self._ask(guards)
+        optimizers = self._optimizers
+        self._kinds = [
+            Places(partial(structure, modules)),
+            Places(partial(tensor_places, tensors)),
+            Places(partial(tensor_places, gradients, addresses_only=True)),
+            Places(partial(modes, heeding)),
+            Places(partial(classes, modules)),
+            Places(partial(hook_places, hooks)),
+            Places(partial(structure, outside), _beside),
+            Places(partial(modes, moded), _beside),
+            Places(partial(classes, outside), _beside),
+            Places(partial(hook_places, list(tables_of_modules(outside))), _beside),
+            Places(partial(tensor_places, weights), _beside),
+            self._read,
+            Places(partial(switches, self._device.type)),
+            Places(partial(unit_settings, self._units, self._unit_settings)),
+            *(Places(partial(optimizer_places, each, names, self._counts)) for each in optimizers),
+        ]
+        self._ask()
 
     def changes(self) -> list[Change]:
         """Return what has changed since ``arm``; fast where nothing has.
@@ -140,14 +147,10 @@ class Guards:
         """
         if self._asked.hold():
             return []
-        doubted = [guard for guard, asks in self._asks.items() if not hold(asks)]
-        found = [
-            _beside(change) if guard in self._outside else change
-            for guard in doubted
-            for change in guard.changes()
-        ]
+        doubted = [kind for kind in self._kinds if not hold(kind.asks)]
+        found = [change for kind in doubted for change in kind.changes()]
         if not found:
-            self._ask(doubted)
+            self._ask()
         return list(dict.fromkeys(found))
 
     def let_go_of_moves(self) -> None:
@@ -155,11 +158,10 @@ class Guards:
 
         CaptureError names what has more following from it.
         """
-        if self._asked.hold():
+        if self._asked.hold() or self._read is None:
             return
-        read = next(guard for guard in self._asks if isinstance(guard, ReadGuard))
-        refuse_deciding(read.let_go_of_moves(), self._ran)
-        self._ask([read])
+        refuse_deciding(self._read.let_go_of_moves(), self._ran)
+        self._ask()
 
     def stands_still(self) -> list[str]:
         """Return, once, what the recording has moved and which clocks it has read, in words.
@@ -190,15 +192,14 @@ class Guards:
 
     def close(self) -> None:
         """Let go of everything."""
-        self._asks, self._asked, self._outside = {}, Asked(()), ()
+        self._kinds, self._read, self._asked = [], None, Asked(())
         self._began = None
 
     def _walk(self) -> Walk:
         return walk(self._names, self._model, self._functions)
 
-    def _ask(self, guards: Iterable[Guard]) -> None:
-        self._asks |= {guard: list(guard.asks()) for guard in guards}
-        self._asked = Asked(ask for asks in self._asks.values() for ask in asks)
+    def _ask(self) -> None:
+        self._asked = Asked(ask for kind in self._kinds for ask in kind.asks)
 
     def _named_tensors(self) -> Iterator[tuple[str, Tensor]]:
         yield from ((f"parameter {name!r}", p) for name, p in self._named_params.items())

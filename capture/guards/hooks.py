@@ -1,6 +1,5 @@
-"""Guard of hooks: those of modules, of parameters, of the optimizer, and the global ones."""
+"""Hooks: those of modules, of parameters, of the optimizer, and the global ones."""
 
-import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -12,7 +11,7 @@ from torch.nn.modules import module as torch_module
 from torch.optim import optimizer as torch_optimizer
 from torch.utils.hooks import RemovableHandle
 
-from graphfsdp._capture.guards.asks import Ask
+from graphfsdp._capture.guards.places import Ask, Place, are_empty
 from graphfsdp.base.changes import Change, ChangeKind
 
 _MODULE_TABLES = (
@@ -57,8 +56,8 @@ class Table:
         return {} if hooks is None else hooks
 
 
-class HookGuard:
-    """Notices hooks that were added or removed: a replay would not run them, or go on with them.
+def hook_places(tables: Iterable[Table]) -> Iterator[Place]:
+    """Yield the hooks of tables: a replay would not run new ones, or go on with those that went.
 
     Hooks on saving and loading state are none of an iteration's business. Nor are those of
     graphfsdp itself: another captured step over the same parameters has its own.
@@ -69,44 +68,39 @@ class HookGuard:
     written into torch's private dicts by hand move no counter, so those of modules are looked at;
     of parameters, which make their dict with the first hook, they are seen once the counter moves.
     """
+    for table in tables:
+        live, named = table.hooks, partial(_changes, table)
+        known = dict(live)
+        yield Place("", (_copy_of, table), known, named, cover=_by_number)
+        if not all(map(_is_ours, known.values())):
+            yield Place("", (dict, live), known, named, dicts=[live])
+        elif isinstance(table.holder, nn.Module) and not known:
+            yield Place("", (dict, live), known, named, cover=are_empty)
 
-    def __init__(self, tables: Sequence[Table]) -> None:
-        """Remember every hook."""
-        self._tables = tables
-        self._arm()
 
-    def asks(self) -> Iterator[Ask]:
-        """Yield questions for the counter, and for hooks that no counter tells of."""
-        counter = (getattr, [RemovableHandle], ["next_id"], [None])
-        yield Ask(counter, [self._next_id], exact=True)
-        yield Ask((any, [self._empty]), [False], exact=True)
-        what = (operator.getitem, [self._filled] * len(self._filled), range(len(self._filled)))
-        yield Ask(what, self._copies, dicts=self._filled)
+def _copy_of(table: Table) -> Hooks:
+    return dict(table.hooks)
 
-    def changes(self) -> list[Change]:
-        """Compare each table and name what has changed."""
-        found = []
-        for table, before in zip(self._tables, self._before, strict=True):
-            now = table.hooks
-            for key in dict.fromkeys((*before, *now)):
-                old, new = before.get(key), now.get(key)
-                hook = old or new
-                if old is not new and hook is not None and not _is_ours(hook):
-                    found.append(_change(table, hook, removed=new is None))
-        if not found:
-            self._arm()
-        return found
 
-    def _arm(self) -> None:
-        self._next_id = RemovableHandle.next_id
-        live = [table.hooks for table in self._tables]
-        self._before = [dict(hooks) for hooks in live]
-        self._filled = [hooks for hooks in live if not all(map(_is_ours, hooks.values()))]
-        self._copies = [dict(hooks) for hooks in self._filled]
-        tables = zip(self._tables, live, strict=True)
-        self._empty = [
-            hooks for table, hooks in tables if isinstance(table.holder, nn.Module) and not hooks
-        ]
+def _by_number(tables: list[Any]) -> Ask:
+    counter = (getattr, [RemovableHandle], ["next_id"], [None])
+    return Ask(counter, [RemovableHandle.next_id], exact=True)
+
+
+def _changes(table: Table, title: str, before: Hooks, now: Hooks) -> Iterator[Change]:
+    for key in dict.fromkeys((*before, *now)):
+        old, new = before.get(key), now.get(key)
+        hook = old or new
+        if old is not new and hook is not None and not _is_ours(hook):
+            plain = _plain(hook)
+            name = getattr(plain, "__qualname__", type(plain).__qualname__)
+            code = getattr(plain, "__code__", None)
+            where = "" if code is None else f" ({code.co_filename}:{code.co_firstlineno})"
+            words = ("registered", "removed") if new is None else ("absent", "registered")
+            remedy = "remove it, or register hooks before the capture"
+            remedy = "put it back" if new is None else remedy
+            title = f"{table.kind} {name!r}{where} of {table.owner}"
+            yield Change(ChangeKind.HOOK, title, *words, remedy)
 
 
 def tables_of_modules(modules: Iterable[tuple[str, nn.Module]]) -> Iterator[Table]:
@@ -160,14 +154,3 @@ def users_hooks(
     tables = tables_of(model, named_params, optimizers)
     found = [hook for table in tables for hook in table.hooks.values() if not _is_ours(hook)]
     return list({id(hook): hook for hook in found}.values())
-
-
-def _change(table: Table, hook: Callable[..., Any], *, removed: bool) -> Change:
-    plain = _plain(hook)
-    name = getattr(plain, "__qualname__", type(plain).__qualname__)
-    code = getattr(plain, "__code__", None)
-    where = "" if code is None else f" ({code.co_filename}:{code.co_firstlineno})"
-    words = ("registered", "removed") if removed else ("absent", "registered")
-    remedy = "put it back" if removed else "remove it, or register hooks before the capture"
-    title = f"{table.kind} {name!r}{where} of {table.owner}"
-    return Change(ChangeKind.HOOK, title, *words, remedy)

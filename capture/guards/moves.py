@@ -13,13 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from graphfsdp._capture.guards.asks import (
-    MISSING,
-    Place,
-    change_of,
-    same,
-)
-from graphfsdp._capture.guards.draws import shared_generators, state_of, words_for
+from graphfsdp._capture.guards.draws import state_of
+from graphfsdp._capture.guards.places import MISSING, Place, change_of, same
 from graphfsdp._capture.guards.uses import Uses
 from graphfsdp._capture.guards.walk import Walk
 from graphfsdp._capture.guards.weakened import Weakened, WeakTensor, is_alike, restored, weakened
@@ -47,6 +42,7 @@ class Move:
         title: What it is, for messages.
         words: From what to what it has moved.
         name: By which code comes to it; see ``Uses.deciding``, also for ``key`` and ``owner``.
+        is_drawn: It is a generator or an iterator, which gives another value each time.
     """
 
     title: str
@@ -54,6 +50,7 @@ class Move:
     name: str
     key: object = None
     owner: type | None = None
+    is_drawn: bool = False
 
     def __str__(self) -> str:
         return f"{self.title}: {self.words}" if self.words else self.title
@@ -64,25 +61,25 @@ class Before:
 
     def __init__(self, walk: Walk) -> None:
         self._places = {
-            title: replace(place, value=weakened(place.value))
+            title: replace(place, known=weakened(place.known))
             for title, place in walk.places.items()
         }
-        self._drawn = shared_generators() | walk.drawn
-        self._states = {title: state_of(each) for title, (each, _) in self._drawn.items()}
 
     def stands(self, title: str, place: Place) -> bool:
         """Tell whether a place holds what it held, or was not met before."""
         old = self._places.get(title)
-        return old is None or is_alike(old.value, place.value)
+        return old is None or is_alike(old.known, place.known)
 
     def moves_to(self, walk: Walk, *, but_for_tensors: bool = True) -> list[Move]:
         """Return what has moved; tensors are the business of whoever undoes an iteration."""
         found = []
         for title, old in self._places.items():
-            place = walk.places.get(title)
+            # A generator may be found elsewhere, or not at all, behind it.
+            is_drawn = old.what[0] is state_of
+            place = replace(old, known=old.look()) if is_drawn else walk.places.get(title)
             if place is None or _are_of_others(old, place):
                 continue
-            if not is_alike(old.value, place.value, but_for_tensors=but_for_tensors):
+            if not is_alike(old.known, place.known, but_for_tensors=but_for_tensors):
                 found.append(move_of(old, place))
         return list(dict.fromkeys(found))
 
@@ -90,35 +87,29 @@ class Before:
         """Put back what has moved, into the objects that it was in."""
         for title, place in self._places.items():
             now = walk.places.get(title)
-            if now is None or not is_alike(place.value, now.value):
+            if now is None or not is_alike(place.known, now.known):
                 with contextlib.suppress(Exception):  # of users' own classes, of what is gone
                     _put_back(place)
 
-    def draws(self) -> list[tuple[str, str]]:
-        """Say which generators and iterators have gone on, and by which name code has them."""
-        return [
-            (words_for(title, each), name)
-            for title, (each, name) in self._drawn.items()
-            if state_of(each) != self._states[title]
-        ]
-
 
 def move_of(old: Place, new: Place) -> Move:
-    before = old.value
+    before = old.known
+    if old.what[0] is state_of:
+        return Move(old.title, "", old.name, is_drawn=True)
     if isinstance(before, (Weakened, WeakTensor)):
         with contextlib.suppress(LookupError):
             before = restored(before)
-    change = change_of(old.title, before, new.value, "")
+    change = change_of(old.title, before, new.known)
     words = f"{change.old} -> {change.new}"
     is_item = new.owner is None and isinstance(new.holder, dict) and new.key != new.name
-    key = new.key if is_item else _first_key(old.value, new.value)
+    key = new.key if is_item else _first_key(old.known, new.known)
     return Move(change.name, words, new.name, key, None if new.owner is None else type(new.owner))
 
 
 def _put_back(place: Place) -> None:
     key, live = place.key, place.live
     holder = place.holder if place.of_class is None else place.of_class
-    old: Any = restored(place.value)
+    old: Any = restored(place.known)
     if isinstance(live, partial) and isinstance(live.args[0], list):  # the length of a list
         del live.args[0][old:]
     elif isinstance(live, (list, bytearray, array)):
@@ -162,38 +153,28 @@ def _are_of_others(old: Place, new: Place) -> bool:
     return isinstance(old.holder, FunctionType) and old.holder is not new.holder
 
 
-def refuse_draws(before: Before, ran: Ran, refuse: Refuse) -> None:
-    """Refuse what has given another value than it did before."""
-    for words, name in before.draws():
-        refuse(
-            CaptureError(
-                f"the iteration {words}; a replay runs no Python, so it would go on with what "
-                f"came while it was recorded. Remedy: {_DRAWS}",
-                source=Uses(ran.near()).deciding(name)[1],
-                kind=HazardKind.BAKED_NUMBER,
-            )
-        )
-
-
 def refuse_deciding(moves: Sequence[Move], ran: Ran, refuse: Refuse = raised) -> Sequence[Move]:
     """Refuse moves from which more follows than other moves and log lines; return the others."""
     if not moves:
         return ()
     others = []
     uses = Uses(ran.readable())
-    for move in moves:
+    for move in sorted(moves, key=lambda move: not move.is_drawn):
         decides, source = uses.deciding(move.name, move.key, move.owner)
-        if not decides:
-            others.append(move)
-        else:
-            refuse(
-                CaptureError(
-                    f"the iteration moves Python, which no replay runs, and reads it for more "
-                    f"than that: {move}. Remedy: {REMEDY}",
-                    source=source,
-                    kind=HazardKind.BAKED_NUMBER,
-                )
+        if move.is_drawn:
+            why = (
+                f"the iteration {move}; a replay runs no Python, so it would go on with what "
+                f"came while it was recorded. Remedy: {_DRAWS}"
             )
+        elif decides:
+            why = (
+                f"the iteration moves Python, which no replay runs, and reads it for more "
+                f"than that: {move}. Remedy: {REMEDY}"
+            )
+        else:
+            others.append(move)
+            continue
+        refuse(CaptureError(why, source=source, kind=HazardKind.BAKED_NUMBER))
     return others
 
 

@@ -1,136 +1,97 @@
-"""Guard of the optimizer's tensors: its state, and the parameters in its groups."""
+"""An optimizer's tensors: its state, and the parameters in its groups; its step."""
 
-import operator
-from collections.abc import Callable, Iterator, Mapping
-from itertools import chain
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from graphfsdp._capture.guards.asks import Ask
-from graphfsdp._capture.guards.tensors import TensorGuard
+from graphfsdp._capture.guards.places import Place
+from graphfsdp._capture.guards.tensors import tensor_places
 from graphfsdp.base.changes import Change, ChangeKind
 from graphfsdp.base.dtensors import local_part
 
-_GET_PARAMS = operator.itemgetter("params")
 _LOADED = (
     "load and change the state of an optimizer before the capture; "
     "graphfsdp.optim.FusedAdam loads in place, so its replays go on with what was loaded"
 )
 _GROUPS = "set up all parameter groups before the capture"
 
+_Owner = tuple[Tensor, int, dict[str, Any]]  # a parameter, the id of its state, what is in that
 
-class OptimizerGuard:
-    """Notices state that was replaced, dropped or moved, and parameters that joined or left.
+
+def optimizer_places(
+    optimizer: torch.optim.Optimizer, names: Mapping[int, str], counts: Callable[[str], bool]
+) -> Iterator[Place]:
+    """Yield what an optimizer in the graph holds.
 
     After ``load_state_dict`` torch's optimizers hold other tensors: a graph would go on with the
     old ones, and ``state_dict`` would save what no replay has written.
+
+    Args:
+        optimizer: In the graph.
+        names: Full names of parameters, by id.
+        counts: Tells whether replays go on with a number that its state has under a key.
     """
-
-    def __init__(
-        self,
-        optimizer: torch.optim.Optimizer,
-        names: Mapping[int, str],
-        counts: Callable[[str], bool],
-    ) -> None:
-        """Remember the state now.
-
-        Args:
-            optimizer: In the graph.
-            names: Full names of parameters, by id.
-            counts: Tells whether replays go on with a number that its state has under a key.
-        """
-        self._optimizer = optimizer
-        self._counts = counts
-        self._names = names
-        self._arm()
-
-    def asks(self) -> Iterator[Ask]:
-        """Yield questions for what it holds, for the dicts and lists in there, for tensors."""
-        now, own, state = self._optimizer, vars(self._optimizer), self._state
-        names = ("state", "param_groups", "step")
-        what: tuple[Any, ...] = (getattr, (now, now, type(now)), names, [None] * len(names))
-        known = [state, self._groups, self._class_step]
-        yield Ask(what, known, exact=True)
-        yield Ask((dict.get, [own], ["step"], [None]), [self._own_step], exact=True)
-        lists = [group["params"] for group in self._groups]
-        sizes = list(map(len, [self._params, *self._params]))
-        yield Ask((len, [self._groups, *lists]), sizes)
-        yield Ask((_GET_PARAMS, list(self._groups)), lists, exact=True)
-        places = [(live, index) for live in lists for index in range(len(live))]
-        what = (operator.getitem, [live for live, _ in places], [index for _, index in places])
-        yield Ask(what, list(chain.from_iterable(self._params)), exact=True)
-        values = list(state.values())
-        if isinstance(state, dict):  # other dicts would have to be watched from then on
-            what = (dict.get, [state] * len(values), self._owners, [None] * len(values))
-            yield Ask(what, values, exact=True, dicts=[state])
-        yield Ask((self._values_of, [state]), [self._values], dicts=[state, *values])
-        yield from self._tensors.asks()
-
-    def changes(self) -> list[Change]:
-        """Compare each entry and name what has changed."""
-        found = [*self._step_changes(), *self._group_changes()]
-        before = dict(zip(map(id, self._owners), self._values, strict=True))
-        now = dict(
-            zip(map(id, self._optimizer.state), self._values_of(self._optimizer.state), strict=True)
-        )
-        for key in dict.fromkeys((*before, *now)):
-            name = self._names.get(key, "a parameter outside of the model")
-            found += _state_changes(name, before.get(key, {}), now.get(key, {}))
-        found += self._tensors.changes()
-        if not found:
-            self._arm()  # the same tensors in other containers
-        return found
-
-    def _arm(self) -> None:
-        self._own_step = vars(self._optimizer).get("step")
-        self._class_step = type(self._optimizer).step
-        self._state = self._optimizer.state
-        self._groups = self._optimizer.param_groups
-        self._params = [list(group["params"]) for group in self._groups]
-        self._owners = list(self._state)
-        self._values = self._values_of(self._state)
-        self._tensors = TensorGuard(self._named_tensors(), addresses_only=True)
-
-    def _values_of(self, state: Mapping[Any, Mapping[str, Any]]) -> list[dict[str, Any]]:
-        """Return each parameter's state, without the numbers that it counts."""
-        return [
-            {key: value for key, value in entries.items() if not self._counts(key)}
-            for entries in state.values()
-        ]
-
-    def _named_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        for param, values in self._state.items():
-            name = self._names.get(id(param), "a parameter outside of the model")
-            for key, value in values.items():
-                if isinstance(value, Tensor):
-                    yield f"optimizer state {key!r} of {name!r}", value
-
-    def _step_changes(self) -> Iterator[Change]:
-        now, name = self._optimizer, f"{type(self._optimizer).__name__}.step"
-        own = vars(now).get("step")
-        is_known = own is self._own_step or _counts(own, self._class_step, self._own_step)
-        if type(now).step is not self._class_step or not is_known:
-            words = ("one function", "another one")
-            yield Change(ChangeKind.ATTRIBUTE, name, *words, "replace it before the capture")
-
-    def _group_changes(self) -> Iterator[Change]:
-        groups = [group["params"] for group in self._optimizer.param_groups]
-        owner = type(self._optimizer).__name__
-        if len(groups) != len(self._params):
-            words = (f"of {len(self._params)} groups", f"of {len(groups)}")
-            yield Change(ChangeKind.GROUPS, f"{owner}.param_groups", *words, _GROUPS)
-        for index, (old, new) in enumerate(zip(self._params, groups, strict=False)):
-            if list(map(id, old)) != list(map(id, new)):
-                words = (_listed(self._names, old, new), _listed(self._names, new, old))
-                title = f"group {index} of {owner}"
-                yield Change(ChangeKind.GROUPS, title, *words, _GROUPS)
+    kind, own, state = type(optimizer), vars(optimizer), optimizer.state
+    title, named = f"{kind.__name__}.step", partial(_step_changes, kind.step)
+    yield Place(title, (getattr, kind, "step", None), kind.step, named, exact=True)
+    yield Place(title, (dict.get, own, "step", None), own.get("step"), named, exact=True)
+    groups = _params_of(optimizer)
+    yield Place(kind.__name__, (_params_of, optimizer), groups, partial(_group_changes, names))
+    # In another dict there may be the same; that would have to be watched from then on.
+    yield Place("", (getattr, optimizer, "state", None), state, exact=True)
+    what = (_state_of, optimizer, counts)
+    dicts = [state, *state.values()]
+    yield Place("", what, _state_of(optimizer, counts), partial(_state_changes, names), dicts=dicts)
+    yield from tensor_places(_named_tensors(state, names), addresses_only=True)
 
 
-def _counts(own: object, *steps: object) -> bool:
-    """Tell whether a step is what a scheduler has wrapped one of these in, to count its calls."""
-    return hasattr(own, "_wrapped_by_lr_sched") and getattr(own, "__wrapped__", None) in steps
+def _params_of(optimizer: torch.optim.Optimizer) -> list[list[Tensor]]:
+    return [list(group["params"]) for group in optimizer.param_groups]
+
+
+def _state_of(optimizer: torch.optim.Optimizer, counts: Callable[[str], bool]) -> list[_Owner]:
+    """Return each parameter's state, without the numbers that it counts."""
+    return [
+        (param, id(entries), {key: value for key, value in entries.items() if not counts(key)})
+        for param, entries in optimizer.state.items()
+    ]
+
+
+def _name_of(param: Tensor, names: Mapping[int, str]) -> str:
+    return names.get(id(param), "a parameter outside of the model")
+
+
+def _named_tensors(
+    state: Mapping[Tensor, Mapping[str, Any]], names: Mapping[int, str]
+) -> Iterator[tuple[str, Tensor]]:
+    for param, values in state.items():
+        for key, value in values.items():
+            if isinstance(value, Tensor):
+                yield f"optimizer state {key!r} of {_name_of(param, names)!r}", value
+
+
+def _step_changes(of_class: object, title: str, old: object, new: object) -> Iterator[Change]:
+    # A scheduler wraps one of these, to count its calls.
+    counts = hasattr(new, "_wrapped_by_lr_sched")
+    if not (counts and getattr(new, "__wrapped__", None) in (of_class, old)):
+        words = ("one function", "another one")
+        yield Change(ChangeKind.ATTRIBUTE, title, *words, "replace it before the capture")
+
+
+def _group_changes(
+    names: Mapping[int, str], owner: str, before: list[list[Tensor]], now: list[list[Tensor]]
+) -> Iterator[Change]:
+    if len(now) != len(before):
+        words = (f"of {len(before)} groups", f"of {len(now)}")
+        yield Change(ChangeKind.GROUPS, f"{owner}.param_groups", *words, _GROUPS)
+    for index, (old, new) in enumerate(zip(before, now, strict=False)):
+        if list(map(id, old)) != list(map(id, new)):
+            words = (_listed(names, old, new), _listed(names, new, old))
+            title = f"group {index} of {owner}"
+            yield Change(ChangeKind.GROUPS, title, *words, _GROUPS)
 
 
 def _listed(names: Mapping[int, str], params: list[Tensor], others: list[Tensor]) -> str:
@@ -140,6 +101,16 @@ def _listed(names: Mapping[int, str], params: list[Tensor], others: list[Tensor]
 
 
 def _state_changes(
+    names: Mapping[int, str], title: str, before: Sequence[_Owner], now: Sequence[_Owner]
+) -> Iterator[Change]:
+    owners = {id(param): param for param, *_ in (*before, *now)}
+    old, new = ({id(param): values for param, _, values in each} for each in (before, now))
+    for number, param in owners.items():
+        name = _name_of(param, names)
+        yield from _entry_changes(name, old.get(number, {}), new.get(number, {}))
+
+
+def _entry_changes(
     name: str, before: Mapping[str, Any], now: Mapping[str, Any]
 ) -> Iterator[Change]:
     for key in dict.fromkeys((*before, *now)):

@@ -1,16 +1,15 @@
-"""Guards of switches that decide what an iteration runs: torch's, and those of sharded units."""
+"""Switches that decide what an iteration runs: torch's, and those of sharded units."""
 
 import operator
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
 from torch._C._dynamo.guards import GlobalStateGuard
 
-from graphfsdp._capture.guards.asks import Ask
+from graphfsdp._capture.guards.places import Ask, Place
 from graphfsdp.base.changes import Change, ChangeKind
 from graphfsdp.base.sharded import ShardedUnit
 
@@ -19,66 +18,35 @@ _HEEDED = ("requires_gradient_sync", "is_last_microbatch", "requires_all_reduce"
 _SETTINGS = operator.attrgetter(*(f"settings.{name}" for name in _HEEDED))
 
 
-class SettingsGuard:
-    """Notices switches of torch that an eager iteration would heed and a replay does not.
+def switches(device_type: str) -> Iterator[Place]:
+    """Yield the switches of torch that an eager iteration would heed and a replay does not.
 
     Not guarded is what an iteration does not depend on: grad mode around the call (the iteration
     enables gradients by itself), anomaly detection, the number of threads, profilers.
+
+    Args:
+        device_type: "cpu" or "cuda": whose autocast and kernels count.
     """
-
-    def __init__(self, device_type: str) -> None:
-        """Remember the switches now.
-
-        Args:
-            device_type: "cpu" or "cuda": whose autocast and kernels count.
-        """
-        self._device_type = device_type
-        named = _global_state(device_type) | _switches(device_type)
-        self._names = list(named)
-        self._getters = list(named.values())
-        self._values = [get() for get in self._getters]
-
-    def asks(self) -> Iterator[Ask]:
-        """Yield questions for what torch asks all at once, and for each other switch."""
-        # It objects also to what does not matter, such as grad mode; then it is made anew.
-        yield Ask((operator.call, [GlobalStateGuard().check]), [True])
-        others = len(_global_state(self._device_type))
-        yield Ask((operator.call, self._getters[others:]), self._values[others:])
-
-    def changes(self) -> list[Change]:
-        """Name what has changed."""
-        now = [get() for get in self._getters]
-        rows = zip(self._names, map(_plain, self._values), map(_plain, now), strict=True)
-        found = [_change(name, old, new) for name, old, new in rows if old != new]
-        if not found:
-            self._values = now  # other words for the same
-        return found
+    for name, get in _global_state(device_type).items():
+        yield Place(name, (operator.call, get), get(), _changes, cover=_by_torch)
+    for name, get in _switches(device_type).items():
+        yield Place(name, (operator.call, get), get(), _changes)
 
 
-class UnitSettingsGuard:
-    """Notices what was said to sharded units since, by ``set_requires_gradient_sync`` for one.
+def _by_torch(getters: list[Any]) -> Ask:
+    # It objects also to what does not matter, such as grad mode; then it is made anew.
+    return Ask((operator.call, [GlobalStateGuard().check]), [True])
 
-    What the iteration itself says is in the graph.
+
+def unit_settings(units: Sequence[ShardedUnit], before: Sequence[Any]) -> Iterator[Place]:
+    """Yield what is said to sharded units, by ``set_requires_gradient_sync`` for one.
+
+    What the iteration itself says is in the graph: ``before`` is how they were when the recording
+    began; see ``settings_of``.
     """
-
-    def __init__(self, units: Sequence[ShardedUnit], before: Sequence[Any]) -> None:
-        """``before`` are their settings when the recording began; see ``settings_of``."""
-        self._units = units
-        self._before = before
-
-    def asks(self) -> Iterator[Ask]:
-        yield Ask((_SETTINGS, self._units), list(self._before))
-
-    def changes(self) -> list[Change]:
-        """Name what has changed."""
-        found = []
-        for unit, before in zip(self._units, self._before, strict=True):
-            for name, old, new in zip(_HEEDED, before, _SETTINGS(unit), strict=True):
-                if old != new:
-                    change = _change(f"{name} of unit {unit.name or '(root)'!r}", old, new)
-                    remedy = f"set_{name} as it was, or within iteration="
-                    found.append(replace(change, remedy=remedy))
-        return found
+    for unit, known in zip(units, before, strict=True):
+        name = f"unit {unit.name or '(root)'!r}"
+        yield Place(name, (_SETTINGS, unit), known, _unit_changes)
 
 
 def settings_of(units: Iterable[ShardedUnit]) -> list[tuple[bool, ...]]:
@@ -144,10 +112,20 @@ def _plain(value: object) -> object:
     return "ieee" if value == "none" else value  # "none": nothing was ever set
 
 
-def _change(name: str, old: object, new: object) -> Change:
+def _changes(name: str, old: object, new: object) -> Iterator[Change]:
+    if _plain(old) != _plain(new):
+        remedy = f"set {name} before the capture and leave it so, or switch inside loss_fn"
+        yield Change(ChangeKind.SETTING, name, *_words(old, new), remedy)
+
+
+def _unit_changes(title: str, before: Sequence[bool], now: Sequence[bool]) -> Iterator[Change]:
+    for name, old, new in zip(_HEEDED, before, now, strict=True):
+        if old != new:
+            remedy = f"set_{name} as it was, or within iteration="
+            yield Change(ChangeKind.SETTING, f"{name} of {title}", *_words(old, new), remedy)
+
+
+def _words(old: object, new: object) -> tuple[str, str]:
     if isinstance(old, bool) and isinstance(new, bool):
-        words = ("on" if old else "off", "on" if new else "off")
-    else:
-        words = (str(old or "off"), str(new or "off"))
-    remedy = f"set {name} before the capture and leave it so, or switch inside loss_fn"
-    return Change(ChangeKind.SETTING, name, *words, remedy)
+        return ("on" if old else "off", "on" if new else "off")
+    return (str(_plain(old) or "off"), str(_plain(new) or "off"))

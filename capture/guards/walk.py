@@ -23,17 +23,16 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from graphfsdp._capture.guards.asks import (
+from graphfsdp._capture.guards.draws import is_drawn_from, shared_generators, state_of, words_for
+from graphfsdp._capture.guards.names import OF_PYTHON, Names, ReadNames, functions_of
+from graphfsdp._capture.guards.places import (
     CONTAINERS,
     FUNCTIONS,
     MISSING,
     Place,
-    Places,
     copy_of,
     is_plain,
 )
-from graphfsdp._capture.guards.draws import is_drawn_from
-from graphfsdp._capture.guards.names import OF_PYTHON, Names, ReadNames, functions_of
 from graphfsdp._capture.trace.source import file_of, has_compiled, is_installed_file, is_users_file
 
 _MAX_ITEMS = 10_000  # of longer containers, only the length is looked at
@@ -68,22 +67,21 @@ class Walk:
         sure: Titles of those that the model and its functions lead to; others come of functions
             that merely have the code, of which some are made anew each time.
         modules: The modules that it met, by their ids, with what they are called.
-        drawn: Generators of random numbers and iterators that it met, by title, with the names
-            under which they are held.
     """
 
     def __init__(
         self, names: ReadNames, modules: Iterable[tuple[str, nn.Module]], functions: Iterable[Any]
     ) -> None:
         """Walk now; ``functions`` are the loss function, or the user's iteration, and hooks."""
-        self._found = Places("")
+        self.places: dict[str, Place] = {}
         self.modules: dict[int, tuple[str, nn.Module]] = {}
-        self.drawn: dict[str, tuple[Any, str]] = {}
         self._names = names
         self._seen: set[tuple[object, ...]] = set()
         self._alive: list[object] = []  # whose ids are in there
         self._met: set[types.CodeType] = set()
         self.modules |= {id(module): (path, module) for path, module in modules}
+        for title, (generator, name) in shared_generators().items():
+            self._draws(title, generator, name)
         for path, module in list(self.modules.values()):
             self._module(path, module)
         for function in functions:
@@ -91,10 +89,6 @@ class Walk:
         self.sure = frozenset(self.places)
         for function in names.functions(self._met):
             self._function(function)
-
-    @property
-    def places(self) -> dict[str, Place]:
-        return self._found.places
 
     def outside(self, model: nn.Module) -> list[tuple[str, nn.Module]]:
         """Return the modules that are none of the model's, named by the class of the outermost."""
@@ -354,8 +348,7 @@ class Walk:
         elif isinstance(value, tuple):
             self._objects_in(title, value, deeper, depth, name)
         elif is_drawn_from(value):
-            if self._is_new("drawn", value):
-                self.drawn[title] = value, name
+            self._draws(title, value, name)
         elif isinstance(value, operator.attrgetter):
             paths: Any = value.__reduce__()[1]
             self._names.handed |= {each for path in paths for each in path.split(".")}
@@ -445,14 +438,36 @@ class Walk:
             return
         at = title if isinstance(holder, types.MappingProxyType) else holder  # another each time
         if self._is_new("place", at, repr(key)):
-            self._found.add(
-                Place(title, holder, key, value, name=name, owner=owner, of_class=of_class)
-            )
+            kinds = (kind for kind in (dict, types.MappingProxyType) if isinstance(holder, kind))
+            getter = next((kind.get for kind in kinds), getattr)
+            dicts = [holder] if getter is dict.get else []
+            what = (getter, holder, key, MISSING)
+            self._add(Place(title, what, value, exact=True, dicts=dicts), name, owner, of_class)
 
     def _look(self, title: str, live: Any, name: str, of: Any = None) -> None:
         """Note what something holds or tells, by looking at it; see ``copy_of``."""
         if self._is_new("place", live if of is None else of):
-            self._found.add(Place(title, None, None, copy_of(live), live, name=name))
+            # What is in a container is compared with the container itself.
+            is_live = isinstance(live, CONTAINERS)
+            what = (operator.getitem, (live,), 0) if is_live else (copy_of, live)
+            dicts = [live] if isinstance(live, dict) else []
+            self._add(Place(title, what, copy_of(live), dicts=dicts), name)
+
+    def _draws(self, title: str, value: Any, name: str) -> None:
+        """Note how far a generator of random numbers, or an iterator, has come."""
+        if self._is_new("drawn", value):
+            self._add(Place(words_for(title, value), (state_of, value), state_of(value)), name)
+
+    def _add(
+        self, place: Place, name: str, owner: Any = None, of_class: type | None = None
+    ) -> None:
+        """Add a place, under a title of its own."""
+        number, title = 1, place.title
+        while place.title in self.places:
+            number += 1
+            place.title = f"{title} ({number})"
+        place.name, place.owner, place.of_class = name, owner, of_class
+        self.places[place.title] = place
 
     def _is_new(self, what: str, *parts: object) -> bool:
         key = (what, *(p if isinstance(p, (str, frozenset)) else id(p) for p in parts))

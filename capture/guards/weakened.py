@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from graphfsdp._capture.guards.asks import MISSING, same
+from graphfsdp._capture.guards.places import MISSING, same
 
 _CONTAINERS = (list, tuple, dict, deque)
 _MAX_DEPTH = 6

@@ -432,8 +432,7 @@ class _Settling:
         now = self._constants.log
         if self._before is None or self._known is None or now is None:
             return ""
-        moved = self._guards.moved(self._before, but_for_tensors=False)
-        moves = [*moved, *(words for words, _ in self._before.draws())]
+        moves = self._guards.moved(self._before, but_for_tensors=False)
         if moves:
             return f"it moves Python: {moves[0]}"
         for found in self._known.differences(now):

@@ -1,4 +1,4 @@
-"""How guards ask: many things in one call, compared with what they were."""
+"""Places: what a replay takes for granted, how it is asked for, and what it was."""
 
 import contextvars
 import datetime
@@ -8,13 +8,13 @@ import types
 import uuid
 from array import array
 from collections import ChainMap, deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from decimal import Decimal
 from fractions import Fraction
 from functools import partial
 from itertools import chain
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -39,6 +39,7 @@ CONTAINERS = (dict, list, set, deque, bytearray, array)
 _PLAIN: tuple[type, ...] = (*_SCALARS, *_VALUES, torch.Generator)
 _OF_CLASSES = (classmethod, staticmethod, property)
 _IDENTITIES = (*FUNCTIONS, *_OF_CLASSES, types.CodeType, types.ModuleType, Tensor, nn.Module)
+_GETTERS = (getattr, dict.get, types.MappingProxyType.get)
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +54,7 @@ class Ask:
 
     Attributes:
         what: ``map`` of these gives the answers: a function in C, and lists to call it with.
-        known: The answers when the guard was armed.
+        known: The answers that there were.
         exact: Only the very same objects will do, not equal ones.
         dicts: While nothing is written to these, the answers are what they were.
     """
@@ -64,16 +65,123 @@ class Ask:
     dicts: Sequence[dict[Any, Any]] = ()
 
 
-class Guard(Protocol):
-    """Watches one sort of thing that a graph has baked in."""
+def _nothing(title: str, old: Any, new: Any) -> Iterable[Change]:
+    return ()
 
-    def asks(self) -> Iterable[Ask]:
-        """Yield what tells that nothing has changed; asked anew where a change did not matter."""
-        ...
+
+@dataclass(slots=True)
+class Place:
+    """Something that a replay takes for granted: how to ask for it, and what it was.
+
+    Attributes:
+        title: Its name for messages.
+        what: A function, in C if it is to be asked often, and what it is called with.
+        known: What it gave; of a container, a copy of what that held.
+        named: Yields the changes, from the title, what it gave, and what it gives now; nothing
+            where that does not matter, or where another place tells it.
+        exact: Another object is looked at closely, equal or not.
+        dicts: While nothing is written to these, it gives what it gave.
+        cover: Makes one question to all places with the same one, from what they are asked of.
+        name: By which code comes to it: of a variable, or of an attribute with a dot before it.
+        owner: The object whose attribute it is, if it is one.
+        of_class: The class whose attribute it is, if it is one; what holds it cannot be written.
+    """
+
+    title: str
+    what: tuple[Any, ...]
+    known: Any
+    named: Callable[[str, Any, Any], Iterable[Change]] = _nothing
+    exact: bool = False
+    dicts: Sequence[Any] = ()
+    cover: Callable[[list[Any]], Ask] | None = None
+    name: str = ""
+    owner: Any = None
+    of_class: type | None = None
+
+    @property
+    def holder(self) -> Any:
+        """The dict, or object, that has it under a key, or as an attribute; None if none does."""
+        return self.what[1] if self.what[0] in _GETTERS else None
+
+    @property
+    def key(self) -> Any:
+        return self.what[2] if self.what[0] in _GETTERS else None
+
+    @property
+    def live(self) -> Any:
+        """What is looked at itself, such as a container; None for what a holder has."""
+        if self.what[0] in _GETTERS:
+            return None
+        return self.what[1][0] if self.what[0] is operator.getitem else self.what[1]
+
+    def look(self) -> Any:
+        """Return what is there now."""
+        function, *given = self.what
+        try:
+            return function(*given)
+        except Exception:  # an empty cell, what was deleted, or of the users' own classes
+            return MISSING
+
+    def changes(self) -> Iterable[Change]:
+        now = self.look()
+        if now is self.known or (not self.exact and same_objects(now, self.known)):
+            return ()
+        return self.named(self.title, self.known, now)
+
+
+class Places:
+    """Places of one kind.
+
+    Attributes:
+        asks: One question for each way to ask.
+    """
+
+    asks: list[Ask]
+
+    def __init__(
+        self,
+        find: Callable[[], Iterable[Place]],
+        say: Callable[[Change], Change] = lambda change: change,
+    ) -> None:
+        """``find`` finds them as they are when it is called; ``say`` puts changes otherwise."""
+        self._find = find
+        self._say = say
+        self._renew()
 
     def changes(self) -> list[Change]:
-        """Compare everything and name what has changed; maybe nothing that matters."""
-        ...
+        """Look at each and name what has changed; what does not matter is taken for what was."""
+        found = [self._say(change) for place in self._places for change in place.changes()]
+        if not found:
+            self._renew()
+        return found
+
+    def _renew(self) -> None:
+        self._places = list(self._find())
+        self.asks = asks_of(self._places)
+
+
+def asks_of(places: Iterable[Place]) -> list[Ask]:
+    """Return one question for each way to ask."""
+    alike: dict[tuple[Any, bool, bool], list[Place]] = {}
+    for place in places:
+        are_watched = bool(place.dicts) and all(isinstance(each, dict) for each in place.dicts)
+        way = place.cover or place.what[0]
+        alike.setdefault((way, place.exact, are_watched), []).append(place)
+    found = []
+    for (way, exact, are_watched), group in alike.items():
+        if group[0].cover is not None:
+            found.append(way([place.what[1] for place in group]))
+            continue
+        columns = zip(*(place.what[1:] for place in group), strict=True)
+        dicts = [each for place in group for each in place.dicts] if are_watched else ()
+        known = [place.known for place in group]
+        found.append(Ask((way, *map(list, columns)), known, exact, dicts))
+    return found
+
+
+def are_empty(tables: list[Any]) -> Ask:
+    """Ask of many containers at once whether all of them are empty; a ``cover``."""
+    return Ask((any, [tables]), [False], exact=True)
 
 
 _GIVE_PLAIN = (Tensor.data_ptr, len, operator.call)  # numbers and switches, never tensors
@@ -115,15 +223,15 @@ def hold(asks: Iterable[Ask]) -> bool:
 
 
 class Asked:
-    """Asks of all guards, put together: one call for each function."""
+    """Asks of all kinds of places, put together: one call for each function."""
 
     def __init__(self, asks: Iterable[Ask]) -> None:
         self._watched: list[Ask] = []
         alike: dict[tuple[Any, bool], list[Ask]] = {}
         for ask in asks:
-            if ask.dicts and all(isinstance(each, dict) for each in ask.dicts):
+            if ask.dicts:
                 self._watched.append(ask)
-            elif ask.known:
+            else:
                 alike.setdefault((ask.what[0], ask.exact), []).append(ask)
         self._others = list(map(_joined, alike.values()))
         dicts = {id(each): each for ask in self._watched for each in ask.dicts}
@@ -160,127 +268,27 @@ def same_objects(live: Any, copy: Any) -> bool:
         return False
 
 
-@dataclass(slots=True)
-class Place:
-    """Where a value is found, and what it was.
-
-    Attributes:
-        title: Its name for messages.
-        holder: A dict, the attributes of a class, or an object whose attribute it is.
-        key: The key in there, or the attribute.
-        value: What was found; with ``live``, a copy of what that held.
-        live: What is looked at itself; see ``copy_of``.
-        is_exact: Another object in its place is a change, equal or not.
-        name: By which code comes to it: of a variable, or of an attribute with a dot before it.
-        owner: The object whose attribute it is, if it is one.
-        of_class: The class whose attribute it is, if it is one; what holds it cannot be written.
-    """
-
-    title: str
-    holder: Any
-    key: Any
-    value: Any
-    live: Any = None
-    is_exact: bool = False
-    name: str = ""
-    owner: Any = None
-    of_class: type | None = None
-
-    def look(self) -> Any:
-        """Return what is found now."""
-        if self.live is not None:
-            return copy_of(self.live)
-        try:
-            return _way_to(self)(self.holder, self.key, MISSING)
-        except Exception:  # an empty cell, or of the users' own classes
-            return MISSING
-
-    def is_same(self, now: Any) -> bool:
-        """Tell whether that is the same to an iteration as what was found."""
-        return now is self.value or (not self.is_exact and same(self.value, now))
-
-
-@dataclass
-class Places:
-    """Named values that must stay what they are; what several guards consist of.
-
-    Attributes:
-        remedy: What to do about a change: a text, or what makes one of the old value.
-        places: By title.
-    """
-
-    remedy: str | Callable[[Any], str]
-    places: dict[str, Place] = field(default_factory=dict)
-
-    def add(self, place: Place) -> None:
-        """Add a place, under a title of its own."""
-        number, title = 1, place.title
-        while place.title in self.places:
-            number += 1
-            place.title = f"{title} ({number})"
-        self.places[place.title] = place
-
-    def named_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield the tensors that were found, also in lists, with names for messages."""
-        for title, place in self.places.items():
-            if isinstance(place.value, Tensor):
-                yield title, place.value
-            elif isinstance(place.value, (list, deque)):
-                for index, item in enumerate(place.value):
-                    if isinstance(item, Tensor):
-                        yield f"{index} of {title.removeprefix('the items of ')}", item
-
-    def asks(self, *, watched: bool = False) -> Iterator[Ask]:
-        """Yield one question for each way to look.
-
-        Args:
-            watched: The dicts that hold the values are seldom written to.
-        """
-        found: dict[tuple[Any, bool], list[Place]] = {}
-        for place in self.places.values():
-            found.setdefault((_way_to(place), isinstance(place.live, dict)), []).append(place)
-        for (way, are_dicts), places in found.items():
-            live, known = [each.live for each in places], [each.value for each in places]
-            if way is copy_of:
-                yield Ask((way, live), known)
-            elif way is operator.getitem:
-                what = (way, [live] * len(live), range(len(live)))
-                yield Ask(what, known, dicts=live if are_dicts else ())
-            else:
-                holders, keys = [each.holder for each in places], [each.key for each in places]
-                dicts = holders if watched and way is dict.get else ()
-                yield Ask((way, holders, keys, [MISSING] * len(keys)), known, True, dicts)
-
-    def changes(self) -> list[Change]:
-        """Compare each place and name what has changed; else take equal values for the old ones."""
-        found = []
-        for place in self.places.values():
-            now = place.look()
-            if place.is_same(now):
-                if place.live is None:
-                    place.value = now
-            else:
-                found.append(change_of(place.title, place.value, now, self.remedy))
-        return found
-
-
-def _way_to(place: Place) -> Callable[..., Any]:
-    if place.live is not None:
-        return operator.getitem if isinstance(place.live, CONTAINERS) else copy_of
-    for kind in (dict, types.MappingProxyType):
-        if isinstance(place.holder, kind):
-            return kind.get
-    return getattr
-
-
-def change_of(title: str, old: Any, new: Any, remedy: str | Callable[[Any], str]) -> Change:
+def change_of(title: str, old: Any, new: Any) -> Change:
     """Return the change of a value; of a container, of the first item that differs."""
+    remedy = _remedy(old)
     title, old, new = _first_difference(title, old, new)
     words = show(old, new), show(new, old)
     if words[0] == words[1]:
         words = words[0], words[1].replace("one ", "another ", 1)
-    text = remedy if isinstance(remedy, str) else remedy(old)
-    return Change(ChangeKind.ATTRIBUTE, title, *words, text)
+    return Change(ChangeKind.ATTRIBUTE, title, *words, remedy)
+
+
+def _remedy(old: object) -> str:
+    if isinstance(old, Tensor):
+        return "write new values into the old tensor (copy_, fill_), which replays see"
+    if isinstance(old, nn.Module):
+        return "replace modules before the capture, or load weights in place (load_state_dict)"
+    if isinstance(old, (*FUNCTIONS, types.CodeType)):
+        return "replace functions before the capture, and leave them so"
+    return (
+        "pass what changes as a tensor of the batch, or hold it in a tensor, such as a buffer of "
+        "the model, and write into that (fill_, copy_), which replays see"
+    )
 
 
 def is_plain(value: object) -> bool:
