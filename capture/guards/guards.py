@@ -164,13 +164,13 @@ class Guards:
         self._ask()
 
     def stands_still(self) -> list[str]:
-        """Return, once, what the recording has moved and which clocks it has read, in words.
+        """Return, once, what the recording has moved and has asked the system, in words.
 
         From now on it is not put back any more.
         """
-        told = [*map(str, self.moves), *self._ran.clocks]
+        told = [*map(str, self.moves), *self._ran.asked]
         self._began = None
-        self._ran.clocks.clear()
+        self._ran.asked.clear()
         return told
 
     def python(self) -> Before:

@@ -1,13 +1,15 @@
 """Sees and judges calls on the host that neither a dispatch mode nor a function mode sees."""
 
 import datetime
+import io
+import os
 import random
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from types import CodeType, FrameType
+from types import CodeType, FrameType, MappingProxyType
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -109,7 +111,20 @@ _CLOCKS = frozenset(
     }
 )
 _OF_DATES = ("now", "utcnow", "today")
-_C_CLOCKS = frozenset((*(clock.__name__ for clock in _CLOCKS), *_OF_DATES))
+# What asks for files: os.path.exists, Path.read_text and their like end in these.
+_OF_FILES = frozenset(
+    {io.open, os.open, os.stat, os.lstat, os.access, os.listdir, os.scandir, os.readlink}
+)
+_READS = ("read", "readline", "readlines", "readinto")  # methods of files
+_C_ASKING = frozenset((*(each.__name__ for each in (*_CLOCKS, *_OF_FILES)), *_OF_DATES, *_READS))
+# What looks at source files to tell of a line of them.
+_TELLERS = ("linecache.py", "warnings.py", "inspect.py", "traceback.py", "tokenize.py")
+_PUBLIC_NAMES = MappingProxyType(
+    {
+        **{"posix.": "os.", "nt.": "os.", "io.": "", "_io.": ""},
+        **{"genericpath.": "os.path.", "posixpath.": "os.path."},
+    }
+)
 _Judged = tuple[str, Refusal] | None
 
 
@@ -133,11 +148,18 @@ def _judge_c_call(function: Any, caller: FrameType) -> _Judged:
 
 def _called_by_user(caller: FrameType) -> str:
     """Return what the user's code has called of Python's modules, "" if that is not in Python."""
-    name, frame = "", caller
-    while not is_users_file(frame.f_code.co_filename) and frame.f_back is not None:
-        name = f"{frame.f_globals.get('__name__', '')}.{frame.f_code.co_qualname}"
-        frame = frame.f_back
-    return name
+    *_, called, _ = (None, *_up_to_user(caller))
+    if called is None:
+        return ""
+    return f"{called.f_globals.get('__name__', '')}.{called.f_code.co_qualname}"
+
+
+def _up_to_user(caller: FrameType) -> list[FrameType]:
+    """Return the frames from one up to the next of users' code, or to the last."""
+    found = [caller]
+    while not is_users_file(found[-1].f_code.co_filename) and found[-1].f_back is not None:
+        found.append(found[-1].f_back)
+    return found
 
 
 def _judge_call(frame: FrameType) -> _Judged:
@@ -218,7 +240,7 @@ class HostWatch:
     Attributes:
         leaves_out_modes: It may pause there; nobody else has a profiler that is told of all.
         ran: All Python code that was called.
-        clocks: Calls of users' code that have told the time, in words.
+        asked: Calls of users' code that have told the time or asked for a file, in words.
     """
 
     def __init__(
@@ -236,7 +258,7 @@ class HostWatch:
         self._num_engines: dict[int, int] = {}  # by thread, since modes belong to threads
         self._is_judged: dict[str, bool] = {}  # by file name
         self.ran: set[CodeType] = set()
-        self.clocks: dict[str, None] = {}
+        self.asked: dict[str, None] = {}
         self._is_over = False
 
     def follow(self) -> None:
@@ -287,8 +309,8 @@ class HostWatch:
         if event == "c_call":
             if arg.__name__ in _C_NAMES:
                 self._report(_judge_c_call(arg, frame))
-            elif arg.__name__ in _C_CLOCKS:
-                self._note_clock(arg, frame)
+            elif arg.__name__ in _C_ASKING:
+                self._note_asked(arg, frame)
         elif event in ("call", "return"):
             self.ran.add(frame.f_code)
             file = frame.f_code.co_filename
@@ -298,14 +320,27 @@ class HostWatch:
             if is_judged:
                 self._on_python(frame, begins=event == "call")
 
-    def _note_clock(self, function: Any, frame: FrameType) -> None:
+    def _note_asked(self, function: Any, frame: FrameType) -> None:
         owner: Any = getattr(function, "__self__", None)
         is_date = isinstance(owner, type) and issubclass(owner, datetime.date)
-        code = frame.f_code
-        if (is_date or function in _CLOCKS) and is_users_file(code.co_filename):
-            line = SourceLine(code.co_filename, frame.f_lineno, code.co_qualname)
-            of = owner.__name__ if is_date else "time"
-            self.clocks[f"{of}.{function.__name__} ({line}) was read"] = None
+        is_of_file = function in _OF_FILES or isinstance(owner, io.IOBase)
+        named = type(owner) if isinstance(owner, io.IOBase) else owner
+        called = f"{getattr(named, '__name__', '')}.{function.__name__}"
+        if is_date or function in _CLOCKS:
+            user = frame
+        elif is_of_file and not _imports_a_module():
+            *inner, user = _up_to_user(frame)
+            if any(each.f_code.co_filename.endswith(_TELLERS) for each in inner):
+                return
+            called = _called_by_user(frame) or called
+            module = next((each for each in _PUBLIC_NAMES if called.startswith(each)), "")
+            called = f"{_PUBLIC_NAMES.get(module, '')}{called.removeprefix(module)}"
+        else:
+            return
+        code = user.f_code
+        if is_users_file(code.co_filename):
+            line = SourceLine(code.co_filename, user.f_lineno, code.co_qualname)
+            self.asked[f"{called} ({line}) was asked"] = None
 
     def _on_python(self, frame: FrameType, *, begins: bool) -> None:
         name, file = frame.f_code.co_name, frame.f_code.co_filename

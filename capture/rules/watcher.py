@@ -387,12 +387,12 @@ def noting_code(ran: Ran) -> Iterator[None]:
         return
     # What runs around the body is none of it: torch calls hooks of profilers as a capture begins.
     host.ran.clear()
-    host.clocks.clear()
+    host.asked.clear()
     try:
         yield
     finally:
         ran.codes |= host.ran
-        ran.clocks |= host.clocks
+        ran.asked |= host.asked
 
 
 def watcher_here() -> Watcher | None:

@@ -29,12 +29,12 @@ class Ran:
 
     Attributes:
         codes: All of it.
-        clocks: Calls of users' code that have told the time, in words.
+        asked: Calls of users' code that have told the time or asked for a file, in words.
     """
 
     def __init__(self) -> None:
         self.codes: set[CodeType] = set()
-        self.clocks: dict[str, None] = {}
+        self.asked: dict[str, None] = {}
         self._watching: set[CodeType] = set()  # of modes around it
 
     def by_users(self) -> set[CodeType]:

@@ -76,7 +76,7 @@ def recorded(
         guards.arm(was_read)
         if guards.moves:
             raise NotAPartError(f"it moves Python: {guards.moves[0]}")
-        for told in ran.clocks:
+        for told in ran.asked:
             raise NotAPartError(f"{told}, and what follows from it would stay as it is")
 
     try:

@@ -2,9 +2,11 @@
 
 import io
 import itertools
+import os
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -27,6 +29,8 @@ from parts_helpers import (
 )
 
 START = time.monotonic()
+LINES = io.StringIO("1\n" * 1000)
+SWITCH = Path(__file__).with_name("nobody has this")
 
 
 class Around(nn.Module):
@@ -112,12 +116,26 @@ def asks_for_the_time(module: Any, x: Tensor) -> Any:
     return logits if time.monotonic() < START + 1e6 else logits * 0
 
 
+def asks_for_a_file(module: Any, x: Tensor) -> Any:
+    return module.net(x) * (0.5 if os.path.exists(SWITCH) else 1.0)
+
+
+def opens_a_file(module: Any, x: Tensor) -> Any:
+    with open(__file__) as file:
+        return module.net(x) * (0.5 if file.readline() == "" else 1.0)
+
+
+def reads_on(module: Any, x: Tensor) -> Any:
+    return module.net(x) * (0.5 if LINES.readline() == "" else 1.0)
+
+
 @pytest.mark.parametrize(
     "what",
     [
         *(reads, counts, appends, keeps, returns_its_input, writes_its_input),
         *(returns_two_looks, returns_an_object, differs_in_shape, draws_in_python),
-        *(returns_what_it_makes_a_result_of, asks_for_the_time),
+        *(returns_what_it_makes_a_result_of, asks_for_the_time, asks_for_a_file),
+        *(opens_a_file, reads_on),
     ],
     ids=lambda what: what.__name__,
 )

@@ -1,4 +1,4 @@
-"""Generators, iterators, clocks: refused or warned of, by name."""
+"""Generators, iterators, clocks, files: refused or warned of, by name."""
 
 import datetime
 import enum
@@ -12,6 +12,7 @@ import time
 import types
 import uuid
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -158,7 +159,21 @@ def by_closure() -> Callable[[], bool]:
     return lambda: now() - START > 60_000
 
 
-CLOCKS: dict[str, Callable[[], Any]] = {
+HERE = Path(__file__)
+
+
+def opens() -> bool:
+    with open(HERE) as file:
+        return file.readline() == ""
+
+
+ASKS: dict[str, Callable[[], Any]] = {
+    "os.path.exists": lambda: not os.path.exists(HERE),
+    "Path.exists": lambda: not HERE.exists(),
+    "file": opens,
+    "Path.read_text": lambda: not HERE.read_text(),
+    "os.listdir": lambda: not os.listdir(HERE.parent),
+    "os.path.getmtime": lambda: os.path.getmtime(HERE) < 0,
     "default": by_default,
     "closure": by_closure(),
     "attribute": lambda: WATCH.now() > PERF_STARTED / 10**9 + 3_000,
@@ -171,15 +186,18 @@ CLOCKS: dict[str, Callable[[], Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", CLOCKS)
-def test_a_clock_that_is_read_is_warned_of(name: str, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("name", ASKS)
+def test_what_is_asked_of_the_system_is_warned_of(
+    name: str, caplog: pytest.LogCaptureFixture
+) -> None:
     model = nn.Linear(4, 4)
-    loss_fn = doubled_if(CLOCKS[name])
+    loss_fn = doubled_if(ASKS[name])
     with graphfsdp.capture(model, FusedAdam(model.parameters()), loss_fn=loss_fn) as step:
         for _ in range(5):
             step(torch.ones(3, 4))
         assert step.phase is graphfsdp.Phase.REPLAY
     told = [record for record in caplog.records if record.levelno >= logging.WARNING]
     assert len(told) == 1
-    assert "was read" in told[0].getMessage()
+    assert "was asked" in told[0].getMessage()
+    assert "." not in name or f"{name} (" in told[0].getMessage()
     assert __file__ in told[0].getMessage()
