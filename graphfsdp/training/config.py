@@ -123,6 +123,11 @@ class TrainConfig(GPTConfig):
     ] = 1.0
     # Precision.
     bf16: Annotated[bool, "bfloat16 model weights and arithmetic, float32 main weights"] = False
+    deterministic_mode: Annotated[
+        bool,
+        "only kernels that give the same bits each time, some of them slower; on a GPU a run can "
+        "be repeated, and resumed, bit for bit with them alone",
+    ] = False
     # From here on, what is seen or kept of a run, or how it is computed, but not its numbers; see
     # ``numbers``. Capture.
     cuda_graph_scope: Annotated[

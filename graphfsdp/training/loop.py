@@ -3,10 +3,11 @@
 import dataclasses
 import functools
 import math
+import os
 import platform
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, contextmanager
 from typing import Any
 
 import torch
@@ -48,6 +49,8 @@ def train(config: TrainConfig, console: Console) -> None:
     with ExitStack() as stack:
         minutes = config.distributed_timeout_minutes
         stack.enter_context(process_group(ranks, device, timeout_minutes=minutes))
+        if config.deterministic_mode:
+            stack.enter_context(_deterministic_kernels())
         ranks.members.together(
             lambda: refuse_unusable_directories(config) if ranks.is_first else None
         )
@@ -87,6 +90,22 @@ def train(config: TrainConfig, console: Console) -> None:
             say(f"target loss {config.target_loss:g} {what} after {metrics.step} iterations")
         if directory is not None:
             say(f"kept in {directory.path}")
+
+
+@contextmanager
+def _deterministic_kernels() -> Iterator[None]:
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # or torch refuses cuBLAS
+    switches: Any = torch.utils.deterministic
+    was_on = torch.are_deterministic_algorithms_enabled()
+    filled = switches.fill_uninitialized_memory
+    torch.use_deterministic_algorithms(True)
+    # It finds programs that read what they never wrote, by a kernel for each empty tensor.
+    switches.fill_uninitialized_memory = False
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(was_on)
+        switches.fill_uninitialized_memory = filled
 
 
 def _whole_weights(run: TrainingRun) -> dict[str, Tensor]:

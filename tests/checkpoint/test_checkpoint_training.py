@@ -14,6 +14,7 @@ from training_helpers import numbers as numbers_of
 
 # All that a resumed run must take up: dropout, warm-up and decay, clipping, micro-batches.
 RUN = [*SMALL, *DROPOUT, "--num-layers", "1", "--train-iters", "40", "--eval-interval", "8"]
+RUN += ["--deterministic-mode"]
 NO_DROPOUT = ["--hidden-dropout", "0", "--attention-dropout", "0"]
 
 Numbers = list[tuple[Any, ...]]
@@ -39,6 +40,7 @@ def without_norms(found: Numbers) -> Numbers:
 def reference(device: torch.device, tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("reference") / "run"
     assert main(arguments(device, out)) == 0
+    assert not torch.are_deterministic_algorithms_enabled()  # it was put back
     return out
 
 

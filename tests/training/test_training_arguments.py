@@ -199,7 +199,7 @@ def test_help_shows_the_default_of_each_flag() -> None:
     shown = " ".join(make_parser().format_help().split())
     assert "0 turns clipping off (default: 1.0)" in shown
     assert "learning rate at the end (default: 0.0)" in shown
-    assert "float32 main weights capture:" in shown  # off, so nothing to say
+    assert "bit for bit with them alone capture:" in shown  # off, so nothing to say
 
 
 def test_a_short_run_gets_a_warmup_that_fits_unless_one_is_given() -> None:
