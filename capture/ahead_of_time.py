@@ -1,12 +1,10 @@
-"""A capture before the first batch, on made-up data, that leaves no trace but the graph."""
+"""Optimizer state for a capture before the first batch, on made-up data."""
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from graphfsdp._capture.engine import Engine
 from graphfsdp.base.capturable import Restartable
 
 _State = dict[str, Any]
@@ -78,14 +76,3 @@ def _move(state: _State, target: _State) -> bool:
         else:
             old.copy_(value)
     return True
-
-
-def capture_ahead(engine: Engine, capture: Callable[[], None]) -> FirstStates:
-    """Run warm-up and capture on made-up data, then put everything back, also after an error."""
-    states = FirstStates(engine.optimizer.optimizers)
-    with engine.attempt(beside=engine.around()).undone():
-        capture()
-        states.note()
-    states.put_back()
-    engine.grad_norm = None
-    return states

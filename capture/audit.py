@@ -6,7 +6,8 @@ from contextlib import AbstractContextManager
 from torch import Tensor
 
 from graphfsdp._capture.engine import Engine
-from graphfsdp._capture.recording import Recording
+from graphfsdp._capture.inputs import StaticInputs
+from graphfsdp._capture.recording import Recording, Results
 from graphfsdp._capture.rules.constants import ConstantLog, noting_constants
 from graphfsdp.base.op_tensors import as_written
 from graphfsdp.base.streams import nvtx_range
@@ -46,47 +47,49 @@ class Auditor:
         # Another step over the same parameters has gradients of its own made in eager mode, too.
         return is_turn and recording.num_hooks == self._engine.gradients.num_hooks()
 
-    def run(self, recording: Recording) -> tuple[Recording, list[Tensor], str]:
+    def run(self, recording: Recording) -> tuple[Results, list[Tensor], str]:
         """Iterate as written, which trains.
 
-        Returns what holds the form of the results, the results, and in words how it is another
-        iteration than the recorded one, "" if it is not. Each rank judges by itself: collectives
+        Returns the form of the results, the results, and in words how it is another iteration than
+        the recorded one, "" if it is not. Each rank judges by itself: collectives
         are those of a replay, whatever others do.
         """
-        audited, log = recording.again(), ConstantLog()
+        inputs, log = recording.inputs, ConstantLog()
         backend = self._engine.backend
         with nvtx_range("audit"), self._engine.gradients.shown():
             if backend.device.type == "cpu":
                 backend.give_back_memory()  # activations are in the heap now, or in replays' memory
                 with as_written():
-                    results = self._engine.iterate(audited, self._noting(log))
+                    results, form = self._engine.iterate(inputs, self._noting(log))
                 backend.give_back_memory()
             else:
-                results, log = self._record(audited)
+                results, form, log = self._record(inputs)
         found = self._difference(recording, log) or self._moves(recording)
         recording.num_audited = recording.num_replays
         recording.num_replays += 1
-        return audited, results, found
+        return form, results, found
 
-    def _record(self, audited: Recording) -> tuple[list[Tensor], ConstantLog]:
+    def _record(self, inputs: StaticInputs) -> tuple[list[Tensor], Results, ConstantLog]:
         engine = self._engine
-        logs: list[ConstantLog] = []  # of each attempt to record
+        last: list[tuple[Results, ConstantLog]] = []  # of the last attempt to record
         engine.before_capture()
 
         def iterate() -> list[Tensor]:
-            logs.append(ConstantLog())
-            return engine.iterate(audited, self._noting(logs[-1]))
+            log = ConstantLog()
+            tensors, form = engine.iterate(inputs, self._noting(log))
+            last[:] = [(form, log)]
+            return tensors
 
         graph, results = engine.backend.record(
             iterate,
             engine.model,
             lambda was_read: None,
             collective=self._is_collective,
-            scratch=[*audited.inputs.tensors(), *engine.gradients.storages()],
+            scratch=[*inputs.tensors(), *engine.gradients.storages()],
         )
         results = [result.clone() for result in results]
         graph.close()
-        return results, logs[-1]
+        return results, *last[0]
 
     def _noting(self, log: ConstantLog) -> AbstractContextManager[None]:
         return noting_constants(log, without_optimizer=self._engine.steps_inside)

@@ -1,7 +1,7 @@
 """Everything that an iteration needs, and one iteration of it over given inputs."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from itertools import chain
 
 import torch
@@ -13,28 +13,22 @@ from graphfsdp._capture.gradients import PersistentGradients
 from graphfsdp._capture.guards.guards import Guards
 from graphfsdp._capture.guards.names import ReadNames
 from graphfsdp._capture.guards.walk import walk
-from graphfsdp._capture.inputs import TensorLeaf
-from graphfsdp._capture.iteration import AnyIteration
+from graphfsdp._capture.inputs import StaticInputs, TensorLeaf
+from graphfsdp._capture.iteration import Iteration
 from graphfsdp._capture.messages import messages_as_operators
-from graphfsdp._capture.recording import Recording, kept_by
+from graphfsdp._capture.recording import Recording, Results, kept_by
 from graphfsdp._capture.rules.constants import ConstantWatch
 from graphfsdp._capture.trace.backend import GraphBackend
 from graphfsdp._capture.trace.landing import Landing
 from graphfsdp._capture.trace.ran import Ran
 from graphfsdp._capture.undo.host_state import Attempt
 from graphfsdp.base.capturable import CapturableOptimizer
-from graphfsdp.base.changes import Change, ChangeKind
+from graphfsdp.base.changes import Change
 from graphfsdp.base.recomputation import torchs_checkpoints_as_ours
 from graphfsdp.base.sharded import main_grads_of, put_back, sharded_roots, units_of
 from graphfsdp.base.torch_internals import buffers_of, parameters_of
 from graphfsdp.config import CaptureOptions, MixedPrecisionPolicy, OnChange, Scope, Undo
 from graphfsdp.errors import CaptureError, GuardError, Refuse, raised
-
-# After such a change there are other gradients to keep.
-_REBUILT = (
-    *(ChangeKind.GROUPS, ChangeKind.REQUIRES_GRAD, ChangeKind.STRUCTURE),
-    *(ChangeKind.ADDRESS, ChangeKind.LAYOUT),
-)
 
 
 class Engine:
@@ -42,6 +36,7 @@ class Engine:
 
     Attributes:
         backend: Records, and knows the device.
+        units: Of sharded models; what the user has unsharded by hand is put back before each run.
         full: The optimizer steps inside the graph.
         refuse: Raises what a capture finds behind its iteration; a check notes it.
         grad_norm: [] float32 of the last iteration, or None.
@@ -54,7 +49,7 @@ class Engine:
         backend: GraphBackend,
         *,
         find_params: Callable[[], Mapping[str, nn.Parameter]],
-        make_iteration: Callable[[PersistentGradients], AnyIteration],
+        make_iteration: Callable[[PersistentGradients], Iteration],
         policy: MixedPrecisionPolicy,
         options: CaptureOptions,
         regions: CompiledRegions | None = None,
@@ -63,8 +58,8 @@ class Engine:
         self.optimizer = optimizer
         self.backend = backend
         self._find_params = find_params
-        self._units = units_of(model)
-        self.put_back_units()
+        self.units = units_of(model)
+        put_back(self.units)
         self._policy = policy
         self._make_iteration = make_iteration
         self._take_gradients()
@@ -80,11 +75,6 @@ class Engine:
         self._has_one_graph = options.on_change is not OnChange.RECAPTURE
         self._regions = regions
 
-    def put_back_units(self) -> None:
-        """Reshard what the user has unsharded by hand, ahead of what is recorded or replayed."""
-        if self._units:
-            put_back(self._units)
-
     def _take_gradients(self) -> None:
         self._named_params = dict(self._find_params())
         self._trained = list(self._named_params.values())
@@ -97,10 +87,6 @@ class Engine:
         )
         self._iteration = self._make_iteration(self.gradients)
 
-    def needs_refresh(self, changes: Sequence[Change]) -> bool:
-        """Tell whether there are other gradients to keep after such changes."""
-        return any(change.kind in _REBUILT for change in changes)
-
     def refresh(self) -> None:
         """Begin anew with the parameters and the numbers that there are now."""
         self.gradients.begin()  # what is no longer trained must have no gradient
@@ -108,18 +94,14 @@ class Engine:
         self._take_gradients()
         self.optimizer.bake()
 
-    def follow(self) -> None:
-        """Begin anew if there are other trainable parameters than there were."""
-        now = self._find_params().values()
-        if list(map(id, now)) != list(map(id, self._trained)):
+    def check_parameters(self, *, follows: bool) -> None:
+        """GuardError if a parameter was moved, cast or replaced since its gradient was made.
+
+        ``follows``: others may be trainable than were before.
+        """
+        if follows and list(map(id, self._find_params().values())) != list(map(id, self._trained)):
             self.refresh()
-        self._refuse_others(self._named_params)
-
-    def refuse_other_parameters(self) -> None:
-        """GuardError if a parameter was moved, cast or replaced since its gradient was made."""
-        self._refuse_others(dict(self.model.named_parameters()))
-
-    def _refuse_others(self, now: Mapping[str, nn.Parameter]) -> None:
+        now = self._named_params if follows else dict(self.model.named_parameters())
         others = [
             (name, was, now.get(name, param))
             for (name, param), was in zip(self._named_params.items(), self._forms, strict=True)
@@ -139,41 +121,40 @@ class Engine:
         )
 
     def iterate(
-        self, recording: Recording, watch: AbstractContextManager[None] | None = None
-    ) -> list[Tensor]:
-        """Run all that a graph holds; return its results as a flat list, the gradient norm last."""
+        self,
+        inputs: StaticInputs,
+        watch: AbstractContextManager[None] | None = None,
+        *,
+        trains: bool = True,
+    ) -> tuple[list[Tensor], Results]:
+        """Run all that a graph holds: an iteration, or its forward pass alone.
+
+        Return its results as a flat list, the gradient norm last, and their form.
+        """
         self._replayed = None
+        iteration = self._iteration
         output = None
         try:
-            with self._around(), self._prepared(recording, watch, trains=True):
-                output = self._iteration.forward_backward(
-                    recording.inputs, recording.num_microbatches
-                )
-            results = recording.results.flatten(output, recording.inputs)
+            # In place of what no graph can hold.
+            with messages_as_operators(), torchs_checkpoints_as_ours():
+                iteration.prepare(inputs, trains=trains)
+                with watch or nullcontext():
+                    run = iteration.forward_backward if trains else iteration.forward
+                    output = run(inputs)
+            form = Results(inputs)
+            results = form.flatten(output)
         except CaptureError:
-            if output is not None and self.full:
+            if output is not None and self.full and trains:
                 # Refused at its end; other ranks go on to the norm's reduction.
-                self._iteration.optimizer_step()
+                iteration.optimizer_step()
             raise
-        self._has_iterated = True
-        if self.full:
+        if trains:
+            self._has_iterated = True
+        if trains and self.full:
             self._make_room()
-            grad_norm = self._iteration.optimizer_step()
+            grad_norm = iteration.optimizer_step()
             results += [] if grad_norm is None else [grad_norm]
-        return results
-
-    @staticmethod
-    @contextmanager
-    def _around() -> Iterator[None]:
-        """Put in place what an iteration calls instead of what no graph can hold."""
-        with messages_as_operators(), torchs_checkpoints_as_ours():
-            yield
-
-    def _prepared(
-        self, recording: Recording, watch: AbstractContextManager[None] | None, *, trains: bool
-    ) -> AbstractContextManager[None]:
-        self._iteration.prepare(recording.inputs, trains=trains)
-        return watch or nullcontext()
+        return results, form
 
     def _make_room(self) -> None:
         """Give back what the first activations have left, before the optimizer makes its state.
@@ -185,9 +166,9 @@ class Engine:
             self._has_stepped = True
             self.backend.give_back_memory(workspaces=self._captures)
 
-    def unpack(self, recording: Recording, results: list[Tensor]) -> object:
+    def unpack(self, form: Results, results: list[Tensor]) -> object:
         """Return what the user's function returned, and keep the gradient norm."""
-        output, grad_norm = recording.results.unflatten(results)
+        output, grad_norm = form.unflatten(results)
         if grad_norm is not None:
             self.grad_norm = grad_norm
         return output
@@ -197,15 +178,6 @@ class Engine:
         """[] float32, a copy of the number of steps that were left out; None if none can be."""
         count = self.optimizer.skipped_steps()
         return None if count is None else count.clone()
-
-    def evaluate(
-        self, recording: Recording, watch: AbstractContextManager[None] | None = None
-    ) -> list[Tensor]:
-        """Run the forward pass alone, all of it captured; return its results as a flat list."""
-        self._replayed = None
-        with self._around(), self._prepared(recording, watch, trains=False):
-            output = self._iteration.forward(recording.inputs, recording.num_microbatches)
-        return recording.results.flatten(output, recording.inputs)
 
     def step_outside(self) -> None:
         if not self.full:
@@ -289,16 +261,11 @@ class Engine:
             ran=ran,
         )
 
-    def baked_changes(self) -> Sequence[Change]:
-        """Return the optimizer's numbers that are not as recordings have baked them in."""
-        return self.optimizer.changes() if self.full else ()
-
-    def changes(self, recording: Recording) -> list[Change]:
-        assert recording.guards is not None
-        if not self.full:
-            return recording.guards.changes()
-        self.optimizer.adopt()
-        return [*recording.guards.changes(), *self.optimizer.changes()]
+    def changes(self, guards: Guards | None = None) -> Sequence[Change]:
+        """Return what is not as recordings have baked it in; without guards, of numbers alone."""
+        # First, since it takes over what was loaded.
+        numbers = self.optimizer.changes() if self.full else ()
+        return numbers if guards is None else [*guards.changes(), *numbers]
 
     def before_capture(self) -> None:
         """Have the optimizer note the numbers that the graph is going to hold."""
@@ -334,8 +301,3 @@ class Engine:
         self.gradients.close()
         if self._regions is not None:
             self._regions.close()
-
-    def abandon(self) -> None:
-        """Let the sharded units forget an eager iteration that was interrupted."""
-        for root in sharded_roots(self.model):
-            root.abandon_iteration()

@@ -153,6 +153,9 @@ class StaticInputs:
     A batch of another structure, shape, dtype or device than the first, or with other values that
     are no tensors, is not accepted. One that is accepted is copied in by ``load``, once guards have
     found nothing against it.
+
+    Attributes:
+        num_microbatches: Parts that an iteration splits them into.
     """
 
     def __init__(
@@ -164,6 +167,7 @@ class StaticInputs:
         num_microbatches: int,
     ) -> None:
         """ConfigError if a leaf cannot be a static input or be split."""
+        self.num_microbatches = num_microbatches
         leaves, self._spec = flatten((args, kwargs))
         self._form = BatchForm.of((args, kwargs), leaves)
         self._names = _leaf_names((args, kwargs))
@@ -191,8 +195,10 @@ class StaticInputs:
         # The caller's batch and its leaves, for what an iteration writes into them.
         self._own: tuple[Batch, list[Any]] | None = (args, kwargs), leaves
 
-    def accept(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    def accept(self, args: tuple[Any, ...], kwargs: dict[str, Any], num_microbatches: int) -> bool:
         """Take a batch that is to be copied in; False if it is not like the first."""
+        if num_microbatches != self.num_microbatches:
+            return False
         batch = (args, kwargs)
         leaves = None if self._form is None else self._form.leaves(batch)
         if leaves is None or not self._match(leaves):
@@ -221,10 +227,10 @@ class StaticInputs:
             else:
                 stages.copy_to(target, leaf)
 
-    def hand_out(self, index: int = 0, num_microbatches: int = 1) -> Batch:
-        """Return the arguments of one microbatch, in new containers; tensors are static inputs.
+    def hand_out(self, index: int | None = None) -> Batch:
+        """Return the arguments, or one microbatch of them, in new containers.
 
-        The first one begins an iteration.
+        Tensors are static inputs. The first one begins an iteration.
         """
         if not index:
             self._let_go()
@@ -232,9 +238,9 @@ class StaticInputs:
             self._versions = [target._version for _, target, _ in self._targets]
 
         def part(leaf: Any) -> Any:
-            if not isinstance(leaf, Tensor) or num_microbatches == 1:
+            if index is None or not isinstance(leaf, Tensor) or self.num_microbatches == 1:
                 return leaf
-            length = leaf.shape[0] // num_microbatches
+            length = leaf.shape[0] // self.num_microbatches
             return leaf.narrow(0, index * length, length)
 
         batch: Batch = tree_unflatten(list(map(part, self._static)), self._spec)
@@ -288,8 +294,15 @@ class StaticInputs:
                     target.detach_()
                 target.grad = None
 
-    def difference(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+    def difference(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], num_microbatches: int
+    ) -> str:
         """Say what it is about a batch that is not accepted, and what to do."""
+        if num_microbatches != self.num_microbatches:
+            return (
+                f"the number of microbatches was {self.num_microbatches} and is now "
+                f"{num_microbatches}. Remedy: set it back, or on_change='recapture'"
+            )
         leaves = self._flatten((args, kwargs))
         if leaves is None:
             return self._other_structure((args, kwargs))

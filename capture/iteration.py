@@ -1,9 +1,7 @@
 """The Python that is captured: forward, backward, norm, clip and step, or the user's own."""
 
-import abc
 import math
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -33,46 +31,60 @@ def default_loss(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
     return output if loss is None else loss
 
 
-class AnyIteration(abc.ABC):
-    """Something that trains once over static inputs, and can be recorded while it does.
-
-    The same Python runs eagerly and recorded.
+class Iteration:
+    """Forward, backward, norm, clip and step; the same Python runs eagerly and recorded.
 
     Attributes:
-        steps_inside: ``forward_backward`` steps the optimizer, too.
+        steps_inside: ``forward_backward`` steps the optimizers, too.
         functions: The user's functions that it runs.
         groups: The ranks of a pipeline, which have other parts of the model; none without one.
     """
 
-    steps_inside: bool
-    functions: tuple[Callable[..., Any], ...]
-    groups: RankGroups = ()
+    steps_inside = False
+    _binds_at_once = False  # gradients are where optimizers find them as soon as they are there
 
     def __init__(
         self,
-        models: Any,
-        gradients: PersistentGradients,
-        loss_fn: LossFunction,
         module: nn.Module,
+        optimizer: CapturableOptimizer,
+        gradients: PersistentGradients,
+        *,
+        loss_fn: LossFunction,
+        groups: RankGroups = (),
+        max_grad_norm: float | None = None,
+        skip_nonfinite: bool = False,
     ) -> None:
-        """``module`` holds all models."""
-        self._models = models
+        self.functions: tuple[Callable[..., Any], ...] = (loss_fn,)
+        self.groups = groups
+        self._module = module
+        self._models: Any = module  # as loss_fn gets them
+        self._optimizer = optimizer
         self._gradients = gradients
         self._loss_fn = loss_fn
+        self._max_grad_norm = max_grad_norm
+        self._skip_nonfinite = skip_nonfinite
+        self._roots = sharded_roots(module)  # looking through all modules takes a while
         self._parts = [part for part in module.modules() if isinstance(part, IterationPart)]
 
-    def prepare(self, inputs: StaticInputs, *, trains: bool) -> None:  # noqa: B027 (an option)
+    def prepare(self, inputs: StaticInputs, *, trains: bool) -> None:
         """Do what comes once, before the first iteration of a kind, and is no part of it."""
 
-    @abc.abstractmethod
-    def forward_backward(self, inputs: StaticInputs, num_microbatches: int) -> Any:
-        """Run forward and backward; return the results, detached."""
+    def forward_backward(self, inputs: StaticInputs) -> Any:
+        """Return what the user's function returned, detached, after forward and backward.
 
-    @abc.abstractmethod
-    def optimizer_step(self) -> Tensor | None:
-        """Step; return the norm of the gradients before clipping, if it is wanted."""
+        Capture: no host sync of ours; gradients land in the persistent buffers.
+        """
+        self._gradients.begin(bind_at_once=self._binds_at_once)
+        clear_autocast_cache()
+        with torch.enable_grad(), without_looks():
+            output = self._run(inputs)
+        self._gradients.finish()
+        with torch.no_grad():
+            for part in self._parts:
+                part.end_iteration()
+        return output
 
-    def forward(self, inputs: StaticInputs, num_microbatches: int) -> Any:
+    def forward(self, inputs: StaticInputs) -> Any:
         """Run the forward pass without gradients; merge the microbatches' results as in training.
 
         Capture: no host sync.
@@ -80,65 +92,12 @@ class AnyIteration(abc.ABC):
         outputs = []
         with torch.no_grad(), nvtx_range("forward"), without_looks():
             clear_autocast_cache()
-            for index in range(num_microbatches):
-                args, kwargs = inputs.hand_out(index, num_microbatches)
+            for index in range(inputs.num_microbatches):
+                args, kwargs = inputs.hand_out(index)
                 with interruptible():
                     output = self._loss_fn(self._models, *args, **kwargs)
                 _check_tensors(output, "loss_fn returned", self._loss_source())
                 outputs.append(tree_map(own, output))
-        return outputs[0] if len(outputs) == 1 else merge(outputs)
-
-    def _end(self) -> None:
-        self._gradients.finish()
-        with torch.no_grad():
-            for part in self._parts:
-                part.end_iteration()
-
-    def _loss_source(self) -> SourceLine | None:
-        is_own = self._loss_fn is not default_loss
-        return definition_of(self._loss_fn if is_own else self._models)
-
-
-class Iteration(AnyIteration):
-    """Forward, backward, norm, clip and step."""
-
-    steps_inside = False
-
-    def __init__(
-        self,
-        model: nn.Module,
-        optimizer: CapturableOptimizer,
-        gradients: PersistentGradients,
-        *,
-        loss_fn: LossFunction,
-        max_grad_norm: float | None,
-        skip_nonfinite: bool = False,
-    ) -> None:
-        super().__init__(model, gradients, loss_fn, model)
-        self._roots = sharded_roots(model)  # looking through all modules takes a while
-        self._optimizer = optimizer
-        self.functions = (loss_fn,)
-        self._max_grad_norm = max_grad_norm
-        self._skip_nonfinite = skip_nonfinite
-
-    def forward_backward(self, inputs: StaticInputs, num_microbatches: int) -> Any:
-        """Return what the loss function returned, detached, after forward and backward.
-
-        The loss is the mean over microbatches; other results are stacked on a new dim 0 if there
-        are several microbatches.
-
-        Capture: no host sync; gradients land in the persistent buffers.
-        """
-        self._gradients.begin()
-        clear_autocast_cache()
-        outputs = []
-        for index in range(num_microbatches):
-            for root in self._roots:
-                root.set_is_last_microbatch(index == num_microbatches - 1)
-            outputs.append(self._microbatch(inputs, index, num_microbatches))
-        for root in self._roots:
-            root.finish_microbatches()
-        self._end()
         return outputs[0] if len(outputs) == 1 else merge(outputs)
 
     def optimizer_step(self) -> Tensor | None:
@@ -153,7 +112,7 @@ class Iteration(AnyIteration):
                 if self.groups:  # of a pipeline each rank has a part of everything
                     sharded = {(*self.groups, *cut): held for cut, held in sharded.items()}
                     whole, sharded = [], {self.groups: whole, **sharded}
-                device = next(self._models.parameters()).device
+                device = next(self._module.parameters()).device
                 grad_norm = global_norm(whole, sharded, device)
                 if self._skip_nonfinite:
                     found_inf = grad_norm.isfinite().logical_not().to(torch.float32)
@@ -162,18 +121,29 @@ class Iteration(AnyIteration):
             self._optimizer.step(coefficient, found_inf)
         return None if self._max_grad_norm is None else grad_norm
 
-    def _microbatch(self, inputs: StaticInputs, index: int, num_microbatches: int) -> Any:
-        args, kwargs = inputs.hand_out(index, num_microbatches)
-        with torch.enable_grad():
-            with nvtx_range("forward"), without_looks():
-                with interruptible():
-                    output = self._loss_fn(self._models, *args, **kwargs)
-                loss = self._loss_of(output)
-                scaled = loss / num_microbatches if num_microbatches > 1 else loss
-            with nvtx_range("backward"):
-                with interruptible():
-                    torch.autograd.backward(scaled)
-                self._gradients.end_backward()
+    def _run(self, inputs: StaticInputs) -> Any:
+        """Return the mean loss over microbatches, and other results stacked on a new dim 0."""
+        outputs = []
+        for index in range(inputs.num_microbatches):
+            for root in self._roots:
+                root.set_is_last_microbatch(index == inputs.num_microbatches - 1)
+            outputs.append(self._microbatch(inputs, index))
+        for root in self._roots:
+            root.finish_microbatches()
+        return outputs[0] if len(outputs) == 1 else merge(outputs)
+
+    def _microbatch(self, inputs: StaticInputs, index: int) -> Any:
+        args, kwargs = inputs.hand_out(index)
+        count = inputs.num_microbatches
+        with nvtx_range("forward"):
+            with interruptible():
+                output = self._loss_fn(self._models, *args, **kwargs)
+            loss = self._loss_of(output)
+            scaled = loss / count if count > 1 else loss
+        with nvtx_range("backward"):
+            with interruptible():
+                torch.autograd.backward(scaled)
+            self._gradients.end_backward()
         return tree_map(own, output)
 
     def _loss_of(self, output: Any) -> Tensor:
@@ -196,59 +166,50 @@ class Iteration(AnyIteration):
         scalar: Tensor = loss
         return scalar
 
+    def _loss_source(self) -> SourceLine | None:
+        is_own = self._loss_fn is not default_loss
+        return definition_of(self._loss_fn if is_own else self._models)
 
-class CustomIteration(AnyIteration):
-    """The user's own function."""
+
+class CustomIteration(Iteration):
+    """The user's own function, which gets models and optimizers as the user gave them."""
 
     steps_inside = True
+    _binds_at_once = True
 
     def __init__(
         self,
         function: Callable[..., Any],
         models: object,
         optimizers: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
+        module: nn.Module,
+        optimizer: CapturableOptimizer,
         gradients: PersistentGradients,
         *,
         loss_fn: LossFunction,
-        module: nn.Module,
-        groups: RankGroups = (),
-        stepping: Callable[[], AbstractContextManager[None]] = nullcontext,
+        groups: RankGroups,
     ) -> None:
-        """Prepare; ``function(models, optimizers, *batch)`` gets them as the user gave them.
-
-        ``module`` holds all of them; ``stepping``: see ``CapturableOptimizer``.
-        """
-        super().__init__(models, gradients, loss_fn, module)
-        self._module = module
-        self.groups = groups
-        self._stepping = stepping
+        """Prepare ``function(models, optimizers, *batch)``; ``module`` holds all models."""
+        super().__init__(module, optimizer, gradients, loss_fn=loss_fn, groups=groups)
         self._function = function
-        self.functions = (function, loss_fn)
+        self._models = models
         self._optimizers = optimizers
+        self.functions = (function, loss_fn)
 
-    def forward_backward(self, inputs: StaticInputs, num_microbatches: int) -> Any:
-        """Run the whole iteration; return what the function returned, detached.
-
-        ConfigError: it gives torch a list of tensors that lie on several meshes.
-
-        Capture: no host sync of ours; gradients land in the persistent buffers, and optimizers
-        find them there at once.
-        """
-        self._gradients.begin(bind_at_once=True)
-        clear_autocast_cache()
-        with torch.enable_grad(), nvtx_range("iteration"), self._stepping(), without_looks():
-            output = self._run(inputs)
-        self._end()
+    def forward_backward(self, inputs: StaticInputs) -> Any:
+        """Run the whole iteration; optimizers find gradients in the persistent buffers at once."""
+        output = super().forward_backward(inputs)
         _check_tensors(output, "the iteration returned", definition_of(self._function))
         return tree_map(own, output)
 
     def _run(self, inputs: StaticInputs) -> Any:
+        """ConfigError: the function gives torch a list of tensors that lie on several meshes."""
+        args, kwargs = inputs.hand_out()
         try:
-            args, kwargs = inputs.hand_out()
-            with interruptible():
+            with nvtx_range("iteration"), self._optimizer.stepping(), interruptible():
                 return self._function(self._models, self._optimizers, *args, **kwargs)
         except RuntimeError as error:
-            if "DTensor" in str(error) and self._has_several_meshes():
+            if "DTensor" in str(error) and num_meshes(self._module.parameters()) > 1:
                 raise ConfigError(
                     f"the iteration gives torch a list of tensors on several device meshes, or "
                     f"DTensors beside plain ones, which it refuses: {error} Ways out: an optimizer "
@@ -257,9 +218,6 @@ class CustomIteration(AnyIteration):
                     "or the default iteration, which takes torch's AdamW and SGD as well"
                 ) from error
             raise
-
-    def _has_several_meshes(self) -> bool:
-        return num_meshes(self._module.parameters()) > 1
 
     def optimizer_step(self) -> Tensor | None:
         """Do nothing: the function has stepped."""

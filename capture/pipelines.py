@@ -181,6 +181,8 @@ class Pipeline:
 class PipelineIteration(Iteration):
     """A whole schedule, the norm over all stages, clip and step."""
 
+    _binds_at_once = True
+
     def __init__(
         self,
         pipeline: Pipeline,
@@ -195,30 +197,21 @@ class PipelineIteration(Iteration):
             optimizer,
             gradients,
             loss_fn=pipeline.loss_fn,
+            groups=(pipeline.group,),
             max_grad_norm=max_grad_norm,
             skip_nonfinite=skip_nonfinite,
         )
         self._pipeline = pipeline
-        self.groups = (pipeline.group,)
 
     def prepare(self, inputs: StaticInputs, *, trains: bool) -> None:
         self._pipeline.schedule_for(inputs, trains=trains)
 
-    def forward_backward(self, inputs: StaticInputs, num_microbatches: int) -> Any:
+    def forward_backward(self, inputs: StaticInputs) -> Any:
         """Return the mean loss over the microbatches, or their sum (``scale_grads=False``).
 
         Capture: no host sync; gradients land in the persistent buffers.
         """
-        self._gradients.begin(bind_at_once=True)
-        clear_autocast_cache()
-        for root in self._roots:
-            root.set_is_last_microbatch(False)
-        with torch.enable_grad(), nvtx_range("pipeline"), without_looks():
-            loss = self._pipeline.run(inputs, trains=True)
-        for root in self._roots:
-            root.set_is_last_microbatch(True)
-            root.finish_microbatches()
-        self._end()
+        loss = super().forward_backward(inputs)
         if self._pipeline.averages and self._pipeline.num_microbatches > 1:
             whole, sharded = self._gradients.landed_views()
             views = [*whole, *(view for views in sharded.values() for view in views)]
@@ -226,7 +219,17 @@ class PipelineIteration(Iteration):
                 torch._foreach_div_(views, self._pipeline.num_microbatches)
         return loss
 
-    def forward(self, inputs: StaticInputs, num_microbatches: int) -> Any:
+    def _run(self, inputs: StaticInputs) -> Any:
+        for root in self._roots:
+            root.set_is_last_microbatch(False)
+        with nvtx_range("pipeline"):
+            loss = self._pipeline.run(inputs, trains=True)
+        for root in self._roots:
+            root.set_is_last_microbatch(True)
+            root.finish_microbatches()
+        return loss
+
+    def forward(self, inputs: StaticInputs) -> Any:
         """Return the loss, or, where the batch has no target, the outputs on the last rank."""
         with torch.no_grad(), nvtx_range("forward"), without_looks():
             clear_autocast_cache()

@@ -4,19 +4,17 @@ import itertools
 import logging
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from graphfsdp._capture.batch_writes import BatchWrites
 from graphfsdp._capture.gradients import Landed
 from graphfsdp._capture.guards.guards import Guards
 from graphfsdp._capture.inputs import StaticInputs
 from graphfsdp._capture.rules.constants import ConstantLog, ConstantWatch
 from graphfsdp._capture.trace.backend import Graph
-from graphfsdp._capture.trace.ran import Ran
 from graphfsdp._capture.trace.source import SiteTable
 from graphfsdp.base.collector import YOUNG, without_collector
 from graphfsdp.base.dtensors import Wrapping
@@ -25,8 +23,6 @@ from graphfsdp.config import OnChange
 from graphfsdp.errors import BatchMismatchError, split_remedy
 
 _LOG = logging.getLogger("graphfsdp")
-
-
 Kept = tuple[nn.Module, str, Tensor]  # module, attribute, what it holds
 
 
@@ -48,26 +44,25 @@ def new_of(kept: Sequence[Kept], before: Sequence[Kept]) -> list[Kept]:
 class Results:
     """The form of an iteration's output: a graph knows a flat list of plain tensors."""
 
-    def __init__(self) -> None:
+    def __init__(self, inputs: StaticInputs) -> None:
+        """Take it of an iteration over ``inputs`` that is over: see ``flatten``."""
+        self._inputs = inputs
+        self._writes = inputs.take_writes()
         self._spec: TreeSpec | None = None
         # By leaf of the output, how many tensors are in it; those that are none are None.
         self._parts: list[tuple[Wrapping | None, int]] = []
         self._is_single = False
-        self._inputs: StaticInputs | None = None
-        self._writes: BatchWrites | None = None
 
-    def flatten(self, output: Any, inputs: StaticInputs) -> list[Tensor]:
+    def flatten(self, output: Any) -> list[Tensor]:
         """Remember the form of an output, and return its tensors.
 
         They are followed by copies of what the iteration has written into its batch.
         """
-        self._inputs, self._writes = inputs, inputs.take_writes()
         if self._writes is not None:
             written, self._writes.tensors = self._writes.tensors, []
             output = output, [tensor.detach().clone() for tensor in written]
         leaves, self._spec = tree_flatten(output)
         tensors: list[Tensor] = []
-        self._parts = []
         for leaf in leaves:
             wrapping, inside = Wrapping.take_apart(leaf) if isinstance(leaf, Tensor) else (None, [])
             self._parts.append((wrapping, len(inside)))
@@ -82,7 +77,6 @@ class Results:
         What the iteration has written into its batch is written into the caller's, once.
         """
         assert self._spec is not None
-        assert self._inputs is not None
         if self._is_single:
             self._inputs.forget()
             return results[0], results[1] if len(results) > 1 else None
@@ -105,11 +99,12 @@ class Recording:
 
     Attributes:
         inputs: Where such batches are copied to.
-        num_microbatches: Parts that they are split into.
-        num_eager: Calls with such batches that ran eagerly.
-        results: The form of what the iteration returns.
+        trains: Whole iterations are recorded; else forward passes alone.
+        num_eager: Warm-ups with such batches.
+        results: The form of what the last iteration that was run as Python has returned.
         num_verified: Replays that were compared with an eager run.
         num_replays: Calls since the capture, and ``num_audited`` of them at the last audit.
+        num_hooks: Of gradients, when the graph was made.
         log: What the recorded iteration has done, and ``sites`` where; None if nobody could see.
         guards: What must be as it was when the graph was made; None before that.
         constants: Compares the last warm-up with the capture; None before the last warm-up.
@@ -118,9 +113,11 @@ class Recording:
             into these tensors.
     """
 
-    def __init__(self, inputs: StaticInputs, num_microbatches: int) -> None:
+    results: Results
+
+    def __init__(self, inputs: StaticInputs, *, trains: bool = True) -> None:
         self.inputs = inputs
-        self.num_microbatches = num_microbatches
+        self.trains = trains
         self.num_eager = 0
         self.num_verified = 0
         self.num_replays = 0
@@ -134,30 +131,11 @@ class Recording:
         self.has_waited = False
         self.landed: Landed = []
         self.kept: list[Kept] = []
-        self.results = Results()
 
     @property
     def has_first_form(self) -> bool:
         """Whether it is of a batch that has another form since its iteration has run."""
         return self.graph is None and self.inputs.changes_form
-
-    def again(self) -> "Recording":
-        """Return one with the same inputs and no graph, for a run beside this one's."""
-        return Recording(self.inputs, self.num_microbatches)
-
-    def keep_log(self, num_hooks: int) -> None:
-        """Keep what the capture has done for audits, and let go of what compared it.
-
-        ``num_hooks``: of gradients, when it was made.
-        """
-        self.num_hooks = num_hooks
-        if self.constants is not None:
-            self.log, self.sites = self.constants.log, self.constants.sites
-        self.num_replays = self.num_audited = 0
-        self.constants = None
-
-    def refused_values(self, error: BaseException) -> bool:
-        return self.constants is not None and self.constants.failure is error
 
     def wait_once(self) -> bool:
         """Begin warm-up anew, after other values than before; return False the second time.
@@ -179,18 +157,12 @@ class Recording:
         with without_collector(YOUNG), constants.noting(is_first=is_first):
             yield
 
-    @property
-    def ran(self) -> Ran:
-        """The code of its warm-ups, to which a capture adds its own."""
-        return self.constants.ran if self.constants is not None else Ran()
-
-    def comparing(self) -> AbstractContextManager[None]:
-        return nullcontext() if self.constants is None else self.constants.comparing()
-
-    def check_memory(self) -> None:
-        """Refuse a tensor that Python keeps from one iteration for the next."""
+    def begin(self, num_hooks: int) -> None:
+        """Keep what the capture has done for audits, and let go of what compared it."""
         if self.constants is not None:
-            self.constants.check_memory()
+            self.log, self.sites = self.constants.log, self.constants.sites
+        self.num_replays = self.num_audited = 0
+        self.num_hooks, self.constants = num_hooks, None
 
     def drop_graph(self) -> None:
         """Give the graph back; another attempt may follow, and is compared as well."""
@@ -207,10 +179,13 @@ class Recording:
 class Recordings:
     """The recordings of a step, the least recently used of them first to go."""
 
-    def __init__(self, max_graphs: int, device: torch.device, on_change: OnChange) -> None:
+    def __init__(
+        self, max_graphs: int, device: torch.device, on_change: OnChange, *, trains: bool = True
+    ) -> None:
         self._max_graphs = max_graphs
         self._device = device
         self._on_change = on_change
+        self._trains = trains
         self._entries: OrderedDict[int, Recording] = OrderedDict()  # oldest use first
         self._num_unused = 0  # that had to go before they had a graph
         self._has_second_form = False
@@ -241,7 +216,7 @@ class Recordings:
         A kind that is new gets one; it is kept only if a graph may follow.
         """
         for entry in reversed(self._entries.values()):
-            if entry.num_microbatches == num_microbatches and entry.inputs.accept(args, kwargs):
+            if entry.inputs.accept(args, kwargs, num_microbatches):
                 self._entries.move_to_end(id(entry))
                 return entry
         known = self.latest
@@ -252,13 +227,13 @@ class Recordings:
             known = self.latest
         keeps = known is None or self._on_change is OnChange.RECAPTURE
         if known is not None:
-            why = _difference(known, args, kwargs, num_microbatches)
+            why = known.inputs.difference(args, kwargs, num_microbatches)
             if self._on_change is OnChange.RAISE:
                 raise BatchMismatchError(why)
             what = "another graph will be made" if keeps else "running eagerly"
             _LOG.info("%s: %s", what, split_remedy(why)[0])
         inputs = StaticInputs(args, kwargs, device=self._device, num_microbatches=num_microbatches)
-        entry = Recording(inputs, num_microbatches)
+        entry = Recording(inputs, trains=self._trains)
         if keeps:
             self._entries[id(entry)] = entry
             self._drop_oldest()
@@ -291,14 +266,3 @@ class Recordings:
     def close(self) -> None:
         while self._entries:
             self._entries.popitem()[1].close()
-
-
-def _difference(
-    known: Recording, args: tuple[Any, ...], kwargs: dict[str, Any], num_microbatches: int
-) -> str:
-    if known.num_microbatches != num_microbatches:
-        return (
-            f"the number of microbatches was {known.num_microbatches} and is now "
-            f"{num_microbatches}. Remedy: set it back, or on_change='recapture'"
-        )
-    return known.inputs.difference(args, kwargs)

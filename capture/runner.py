@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from graphfsdp._capture.ahead_of_time import FirstStates, capture_ahead
-from graphfsdp._capture.attempts import Attempts, Evaluator
+from graphfsdp._capture.ahead_of_time import FirstStates
+from graphfsdp._capture.attempts import Attempts
 from graphfsdp._capture.audit import Auditor
 from graphfsdp._capture.engine import Engine
 from graphfsdp._capture.phase import Phase
@@ -22,10 +22,12 @@ from graphfsdp._capture.report.report import CaptureReport
 from graphfsdp._capture.step_report import Tally, make_report
 from graphfsdp._capture.trace.backend import Effect, Graph
 from graphfsdp._capture.trees import copied
+from graphfsdp._capture.undo.host_state import save_random_states
 from graphfsdp._capture.undo.interrupts import deliver_waiting
 from graphfsdp._capture.verify import Verifier
 from graphfsdp.base.changes import Change, ChangeKind, refuse
 from graphfsdp.base.progress import shown_when_slow
+from graphfsdp.base.sharded import put_back, sharded_roots
 from graphfsdp.base.streams import nvtx_range
 from graphfsdp.config import CaptureOptions, OnChange, Scope
 from graphfsdp.errors import GuardError, PhaseError, VerificationError, split_remedy
@@ -35,9 +37,14 @@ _LOG = logging.getLogger("graphfsdp")
 # when so many in a row have not, the next one will not either.
 _REPLAYS_THAT_PAY = 10
 _MOST_SHORT_LIVED = 5
+# After such a change there are other gradients to keep.
+_REBUILT = (
+    *(ChangeKind.GROUPS, ChangeKind.REQUIRES_GRAD, ChangeKind.STRUCTURE),
+    *(ChangeKind.ADDRESS, ChangeKind.LAYOUT),
+)
 
 
-class StepRunner:
+class Runner:
     """Runs iterations: eagerly at first, then one recorded, then replayed.
 
     Knows nothing of the CapturedStep around it: so a step that nobody holds any more is freed at
@@ -64,9 +71,10 @@ class StepRunner:
         self.groups = engine.groups
         self._ranks = Ranks(self.groups, deliver_waiting, self.device.type)
         self._pid = os.getpid()
-        self._recordings = Recordings(options.max_graphs, self.device, options.on_change)
-        self._attempts = Attempts(engine, self._ranks, self._recordings, trains=True)
-        self._evaluator = Evaluator(engine, self._ranks, options.max_graphs)
+        most = options.max_graphs
+        self._recordings = Recordings(most, self.device, options.on_change)
+        self._evaluations = Recordings(most, self.device, OnChange.RECAPTURE, trains=False)
+        self._attempts = Attempts(engine, self._ranks)
         self._verifier = Verifier(engine, self._ranks)
         self._outdated = ""  # why the graphs are to be given up
         self._auditor = Auditor(engine, options.audit, collective=self._ranks.is_collective)
@@ -74,7 +82,7 @@ class StepRunner:
         self._num_warm_ups = 0  # that have taken effect
         self._num_short_lived = 0  # graphs in a row; see _MOST_SHORT_LIVED
         self._replays_before = 0  # the graphs that there are were captured
-        self._first_states: FirstStates | None = None
+        self._first_states: FirstStates | None = None  # until the first iteration has made them
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self.phase is Phase.EAGER or not self._ranks.is_collective:
@@ -92,52 +100,89 @@ class StepRunner:
             self._break(self._ranks.lost)
 
     def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Find what was recorded of such batches, ask whether it holds, and replay it."""
+        engine = self._engine
         if self._outdated:
             self._follow_audit()
-        if self.phase is not Phase.EAGER:
-            self._engine.put_back_units()
+        if engine.units and self.phase is not Phase.EAGER:
+            put_back(engine.units)
         if self.phase is Phase.WARMUP:  # later guards notice it
-            self._engine.refuse_other_parameters()
-        recording = self._find(args, kwargs)
+            engine.check_parameters(follows=False)
+        recording = self._recordings.find(args, kwargs, self.num_microbatches)
+        graph, inputs = recording.graph, recording.inputs
+        if graph is None or self._first_states is not None:
+            return self._run_python(recording)
+        changes = engine.changes(recording.guards)
+        if changes:
+            return self._run_python(recording, eagerly=self._after_changes(changes))
+        with nvtx_range("copy-in"):
+            inputs.load()
+        if self._auditor.is_due(recording):
+            return self._audit(recording)
+        if self._ranks.is_collective:
+            self._ranks.note_replay()
+        engine.before_replay(recording)
+        verifies = recording.num_verified < self._options.verify
+        started = time.perf_counter()
+        try:
+            with nvtx_range("replay"):
+                results = self._verifier.replay(recording) if verifies else graph.replay()
+        except VerificationError:
+            raise
+        except BaseException as error:  # of an operator, of a collective, or no memory
+            self._after_failure(graph.effect, error)
+            raise
+        recording.num_verified += verifies
+        recording.num_replays += 1
+        self._tally.add_replay(started, self._backend.name)
+        engine.after_replay()
+        return engine.unpack(recording.results, results)
+
+    def _run_python(self, recording: Recording, *, eagerly: bool = False) -> Any:
+        """Warm up, capture, or run ``eagerly``, as what has no graph to come does."""
+        engine, states = self._engine, self._first_states
+        if recording.graph is None and states is None and self._recordings.num_graphs:
+            changes = engine.changes()
+            if changes:  # of what graphs of other kinds of batches have baked in
+                self._after_changes(changes)
         with nvtx_range("copy-in"):
             recording.inputs.load()
-        if self._first_states is not None and self._first_states.are_missing:
-            return self._finish_first(recording, self._first_states)
-        if recording.graph is not None and self._auditor.is_due(recording):
-            return self._audit(recording)
-        if recording.graph is not None:
-            return self._engine.unpack(recording, self._replay(recording, recording.graph))
         if self.phase is Phase.EAGER:
-            self._engine.follow()
-        is_eager = self.phase is Phase.EAGER or recording not in self._recordings
-        with self._engine.gradients.shown():
-            results = self._run_eagerly(recording) if is_eager else self._attempt(recording)
-        return self._engine.unpack(recording, results)
+            engine.check_parameters(follows=True)
+        is_kept = self.phase is not Phase.EAGER and recording in self._recordings
+        with engine.gradients.shown():
+            if is_kept and not eagerly and states is None:
+                results, form = self._attempt(recording), recording.results
+            else:
+                with nvtx_range("eager"), self._as_written():
+                    results, form = engine.iterate(recording.inputs)
+                self._tally.num_calls["eager"] += 1
+        if states is not None:
+            self._first_states = None
+            if not states.adopt():
+                self._give_up_graphs(
+                    "the first iteration made other optimizer state than the example"
+                )
+        return engine.unpack(form, results)
 
-    def _find(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Recording:
-        """Return what is to be replayed, if it has a graph, or run eagerly."""
-        recording = self._recordings.find(args, kwargs, self.num_microbatches)
-        if self._first_states is not None and self._first_states.are_missing:
-            return recording
-        if recording.graph is not None:
-            changes = self._engine.changes(recording)
-            if changes:
-                return self._after_changes(recording, changes)
-        elif self._recordings.num_graphs and self._engine.baked_changes():
-            self._after_changes(recording, self._engine.baked_changes())  # graphs of other kinds
-        return recording
+    @contextmanager
+    def _as_written(self) -> Iterator[None]:
+        """Run the body, an iteration that nobody undoes, on the stream of captures."""
+        try:
+            with self._backend.on_capture_stream():
+                yield
+            self._engine.step_outside()
+        except BaseException:  # also Ctrl-C, of which torch tells no forward hook
+            for root in sharded_roots(self._engine.model):
+                root.abandon_iteration()
+            raise
 
     def _audit(self, recording: Recording) -> Any:
         """Run an iteration as written; GuardError if it is no longer the recorded one."""
-        try:
-            with self._backend.on_capture_stream():
-                audited, results, difference = self._auditor.run(recording)
-            self._engine.step_outside()
-        except BaseException:  # also Ctrl-C, of which torch tells no forward hook
-            self._engine.abandon()
-            raise
+        with self._as_written():
+            form, results, difference = self._auditor.run(recording)
         self._tally.num_calls["audit"] += 1
-        output = self._engine.unpack(audited, results)
+        output = self._engine.unpack(form, results)
         if difference and self._options.on_change is OnChange.RAISE:
             raise GuardError(difference)
         self._outdated = split_remedy(difference)[0]
@@ -151,16 +196,20 @@ class StepRunner:
             self._go_to(Phase.EAGER)
 
     def capture_ahead(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Capture on made-up data; see ``example_batch`` of ``graphfsdp.capture``."""
+        """Capture on made-up data, then put everything back, also after an error.
+
+        See ``example_batch`` of ``graphfsdp.capture``.
+        """
         if self.phase is Phase.EAGER:
             return
-
-        def capture() -> None:
-            while not self._recordings.num_graphs:
-                self.run(*copied((args, kwargs)))  # as it is given: it may be written into
-
+        engine = self._engine
+        states = FirstStates(engine.optimizer.optimizers)
         try:
-            self._first_states = capture_ahead(self._engine, capture)
+            with engine.attempt(beside=engine.around()).undone():
+                while not self._recordings.num_graphs:
+                    self.run(*copied((args, kwargs)))  # as it is given: it may be written into
+                states.note()
+            states.put_back()
         except BaseException:  # whatever ends it, it must leave no trace
             self._recordings.close()
             if self.phase is not Phase.BROKEN:
@@ -169,25 +218,43 @@ class StepRunner:
             raise
         finally:
             self._tally.num_calls.clear()
-
-    def _finish_first(self, recording: Recording, states: FirstStates) -> Any:
-        """Run the first real iteration eagerly, for optimizers whose state begins in it."""
-        again = recording.again()
-        results = self._run_eagerly(again)
-        if not states.adopt():
-            self._give_up_graphs("the first iteration made other optimizer state than the example")
-        return self._engine.unpack(again, results)
+        engine.grad_norm = None
+        self._first_states = states if states.are_missing else None
 
     def evaluate(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        eager = self.phase is Phase.EAGER
+        """Run the forward pass alone, which leaves no trace in what is trained.
+
+        The model is in evaluation mode meanwhile; afterwards every module has its own mode again,
+        and every generator the state that it had.
+        """
         with self._together("evaluation"):
-            return self._evaluator.run(args, kwargs, self.num_microbatches, eager=eager)
+            restore = save_random_states(self._engine.model, self.device)
+            try:
+                with nvtx_range("evaluate"):
+                    recording = self._evaluations.find(args, kwargs, self.num_microbatches)
+                    recording.inputs.load()
+                    results = self._evaluate(recording)
+            finally:
+                restore()
+            return recording.results.unflatten(results)[0]
+
+    def _evaluate(self, recording: Recording) -> list[Tensor]:
+        if recording.graph is not None and recording.guards is not None:
+            changes = recording.guards.changes()
+            # Modes do not count: an evaluation sets them.
+            others = [change for change in changes if change.kind is not ChangeKind.MODE]
+            if not others:
+                return recording.graph.replay()
+            _LOG.info("evaluation: another graph, %s", others[0])
+            recording.close()
+        captures = self.phase is not Phase.EAGER and recording.num_eager > 0
+        return self._attempts.run(recording, self._evaluations, captures=captures, notes=True)
 
     def verify(self, num_iterations: int) -> None:
         self.graph_to("verify")
         recording = self._recordings.latest
         assert recording is not None
-        refuse(self._engine.changes(recording))
+        refuse(self._engine.changes(recording.guards))
         with self._together("verification"):
             self._verifier.run(recording, num_iterations)
 
@@ -218,7 +285,7 @@ class StepRunner:
         if os.getpid() != self._pid:
             return  # a forked child holds a copy; the graphs and their streams are the parent's
         self._go_to(Phase.CLOSED)
-        self._evaluator.close()
+        self._evaluations.close()
         self._recordings.close()
         self._ranks.close()  # until here it watches: graphs wait for what is in flight
         self._engine.close()
@@ -227,21 +294,21 @@ class StepRunner:
         if hasattr(self, "_first_states"):  # else the constructor has failed
             self.release()
 
-    def _after_changes(self, recording: Recording, changes: Sequence[Change]) -> Recording:
-        """Do what ``on_change`` says; return what to run eagerly, or to begin with anew."""
+    def _after_changes(self, changes: Sequence[Change]) -> bool:
+        """Do what ``on_change`` says; return whether graphs are kept, and this call has none."""
         if self._options.on_change is OnChange.RAISE:
             refuse(changes)
-        rebuilds = self._engine.needs_refresh(changes)
+        rebuilds = any(change.kind in _REBUILT for change in changes)
         what = "; ".join(str(change) for change in changes)
         if self._options.on_change is OnChange.EAGER and not rebuilds:
             _LOG.info("running eagerly: %s", what)
-            return recording.again()
+            return True
         if all(change.kind is ChangeKind.BAKED_VALUE for change in changes):
             self._refuse_useless(changes)
         self._give_up_graphs(what)
         if self._options.on_change is OnChange.EAGER:  # there is no graph to go back to
             self._go_to(Phase.EAGER)
-        return recording
+        return False
 
     def _refuse_useless(self, changes: Sequence[Change]) -> None:
         """Count graphs that numbers of the optimizer end early; GuardError after some in a row."""
@@ -275,17 +342,6 @@ class StepRunner:
         if self.phase is Phase.REPLAY:
             self._go_to(Phase.WARMUP)
 
-    def _run_eagerly(self, recording: Recording) -> list[Tensor]:
-        try:
-            with nvtx_range("eager"), self._backend.on_capture_stream():
-                results = self._engine.iterate(recording)
-            self._engine.step_outside()
-        except BaseException:  # also Ctrl-C, of which torch tells no forward hook
-            self._engine.abandon()
-            raise
-        self._tally.num_calls["eager"] += 1
-        return results
-
     def _attempt(self, recording: Recording) -> list[Tensor]:
         self._ranks.begin_attempt()
         started = time.perf_counter()
@@ -296,7 +352,10 @@ class StepRunner:
         try:
             with self._shown() if captures else nullcontext():
                 results = self._attempts.run(
-                    recording, captures=captures, notes=is_last or self._engine.steps_inside
+                    recording,
+                    self._recordings,
+                    captures=captures,
+                    notes=is_last or self._engine.steps_inside,
                 )
         finally:
             self._go_to(Phase.REPLAY if self._recordings.num_graphs else Phase.WARMUP)
@@ -320,26 +379,6 @@ class StepRunner:
         num_wanted = self._options.warmup_steps
         is_warm = self._num_warm_ups + num_more >= num_wanted
         return is_warm and recording.num_eager + num_more >= min(num_wanted, 1)
-
-    def _replay(self, recording: Recording, graph: Graph) -> list[Tensor]:
-        if self._ranks.is_collective:
-            self._ranks.note_replay()
-        self._engine.before_replay(recording)
-        verifies = recording.num_verified < self._options.verify
-        started = time.perf_counter()
-        try:
-            with nvtx_range("replay"):
-                results = self._verifier.replay(recording) if verifies else graph.replay()
-        except VerificationError:
-            raise
-        except BaseException as error:  # of an operator, of a collective, or no memory
-            self._after_failure(graph.effect, error)
-            raise
-        recording.num_verified += verifies
-        recording.num_replays += 1
-        self._tally.add_replay(started, self._backend.name)
-        self._engine.after_replay()
-        return results
 
     def _after_failure(self, effect: Effect, error: BaseException) -> None:
         again = ""

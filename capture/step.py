@@ -3,6 +3,7 @@
 import os
 import threading
 import weakref
+from collections.abc import Callable
 from types import TracebackType
 from typing import Any, NoReturn, Self
 
@@ -13,7 +14,7 @@ from graphfsdp._capture.engine import Engine
 from graphfsdp._capture.phase import Phase
 from graphfsdp._capture.report.report import CaptureReport
 from graphfsdp._capture.rules.watcher import is_watching_mode
-from graphfsdp._capture.runner import StepRunner
+from graphfsdp._capture.runner import Runner
 from graphfsdp._capture.undo.copy_on_write import is_undo_mode
 from graphfsdp._capture.undo.interrupts import DeferredInterrupts
 from graphfsdp.base.op_tensors import operator_modes
@@ -34,14 +35,16 @@ class CapturedStep:
         self, engine: Engine, options: CaptureOptions, example: ExampleBatch | None = None
     ) -> None:
         self._engine = engine
-        self._runner = StepRunner(engine, options)
+        self._runner = Runner(engine, options)
         if example is not None:
             try:
                 self._runner.capture_ahead(*example)
             except BaseException:  # nobody will ever hold this step, so nobody can close it
                 self._runner.release()
                 raise
-        self._gate = _CallGate(self._runner)
+        self._lock = threading.Lock()  # of the call that is under way
+        self._owner: int | None = None  # the thread of that
+        self._pid = os.getpid()
         # Before torch is taken apart; what ends earlier releases itself. Nothing here may hold the
         # runner: a model that refers to its step would live for ever.
         weakref.finalize(self, _release, weakref.ref(self._runner))
@@ -79,8 +82,7 @@ class CapturedStep:
         written, also while it is captured, they come as in any loop: forward and backward end
         where they are, and a warm-up or a capture is undone.
         """
-        with DeferredInterrupts(), self._gate:
-            return self._runner.run(args, kwargs)
+        return self._alone(self._runner.run, args, kwargs)
 
     def evaluate(self, *args: Any, **kwargs: Any) -> Any:
         """Run the forward pass alone, in evaluation mode, without gradients.
@@ -103,8 +105,7 @@ class CapturedStep:
             CaptureError: the forward pass cannot be captured, or another rank failed.
             PhaseError: as for a training step.
         """
-        with DeferredInterrupts(), self._gate:
-            return self._runner.evaluate(args, kwargs)
+        return self._alone(self._runner.evaluate, args, kwargs)
 
     def verify(self, num_iterations: int = 1) -> None:
         """Prove that a replay does what the same Python does eagerly, and change nothing.
@@ -125,8 +126,7 @@ class CapturedStep:
             PhaseError: there is no graph yet.
         """
         at_least("num_iterations", num_iterations, 1)
-        with DeferredInterrupts(), self._gate:
-            self._runner.verify(num_iterations)
+        self._alone(self._runner.verify, num_iterations)
 
     @property
     def phase(self) -> Phase:
@@ -182,65 +182,23 @@ class CapturedStep:
         Gradients stay bound to the persistent buffers until the next ``zero_grad``. In a forked
         child nothing of the step is this process's to give back, and nothing happens.
         """
-        if self._runner.phase is Phase.CLOSED or self._gate.is_elsewhere:
+        if self._runner.phase is Phase.CLOSED or os.getpid() != self._pid:
             return
+        self._alone(self._runner.release, what="closed")
+
+    def _alone(self, run: Callable[..., Any], *args: Any, what: str = "called") -> Any:
+        """Run what belongs to a call, while no other one does, where it may be called at all."""
         with DeferredInterrupts():
-            self._gate.enter("closed")
+            self._take_turn(what)
             try:
-                self._runner.release()
+                if what == "called":
+                    self._refuse_misuse()
+                return run(*args)
             finally:
-                self._gate.leave()
+                self._owner = None
+                self._lock.release()
 
-    def __reduce_ex__(self, protocol: Any) -> NoReturn:
-        """Refuse to be pickled or copied."""
-        raise NotCopyableError(
-            "a captured step cannot be pickled or copied: its graph is bound to the addresses of "
-            "this model in this process. Remedy: save or copy the model and the optimizer "
-            "(state_dict()), and capture the copy"
-        )
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
-
-
-def _release(runner: "weakref.ref[StepRunner]") -> None:
-    living = runner()
-    if living is not None:
-        living.release()
-
-
-class _CallGate:
-    """Lets one call at a time into a captured step, where it may be called at all."""
-
-    def __init__(self, runner: StepRunner) -> None:
-        self._runner = runner
-        self._lock = threading.Lock()
-        self._owner: int | None = None
-        self._pid = os.getpid()
-
-    def __enter__(self) -> None:
-        self.enter("called")
-        try:
-            self._refuse_misuse()
-        except BaseException:
-            self.leave()
-            raise
-
-    def leave(self, *error: object) -> None:
-        self._owner = None
-        self._lock.release()
-
-    __exit__ = leave
-
-    def enter(self, what: str) -> None:
+    def _take_turn(self, what: str) -> None:
         """PhaseError if another call is under way, or this is a forked child."""
         if os.getpid() != self._pid:
             raise PhaseError(
@@ -260,11 +218,6 @@ class _CallGate:
                 "lock around the call"
             )
         self._owner = threading.get_ident()
-
-    @property
-    def is_elsewhere(self) -> bool:
-        """Whether this is another process than the one that made the step: a forked child."""
-        return os.getpid() != self._pid
 
     def _refuse_misuse(self) -> None:
         """Refuse a step that is closed or broken, inference mode, a capture, a destroyed group."""
@@ -295,3 +248,28 @@ class _CallGate:
                 "graph is captured; an iteration cannot hold another. Remedy: call the steps one "
                 "after the other"
             )
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        """Refuse to be pickled or copied."""
+        raise NotCopyableError(
+            "a captured step cannot be pickled or copied: its graph is bound to the addresses of "
+            "this model in this process. Remedy: save or copy the model and the optimizer "
+            "(state_dict()), and capture the copy"
+        )
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+def _release(runner: "weakref.ref[Runner]") -> None:
+    living = runner()
+    if living is not None:
+        living.release()

@@ -130,7 +130,7 @@ class Verifier:
         one, other = OpDigests(), OpDigests()
         for digests in (one, other):
             with self._attempt(recording).undone(), digests:
-                self._engine.iterate(recording.again())
+                self._engine.iterate(recording.inputs)
         if noise.gaps:
             graph = recording.graph
             program = None if graph is None else graph.facts.program
@@ -151,7 +151,7 @@ class Verifier:
 
     def _run_eagerly(self, recording: Recording) -> dict[str, Tensor]:
         with self._attempt(recording).undone(), self._engine.backend.on_capture_stream():
-            return _state_of(self._engine, self._engine.iterate(recording.again()))
+            return _state_of(self._engine, self._engine.iterate(recording.inputs)[0])
 
     def _first_other_node(self, recording: Recording, graph: Graph) -> NodeFacts | None:
         """Return the first node of the program that computes something else than eager does."""
@@ -160,7 +160,7 @@ class Verifier:
             return None
         eager, replayed = OpDigests(), OpDigests()
         with self._attempt(recording).undone(), eager:
-            self._engine.iterate(recording.again())
+            self._engine.iterate(recording.inputs)
         with self._attempt(recording).undone(), replayed:
             graph.replay()
         return _match(eager.calls, replayed.calls, program)

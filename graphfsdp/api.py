@@ -12,7 +12,7 @@ from graphfsdp._capture.choose_backend import make_backend
 from graphfsdp._capture.cuda.regions import CompiledRegions
 from graphfsdp._capture.engine import Engine
 from graphfsdp._capture.gradients import PersistentGradients
-from graphfsdp._capture.iteration import AnyIteration, CustomIteration, Iteration, default_loss
+from graphfsdp._capture.iteration import CustomIteration, Iteration, default_loss
 from graphfsdp._capture.pipelines import PipelineIteration, pipeline_of
 from graphfsdp._capture.step import CapturedStep, ExampleBatch
 from graphfsdp._capture.undo.interrupts import DeferredInterrupts
@@ -233,7 +233,7 @@ class _Joined:
         self.trained.adapted.check(found, self.trained.policy, self._program.options.scope)
         return found
 
-    def make_iteration(self, gradients: PersistentGradients) -> AnyIteration:
+    def make_iteration(self, gradients: PersistentGradients) -> Iteration:
         """Return what trains once: the user's function, a pipeline's schedule, or the default."""
         program, pipeline, options = self._program, self._pipeline, self._program.options
         loss_fn, adapted = program.loss_fn or default_loss, self.trained.adapted
@@ -242,11 +242,11 @@ class _Joined:
                 program.iteration,
                 program.model,
                 program.optimizer,
+                self.module,
+                adapted,
                 gradients,
                 loss_fn=loss_fn,
-                module=self.module,
                 groups=() if pipeline is None else (pipeline.group,),
-                stepping=adapted.stepping,
             )
         if pipeline is not None:
             return PipelineIteration(

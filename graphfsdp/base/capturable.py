@@ -57,17 +57,15 @@ class CapturableOptimizer(Protocol):
         Capture: as ``step``.
         """
 
-    def adopt(self) -> None:
-        """Take over what was loaded since ``bake``, in the tensors that the recording knows.
-
-        Capture: nothing is recorded; called before guards are asked.
-        """
-
     def bake(self) -> None:
         """Remember the Python values that the recording is about to bake in."""
 
     def changes(self) -> Sequence[Change]:
-        """Return what the recording has baked in and is not so any more; empty before ``bake``."""
+        """Return what the recording has baked in and is not so any more; empty before ``bake``.
+
+        What was loaded since is first taken over, in the tensors that the recording knows.
+        Capture: nothing is recorded; called before guards are asked.
+        """
 
     def before_replay(self) -> None:
         """Upload hyper-parameters that changed; ``changes`` has told of those that are baked."""

@@ -12,8 +12,7 @@ from torch import Tensor, nn
 from graphfsdp._capture.engine import Engine
 from graphfsdp._capture.inputs import StaticInputs
 from graphfsdp._capture.phase import Phase
-from graphfsdp._capture.recording import Recording
-from graphfsdp._capture.runner import StepRunner
+from graphfsdp._capture.runner import Runner
 from graphfsdp._capture.trees import copied
 from graphfsdp.api import make_engine
 from graphfsdp.base.hazards import Hazard, HazardKind
@@ -132,7 +131,7 @@ def check_program(
         device = str(engine.backend.device)
         judge = Judge(engine.backend, findings, for_cuda=target == "cuda")
         engine.backend, engine.refuse = judge, findings.refuse
-        runner = StepRunner(engine, options)
+        runner = Runner(engine, options)
         try:
             with engine.attempt(beside=[*engine.around(), *gradients]).undone():
                 _run(runner, engine, judge, args, dict(kwargs))
@@ -151,7 +150,7 @@ def _kind(name: HazardKind | str) -> HazardKind:
 
 
 def _run(
-    runner: StepRunner, engine: Engine, judge: Judge, args: tuple[Any, ...], kwargs: dict[str, Any]
+    runner: Runner, engine: Engine, judge: Judge, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> None:
     """Warm up and capture, noting what is refused."""
     try:
@@ -169,13 +168,13 @@ def _run(
 
 
 def _judge_until_it_fails(
-    runner: StepRunner, engine: Engine, judge: Judge, args: tuple[Any, ...], kwargs: dict[str, Any]
+    runner: Runner, engine: Engine, judge: Judge, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> None:
     num = runner.num_microbatches
     inputs = StaticInputs(args, kwargs, device=judge.device, num_microbatches=num)
     inputs.load()
     judge.record(
-        lambda: engine.iterate(Recording(inputs, num)),
+        lambda: engine.iterate(inputs)[0],
         engine.model,
         lambda was_read: None,
         collective=False,

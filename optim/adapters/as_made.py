@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 
+from graphfsdp.base.changes import Change
 from graphfsdp.base.dtensors import is_dtensor
 from graphfsdp.base.torch_internals import without_modes
 from graphfsdp.config import Scope
@@ -230,7 +231,11 @@ class TorchAdapter(BakedAdapter):
         self._known_rates = [group["lr"] for group in self.optimizer.param_groups]
         self._loaded_from = state
 
-    def adopt(self) -> None:
+    def changes(self) -> list[Change]:
+        self._take_over_loaded()
+        return super().changes()
+
+    def _take_over_loaded(self) -> None:
         """Copy what ``load_state_dict`` has brought into the tensors that recordings read."""
         state = self.optimizer.state
         if state is self._loaded_from or self._baked is None:

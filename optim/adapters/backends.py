@@ -139,10 +139,6 @@ class JointOptimizer:
                 stack.enter_context(member.stepping())
             yield
 
-    def adopt(self) -> None:
-        for member in self.members:
-            member.adopt()
-
     def bake(self) -> None:
         for member in self.members:
             member.bake()

@@ -53,10 +53,6 @@ class Adapter:
         """Run a body that calls the optimizer's own ``step``."""
         return nullcontext()
 
-    def adopt(self) -> None:
-        """Take nothing over: what was replaced is named by a guard."""
-        return
-
     def bake(self) -> None:
         self._baked = BakedValues(self._baked_groups())
 

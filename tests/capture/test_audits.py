@@ -171,7 +171,7 @@ def test_when_audits_are_due(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def due(every: Any) -> list[int]:
         auditor = Auditor(Engine(), every, collective=False)  # type: ignore[arg-type]
-        recording = Recording(None, 1)  # type: ignore[arg-type]
+        recording = Recording(None)  # type: ignore[arg-type]
         recording.log = object()  # type: ignore[assignment]
         found = []
         for done in range(4_100):

@@ -77,7 +77,7 @@ def train(
                 assert model.drop.training
                 assert_same_state(states[-1], {"loss": loss, **snapshot(model, optimizer)})
         if evaluates and scope != "none":
-            assert step._runner._evaluator._recordings.num_graphs == 3
+            assert step._runner._evaluations.num_graphs == 3
     return states
 
 
