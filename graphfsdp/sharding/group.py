@@ -29,7 +29,6 @@ from graphfsdp.sharding.extension import (
 )
 from graphfsdp.sharding.gradients import (
     Gradients,
-    How,
     Reduction,
     call_when_bound,
     change,
@@ -499,15 +498,6 @@ class ShardGroup:
     @property
     def grad_attribute(self) -> str:
         return "decoupled_grad" if self.options.policy.use_decoupled_grad else "grad"
-
-    def reduce_pending(self, *, outside: bool = True) -> None:
-        """Reduce what waits of earlier microbatches, over all ranks."""
-        hooks = self.call_hooks if self.has_gradient_hooks else None
-        how = How(self.has_main_grads(), self.reduction, outside, hooks)
-        for gradients in self.gradients:
-            if gradients.is_pending:
-                gradients.begin_reduce(None, how)
-                gradients.end_reduce()
 
 
 class _Found(NamedTuple):

@@ -111,14 +111,12 @@ class FSDPModule(TorchModule):
         """Let no backward pass end the iteration, while it is on; ``finalize_backward`` does."""
         self.set_is_last_microbatch(not enabled)
 
-    @torch.no_grad()
     def finalize_backward(self, *, async_op: bool = False) -> "GradientReductionHandle | None":
         """Reduce what backward passes have left unreduced, reshard, and end the iteration.
 
         Args:
             async_op: Return what can be waited for; it is done already.
         """
-        self.set_is_last_microbatch(True)
         for unit in units_in(self):
             unit.leave_backward()
         self.finish_microbatches()
@@ -141,7 +139,6 @@ class FSDPModule(TorchModule):
         """Ignored: units gather ahead in the order of the last pass."""
         _check_sharded(modules)
 
-    @torch.no_grad()
     def finish_microbatches(self) -> None:
         """Reduce what still waits after the last microbatch: of units that did not run in it.
 

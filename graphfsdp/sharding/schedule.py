@@ -109,8 +109,8 @@ class _Reduction(NamedTuple):
 class Schedule:
     """Prefetch and reductions of all units under one root.
 
-    ``num_prefetches`` are gathers that were begun ahead of use, ``max_reductions`` the most units
-    whose gradients were on their way at a time.
+    ``num_prefetches`` are gathers that were begun ahead of use. ``iteration_is_over``: units have
+    said so, and no pass with gradients has begun since.
     """
 
     def __init__(self) -> None:
@@ -124,16 +124,15 @@ class Schedule:
         self._reductions: deque[_Reduction] = deque()
         self._task = NO_BACKWARD  # the backward pass that is under way, by autograd's number
         self._passes: list[int] = []  # it and those that it runs inside of, outermost first
-        self._iteration_is_over = True
+        self.iteration_is_over = True
         self._known_before: dict[Order, Sequence[Entry]] = {}  # this iteration
         self.packed = PackedWeights()
         self.units: list[Scheduled] = []  # all under the root
         self.num_prefetches = 0
-        self.max_reductions = 0
 
     def enter_forward(self, unit: Scheduled) -> None:
         if backward_id() != NO_BACKWARD:
-            self._follow_backward()
+            self.follow_backward()
             return
         if not self._inside:
             self.settle()
@@ -141,17 +140,17 @@ class Schedule:
             key = (unit, torch.is_grad_enabled())
             self._forward = self._forwards.setdefault(key, Order())
             self._forward.begin()
-            if self._iteration_is_over:
+            if self.iteration_is_over:
                 orders = (*self._forwards.values(), self._backward)
                 self._known_before = {order: order.known for order in orders}
                 self.packed.forget()
-                self._iteration_is_over = not torch.is_grad_enabled()
+                self.iteration_is_over = not torch.is_grad_enabled()
         self._inside.append(unit)
 
     def gathered(self, unit: Scheduled, buffers: Sequence[ShardBuffer]) -> None:
         """Begin to gather what comes after these buffers, which had to be gathered."""
         if backward_id() != NO_BACKWARD:
-            self._follow_backward()
+            self.follow_backward()
             upcoming = self._backward.note(unit, buffers) if buffers else []
         else:
             # All of them: what was here already will have to be gathered in the next iteration.
@@ -187,33 +186,17 @@ class Schedule:
         done: Callable[[], None] | None,
     ) -> None:
         """Begin to reduce the gradients of a unit's buffers; all is over before backward is."""
-        reduction = _Reduction(unit, gradients, done)
-        if not unit.group.options.overlap:
-            for each in gradients:
-                each.begin_reduce(None, how)
-                each.end_reduce()
-            reduction.finish()
-            return
-        self._follow_backward()
+        overlaps = unit.group.options.overlap
         for each in gradients:
-            each.begin_reduce(self._lane("reduce", each.device), how)
-        self._reductions.append(reduction)
-        self.max_reductions = max(self.max_reductions, len(self._reductions))
+            each.begin_reduce(self._lane("reduce", each.device) if overlaps else None, how)
+        self._reductions.append(_Reduction(unit, gradients, done))
+        if not overlaps:
+            self.finish_reduction(unit)
 
     def finish_reduction(self, unit: Scheduled) -> None:
         """Wait for the gradients of one unit, and of those that began before it."""
         while any(reduction.unit is unit for reduction in self._reductions):
             self._reductions.popleft().finish()
-
-    def end_iteration(self) -> None:
-        """Take note that the iteration is over with the backward pass under way."""
-        self._iteration_is_over = True
-        self.follow_backward()
-
-    def follow_backward(self) -> None:
-        """See to it that all units are told when the backward pass under way is over."""
-        if backward_node() is not None:  # else a last callback, behind ours
-            self._follow_backward()
 
     def settle(self) -> None:
         """Wait for whatever is under way, and drop what nobody has used."""
@@ -233,7 +216,7 @@ class Schedule:
         for order in (*self._forwards.values(), self._backward):
             order.known = self._known_before.get(order, ())
             order.begin()
-        self._iteration_is_over = True
+        self.iteration_is_over = True
         self.packed.forget()
         while self._prefetched:
             # Another rank may be gone: then its group is of no use any more, and whoever abandons
@@ -268,10 +251,10 @@ class Schedule:
         while self._prefetched:
             self._prefetched.pop().drop_prefetched()
 
-    def _follow_backward(self) -> None:
-        """See to it that the backward pass under way ends with nothing left behind."""
+    def follow_backward(self) -> None:
+        """See to it that the backward pass under way leaves nothing behind, and all units know."""
         task = backward_id()
-        if task == self._task:
+        if task == self._task or backward_node() is None:  # in a last callback, behind ours
             return
         if self._task != NO_BACKWARD:
             # A backward pass inside another one, or one that has failed.

@@ -24,10 +24,10 @@ in a capture).
 """
 
 import functools
-import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from enum import Enum
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -55,24 +55,21 @@ from graphfsdp.sharding.schedule import Schedule
 
 
 class Phase(Enum):
-    """Where a unit is in an iteration; forward passes, which may be within any, aside."""
+    """Where a unit is in a backward pass; forward passes, which may be within any, aside."""
 
-    # Between iterations: whole weights that are still here may be older than the shards.
-    RESTING = "resting"
-    # Between microbatches: they are what the optimizer has left.
-    ACCUMULATING = "accumulating"
+    AT_REST = "at rest"
     # Backward runs a part of the forward again, on whole weights that are leaves of its own.
     RECOMPUTING = "recomputing"
     # These have got gradients, which are to be reduced before the backward pass is over.
     REDUCING = "reducing"
 
 
-_AT_REST = (Phase.RESTING, Phase.ACCUMULATING)
-_LEGAL = frozenset(
-    (
-        *itertools.product(_AT_REST, (*_AT_REST, Phase.RECOMPUTING)),
-        *itertools.product((Phase.RECOMPUTING, Phase.REDUCING), (*_AT_REST, Phase.REDUCING)),
-    )
+_LEGAL: Mapping[Phase, tuple[Phase, ...]] = MappingProxyType(
+    {
+        Phase.AT_REST: (Phase.AT_REST, Phase.RECOMPUTING),
+        Phase.RECOMPUTING: (Phase.AT_REST, Phase.REDUCING),
+        Phase.REDUCING: (Phase.AT_REST, Phase.REDUCING),
+    }
 )
 
 
@@ -88,7 +85,8 @@ class Unit:
     Note [Who is trained]: what ``requires_grad`` says of the sharded parameters when a forward pass
     begins. ``positions`` are those of parameters in ``group.managed``.
 
-    ``phase``: see Phase; ``_rest`` is the one that a backward pass goes back to.
+    ``phase``: see Phase. ``_is_fresh``: between microbatches, so that no optimizer step can have
+    come since weights were gathered.
     """
 
     def __init__(self, modules: Sequence[nn.Module], group: ShardGroup) -> None:
@@ -100,7 +98,8 @@ class Unit:
         self.in_forward = False
         self._num_within = 0  # calls of its modules inside of its own forward pass
         self.pinned = False
-        self.phase = self._rest = Phase.RESTING
+        self.phase = Phase.AT_REST
+        self._is_fresh = False
         self._last_backward = NO_BACKWARD  # that has asked for whole weights
         self._frees = group.options.strategy is ShardingStrategy.OPTIM_GRADS_PARAMS
         self._reduces_each_time = group.options.strategy.stage >= 2  # not once an iteration
@@ -145,7 +144,7 @@ class Unit:
             self._num_within += 1
             self._waiting.discard(module)
             return
-        if self.phase in _AT_REST and not self.pinned:
+        if self.phase is Phase.AT_REST and not self.pinned:
             self.group.check_in_place()
         self.group.check_memory()
         self.group.follow_requires_grad()
@@ -269,19 +268,16 @@ class Unit:
                 added.append(gradients)
         reduces = self._reduces_each_time or settings.is_last_microbatch
         if reduces and settings.requires_gradient_sync:
-            hooks = self._call_hooks if self.group.has_gradient_hooks else None
-            how = How(accumulate, self.group.reduction, outside, hooks)
-            complete = outside or not self.group.repeats
-            with nvtx_range(f"reduce_grad {self.group.name}"):
-                bind = self._bind_gradients if complete else None
-                self.schedule.reduce(self, added, how, bind)
-        if settings.requires_gradient_sync and settings.is_last_microbatch:
-            self._rest = Phase.RESTING
-            self.schedule.end_iteration()
-        else:
-            # Until then no optimizer step can have come between, so gathered weights stay good.
-            self._rest = Phase.ACCUMULATING
+            self._reduce(added, accumulate=accumulate, outside=outside)
+        self._is_fresh = not (settings.requires_gradient_sync and settings.is_last_microbatch)
         self._end_backward()
+
+    def _reduce(self, gradients: Sequence[Gradients], *, accumulate: bool, outside: bool) -> None:
+        hooks = self._call_hooks if self.group.has_gradient_hooks else None
+        how = How(accumulate, self.group.reduction, outside, hooks)
+        bind = self._bind_gradients if outside or not self.group.repeats else None
+        with nvtx_range(f"reduce_grad {self.group.name}"):
+            self.schedule.reduce(self, gradients, how, bind)
 
     def _call_hooks(self, gradients: Gradients, reduced: Tensor) -> None:
         self.schedule.queue_up(self.group.buffers[0])  # they may talk to other ranks
@@ -294,25 +290,15 @@ class Unit:
 
     def _end_backward(self) -> None:
         """Drop weights that a backward pass has gathered, and put the shards back."""
-        if self.phase not in _AT_REST:
+        if self.phase is not Phase.AT_REST:
             self.group.install_shards()
-        self._enter(self._rest)
+        self._enter(Phase.AT_REST)
         if self._frees and self.settings.reshard_after_backward and not self.is_whole:
             self._drop_weights(outside=not self._is_fresh)
 
     def _enter(self, phase: Phase) -> None:
-        assert (self.phase, phase) in _LEGAL, f"{self.phase} -> {phase}"
+        assert phase in _LEGAL[self.phase], f"{self.phase} -> {phase}"
         self.phase = phase
-
-    @property
-    def _is_fresh(self) -> bool:
-        """Whether no optimizer step can have come since weights were gathered."""
-        return self._rest is Phase.ACCUMULATING
-
-    def _end_accumulation(self) -> None:
-        self._rest = Phase.RESTING
-        if self.phase in _AT_REST:
-            self._enter(self._rest)
 
     def leave_backward(self) -> None:
         """Go back to rest when a backward pass of the model is over, wherever it has been.
@@ -324,23 +310,18 @@ class Unit:
             return  # a backward pass inside a forward pass
         if self.pinned and self.settings.reshard_after_backward:
             self.reshard()
-        if not (self.settings.requires_gradient_sync and self.settings.is_last_microbatch):
-            return
-        if self.group.has_pending_gradients:
-            self._reduce_pending(outside=self.settings.requires_all_reduce)
-
-    def end_iteration(self) -> None:
-        """Take note that all microbatches are over, if the unit did not run in the last one."""
-        if self.group.has_pending_gradients:
-            self._reduce_pending(outside=True)
-        self._end_accumulation()
+        if self.settings.requires_gradient_sync and self.settings.is_last_microbatch:
+            self.end_iteration(outside=self.settings.requires_all_reduce)
 
     @torch.no_grad()
-    def _reduce_pending(self, *, outside: bool) -> None:
-        self._end_accumulation()
-        self.group.reduce_pending(outside=outside)
-        if outside or not self.group.repeats:
-            self.group.bind_main_grads()
+    def end_iteration(self, *, outside: bool = True) -> None:
+        """Take note that all microbatches are over, and reduce what still waits of earlier ones."""
+        self._is_fresh = False
+        self.schedule.iteration_is_over = True
+        waiting = [gradients for gradients in self.group.gradients if gradients.is_pending]
+        if waiting:
+            self._reduce(waiting, accumulate=self.group.has_main_grads(), outside=outside)
+            self.schedule.finish_reduction(self)
 
     def abandon_iteration(self) -> None:
         """Go back to rest from where an exception, after which torch calls no hook, has left it."""
@@ -348,7 +329,8 @@ class Unit:
         self._context.close()
         self.in_forward = False
         self._num_within = 0
-        self.phase = self._rest = Phase.RESTING
+        self.phase = Phase.AT_REST
+        self._is_fresh = False
         self._waiting.clear()
         self._kept = []
         self._whole.clear()
@@ -379,7 +361,7 @@ class Unit:
         forward; these leaves only make the same operators save the same tensors. A reentrant
         checkpoint has a graph of its own, which ends in them: then gradients come from there.
         """
-        if self.is_whole or self.phase not in _AT_REST or backward_id() == NO_BACKWARD:
+        if self.is_whole or self.phase is not Phase.AT_REST or backward_id() == NO_BACKWARD:
             return False
         self._enter(Phase.RECOMPUTING)
         self._queue_end_of_backward()

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -12,7 +13,13 @@ import graphfsdp
 from counting_net import mean_square
 from everyday_scripts import Tower
 from ranks import on_ranks, rank_device
-from sharding_helpers import assert_equal_tensors, full_parameters, my_part, replayed_as_eager
+from sharding_helpers import (
+    assert_equal_tensors,
+    full_gradients,
+    full_parameters,
+    my_part,
+    replayed_as_eager,
+)
 
 NUM_CAPTURED = 8
 # One that reduces at last, and one that reduces each time and gathers.
@@ -119,3 +126,43 @@ def returned(strategy: str, scope: str) -> list[Tensor]:
 @on_ranks("ranks2")
 def test_a_captured_iteration_returns_dtensors(strategy: str) -> None:
     assert_equal_tensors(*(returned(strategy, scope) for scope in ("none", "full_iteration")))
+
+
+def accumulated(strategy: str, *, by_hand: bool) -> list[Tensor]:
+    """Train with two backward passes a step, whose gradients are reduced by hand, or by the last.
+
+    By hand, one strategy keeps them since no pass is the last one, the other since it is told to.
+    """
+    model = tower(strategy)
+    optim = torch.optim.SGD(model.parameters(), lr=0.1)
+    model.set_manual_backward_finalization(by_hand)
+    found: list[Tensor] = []
+    for index in range(4):
+        model.set_requires_gradient_sync(strategy == "optim" if by_hand else index % 2 == 1)
+        mean_square(model, inputs(index)).backward()
+        if index % 2 == 0:
+            continue
+        if by_hand:
+            assert all(param.grad is None for param in model.parameters())
+            model.blocks[0].unshard()
+            model.finalize_backward(async_op=True).wait()
+            assert isinstance(model.blocks[0][0].weight, DTensor)  # resharded
+        found += full_gradients(model).values()
+        optim.step()
+        optim.zero_grad()
+    return [*found, *full_parameters(model).values()]
+
+
+@CAPTURED
+@on_ranks("ranks2")
+def test_backward_passes_are_finalized_by_hand(strategy: str) -> None:
+    runs = [accumulated(strategy, by_hand=by_hand) for by_hand in (False, True)]
+    assert len(runs[0]) == 3 * len(list(tower(strategy).parameters()))
+    assert_equal_tensors(*runs)
+
+
+@on_ranks("ranks1")
+def test_what_comes_waits_for_an_optimizer_that_steps_elsewhere() -> None:
+    event = Mock(spec=torch.Event)
+    tower("optim").set_post_optim_event(event)
+    event.wait.assert_called_once_with()

@@ -80,6 +80,8 @@ def test_what_is_refused_by_name() -> None:
         "in the CPU's": partial(fully_shard, layer, mp_policy=packed, offload_policy=in_cpu),
         "or expert parallelism": partial(fully_shard, layer, mp_policy=packed, **experts),
         "set_custom_all_ga": lambda: wide.set_custom_all_gather(None),
+        "set_custom_reduce_scatter is": lambda: wide.set_custom_reduce_scatter(None),
+        "set_all_reduce_hook is": lambda: wide.set_all_reduce_hook(None, stream=None),
         "got 0": lambda: wide.set_gradient_divide_factor(0),
         "docs/fsdp2.md": lambda: wide._get_fsdp_state()._lazy_init(),
         "torch.func": lambda: torch.func.vmap(wide)(torch.ones(2, 2)),
