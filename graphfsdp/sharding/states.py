@@ -35,11 +35,9 @@ def before_loading(
     assigns = metadata.get("assign_to_params_buffers", False)
     if assigns and group.awaits_values:
         _give_memory(group, [state[name] for name in items])
-    values = recut([(state[name], item.param) for name, item in items.items()])
-    state.update(zip(items, values, strict=True))
-    for name, item in items.items() if assigns else ():
-        value = state[name]
-        if value.shape != item.param.shape:
+    for name, item in items.items():
+        value = state[name] = recut(state[name], item.param)
+        if not assigns or value.shape != item.param.shape:
             continue  # torch says what is wrong
         if value.dtype != item.param.dtype:
             raise ConfigError(
