@@ -261,6 +261,17 @@ def test_a_live_graph_and_evaluations_compute_with_the_main_weights_of_now(
 
 
 @on_ranks("ranks2")
+def test_what_follows_an_iteration_that_is_ended_by_hand_has_new_numbers() -> None:
+    model, fresh = make("mxfp8"), make("mxfp8")
+    model.set_manual_backward_finalization(True)
+    model(data(0)).backward()
+    model.finalize_backward()
+    for param in (*model.parameters(), *fresh.parameters()):
+        param.data.mul_(2)  # what no counter of versions sees
+    assert torch.equal(model(data(1)), fresh(data(1)))
+
+
+@on_ranks("ranks2")
 def test_main_weights_alone_are_saved(tmp_path: Path) -> None:
     model, plain = make("mxfp8"), make(None)
     with torch.no_grad():
