@@ -19,7 +19,6 @@ from graphfsdp._capture.messages import messages_as_operators
 from graphfsdp._capture.recording import Recording, Results, kept_by
 from graphfsdp._capture.rules.constants import ConstantWatch
 from graphfsdp._capture.trace.backend import GraphBackend
-from graphfsdp._capture.trace.landing import Landing
 from graphfsdp._capture.trace.ran import Ran
 from graphfsdp._capture.undo.host_state import Attempt
 from graphfsdp.base.capturable import CapturableOptimizer
@@ -201,13 +200,12 @@ class Engine:
         has_run = self._has_iterated and trains
         device = self.backend.device
         watches = trains and device.type == "cuda"
-        landing = Landing(self.gradients.storages(), device) if watches else None
         return ConstantWatch(
             self.model,
             device,
             stepping,
             has_run=has_run,
-            landing=landing,
+            lands_in=self.gradients.storages() if watches else (),
             names_idle=self._has_one_graph,
             refuse=self.refuse,
         )

@@ -1,6 +1,5 @@
 """Replaces stretches of a program by compiled ones, each of them tried beside what was recorded."""
 
-import hashlib
 import logging
 import statistics
 import time
@@ -10,7 +9,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,6 +21,7 @@ from graphfsdp._capture.compiled.stretch_graph import in_one_line
 from graphfsdp._capture.cpu.memory import Arena
 from graphfsdp._capture.cpu.program import Commit, Program, ProgramBuilder, Replay
 from graphfsdp._capture.trace.elision import places
+from graphfsdp._capture.trace.op_digests import contents_digest
 from graphfsdp._capture.trace.values import Node, StorageInfo, as_bytes, span, values_among
 from graphfsdp._capture.undo.interrupts import deliver_waiting
 from graphfsdp.base.op_tensors import OpCall, is_empty
@@ -162,7 +161,7 @@ class _Compiling:
 
     def _try(self, written: Sequence[Tensor], restore: Callable[[], None]) -> None:
         as_today = self._builder(self._tried).build(_nothing, None)
-        expected = list(map(_digest, [*_run(as_today), *written]))
+        expected = list(map(contents_digest, [*_run(as_today), *written]))
         restore()
         self._recorded.arena.give_back_pages()  # pieces allocate what they make
         trials: dict[int, Compiled] = {}
@@ -176,7 +175,7 @@ class _Compiling:
                 or piece.stretch.start < self._recorded.commit_node,
                 fail=partial(self._failures.setdefault, index),
             )
-        if list(map(_digest, [*_run(self._build(trials)), *written])) != expected:
+        if list(map(contents_digest, [*_run(self._build(trials)), *written])) != expected:
             for index in self._functions:
                 self._failures.setdefault(index, "its graph is not what was recorded")
         restore()
@@ -396,12 +395,6 @@ def _copy(tensor: Tensor) -> Tensor:
 def _same_bits(one: Tensor, other: Tensor) -> bool:
     both = (tensor.reshape(-1).view(torch.uint8) for tensor in (one, other))
     return torch.equal(*both)
-
-
-def _digest(tensor: Tensor) -> bytes:
-    plain = tensor.detach().resolve_conj().resolve_neg()
-    numbers: Any = plain.reshape(-1).view(torch.uint8).numpy()
-    return hashlib.blake2b(memoryview(numbers)).digest()
 
 
 def _run(replay: Replay) -> list[Tensor]:

@@ -19,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 from graphfsdp._capture.rules.functions import is_fixed_one_hot, one_hot
 from graphfsdp._capture.rules.refusals import Refusal, running_optimizer
 from graphfsdp._capture.rules.watcher import Watcher, noting_code, watcher_here
-from graphfsdp._capture.trace.landing import Landing, Trace
+from graphfsdp._capture.trace.landing import Redirection, Trace
 from graphfsdp._capture.trace.ran import Ran
 from graphfsdp._capture.trace.source import (
     SiteTable,
@@ -209,14 +209,14 @@ class ConstantWatch:
         optimizers: Sequence[torch.optim.Optimizer],
         *,
         has_run: bool = False,
-        landing: Landing | None = None,
+        lands_in: Sequence[Tensor] = (),
         names_idle: bool = True,
         refuse: Refuse = raised,
     ) -> None:
         """The numbers of ``optimizers`` are live, or guarded: their operators are left out.
 
         Whether they step is not. ``has_run``: the iteration has run before, in a recording that
-        was given up, say. ``landing`` runs the operators of a capture that may land elsewhere.
+        was given up, say. ``lands_in``: all memory of gradients that a capture may compute there.
         """
         self.failure: CaptureError | None = None
         self.ran = Ran()
@@ -227,7 +227,8 @@ class ConstantWatch:
         self._names_idle = names_idle
         self._refuse = refuse
         self._has_run = has_run
-        self._landing = landing
+        self._lands_in = lands_in
+        self._trace: Trace | None = None  # of the last warm-up, if a capture may land its products
         self._expected: ConstantLog | None = None
         self._is_settled = False
         self._most_steps: Steps = {}
@@ -250,8 +251,10 @@ class ConstantWatch:
                 yield
             return
         # What was made once is none of what a capture does.
-        trace = None if self._landing is None or is_first else self._landing.noting()
-        mode = _ConstantMode(without_optimizer=bool(self._optimizers), trace=trace, given=given)
+        self._trace = Trace(self._device) if self._lands_in and not is_first else None
+        mode = _ConstantMode(
+            without_optimizer=bool(self._optimizers), trace=self._trace, given=given
+        )
         with _SameFunctions(), self.ran.noting(), mode:
             yield
         self._expected, self._is_settled = mode.log, not is_first
@@ -271,7 +274,9 @@ class ConstantWatch:
                 yield
             return
         watcher = watcher_here()  # none where compiled code runs
-        trace = None if self._landing is None else self._landing.redirecting()
+        trace = None
+        if self._trace is not None:
+            trace = Redirection(self._trace, self._lands_in, self._device)
         mode = _ConstantMode(
             without_optimizer=bool(self._optimizers), watcher=watcher, trace=trace, given=given
         )
@@ -396,27 +401,25 @@ class _ConstantMode(OperatorMode):
         self,
         *,
         without_optimizer: bool,
-        sites: SiteTable | None = None,
         watcher: Watcher | None = None,
         trace: Trace | None = None,
         given: Iterable[Tensor] = (),
     ) -> None:
-        """Operators have their sites of ``sites``, or those that ``watcher`` gives them."""
+        """``watcher`` gives operators their sites, ``trace`` runs them."""
         super().__init__()
         self.log = ConstantLog(given)
         self._watcher = watcher
         self._trace = trace
         self.joins = trace is None  # which may call another operator instead
-        self._sites = sites
         self._without_optimizer = without_optimizer
         self._stepping: torch.optim.Optimizer | None = None
 
     def on_op(self, call: OpCall) -> Any:
         if call.op.namespace == "profiler":
             return call.run()
-        site, places = 0 if self._sites is None else self._sites.here(), call.keys
+        places = call.keys  # as they are before it runs
         result = call.run() if self._trace is None else self._trace.run(call)
-        site = site if self._watcher is None else self._watcher.site
+        site = 0 if self._watcher is None else self._watcher.site
         before, self._stepping = self._stepping, self._optimizer_left_out()
         if self._stepping is None:
             # How autograd keeps a result for its backward pass, where no hook does it instead.

@@ -30,6 +30,7 @@ from graphfsdp._capture.trace.values import (
     Value,
     geometry_of,
     materialise,
+    replaced,
     span_bytes,
 )
 from graphfsdp.base.hazards import HazardKind
@@ -46,58 +47,45 @@ _REDUCTIONS = ("graphfsdp::reduce_scatter_", "graphfsdp::all_reduce_")
 
 
 class Trace:
-    """What an iteration did, operator by operator; holds no tensor.
+    """The operators that an iteration has run, and the memory that they took; holds no tensor.
 
     Attributes:
-        device: Whose streams they run on.
-        nodes: The operators; their arguments are all tensors, lists opened.
+        nodes: The operators, their arguments and results.
         at_home: Whether each of them ran on the iteration's own stream.
-        plain: Other arguments, by index, of those that may be redirected.
     """
 
     def __init__(self, device: torch.device) -> None:
+        """``device``: whose streams they run on."""
         self.nodes: list[Node] = []
         self.at_home: list[bool] = []
-        self.plain: dict[int, list[str]] = {}
-        self.device = device
+        self._device = device
         self._home = self._stream()
         self._storages = StorageTable()
         self._numbers: dict[int, int] = {}  # of storages as they came, by id of the StorageInfo
 
     def run(self, call: OpCall) -> Any:
         """Run an operator, and write it down."""
-        arguments = self.values(call.tensors)
+        args = replaced(call.args, Tensor, self._value)
+        kwargs = {name: replaced(item, Tensor, self._value) for name, item in call.kwargs.items()}
         result = call.run()
-        self.add(call, arguments, result)
+        made = [self._value(tensor, external=False) for tensor in flat_tensors([result])]
+        self.nodes.append(Node(call.op, args, kwargs, made, "", effects=bool(call.written)))
+        self.at_home.append(self._is_at_home())
         return result
 
-    def add(
-        self, call: OpCall, arguments: list[Value], result: Any, noted: Sequence[Value] = ()
-    ) -> Node:
-        made = self.values(flat_tensors([result]), noted, external=False)
-        node = Node(call.op, [*arguments], {}, [*made], "", effects=bool(call.written))
-        if _can_land(call.op) or is_empty(call.op):
-            self.plain[len(self.nodes)] = _plain(call)
-        self.nodes.append(node)
-        self.at_home.append(self.is_at_home())
-        return node
-
-    def is_at_home(self) -> bool:
+    def _is_at_home(self) -> bool:
         return self._stream() == self._home
 
     def _stream(self) -> int:
-        return int(torch.cuda.current_stream(self.device).cuda_stream)
+        return int(torch.cuda.current_stream(self._device).cuda_stream)
 
-    def values(
-        self, tensors: Sequence[Tensor], noted: Sequence[Value] = (), *, external: bool = True
-    ) -> list[Value]:
-        """``noted`` are those of another run."""
-        held = [tensor for tensor in tensors if storage_key(tensor)]
-        pairs = zip(held, noted if len(noted) == len(held) else [None] * len(held), strict=True)
-        return [self.value(tensor, other, external=external) for tensor, other in pairs]
+    def _value(self, tensor: Tensor, *, external: bool = True) -> Value | None:
+        """Return None of a tensor without memory of its own.
 
-    def value(self, tensor: Tensor, noted: Value | None, *, external: bool) -> Value:
-        """``external``: if the storage was not seen before, the iteration has not made it."""
+        ``external``: if the storage was not seen before, the iteration has not made it.
+        """
+        if not storage_key(tensor):
+            return None
         info = self._storages.find(tensor, "trace")
         if info is None:
             info = self._storages.add(tensor, "trace", external=external, varies=True)
@@ -143,51 +131,32 @@ class _LandingProduct:
             return materialise(self.made, self.storage, self.first_byte)
 
 
-class Landing:
-    """Notes warm-ups, and redirects captures that do the same as the last of them."""
-
-    def __init__(self, gradients: Sequence[Tensor], device: torch.device) -> None:
-        """``gradients`` look at all memory of the persistent gradients."""
-        self._gradients = gradients
-        self._device = device
-        self._noted: Trace | None = None
-
-    def noting(self) -> Trace:
-        self._noted = Trace(self._device)
-        return self._noted
-
-    def redirecting(self) -> "Redirection | None":
-        """Return what runs the operators of a capture; None if nothing was noted."""
-        noted = self._noted
-        if noted is None:
-            return None
-        gradients = {key_of(tensor.untyped_storage()) for tensor in self._gradients}
-        return Redirection(noted, dict(_landings(noted, gradients)))
-
-
 class Redirection(Trace):
-    """Runs the operators of a capture, those that land where they land.
+    """Runs the operators of a capture that does what a warm-up did: those that land, elsewhere.
 
     Attributes:
         failure: Why the capture is refused.
     """
 
-    def __init__(self, noted: Trace, landings: Mapping[int, _LandingProduct]) -> None:
-        super().__init__(noted.device)
+    def __init__(self, noted: Trace, gradients: Sequence[Tensor], device: torch.device) -> None:
+        """``gradients`` look at all memory of the persistent gradients."""
+        super().__init__(device)
+        self.failure: CaptureError | None = None
         self._noted = noted
-        self._landings = landings
+        targets = {key_of(tensor.untyped_storage()) for tensor in gradients}
+        self._landings = dict(_landings(noted, targets))
+        self._index = -1  # of the operator that runs
         self._ahead: dict[int, Tensor] = {}  # memory that the iteration asks for later, by index
         self._landed: dict[int, _LandingProduct] = {}  # by id of the StorageInfo that was noted
         self._follows = True
-        self.failure: CaptureError | None = None
 
     def run(self, call: OpCall) -> Any:
         if not self._follows:
             return call.run()
-        index = len(self.nodes)
-        noted = self._noted.nodes[index] if index < len(self._noted.nodes) else None
-        arguments = self.values(call.tensors, () if noted is None else noted.args)
-        self._compare(noted, call, arguments)
+        self._index += 1
+        index, nodes = self._index, self._noted.nodes
+        noted = nodes[index] if index < len(nodes) else None
+        self._compare(noted, call)
         landed = [each for each in self._landed.values() if each.until == index]
         if noted is None or not self._follows:
             return call.run()
@@ -195,18 +164,17 @@ class Redirection(Trace):
             if not all(_is_in_place(call, each) for each in landed):
                 raise self._other_way(call)
             result = _copy_others(call, {each.number for each in landed})
-        elif index in self._ahead and self._is_called_alike(call):
+        elif index in self._ahead and _is_called_alike(noted, call):
             result = self._ahead.pop(index)
-        elif index in self._landings and self._is_called_alike(call):
+        elif index in self._landings and _is_called_alike(noted, call):
             # Held by nobody else, or autograd would copy it instead of taking it.
             result = _run_into(call, self._land(self._landings[index]).tensor())
         else:
             result = call.run()
-        made = [value for value in noted.outputs if value is not None]
-        node = self.add(call, arguments, result, made)
+        is_same = self._is_same(_made_by(noted), flat_tensors([result]), external=False)
         for each in landed:
             del self._landed[id(each.made.storage)]
-        if not self._is_same(made, [value for value in node.outputs if value is not None]):
+        if not is_same:
             self._part(call)
         return result
 
@@ -215,34 +183,26 @@ class Redirection(Trace):
         if self._is_waiting():
             raise self._other_way(None)
 
-    def value(self, tensor: Tensor, noted: Value | None, *, external: bool) -> Value:
-        """Where a product has landed in a gradient, a tensor is what it was in the warm-up."""
-        landed = None if noted is None else self._landed.get(id(noted.storage))
-        if landed is None or not landed.holds(tensor):
-            return super().value(tensor, noted, external=external)
-        self._numbers.setdefault(id(landed.made.storage), len(self._numbers))
-        offset, *others = geometry_of(tensor)
-        offset -= landed.first_byte // tensor.element_size()
-        return Value(landed.made.storage, (offset, *others), None)  # type: ignore[arg-type]
-
     def _land(self, landing: _LandingProduct) -> _LandingProduct:
         if landing.storage is None:
             made = self._noted.nodes[landing.empty].outputs[0]
             if made is not None and landing.empty not in self._ahead:
                 _, shape, stride, dtype, *_ = made.geometry
                 self._ahead[landing.empty] = torch.empty_strided(
-                    shape, stride, dtype=dtype, device=self.device
+                    shape, stride, dtype=dtype, device=self._device
                 )
             landing = replace(landing, storage=self._ahead[landing.empty].untyped_storage())
         self._landed[id(landing.made.storage)] = landing
         return landing
 
-    def _is_called_alike(self, call: OpCall) -> bool:
-        return not torch.is_grad_enabled() and self._noted.plain[len(self.nodes)] == _plain(call)
-
-    def _compare(self, noted: Node | None, call: OpCall, arguments: Sequence[Value]) -> None:
-        same = noted is not None and noted.op is call.op and self._is_same(noted.args, arguments)
-        if not same or self._noted.at_home[len(self.nodes)] != self.is_at_home():
+    def _compare(self, noted: Node | None, call: OpCall) -> None:
+        same = (
+            noted is not None
+            and noted.op is call.op
+            and self._is_same(noted.inputs, call.tensors)
+            and self._noted.at_home[self._index] == self._is_at_home()
+        )
+        if not same:
             self._part(call)
 
     def _part(self, call: OpCall) -> None:
@@ -265,9 +225,27 @@ class Redirection(Trace):
         )
         return self.failure
 
-    def _is_same(self, noted: Sequence[Value], now: Sequence[Value]) -> bool:
-        places = [self._noted.place(value) for value in noted]
-        return places == [self.place(value) for value in now]
+    def _is_same(
+        self, noted: Sequence[Value], now: Sequence[Tensor], *, external: bool = True
+    ) -> bool:
+        """Tell whether tensors are what they were in the warm-up: looks at the same storages."""
+        held = [tensor for tensor in now if storage_key(tensor)]
+        return len(held) == len(noted) and all(
+            self._place_of(tensor, value, external=external) == self._noted.place(value)
+            for tensor, value in zip(held, noted, strict=True)
+        )
+
+    def _place_of(self, tensor: Tensor, noted: Value, *, external: bool) -> tuple[int, Geometry]:
+        """Where a product has landed in a gradient, a tensor is what it was in the warm-up."""
+        landed = self._landed.get(id(noted.storage))
+        if landed is None or not landed.holds(tensor):
+            value = self._value(tensor, external=external)
+            assert value is not None
+            return self.place(value)
+        number = self._numbers.setdefault(id(landed.made.storage), len(self._numbers))
+        offset, *others = geometry_of(tensor)
+        offset -= landed.first_byte // tensor.element_size()
+        return number, (offset, *others)  # type: ignore[return-value]
 
 
 def _landings(trace: Trace, gradients: Collection[int]) -> Iterator[tuple[int, _LandingProduct]]:
@@ -314,10 +292,10 @@ def _touches(trace: Trace) -> Mapping[int, Sequence[tuple[int, int, int]]]:
     """
     touches: dict[int, list[tuple[int, int, int]]] = defaultdict(list)
     for index, node in enumerate(trace.nodes):
-        given = {id(value.storage) for value in node.args}
-        made = {id(value.storage) for value in node.outputs if value is not None}
+        given = {id(value.storage) for value in node.inputs}
+        made = {id(value.storage) for value in _made_by(node)}
         if (node.effects or not made or not made <= given) and not is_empty(node.op):
-            for value in node.args:
+            for value in node.inputs:
                 touches[id(value.storage)].append((index, *places(value)))
     return touches
 
@@ -328,14 +306,14 @@ def _reduced_buffers(trace: Trace) -> dict[int, int]:
         id(value.storage)
         for node in trace.nodes
         if schema_of(node.op).name in _REDUCTIONS
-        for value in node.args
+        for value in node.inputs
     }
     return {
         id(value.storage): index
         for index, node in enumerate(trace.nodes)
         if is_empty(node.op) and trace.at_home[index]
-        for value in node.outputs
-        if value is not None and id(value.storage) in reduced
+        for value in _made_by(node)
+        if id(value.storage) in reduced
     }
 
 
@@ -343,9 +321,13 @@ def _copies(trace: Trace) -> Iterator[tuple[int, int, Value, Value]]:
     """Yield each tensor that is copied: index of the node, its number there, target, source."""
     for index, node in enumerate(trace.nodes):
         if node.op in _COPYING:
-            half = len(node.args) // 2
-            for number, pair in enumerate(zip(node.args[:half], node.args[half:], strict=True)):
+            half = len(node.inputs) // 2
+            for number, pair in enumerate(zip(node.inputs[:half], node.inputs[half:], strict=True)):
                 yield index, number, *pair
+
+
+def _made_by(node: Node) -> list[Value]:
+    return [value for value in node.outputs if value is not None]
 
 
 def _made(node: Node) -> Value | None:
@@ -353,7 +335,7 @@ def _made(node: Node) -> Value | None:
     made = node.outputs[0] if len(node.outputs) == 1 else None
     if made is None or made.storage.external:
         return None
-    return None if any(value.storage is made.storage for value in node.args) else made
+    return None if any(value.storage is made.storage for value in node.inputs) else made
 
 
 def _copy_others(call: OpCall, landed: Collection[int]) -> Any:
@@ -398,6 +380,12 @@ def _run_into(call: OpCall, out: Tensor) -> Any:
     return overload(*call.args, **call.kwargs, **{name: out})
 
 
-def _plain(call: OpCall) -> list[str]:
-    items = (*call.args, *(item for pair in sorted(call.kwargs.items()) for item in pair))
-    return ["tensors" if flat_tensors([item]) else repr(item) for item in items]
+def _is_called_alike(noted: Node, call: OpCall) -> bool:
+    """Tell whether the other arguments are the same, and autograd needs nothing of the call."""
+    before = replaced([noted.args, sorted(noted.kwargs.items())], Value, _nothing)
+    now = replaced([call.args, sorted(call.kwargs.items())], Tensor, _nothing)
+    return not torch.is_grad_enabled() and repr(before) == repr(now)
+
+
+def _nothing(_: object) -> None:
+    return None

@@ -8,8 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from graphfsdp.base.op_tensors import OpCall, OperatorMode, flat_tensors, is_empty
-from graphfsdp.base.torch_internals import key_of
+from graphfsdp.base.op_tensors import OpCall, OperatorMode, is_empty
 
 # A program has some of its own: for constants, for what outlives it, for ones_like and its kin.
 _OWN = frozenset({"copy", "clone", "fill", "zero"})
@@ -74,30 +73,21 @@ def base_name(name: str) -> str:
 
 
 def _digest_of(call: OpCall, result: Any) -> OpDigest:
-    inputs = set(map(_storage, call.tensors))
-    made = [tensor for tensor in flat_tensors([result]) if _storage(tensor) not in inputs]
-    name = call.schema_name.partition("::")[2]
-    has_contents = not is_empty(call.op) and name != "resize_"
-    tensors = [*call.written, *made] if has_contents else []
+    name = base_name(call.schema_name.partition("::")[2])
+    has_contents = not is_empty(call.op) and name != "resize"
+    made = [tensor for tensor, _ in call.made(result)]
     # In another order where the results are among the arguments (out=), so sorted.
-    parts = sorted((tuple(tensor.shape), _contents(tensor)) for tensor in tensors)
+    parts = sorted(
+        (tuple(tensor.shape), contents_digest(tensor))
+        for tensor in ([*call.written, *made] if has_contents else [])
+    )
     digest = hashlib.blake2b(b"".join(contents for _, contents in parts)).digest()
-    return OpDigest(base_name(name), tuple(shape for shape, _ in parts), digest)
+    return OpDigest(name, tuple(shape for shape, _ in parts), digest)
 
 
-def _contents(tensor: Tensor) -> bytes:
+def contents_digest(tensor: Tensor) -> bytes:
     if tensor.layout is not torch.strided:
         return b""
-    numbers: Any = _as_bytes(tensor).numpy()
-    return hashlib.blake2b(memoryview(numbers)).digest()
-
-
-def _as_bytes(tensor: Tensor) -> Tensor:
     plain = tensor.detach().resolve_conj().resolve_neg().contiguous()
-    return plain.reshape(-1).view(torch.uint8).cpu()
-
-
-def _storage(tensor: Tensor) -> int:
-    if tensor.layout is not torch.strided:
-        return id(tensor)
-    return int(key_of(tensor.untyped_storage()))
+    numbers: Any = plain.reshape(-1).view(torch.uint8).cpu().numpy()
+    return hashlib.blake2b(memoryview(numbers)).digest()
