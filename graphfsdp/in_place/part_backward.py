@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import Node
+from torch.autograd.graph import GradientEdge, Node
 
 from graphfsdp._capture.rules.watcher import noting_code
 from graphfsdp._capture.trace.backend import Graph, GraphBackend
@@ -144,7 +144,7 @@ class PartBackward:
         self,
         module: nn.Module,
         backend: GraphBackend,
-        results: Sequence[Tensor],
+        results: Sequence[GradientEdge | None],
         leaves: Sequence[Tensor],
         uses: Sequence[Sequence[tuple[Node, int]]],
         on_capture: Callable[[], None],
@@ -169,7 +169,7 @@ class PartBackward:
         pairs = [
             (result, grad)
             for result, grad in zip(self._results, grads, strict=True)
-            if grad is not None and result.requires_grad
+            if grad is not None and result is not None
         ]
         if not pairs:
             return [None] * sum(self.num_uses)
@@ -191,7 +191,7 @@ class PartBackward:
             return self._through_kept(results, given)
 
     def _through_kept(
-        self, results: Sequence[Tensor], grads: Sequence[Tensor]
+        self, results: Sequence[GradientEdge], grads: Sequence[Tensor]
     ) -> list[Tensor | None]:
         for arrivals in self._several:
             arrivals.begin()
@@ -206,7 +206,7 @@ class PartBackward:
         return found
 
     def _record(
-        self, key: Any, results: Sequence[Tensor], grads: Sequence[Tensor]
+        self, key: Any, results: Sequence[GradientEdge], grads: Sequence[Tensor]
     ) -> list[Tensor | None]:
         self._graphs[key] = None
         is_there: list[bool] = []

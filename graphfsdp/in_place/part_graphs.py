@@ -10,6 +10,11 @@ that.
 Note [One call at a time]: what lies at fixed addresses belongs to one call, from its forward pass
 to the end of its backward pass. A call that begins meanwhile (a discriminator on real and on fake)
 takes another recording.
+
+Note [Written behind autograd's back]: what the loop writes into an input or a result between
+forward and backward pass, autograd reads in the latter if it has saved that tensor: through
+``.data`` or NumPy silently, and else it refuses. So the loop's own tensors are saved where the kept
+graph has saved those of the recording, and what they hold is copied there before a backward pass.
 """
 
 import weakref
@@ -21,7 +26,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import Node, saved_tensors_hooks
+from torch.autograd.graph import Node, get_gradient_edge, saved_tensors_hooks
 
 from graphfsdp._capture.batch_writes import BatchWrites, Handed
 from graphfsdp._capture.recording import kept_by
@@ -115,7 +120,6 @@ class PartGraphs:
         self._spec = spec
         self._told = told
         self._on_capture = on_capture
-        self._kept: list[Tensor] = []
         self._record(leaves, constants)
 
     def _record(self, leaves: Sequence[Any], constants: ConstantWatch) -> None:
@@ -156,11 +160,12 @@ class PartGraphs:
             args, kwargs = tree_unflatten(self._static, self._spec)
         handed = Handed((args, kwargs))
         need_grads = [leaf.requires_grad for leaf in self._inputs()]
-        saved: dict[int, int] = {}
+        packed: list[weakref.ref[Tensor]] = []
 
         def keep(tensor: Tensor) -> Tensor:
-            saved[storage_key(tensor)] = tensor.untyped_storage().nbytes()
-            return _another(tensor)
+            another = _another(tensor)
+            packed.append(weakref.ref(another))
+            return another
 
         kept = saved_tensors_hooks(keep, _as_it_is)
         with self._stand_ins(), constants.comparing(self._inputs()), kept:
@@ -172,13 +177,11 @@ class PartGraphs:
         if (told := PartResults.told_by(output)) != self._told:
             raise NotAPartError(f"it returns {told}, and returned {self._told} before")
         self.results = PartResults(output)
-        self._kept = self.results.tensors_of(output)
-        self._check_results()
-        self._find_uses()
-        for tensor in (*self._module.parameters(), *self._module.buffers()):
-            saved.pop(storage_key(tensor), None)
-        self.kept_bytes = sum(saved.values()) + sum(tensor.nbytes for tensor in self._kept)
-        return [tensor.detach() for tensor in self._kept]
+        results = self.results.tensors_of(output)
+        self._check_results(results)
+        self._find_uses(results)
+        self._find_saved(results, [each for ref in packed if (each := ref()) is not None])
+        return [tensor.detach() for tensor in results]
 
     @contextmanager
     def _stand_ins(self) -> Iterator[None]:
@@ -219,10 +222,23 @@ class PartGraphs:
             if by_id[key]._backward_hooks or by_id[key]._post_accumulate_grad_hooks:
                 raise NotAPartError("it gives its weights one more hook in each call")
 
-    def _check_results(self) -> None:
+    def _find_saved(self, results: Sequence[Tensor], saved: Sequence[Tensor]) -> None:
+        """See Note [Written behind autograd's back]."""
+        sizes = {storage_key(each): each.untyped_storage().nbytes() for each in saved}
+        for tensor in (*self._module.parameters(), *self._module.buffers()):
+            sizes.pop(storage_key(tensor), None)
+        self.kept_bytes = sum(sizes.values())
+        self._saved_results = [
+            (index, each.detach())
+            for index, each in enumerate(results)
+            if storage_key(each) in sizes
+        ]
+        self._saved_inputs = [each for each in self._targets if storage_key(each[1]) in sizes]
+
+    def _check_results(self, results: Sequence[Tensor]) -> None:
         own = (*self._module.parameters(), *self._module.buffers())
         taken = {storage_key(each) for each in (*own, *self._inputs())}
-        for tensor in self._kept:
+        for tensor in results:
             key = storage_key(tensor)
             if key in taken:
                 raise NotAPartError(
@@ -237,13 +253,13 @@ class PartGraphs:
     def _inputs(self) -> Iterator[Tensor]:
         return (self._static[place] for place, _ in self._targets)
 
-    def _find_uses(self) -> None:
+    def _find_uses(self, kept: Sequence[Tensor]) -> None:
         """Find where gradients leave the autograd graph: the nodes of its uses of leaves."""
         inputs = {id(leaf) for leaf in self._inputs() if leaf.requires_grad}
         leaves: dict[int, Tensor] = {}
         uses: dict[int, list[tuple[Node, int]]] = {}
-        results = {(tensor.grad_fn, tensor.output_nr) for tensor in self._kept if tensor.grad_fn}
-        for node in nodes_behind(self._kept):
+        results = {(tensor.grad_fn, tensor.output_nr) for tensor in kept if tensor.grad_fn}
+        for node in nodes_behind(kept):
             for index, (following, number) in enumerate(node.next_functions):
                 if following is None:
                     continue
@@ -261,14 +277,15 @@ class PartGraphs:
                     raise NotAPartError("it trains a tensor that is none of its parameters")
         # Whoever prints a result reads the name of what it was made by, of one at least.
         function: Any = type("_Named", (_ReplayedPart,), {})
-        made = [(tensor.dim(), tensor.grad_fn) for tensor in self._kept if tensor.grad_fn]
+        made = [(tensor.dim(), tensor.grad_fn) for tensor in kept if tensor.grad_fn]
         for _, node in sorted(made, key=itemgetter(0))[:1]:
             function._backward_cls.__name__ = node.name()
         self.function = function
+        self._fixed = [index for index, tensor in enumerate(kept) if not tensor.requires_grad]
         self.backward = PartBackward(
             self._module,
             self._backend,
-            self._kept,
+            [get_gradient_edge(tensor) if tensor.requires_grad else None for tensor in kept],
             [leaves[key] for key in uses],
             [*uses.values()],
             self._on_capture,
@@ -298,9 +315,20 @@ class PartGraphs:
         self._load(leaves)
         return self._graph.replay()
 
-    def is_different(self, index: int) -> bool:
-        """Tell whether a result takes part in the backward pass."""
-        return self._kept[index].requires_grad
+    def hand_over(self, ctx: Any, results: Sequence[Tensor], leaves: Sequence[Any]) -> None:
+        """Tell autograd of what the backward pass reads, and which results have no part in it."""
+        ctx.mark_non_differentiable(*(results[index] for index in self._fixed))
+        ctx.save_for_backward(
+            *(results[index] for index, _ in self._saved_results),
+            *(leaves[place] for place, _ in self._saved_inputs),
+            _NOTHING,  # so that torch itself refuses a second backward pass
+        )
+
+    def take_back(self, saved: Sequence[Tensor]) -> None:
+        """Have the backward pass read what is in them now."""
+        targets = [target for _, target in (*self._saved_results, *self._saved_inputs)]
+        for target, tensor in zip(targets, saved, strict=False):
+            target.copy_(tensor)
 
     def backward_as_written(
         self, results: Sequence[Tensor], leaves: Sequence[Any], grads: Sequence[Tensor | None]
@@ -340,7 +368,6 @@ class PartGraphs:
             self.close()
 
     def close(self) -> None:
-        self._kept = []
         if hasattr(self, "backward"):
             self.backward.close()
         if hasattr(self, "_graph"):
@@ -354,11 +381,13 @@ class Flight:
         self,
         graphs: PartGraphs,
         results: list[Tensor],
+        leaves: Sequence[Any],
         again: Callable[[], tuple[list[Tensor], Sequence[Any]]],
     ) -> None:
         """``again`` runs the call as it is written; see ``_ReplayedPart.backward``."""
         self.graphs = graphs
         self.results = results
+        self.leaves = leaves
         self.again = again
         graphs.is_taken = True
         self.end = weakref.finalize(self, graphs.land)
@@ -371,20 +400,18 @@ class _ReplayedPart(torch.autograd.Function):
         ctx.flight = flight
         ctx.set_materialize_grads(False)
         results, flight.results = flight.results, []
-        fixed = [
-            tensor for index, tensor in enumerate(results) if not flight.graphs.is_different(index)
-        ]
-        ctx.mark_non_differentiable(*fixed)
-        ctx.save_for_backward(_NOTHING)  # so that torch itself refuses a second backward pass
+        leaves, flight.leaves = flight.leaves, ()
+        flight.graphs.hand_over(ctx, results, leaves)
         return tuple(results)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
-        _ = ctx.saved_tensors
+        saved = ctx.saved_tensors
         flight: Flight = ctx.flight
         if torch.is_grad_enabled():  # somebody wants to go backward through this, too
             results, leaves = flight.again()
             return None, *flight.graphs.backward_as_written(results, leaves, grads)
+        flight.graphs.take_back(saved)
         found = flight.graphs.backward.run(grads)
         if not keeps_graph():
             flight.end()
@@ -400,7 +427,7 @@ def run_part(
     """Return what the module returns, of the results of its graph."""
     edges = graphs.edges(leaves)
     if edges:
-        results = list(graphs.function.apply(Flight(graphs, results, again), *edges))
+        results = list(graphs.function.apply(Flight(graphs, results, leaves, again), *edges))
     return graphs.results.made_of(results)
 
 

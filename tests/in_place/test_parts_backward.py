@@ -272,3 +272,56 @@ def test_no_gradient_of_a_pass_outlives_it() -> None:
         sizes.append(sum(isinstance(each, Tensor) for each in gc.get_objects()))
     assert sizes[10] >= sizes[-1]
     parts.close()
+
+
+def by_numpy(tensor: Tensor) -> None:
+    tensor.detach().numpy()[...] *= 2
+
+
+def without_grad(tensor: Tensor) -> None:
+    with torch.no_grad():
+        tensor.mul_(2)
+
+
+WRITES: dict[str, Callable[[Tensor], object]] = {
+    "data": lambda tensor: tensor.data.mul_(2),
+    "detach": lambda tensor: tensor.detach().mul_(2),
+    "numpy": by_numpy,
+    "no_grad": without_grad,
+    "in place": lambda tensor: tensor.mul_(2),
+}
+
+
+@pytest.mark.parametrize("last", [nn.Tanh, nn.Identity], ids=["saved", "not saved"])
+@pytest.mark.parametrize("which", ["input", "result"])
+@pytest.mark.parametrize("way", WRITES)
+def test_a_backward_pass_reads_what_was_written_before_it(way: str, which: str, last: Any) -> None:
+    """Or refuses it, as torch does."""
+
+    def make() -> nn.Module:
+        torch.manual_seed(0)
+        first = [nn.Linear(6, 8)] if last is nn.Tanh else [nn.Embedding(6, 8), nn.Flatten()]
+        return nn.Sequential(*first, nn.GELU(), nn.LazyLinear(4), last())
+
+    def loop(model: Any, optimizer: torch.optim.Optimizer) -> Iterator[Any]:
+        for index, x, y in batches(16):
+            if last is not nn.Tanh:
+                x = x.abs().long().clamp(max=2)
+            optimizer.zero_grad()
+            out = model(x)
+            loss = cross_entropy(out * 1.0, y)
+            if index > 4:
+                WRITES[way](x if which == "input" else out)
+            try:
+                loss.backward()
+            except RuntimeError as error:
+                optimizer.zero_grad()  # of what came before it
+                yield "modified by an inplace operation" in str(error)
+            optimizer.step()
+            yield loss
+
+    def make_sgd(model: nn.Module) -> torch.optim.Optimizer:
+        model(torch.ones(8, 6).long() if last is not nn.Tanh else torch.ones(8, 6))
+        return torch.optim.SGD(model.parameters(), lr=0.1)
+
+    assert replays(check(loop, make, make_sgd)) >= 8
