@@ -193,26 +193,6 @@ def _storages(values: Iterable[Any]) -> Iterator[torch.UntypedStorage]:
             yield value.untyped_storage()
 
 
-class _FusedAttention(torch.autograd.Function):
-    """Attention as a fused kernel sees it: scores are never in memory."""
-
-    @staticmethod
-    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        # Positions before heads in memory, so that joining the heads copies nothing.
-        shape = [*query.shape[:-1], value.shape[-1]]
-        places = [*shape[:-3], shape[-2], shape[-3], shape[-1]] if len(shape) > 3 else shape
-        out = query.new_empty(places)
-        out = out.transpose(-3, -2) if len(shape) > 3 else out
-        sums = query.new_empty(query.shape[:-1], dtype=torch.float32)
-        ctx.save_for_backward(query, key, value, out, sums)
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        query, key, value, *_ = ctx.saved_tensors
-        return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
-
-
 class _FusedRMSNorm(torch.autograd.Function):
     """RMSNorm as one kernel sees it: nothing of the input's size is kept but the input."""
 
@@ -242,7 +222,7 @@ class _FusedKernels(TorchFunctionMode):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         if func is nn.functional.scaled_dot_product_attention:
-            return _FusedAttention.apply(*args[:3])  # type: ignore[no-untyped-call]
+            return torch.ops.aten._scaled_dot_product_flash_attention(*args[:3])[0]
         weight = (kwargs or {}).get("weight")
         if func is nn.functional.rms_norm and weight is not None:
             return _FusedRMSNorm.apply(args[0], weight)  # type: ignore[no-untyped-call]
