@@ -48,32 +48,26 @@ def flags_of(options: type[Any]) -> list[str]:
 
 def add_flags(
     parser: argparse.ArgumentParser, options: type[Any], sections: Mapping[str, str]
-) -> dict[str, Any]:
-    """Add a flag for each annotated field of a dataclass; returns the groups by title.
+) -> None:
+    """Add a flag for each annotated field of a dataclass.
 
     ``some_name`` becomes ``--some-name``. Its type says what the flag takes (of a tuple: one or
-    more), the text is its help, and what may follow is argparse's metavar, or action of a switch
-    that has no ``--no-...``. ``sections`` are titles in the help by the first field below each.
+    more), the text is its help, and what may follow is another spelling, or argparse's metavar, or
+    action of a switch that has no ``--no-...``. ``sections`` are titles in the help by the first
+    field below each.
     """
     hints = get_type_hints(options, include_extras=True)
-    groups: dict[str, Any] = {}
     group: Any = parser
     for field in fields(options):
         if field.name in sections:
-            title = sections[field.name]
-            group = groups[title] = parser.add_argument_group(title)
+            group = parser.add_argument_group(sections[field.name])
         if get_origin(hints[field.name]) is Annotated:
             _add_flag(group, field, *get_args(hints[field.name]))
-    return groups
 
 
-def _add_flag(
-    group: Any,
-    field: Field[Any],
-    kind: Any,
-    explanation: str,
-    extra: str | None = None,
-) -> None:
+def _add_flag(group: Any, field: Field[Any], kind: Any, explanation: str, *extra: str) -> None:
+    names = [flag_name(field.name), *(each for each in extra if each.startswith("--"))]
+    special = next((each for each in extra if each not in names), None)
     # "is": 1.0 and 0.0 are defaults too, and equal to True and False.
     if field.default is not None and field.default is not False and field.default is not MISSING:
         explanation += f" (default: {'on' if field.default is True else field.default})"
@@ -86,11 +80,11 @@ def _add_flag(
     if get_origin(kind) is Literal:
         options["choices"] = get_args(kind)
     elif kind is bool:
-        options["action"] = extra or argparse.BooleanOptionalAction
+        options["action"] = special or argparse.BooleanOptionalAction
     else:
-        metavar = extra or {int: "N", float: "X", str: "PATH"}[kind]
+        metavar = special or {int: "N", float: "X", str: "PATH"}[kind]
         options |= {"type": kind, "metavar": metavar}
-    group.add_argument(flag_name(field.name), **options)
+    group.add_argument(*names, **options)
 
 
 def print_line(console: Console, text: str, style: str | None = None) -> None:

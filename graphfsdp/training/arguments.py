@@ -11,12 +11,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import get_args
 
 from graphfsdp.command_line import Parser, add_flags, flag_name
 from graphfsdp.config import ShardingStrategy
 from graphfsdp.errors import ConfigError
-from graphfsdp.training.config import ScopeName, TrainConfig
+from graphfsdp.training.config import TrainConfig
 from graphfsdp.training.hugging_face import shape_of
 
 _SECTIONS: Mapping[str, str] = MappingProxyType(
@@ -226,14 +225,5 @@ def make_parser() -> Parser:
     names = ", ".join(config.preset for config, _ in PRESETS)
     parser.add_argument("--preset", metavar="NAME", help=f"start from one of: {names}")
     parser.add_argument("--config", metavar="FILE", help="settings of a .toml or .json file")
-    groups = add_flags(parser, TrainConfig, _SECTIONS)
-    groups["data and length of the run"].add_argument(
-        "--data-path", dest="data", metavar="PATH", help="Megatron's spelling of --data"
-    )
-    groups["capture"].add_argument(
-        "--cuda-graph-impl",
-        dest="cuda_graph_scope",
-        choices=get_args(ScopeName),
-        help="newer spelling of --cuda-graph-scope",
-    )
+    add_flags(parser, TrainConfig, _SECTIONS)
     return parser

@@ -83,7 +83,8 @@ class TrainConfig(GPTConfig):
         str | None,
         "a text file, a directory of text files (read as bytes, vocabulary 256), or tokens, which "
         "are mapped: a .bin file of uint16 or a .npy file of integers; if not given, the source "
-        "files of Python's standard library",
+        "files of Python's standard library; --data-path is Megatron's spelling",
+        "--data-path",
     ] = None
     split: Annotated[
         str,
@@ -133,7 +134,9 @@ class TrainConfig(GPTConfig):
     cuda_graph_scope: Annotated[
         ScopeName,
         "what is captured and then replayed with one launch: nothing, forward and backward "
-        "(optimizer eager), or the whole iteration; the numbers are the same bits",
+        "(optimizer eager), or the whole iteration; the numbers are the same bits; "
+        "--cuda-graph-impl is the newer spelling",
+        "--cuda-graph-impl",
     ] = "full_iteration"
     compile: Annotated[
         CompileChoice,

@@ -162,7 +162,7 @@ def test_who_has_run_it_is_told_by_key() -> None:
         ("--mllog-submission division=all", "division=all must be .* division=closed|open"),
         ("--mllog-submission name=us", "--mllog-submission name=us must be some of"),
         ("--hidden-size 100 --num-attention-heads 3", "--hidden-size 100 is not divisible by --nu"),
-        ("--cuda-graph-scope some", "argument --cuda-graph-scope: invalid choice"),
+        ("--cuda-graph-scope some", "--cuda-graph-scope/--cuda-graph-impl: invalid choice"),
         ("--lr 0", "--lr must be greater than 0, got 0.0"),
         ("--lr nan", "--lr must be greater than 0, got nan"),
         ("--lr inf", "--lr must be"),
