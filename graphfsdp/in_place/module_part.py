@@ -244,11 +244,14 @@ class ModulePart:
             return self.module._call_impl(*args, **kwargs)
         self._on_capture()
         given = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        written = [*map(_written_on, given)]
         settling = _Settling(self.module, self._backend.device, kind.constants)
         with kind.constants.noting(is_first=is_first, given=given):
             output = self.module._call_impl(*args, **kwargs)
         told, kind.told = kind.told, PartResults.told_by(output)
         why = settling.why_not()
+        if written != [*map(_written_on, given)]:
+            why = "it gives an input a hook or an attribute"
         if not why and not is_first and told != kind.told:
             why = f"it returns {kind.told}, and returned {told} before"
         if why:
@@ -297,6 +300,13 @@ class ModulePart:
             for table in _HOOKS:
                 if getattr(module, table):
                     raise NotAPartError(f"{where} has a hook ({table.strip('_')})")
+        hooked = [
+            name
+            for name, param in self.module.named_parameters()
+            if param._backward_hooks or param._post_accumulate_grad_hooks
+        ]
+        if len(hooked) > 1:  # whose hooks run as gradients arrive, and those of a part do at once
+            raise NotAPartError(f"weights of it have hooks: {', '.join(hooked)}")
         for tensor in (*self.module.parameters(), *self.module.buffers()):
             is_plain = type(tensor) in (Tensor, nn.Parameter, nn.Buffer)
             if not is_plain or tensor.layout is not torch.strided:
@@ -439,6 +449,11 @@ class _Settling:
             if found.refusal.kind is not HazardKind.STATE:  # memory, which a recording looks at
                 return found.refusal.what
         return ""
+
+
+def _written_on(tensor: Tensor) -> tuple[int, bool, int]:
+    """Return what a call may write on a tensor, where the loop or a later call finds it."""
+    return len(tensor._backward_hooks or ()), tensor.retains_grad, len(vars(tensor))
 
 
 def room_on(device: torch.device) -> int | None:

@@ -58,6 +58,8 @@ class PartResults:
         for leaf in leaves:
             if type(leaf) is not Tensor and not isinstance(leaf, _PLAIN_RESULTS):
                 raise NotAPartError(f"it returns a {type(leaf).__name__}, which no graph makes")
+            if type(leaf) is Tensor and (vars(leaf) or leaf.retains_grad):
+                raise NotAPartError("it gives a result an attribute, or has it keep its gradient")
         self._is_tensor = isinstance(output, Tensor)
         self._places = [place for place, leaf in enumerate(leaves) if type(leaf) is Tensor]
         self._leaves = [None if type(leaf) is Tensor else leaf for leaf in leaves]

@@ -30,6 +30,8 @@ from graphfsdp.base.torch_internals import (
     COMPILED_CALL,
     caller_of_compiled_call,
     hide_compiled_calls,
+    num_dispatch_modes,
+    num_function_modes,
 )
 from graphfsdp.in_place.module_part import SLOW, ModulePart, PartState
 from graphfsdp.in_place.part_report import PartLine, PartsReport
@@ -178,7 +180,9 @@ class Parts:
         def call(caller: Any, *args: Any, **kwargs: Any) -> Any:
             if caller is not optimizer:  # a copy, which has this, too
                 return type(caller).step(caller, *args, **kwargs)
-            if grouped and not args and not kwargs and grouped.step():
+            # A mode, which looks at operators or changes them, is given those of torch's step.
+            is_looked_at = num_dispatch_modes() or num_function_modes()
+            if grouped and not (args or kwargs or is_looked_at) and grouped.step():
                 if tells:
                     vars(optimizer)["_opt_called"] = True
                 result = None

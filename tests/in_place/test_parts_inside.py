@@ -315,6 +315,77 @@ def test_what_comes_with_an_input_is_seen(way: str) -> None:
     check(loop, make)
 
 
+def hooks_its_input(module: Any, x: Tensor) -> Tensor:
+    x.register_hook(lambda grad: grad.clamp(-1e-3, 1e-3))
+    logits: Tensor = module.net(x) + x[:, :4]
+    return logits
+
+
+def keeps_the_gradient_of_its_input(module: Any, x: Tensor) -> Tensor:
+    x.retain_grad()
+    logits: Tensor = module.net(x)
+    return logits
+
+
+def marks_its_input(module: Any, x: Tensor) -> Tensor:
+    logits: Tensor = module.net(x)
+    x.factor = 2.0  # type: ignore[attr-defined]
+    return logits
+
+
+def keeps_the_gradient_of_its_result(module: Any, x: Tensor) -> Tensor:
+    logits: Tensor = module.net(x)
+    logits.retain_grad()
+    return logits
+
+
+def marks_its_result(module: Any, x: Tensor) -> Tensor:
+    logits: Tensor = module.net(x)
+    logits.factor = 2.0  # type: ignore[attr-defined]
+    return logits
+
+
+@pytest.mark.parametrize(
+    "what",
+    [
+        *(hooks_its_input, keeps_the_gradient_of_its_input, marks_its_input),
+        *(keeps_the_gradient_of_its_result, marks_its_result),
+    ],
+    ids=lambda what: what.__name__,
+)
+def test_what_a_call_writes_on_tensors_is_found_there(what: Any) -> None:
+    def loop(model: Any, optimizer: torch.optim.Optimizer) -> Iterator[Any]:
+        first = torch.ones(6, requires_grad=True)
+        for _, x, y in batches():
+            optimizer.zero_grad()
+            given = x * first
+            logits = model(given)
+            factor = getattr(given, "factor", 1.0) * getattr(logits, "factor", 1.0)
+            loss = cross_entropy(logits * factor, y)
+            loss.backward()
+            optimizer.step()
+            yield loss
+            yield first.grad
+            for kept in (given, logits):
+                yield kept.grad if kept.retains_grad else 0
+
+    parts = check(loop, lambda: Around(what))
+    assert states(parts)["model.net"] == "captured"
+
+
+def test_hooks_of_weights_run_in_the_order_of_the_backward_pass() -> None:
+    def loop(model: Any, optimizer: torch.optim.Optimizer) -> Iterator[Any]:
+        ran: list[str] = []
+        for index, x, y in batches(20):
+            if index == 8:
+                for name, param in model.named_parameters():
+                    param.register_post_accumulate_grad_hook(lambda _, name=name: ran.append(name))
+            yield iterates(model, optimizer, x, y)
+            yield list(map(hash, ran[-5:]))
+
+    check(loop)
+
+
 @pytest.mark.parametrize("way", ["a slice", "twice", "expanded"])
 def test_what_lies_anywhere_or_is_given_twice_may_be_an_input(way: str) -> None:
     class Language(nn.Module):
