@@ -74,6 +74,8 @@ def test_infinity_and_nan_of_one_rank_reach_every_rank() -> None:
         assert is_seen(float(global_norm([], {(world_group(),): rows}, rank_device())))
 
 
-def test_clipping_refuses_a_limit_that_is_not_positive() -> None:
+def test_clipping_refuses_a_limit_that_is_not_positive_and_a_list() -> None:
     with pytest.raises(graphfsdp.ConfigError, match="max_norm must be a positive number, got 0"):
         graphfsdp.clip_grad_norm_(nn.Linear(2, 2), 0.0)
+    with pytest.raises(graphfsdp.ConfigError, match=r"got list.*clip_grad_norm_\(model"):
+        graphfsdp.clip_grad_norm_([*nn.Linear(2, 2).parameters()], 1.0)  # type: ignore[arg-type]

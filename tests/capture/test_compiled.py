@@ -179,5 +179,5 @@ def test_a_model_is_compiled_no_longer_than_its_step_lives() -> None:
                 example_batch=torch.randn(12, 4, device="cuda"),
             )
     assert vars(model) == before
-    with pytest.raises(graphfsdp.ConfigError, match="compile=True"):
+    with pytest.raises(graphfsdp.ConfigError, match=r"on a CPU alone\. Remedy: compile=True"):
         graphfsdp.capture(model, optimizer, loss_fn=loss_fn, compile="auto")

@@ -160,36 +160,6 @@ def test_changes_of_every_optimizer_are_noticed(device: torch.device) -> None:
             step(torch.randn(8, 6).to(device))
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"iteration": 3}, "iteration must be a function"),
-        ({"iteration": gan, "microbatches": 2}, "microbatches.*split the batch"),
-        ({"iteration": gan, "max_grad_norm": 1.0}, "clip_grad_norm_ in iteration"),
-        ({"iteration": gan, "scope": "forward_backward"}, "steps the optimizers itself"),
-        ({}, "model is a sequence.*iteration=fn"),
-    ],
-)
-def test_what_does_not_go_with_an_iteration_is_refused(
-    options: dict[str, Any], message: str
-) -> None:
-    models = make_two(torch.device("cpu"))
-    with pytest.raises(graphfsdp.ConfigError, match=message):
-        graphfsdp.capture(models, fused_adams(models), **options)
-
-
-def test_other_items_of_the_sequences_are_refused() -> None:
-    model = generator_net()
-    optimizer = FusedAdam(model.parameters())
-    with pytest.raises(graphfsdp.ConfigError, match="model must be"):
-        graphfsdp.capture([model, 3], [optimizer], iteration=gan)  # type: ignore[list-item]
-    with pytest.raises(graphfsdp.ConfigError, match="optimizer is an empty sequence"):
-        graphfsdp.capture([model], [], iteration=gan)
-    other = FusedAdam(critic_net().parameters(), use_decoupled_grad=True)
-    with pytest.raises(graphfsdp.ConfigError, match="use_decoupled_grad"):
-        graphfsdp.capture([model], [optimizer, other], iteration=gan)
-
-
 def test_an_optimizer_that_no_replay_steps_is_named_in_the_log(
     caplog: pytest.LogCaptureFixture,
 ) -> None:

@@ -10,10 +10,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import pipelining
 from torch.distributed.device_mesh import init_device_mesh
+from torch.nn.utils import get_total_norm
 
 import graphfsdp
 from graphfsdp import ConfigError, Phase
-from graphfsdp.base.norms import global_norm
 from graphfsdp.optim import FusedAdam
 from helpers import set_lr
 from pipeline_models import (
@@ -123,9 +123,9 @@ class NormByRanks:
         self._places = [[names.index(name) for name in each] for each in names_by_rank]
 
     def __call__(self, whole: list[Tensor], sharded: Any, device: torch.device) -> Tensor:
-        alone = global_norm(whole, sharded, device)
+        alone = get_total_norm(whole, foreach=True)
         parts = [[whole[place] for place in places] for places in self._places]
-        squares = [global_norm(part, {}, device).double().square() for part in parts]
+        squares = [get_total_norm(part, foreach=True).double().square() for part in parts]
         norm = torch.stack(squares).sum().sqrt().float()
         num_terms = sum(each.numel() for each in whole) + len(whole) + 5
         bound = num_terms * torch.finfo(torch.float32).eps / 2

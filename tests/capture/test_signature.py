@@ -2,6 +2,7 @@
 
 from collections import OrderedDict, UserDict, deque, namedtuple
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +16,6 @@ from torch.utils import _pytree as pytree
 
 import graphfsdp
 from graphfsdp import BatchMismatchError, ConfigError
-from graphfsdp._capture.inputs import BatchForm
 from graphfsdp.optim import FusedAdam
 
 CPU = torch.device("cpu")
@@ -310,15 +310,19 @@ BATCHES = st.tuples(st.lists(NESTED, max_size=3).map(tuple), st.dictionaries(st.
 
 
 @given(BATCHES, BATCHES)
-def test_leaves_are_those_of_pytree_for_each_batch_of_one_form(first: Any, second: Any) -> None:
-    leaves, spec = pytree.tree_flatten(first)
-    form = BatchForm.of(first, leaves)
-    if form is None:
-        return  # pytree is asked
-    assert form.leaves(first) == leaves
-    other, other_spec = pytree.tree_flatten(second)
-    found = form.leaves(second)
-    if found is not None and other_spec == spec:
-        assert found == other
-    if other_spec == spec and found is None:
-        pytest.fail("the same nesting was not recognised")
+def test_a_batch_fits_if_pytree_finds_equal_leaves_in_an_equal_nesting(
+    first: Any, second: Any
+) -> None:
+    """Whether it is walked quickly, as most are, or by pytree."""
+    step, _ = linear_step()
+    x, leaves = torch.randn(8, 4), pytree.tree_leaves(first)
+    spec = pytree.tree_structure(first)
+    step(x, first)
+    step(x, pytree.tree_unflatten(leaves, spec))
+    others = pytree.tree_leaves(second)
+    fits = pytree.tree_structure(second) == spec and all(
+        one is other or (type(one) is type(other) and one == other)
+        for one, other in zip(leaves, others, strict=True)
+    )
+    with nullcontext() if fits else pytest.raises(BatchMismatchError):
+        step(x, second)

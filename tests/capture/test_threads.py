@@ -9,7 +9,6 @@ from torch import Tensor, nn
 
 import graphfsdp
 from graphfsdp import Phase, PhaseError
-from graphfsdp.base import streams
 from graphfsdp.optim import FusedAdam
 
 NUM_CALLS = 9  # of which the fifth captures again in the threads
@@ -58,8 +57,17 @@ def test_two_threads_that_capture_on_one_device_train_as_each_alone(device: torc
 
 
 def test_a_turn_that_does_not_come_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(streams, "_TURN_LIMIT_S", 0.05)
-    with ThreadPoolExecutor(1) as other, streams.in_turn():
-        with pytest.raises(PhaseError, match=r"another thread .* Remedy"):
-            other.submit(train, torch.device("cpu"), 1, "full_iteration").result()
-        assert train(torch.device("cpu"), 1, "full_iteration")  # this thread has the turn
+    monkeypatch.setattr("graphfsdp.base.streams._TURN_LIMIT_S", 0.05)
+    model = nn.Linear(8, 1)
+
+    def loss_fn(model: nn.Module, x: Tensor) -> Tensor:
+        other.submit(train, torch.device("cpu"), 1, "full_iteration").result()
+        loss: Tensor = model(x).mean()
+        return loss
+
+    step = graphfsdp.capture(model, FusedAdam(model.parameters()), loss_fn=loss_fn)
+    with (
+        ThreadPoolExecutor(1) as other,
+        pytest.raises(PhaseError, match=r"another thread .* Remedy"),
+    ):
+        step(torch.ones(4, 8))

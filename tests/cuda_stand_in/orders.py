@@ -2,13 +2,13 @@
 
 import contextlib
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from cuda_stand_in import library
 from graphfsdp import CapturedStep
-from graphfsdp._capture.cuda.graph import CudaGraph
 from helpers import same_bits
 
 NUM_ORDERS = 50
@@ -29,8 +29,7 @@ def assert_any_order(step: CapturedStep, seed: int = 1, num_orders: int = NUM_OR
     With the launch in the order of the capture, which other tests compare with eager iterations.
     On several ranks, which all call it, each has its own orders.
     """
-    graph = step._runner.graph_to("launch")
-    assert isinstance(graph, CudaGraph)
+    graph: Any = step._runner.graph_to("launch")
     memory = [
         torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
         for storage in {
@@ -44,7 +43,7 @@ def assert_any_order(step: CapturedStep, seed: int = 1, num_orders: int = NUM_OR
     def launched() -> list[Tensor]:
         torch._foreach_copy_(memory, before)
         torch.cuda.set_rng_state(generator)
-        results = graph.replay()
+        results: list[Tensor] = graph.replay()
         torch.cuda.synchronize()
         return results
 

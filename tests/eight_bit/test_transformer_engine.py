@@ -10,9 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-
-from graphfsdp.optim.adapters.precision import is_quantised
 
 _SPEC = importlib.util.find_spec("transformer_engine")
 pytestmark = pytest.mark.skipif(_SPEC is None, reason="transformer-engine is not installed")
@@ -62,11 +59,7 @@ def test_its_optimizer_refuses_quantised_parameters_as_ours_does() -> None:
         for node in found[each].body
         if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)
     }
-    assert "_quantizer" in names
-    param = torch.zeros(2)
-    assert not is_quantised(param)
-    param._quantizer = None  # type: ignore[attr-defined]
-    assert is_quantised(param)
+    assert "_quantizer" in names  # by which optim/test_refused_precisions.py tells them
 
 
 @pytest.mark.parametrize(

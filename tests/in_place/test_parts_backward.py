@@ -12,8 +12,7 @@ from torch.nn.functional import cross_entropy
 from torch.utils.checkpoint import checkpoint
 
 import graphfsdp
-from graphfsdp.in_place.parts import Parts
-from parts_helpers import Net, batches, check, make_adam, make_net, replays, states, trains
+from parts_helpers import Net, Parts, batches, check, make_adam, make_net, replays, states, trains
 from zoo import ZOO
 
 FACTOR = 1.0

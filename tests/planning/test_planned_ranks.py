@@ -14,7 +14,6 @@ import graphfsdp
 from graphfsdp.optim import FusedAdam
 from graphfsdp.planning.activations import Lives
 from graphfsdp.planning.plan import TrainingPlan, plan_training
-from graphfsdp.sharding.buffer import ShardBuffer
 from graphfsdp.training.build import shard_model
 from graphfsdp.training.config import TrainConfig
 from graphfsdp.training.gpt import GPT
@@ -97,19 +96,20 @@ def what_is_there(model: nn.Module, microbatches: int, expected: int) -> dict[st
     vectors = [param for param in model.parameters() if param.dim() < 2]
     optimizer = FusedAdam([{"params": matrices}, {"params": vectors}])
     options: dict[str, Any] = {"microbatches": microbatches, "max_grad_norm": 1.0}
-    lives, new_whole = Patient(expected), ShardBuffer.new_whole
+    held = sharded_buffers(model)
+    lives, kind_of_buffer = Patient(expected), type(held[0])
+    new_whole = kind_of_buffer.new_whole
 
-    def counted(buffer: ShardBuffer, dtype: torch.dtype) -> Tensor:
+    def counted(buffer: Any, dtype: torch.dtype) -> Tensor:
         whole = new_whole(buffer, dtype)
         lives.add(whole.untyped_storage())
         return whole
 
-    held = sharded_buffers(model)
     with (
         pytest.MonkeyPatch.context() as patch,
         graphfsdp.capture(model, optimizer, warmup_steps=NUM_WARMUPS, **options) as step,
     ):
-        patch.setattr(ShardBuffer, "new_whole", counted)
+        patch.setattr(kind_of_buffer, "new_whole", counted)
         for buffer in held:
             if buffer.gradients is not None:
                 patch.setattr(buffer.gradients, "_new_whole", buffer.new_whole)

@@ -13,7 +13,6 @@ import pytest
 import torch
 from test_examples import run_example
 from torch import Tensor, nn
-from torch.nn.parallel import DataParallel
 from torch.utils.data import DataLoader, TensorDataset
 
 import graphfsdp
@@ -205,43 +204,6 @@ def test_the_examples_learn_by_replay(package: str, name: str) -> None:
     assert all(line.endswith("(replay)") for line in lines)
     losses = [float(line.split()[3]) for line in lines]
     assert losses[-1] < losses[0] / 2
-
-
-class _Wrapper(torch.optim.Optimizer):
-    """As Accelerate's: no optimizer of its own."""
-
-    def __init__(self, optimizer: torch.optim.Optimizer, scaler: object) -> None:
-        self.optimizer = optimizer
-        self.scaler = scaler
-
-
-_Wrapper.__module__ = "accelerate.optimizer"
-
-
-def test_an_optimizer_is_taken_out_of_its_wrapper() -> None:
-    model = nn.Linear(2, 1)
-    inner = FusedAdam(model.parameters())
-    with graphfsdp.capture(model, _Wrapper(inner, None), loss_fn=lambda m, x: m(x).sum()) as step:
-        for _ in range(5):
-            step(torch.ones(3, 2))
-        assert step.phase is graphfsdp.Phase.REPLAY
-    assert inner.state
-
-
-def test_a_wrapper_that_scales_on_the_host_is_refused() -> None:
-    model = nn.Linear(2, 1)
-    wrapper = _Wrapper(FusedAdam(model.parameters()), object())
-    with pytest.raises(
-        graphfsdp.ConfigError, match=r"accelerate's _Wrapper.*mixed_precision='bf16'"
-    ):
-        graphfsdp.capture(model, wrapper)
-
-
-def test_torch_s_own_data_parallelism_is_refused() -> None:
-    model = nn.Sequential(nn.Linear(2, 2), DataParallel(nn.Linear(2, 1)))
-    optimizer = FusedAdam(model.parameters())
-    with pytest.raises(graphfsdp.ConfigError, match=r"'1' is wrapped in DataParallel.*no_shard"):
-        graphfsdp.capture(model, optimizer)
 
 
 @pytest.mark.filterwarnings("ignore")  # the libraries' own

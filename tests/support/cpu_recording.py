@@ -9,8 +9,13 @@ import torch
 from torch import Tensor, nn
 
 from graphfsdp._capture.cpu.graph import CpuGraph, CpuGraphBackend
-from graphfsdp._capture.cpu.program import ProgramBuilder, ProgramSource
-from graphfsdp._capture.trace.values import Node
+from graphfsdp._capture.cpu.graph import find_commit_point as find_commit_point
+from graphfsdp._capture.cpu.program import ProgramBuilder
+from graphfsdp._capture.cpu.program import ProgramSource as ProgramSource
+from graphfsdp._capture.trace.values import Node as Node
+from graphfsdp._capture.trace.values import StorageInfo as StorageInfo
+from graphfsdp._capture.trace.values import Value as Value
+from graphfsdp._capture.trace.values import geometry_of as geometry_of
 
 CPU = torch.device("cpu")
 _POISON = 0xFF  # as bytes of a floating-point number a NaN, of an integer -1

@@ -9,9 +9,8 @@ from typing import Any
 import numpy
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass_type
 
-from graphfsdp.base.op_tensors import is_wrapper_subclass
 from graphfsdp.optim import FusedAdam
 from helpers import assert_same_state, local_part, snapshot
 
@@ -47,7 +46,7 @@ class FaultMode(TorchDispatchMode):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        if any(is_wrapper_subclass(kind) for kind in types):
+        if any(is_traceable_wrapper_subclass_type(kind) for kind in types):
             return NotImplemented  # its inner operators come back here
         fires = self.num_ops == self._index and self.fired is None
         self.num_ops += 1

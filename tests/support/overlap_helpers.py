@@ -8,10 +8,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from graphfsdp._capture.ranks.ranks import await_gloo_threads as await_gloo_threads
 from ranks import rank_device
 from recomputing_models import again
 from sharding_helpers import Block, shard, units
+from sharding_helpers import await_gloo_threads as await_gloo_threads
 
 WIDTH = 16  # of which two and three ranks lay a block out in one buffer
 NUM_BLOCKS = 4

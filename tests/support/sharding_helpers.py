@@ -16,13 +16,13 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import graphfsdp
-from graphfsdp.base.dtensors import local_part
+from graphfsdp._capture.ranks.ranks import await_gloo_threads as await_gloo_threads
 from graphfsdp.base.torch_internals import ASKS_SUBCLASSES as ASKS_SUBCLASSES
 from graphfsdp.optim import FusedAdam
 from graphfsdp.sharding.buffer import ShardBuffer
 from graphfsdp.sharding.module import unit_of as unit_of
 from graphfsdp.sharding.unit import Unit
-from helpers import NUM_STEPS, set_lr, without_compiling
+from helpers import NUM_STEPS, local_part, set_lr, without_compiling
 from ranks import rank_device, world_group
 
 STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")

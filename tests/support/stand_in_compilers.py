@@ -8,9 +8,14 @@ from unittest import mock
 
 from torch import Tensor, nn
 
-from graphfsdp._capture.compiled import inductor, worker
-from graphfsdp._capture.compiled.bounds import allowances, is_weight
-from graphfsdp._capture.compiled.stretch_graph import StretchGraph
+from graphfsdp._capture.compiled import inductor as inductor
+from graphfsdp._capture.compiled import worker as worker
+from graphfsdp._capture.compiled.bounds import BOUNDS as BOUNDS
+from graphfsdp._capture.compiled.bounds import allowances as allowances
+from graphfsdp._capture.compiled.bounds import is_weight
+from graphfsdp._capture.compiled.inductor import RefusedError as RefusedError
+from graphfsdp._capture.compiled.stretch_graph import StretchGraph as StretchGraph
+from graphfsdp._capture.cpu import compiling as compiling
 from graphfsdp._capture.verify import first_difference
 from helpers import Trace, same_bits
 
@@ -22,7 +27,7 @@ def as_it_is(graph: StretchGraph) -> Compiled:
     """Return what runs the operators of the graph that Inductor gets, whose bits are eager's."""
     read = worker.Graph(graph.text.splitlines())
     if read.refused:
-        raise inductor.RefusedError(read.refused)
+        raise RefusedError(read.refused)
     return lambda inputs: list(read.module(*inputs))
 
 

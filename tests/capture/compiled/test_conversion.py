@@ -13,20 +13,20 @@ import torch
 from torch import Tensor, nn
 
 import graphfsdp
-from graphfsdp._capture.compiled import worker
-from graphfsdp._capture.compiled.bounds import BOUNDS, allowances
-from graphfsdp._capture.compiled.inductor import RefusedError
-from graphfsdp._capture.compiled.stretch_graph import StretchGraph
-from graphfsdp._capture.cpu import compiling
-from graphfsdp.base.op_tensors import is_empty
 from graphfsdp.optim import FusedAdam
 from helpers import Batch, Case, assert_same_state, check_against_eager, run, snapshot
 from stand_in_compilers import (
+    BOUNDS,
     Compiled,
     Compiler,
+    RefusedError,
+    StretchGraph,
+    allowances,
     as_it_is,
     assert_within_a_third_of_the_bound,
+    compiling,
     compiling_by,
+    worker,
 )
 from zoo import ZOO
 from zoo_models import WIDTH, Squared
@@ -162,7 +162,7 @@ def test_memory_that_nobody_has_written_is_no_reason_to_drop_a_piece() -> None:
         class Fills(torch.fx.Interpreter):
             def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
                 result = super().call_function(target, args, kwargs)
-                return result.fill_(next(num_runs)) if is_empty(target) else result
+                return result.fill_(next(num_runs)) if "empty" in str(target) else result
 
         return lambda inputs: list(Fills(nn.Module(), graph=graph._graph).run(*inputs))
 

@@ -16,9 +16,8 @@ import torch
 from torch import Tensor
 from torch._inductor.exc import CppCompileError
 
-from graphfsdp._capture.compiled import inductor
-from graphfsdp._capture.compiled import worker as worker_module
-from graphfsdp._capture.compiled.inductor import Compiler, RefusedError
+from stand_in_compilers import RefusedError, inductor
+from stand_in_compilers import worker as worker_module
 
 needs_compiler = pytest.mark.skipif(
     shutil.which("g++") is None and shutil.which("clang++") is None,
@@ -119,12 +118,12 @@ def check(function: Callable[[list[Tensor]], list[Tensor]]) -> None:
 def test_what_is_damaged_is_made_anew(
     cache: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    with Compiler() as compiler:  # one process makes all of them
+    with inductor.Compiler() as compiler:  # one process makes all of them
         check(compiler.compile(graph()))
         [library], [made] = cache.glob("*.so"), cache.glob("*.pt")
         whole = library.read_bytes()
         for path, contents in ((library, whole[:-100]), (made, b"")):
-            with monkeypatch.context() as patch, Compiler() as other:
+            with monkeypatch.context() as patch, inductor.Compiler() as other:
                 patch.setattr(inductor, "_begin", begins_no_process)
                 check(other.compile(graph()))
             path.unlink()  # what is loaded stays as it was
@@ -133,7 +132,7 @@ def test_what_is_damaged_is_made_anew(
             assert library.read_bytes() == whole
     # Inductor's constants come last.
     torch.save({**torch.load(made), "constants": [torch.ones(4, 5)]}, made)
-    with Compiler() as compiler:
+    with inductor.Compiler() as compiler:
         result, _ = compiler.compile(graph())([torch.zeros(4, 5)])
     assert torch.equal(result, torch.full((4, 5), 2.0))
     assert capfd.readouterr().out == ""
@@ -149,7 +148,7 @@ def test_what_is_refused_is_so_without_a_process_the_next_time(
     text = "\n".join([*first, add.replace("(5, 1)", "(1, 4)"), output])
     found = []
     for _ in range(2):
-        with Compiler() as compiler, pytest.raises(RefusedError) as caught:
+        with inductor.Compiler() as compiler, pytest.raises(RefusedError) as caught:
             compiler.compile(graph(text))
         monkeypatch.setattr(inductor, "_begin", begins_no_process)
         found.append(caught.value.why)
@@ -165,7 +164,7 @@ def test_what_inductor_raises_and_how_its_process_ends_is_told(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(torch, "get_deterministic_debug_mode", lambda: 1)
-    with Compiler() as compiler:
+    with inductor.Compiler() as compiler:
         with pytest.raises(RuntimeError, match="SyntaxError"):
             compiler.compile(graph(f"{TEXT}\n("))
         with pytest.raises(RuntimeError, match="ZeroDivisionError"):

@@ -15,7 +15,6 @@ import graphfsdp
 from cuda_stand_in import library
 from cuda_stand_in.orders import chosen
 from cuda_twin import CODES, CONTROLS, REFUSED, UNSEEN, answer
-from graphfsdp._capture.cuda.errors import explain
 from graphfsdp.optim import FusedAdam
 from helpers import no_host_sync
 from ranks import PRELOADED
@@ -66,7 +65,7 @@ def test_the_driver_refuses_what_the_rules_refuse(name: str, twins: Results) -> 
     assert "crash" not in result, result["crash"]
     assert result["errors"], "CUDA captured it"
     text = " ".join(result["errors"])
-    assert explain(RuntimeError(text)) is not None or "captur" in text, text
+    assert "captur" in text.lower(), text
 
 
 @pytest.mark.time_limit(300)

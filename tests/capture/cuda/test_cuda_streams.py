@@ -1,9 +1,9 @@
 """Streams and events of the product."""
 
-import queue
 import sys
 import threading
 from collections.abc import Callable
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -11,7 +11,6 @@ from torch import Tensor, nn
 
 import graphfsdp
 from graphfsdp import CaptureError, Phase
-from graphfsdp._capture.rules.watcher import DispatchMode, Watcher
 from graphfsdp.bench.clock import time_window
 from graphfsdp.optim import FusedAdam
 from unjoined_stream import leaves_a_stream_unjoined
@@ -90,42 +89,36 @@ def test_windows_are_timed_by_events(monkeypatch: pytest.MonkeyPatch) -> None:
     assert waits == ["device", "event"]
 
 
-def test_the_thread_that_autograd_computes_gradients_on_is_watched_and_let_go() -> None:
+@pytest.mark.parametrize("waits", [False, True])
+def test_the_thread_that_autograd_computes_gradients_on_is_watched_and_let_go(waits: bool) -> None:
     """Autograd takes the modes along to its thread of a GPU, and the profile hook not."""
-    watcher = Watcher(nn.Linear(1, 1), CUDA, defers_refusals=True)
-    orders: queue.Queue[Callable[[], object] | None] = queue.Queue()
-    answers: queue.Queue[object] = queue.Queue()
     before = torch.cuda.Event()
     before.record()
+    found: list[tuple[int, object]] = []
 
-    def obey() -> None:
-        while (order := orders.get()) is not None:
-            answers.put(order())
+    def doubles(grad: Tensor) -> Tensor:
+        grad = grad * 2
+        if waits:
+            before.wait()  # of before the iteration
+        return grad
 
-    def ask(order: Callable[[], object]) -> object:
-        orders.put(order)
-        return answers.get()
+    def loss_fn(model: nn.Module, x: Tensor) -> Tensor:
+        loss: Tensor = model(x)
+        loss.register_hook(doubles)
+        return loss
 
-    def on_the_thread() -> None:
-        with DispatchMode(watcher):
-            torch.ones(2, device=CUDA).mul_(2)
-        before.wait()  # of before the iteration
-
-    def watch() -> None:
-        with watcher.watching():
-            watcher.follow_streams()
-            ask(on_the_thread)
-
-    worker = threading.Thread(target=obey)
-    worker.start()
-    try:
-        with pytest.raises(CaptureError, match="event that was recorded before it"):
-            watch()
-        ask(lambda: None)
-        assert ask(sys.getprofile) is None
-    finally:
-        orders.put(None)
-        worker.join()
+    step = make_step(loss_fn)
+    for _ in range(3):
+        step(batch())
+    words = "event that was recorded before it"
+    with pytest.raises(CaptureError, match=words) if waits else nullcontext():
+        step(batch())
+    product = batch().requires_grad_() * 2
+    product.register_hook(lambda grad: found.append((threading.get_ident(), sys.getprofile())))
+    product.sum().backward()
+    ((thread, profile),) = found
+    assert thread != threading.get_ident()
+    assert profile is None
 
 
 def test_nobody_else_is_given_the_stream_that_captures() -> None:

@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 import graphfsdp
 from faults_at_operators import Fault, FaultMode, World
+from forked_programs import run_source
 from graphfsdp import Phase
 from rank_steps import batch, build
 from ranks import RankPool, fork_server
@@ -222,3 +223,35 @@ def test_a_rank_that_ends_is_named_at_once(tmp_path: pathlib.Path) -> None:
             assert heard.text.startswith("rank 1 of 3 ended, or did not answer")
             assert heard.phase == "broken"
             assert "rank 1 of 3 ended" in heard.again
+
+
+DESTROYED = """
+import sys, torch, graphfsdp
+import torch.distributed as dist
+from torch import nn
+from graphfsdp.optim import FusedAdam
+
+dist.init_process_group("gloo", init_method=sys.argv[1], rank=0, world_size=1)
+model = nn.Linear(4, 1)
+graphfsdp.fully_shard(model)
+step = graphfsdp.capture(
+    model, FusedAdam(model.parameters()), loss_fn=lambda model, x: model(x).sum(), warmup_steps=1
+)
+step(torch.ones(2, 4))
+if sys.argv[2] == "replays":
+    step(torch.ones(2, 4))
+dist.destroy_process_group()
+try:
+    step(torch.ones(2, 4))
+except graphfsdp.PhaseError as error:
+    print(error)
+step.close()
+"""
+
+
+@pytest.mark.parametrize("phase", ["captures", "replays"])
+def test_a_call_after_the_process_group_is_refused(phase: str, tmp_path: pathlib.Path) -> None:
+    ended = run_source(DESTROYED, f"file://{tmp_path}/store", phase)
+    assert ended.returncode == 0, ended.stderr
+    assert "after destroy_process_group" in ended.stdout
+    assert "Remedy: step.close() first" in ended.stdout

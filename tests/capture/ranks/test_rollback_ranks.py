@@ -11,13 +11,10 @@ from torch import Tensor, nn
 import graphfsdp
 from faults_at_operators import FAULTS, Fault, FaultMode, World
 from graphfsdp import Phase
-from graphfsdp._capture.ranks.whereabouts import Whereabouts
-from graphfsdp.base.collectives import Interruptible
-from graphfsdp.base.rank_agreement import RankStore
 from helpers import assert_same_state, quick_garbage_collection, snapshot
 from hidden_count import Unseen
 from rank_steps import WIDTH, batch, build
-from ranks import RankPool, on_ranks
+from ranks import RankPool
 from sharding_helpers import hybrid_mesh
 from time_limits import slowdown
 
@@ -148,25 +145,6 @@ def fails_while_the_other_is_busy(slow: float) -> None:
 
 def test_a_rank_that_fails_waits_for_one_that_is_busy(ranks2: RankPool) -> None:
     ranks2.run(fails_while_the_other_is_busy, slowdown())
-
-
-@on_ranks("ranks2")
-def test_an_old_question_is_answered_by_nobody() -> None:
-    """The listening thread may look late, when the calls after the one asked about failed too."""
-    group = dist.group.WORLD
-    assert group is not None
-    store = RankStore([group], "late looks")
-    whereabouts = Whereabouts(store)
-    asked = ""
-    for _ in range(2):
-        whereabouts.enter("iteration", Interruptible(lambda: None))
-        assert whereabouts.come_out(silent_s=30.0)
-        whereabouts.leave()
-        asked = asked or store.get("asked") or ""
-    dist.barrier()
-    store.put("asked", asked)
-    whereabouts.answer()
-    assert not store.has(["lost"])
 
 
 def fails_on_both_ranks(strategy: str) -> int:

@@ -4,8 +4,7 @@ import pytest
 import torch
 
 from allowed_programs import ALLOWED, ALLOWED_ON_A_CPU, CONSTANT_READS
-from catalogue import PROGRAMS
-from catalogue_models import MODELS
+from catalogue import MODELS, PROGRAMS
 from helpers import check_against_eager
 from mid_forward import check_captured
 

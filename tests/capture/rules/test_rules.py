@@ -1,6 +1,7 @@
 """What a capture refuses: op, module path and source line; and that nothing is left of it."""
 
 import math
+import re
 import sys
 import types
 from typing import Any
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import graphfsdp
+from counting_net import mean_square
 from graphfsdp.optim import FusedAdam
 from mid_forward import (
     Inner,
@@ -62,6 +64,24 @@ def test_a_read_in_the_optimizer_is_refused_after_parameters_were_written(
     optim = Careless(model.parameters(), lr=0.1, momentum=0.9)
     step = graphfsdp.capture(model, optim, loss_fn=lambda model, x: model(x).mean())
     assert_refused_in(refusal_of(step, model, optim, device), Careless.step)
+
+
+@pytest.mark.parametrize("is_own", [False, True], ids=["default", "own iteration"])
+def test_a_read_in_an_optimizer_of_torch_comes_with_the_remedies_for_optimizers(
+    is_own: bool,
+) -> None:
+    def iterate(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor) -> Tensor:
+        loss = mean_square(model, x)
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    model = nn.Linear(4, 1)
+    optimizer = torch.optim.Adafactor(model.parameters())
+    iteration = iterate if is_own else None
+    step = graphfsdp.capture(model, optimizer, loss_fn=mean_square, iteration=iteration)
+    error = refusal_of(step, model, optimizer, CPU)
+    assert re.match(r"Adafactor\.step: .*'forward_backward'", str(error))
 
 
 def test_a_read_in_a_module_of_torch_is_refused_at_its_callers_line(device: torch.device) -> None:

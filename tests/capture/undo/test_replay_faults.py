@@ -1,16 +1,180 @@
 """A fault at every operator of a warm-up, a capture, a replay: how far it is undone, and then."""
 
 import itertools
+import random
+from collections.abc import Callable
+from typing import Any
 
+import numpy
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import graphfsdp
-from fault_training import CASES, Training, expected, fail_everywhere, without_kept
-from faults_at_operators import FAULTS, Fault, FaultMode
+from faults_at_operators import FAULTS, Fault, FaultMode, World
 from graphfsdp import CapturedStep, Phase
-from helpers import assert_same_state, snapshot
+from graphfsdp.optim import FusedAdam
+from helpers import assert_same_state, make_optimizer, quick_garbage_collection, set_lr, snapshot
+
+NUM_CALLS = 7
+WIDTH = 5
+# What may fail, before or after the operator has written; taken in turn over the operators.
+WAYS = tuple(itertools.product(Fault, (False, True)))
+
+
+class Net(nn.Module):
+    """Running statistics, dropout, a generator of its own, a Python count, a kept activation."""
+
+    def __init__(self, *, counts: bool = True) -> None:
+        super().__init__()
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.norm = nn.BatchNorm1d(WIDTH)
+        self.drop = nn.Dropout(0.3)
+        self.last = nn.Linear(WIDTH, 1)
+        self.generator = torch.Generator().manual_seed(5)
+        self.counts = counts
+        self.num_calls = 0
+        self.draws = True
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.counts:
+            self.num_calls += 1
+        if self.draws:  # which a recording refuses
+            random.random(), numpy.random.rand()
+        noise = torch.rand(x.shape, generator=self.generator)
+        hidden: Tensor = self.drop(torch.tanh(self.norm(self.first(x + noise))))
+        self.kept = hidden.detach()
+        loss: Tensor = self.last(hidden).square().mean()
+        return loss
+
+
+class Skipping(nn.Module):
+    """A second layer, and a parameter that gets no gradient."""
+
+    average: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2))
+        self.unused = nn.Parameter(torch.ones(3))
+        self.register_buffer("average", torch.zeros(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = torch.relu(layer(x))
+            self.average.lerp_(x.detach().mean(0), 0.1)
+        return x.sum()
+
+
+class Tiny(nn.Module):
+    """Little enough that every operator of its recording can fail."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, 1, bias=False)
+        self.norm = nn.BatchNorm1d(1, affine=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        loss: Tensor = nn.functional.dropout(self.norm(self.layer(x))).square().sum()
+        return loss
+
+
+def plain_fused(params: Any) -> torch.optim.Optimizer:
+    return FusedAdam(params, lr=1e-2)
+
+
+def fused(params: Any) -> torch.optim.Optimizer:
+    return FusedAdam(params, lr=1e-2, weight_decay=0.1, skip_nonfinite=True, max_grad_norm=0.5)
+
+
+def torch_adamw(params: Any) -> torch.optim.Optimizer:
+    return make_optimizer("adamw", params, torch.device("cpu"))
+
+
+CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[Any], Any], dict[str, Any]]] = {
+    "tiny": (Tiny, plain_fused, {}),
+    "fused": (Net, fused, {}),
+    "adamw_clip": (lambda: Net(counts=False), torch_adamw, {"max_grad_norm": 0.1}),
+    "microbatches": (Skipping, fused, {"microbatches": 2}),
+    "eager_optimizer": (Skipping, torch_adamw, {"scope": "forward_backward"}),
+}
+
+
+class Training:
+    """A model in training, and how it would go without faults."""
+
+    def __init__(self, name: str, **options: Any) -> None:
+        quick_garbage_collection()
+        make_model, make_optim, case_options = CASES[name]
+        torch.manual_seed(0)
+        random.seed(0)
+        numpy.random.seed(0)
+        self.model = make_model()
+        self.optim = make_optim(self.model.parameters())
+        self.options = {"warmup_steps": 2, **case_options, **options}
+        self.step: CapturedStep = graphfsdp.capture(self.model, self.optim, **self.options)
+        # A gradient from before, which the first call takes off.
+        for param in self.model.parameters():
+            param.grad = torch.full_like(param, 7.0)
+
+    def batch(self, index: int) -> Tensor:
+        generator = torch.Generator().manual_seed(index)
+        set_lr(self.optim, 0.02 / (1 + index))
+        vars(self.model)["draws"] = index < 2
+        return torch.randn(4, WIDTH, generator=generator)
+
+    def world(self) -> World:
+        generator = getattr(self.model, "generator", None)
+        return World(self.model, self.optim, [] if generator is None else [generator])
+
+
+def expected(name: str) -> list[tuple[Tensor, dict[str, Tensor]]]:
+    """Losses and states of a run without faults or graphs."""
+    training = Training(name, scope="none")
+    found = []
+    for index in range(NUM_CALLS):
+        loss = training.step(training.batch(index))
+        found.append((loss, without_kept(snapshot(training.model, training.optim))))
+    return found
+
+
+def without_kept(state: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: value for name, value in state.items() if name != "attribute .kept"}
+
+
+def fail_everywhere(
+    training: Training,
+    index: int,
+    stride: int = 1,
+    ways: tuple[tuple[Fault, bool], ...] = WAYS,
+    *,
+    gradients: bool = True,
+) -> tuple[Tensor, int]:
+    """Call the step, every time with a fault at the next operator, until none is left.
+
+    Until then the state must not change, with ``gradients`` these neither. Returns what the call
+    without a fault has returned, and the number of faults.
+    """
+    batch = training.batch(index)
+    world, phase = training.world(), training.step.phase
+    for count in itertools.count():
+        position = index % stride + count * stride
+        fault, after = ways[(count + index) % len(ways)]
+        quick_garbage_collection()
+        mode = FaultMode(position, fault, after=after)
+        calls = training.step.report().num_calls
+        try:
+            with mode:
+                loss = training.step(batch)
+        except FAULTS:
+            when = f"call {index}, {fault.value} {'after' if after else 'in'} {mode.fired}"
+            world.assert_unchanged(f"{when} at {position}", without_gradients=not gradients)
+            assert training.step.phase is phase, when
+            assert training.step.report().num_calls == calls, when
+        else:
+            assert mode.fired is None, f"{mode.fired} failed and nobody heard of it"
+            return loss, count
+    raise AssertionError
 
 
 def fail_replay_everywhere(training: Training, index: int) -> int:

@@ -1,4 +1,4 @@
-"""The end of a program, also on several ranks: no thread of gloo may need Python afterwards."""
+"""Threads beside a rank's own: the one that listens, and those of gloo at the end of a program."""
 
 import textwrap
 from pathlib import Path
@@ -9,7 +9,10 @@ import torch.distributed as dist
 
 from forked_programs import run_to_their_ends
 from graphfsdp._capture.ranks import ranks
-from ranks import RankPool
+from graphfsdp._capture.ranks.whereabouts import Whereabouts
+from graphfsdp.base.collectives import Interruptible
+from graphfsdp.base.rank_agreement import RankStore
+from ranks import RankPool, on_ranks, world_group
 
 
 @pytest.mark.parametrize(
@@ -42,6 +45,23 @@ def test_the_workers_of_gloo_are_found_by_their_name(ranks2: RankPool) -> None:
     for num_workers, idle in ranks2.run(find_workers):
         assert num_workers >= 2
         assert idle
+
+
+@on_ranks("ranks2")
+def test_an_old_question_is_answered_by_nobody() -> None:
+    """The listening thread may look late, when the calls after the one asked about failed too."""
+    store = RankStore([world_group()], "late looks")
+    whereabouts = Whereabouts(store)
+    asked = ""
+    for _ in range(2):
+        whereabouts.enter("iteration", Interruptible(lambda: None))
+        assert whereabouts.come_out(silent_s=30.0)
+        whereabouts.leave()
+        asked = asked or store.get("asked") or ""
+    dist.barrier()
+    store.put("asked", asked)
+    whereabouts.answer()
+    assert not store.has(["lost"])
 
 
 FAILS = "raise KeyError('the end')"
