@@ -20,6 +20,9 @@ _FARTHEST = 1_024  # replays between two audits
 class Auditor:
     """Runs audits.
 
+    Attributes:
+        every: "auto", or after how many replays; 0 for never.
+
     Note [Audits]: guards ask for what code was seen to read. What Python decides by ways that
     nobody sees (a file, a network, memory that C shares) would otherwise train something else for
     ever. So after 1, 2, 4, ... 1,024 replays, and then after each 1,024, the iteration runs as
@@ -32,16 +35,16 @@ class Auditor:
     def __init__(self, engine: Engine, every: int | str, *, collective: bool) -> None:
         """``every``: "auto", or after how many replays; 0 for never."""
         self._engine = engine
-        self._every = _chosen(every)
+        self.every = _chosen(every)
         self._is_collective = collective
 
     def is_due(self, recording: Recording) -> bool:
         """Tell whether the next call with such a batch is audited: of like batches on all ranks."""
         done = recording.num_replays
-        if not self._every or not done or recording.log is None:
+        if not self.every or not done or recording.log is None:
             return False
-        if self._every != "auto":
-            is_turn = done % int(self._every) == 0
+        if self.every != "auto":
+            is_turn = done % int(self.every) == 0
         else:
             is_turn = done % _FARTHEST == 0 or (done < _FARTHEST and done & (done - 1) == 0)
         # Another step over the same parameters has gradients of its own made in eager mode, too.

@@ -9,8 +9,7 @@ each call puts where the iteration has put it.
 """
 
 from collections import deque
-from collections.abc import MutableMapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, MutableMapping, Sequence
 from typing import Any
 
 import torch
@@ -19,7 +18,7 @@ from torch import Tensor
 from graphfsdp._capture.trees import attributes_of, flatten, is_open
 from graphfsdp.base.hazards import HazardKind
 from graphfsdp.base.op_tensors import storage_key
-from graphfsdp.base.torch_internals import TreeSpec, tree_leaves, tree_unflatten
+from graphfsdp.base.torch_internals import tree_leaves, tree_unflatten
 from graphfsdp.errors import CaptureError
 
 Batch = tuple[tuple[Any, ...], dict[str, Any]]  # the arguments of a call
@@ -84,22 +83,8 @@ def _items(node: Any) -> list[tuple[Any, Any]]:
     return [] if is_leaf or list(map(id, inside)) != list(map(id, again)) else [*enumerate(inside)]
 
 
-@dataclass(frozen=True)
-class _Result:
-    """A result of the iteration."""
-
-    index: int
-
-
-@dataclass(frozen=True)
-class _Made:
-    """A container that the iteration has made; ``leaves`` are results and places."""
-
-    spec: TreeSpec
-    leaves: tuple["_Result | int", ...]
-
-
-_Value = _Result | _Made | int  # an int is the place of what the caller has handed in
+# Makes a value of the nodes of the caller's batch and of the results of a call.
+_Make = Callable[[Sequence[Any], Sequence[Tensor]], Any]
 
 
 class BatchWrites:
@@ -116,7 +101,7 @@ class BatchWrites:
         self.tensors: list[Tensor] = []
         self.changes_form = False
         self._in_place: list[int] = []
-        self._contents: list[tuple[int, list[tuple[Any, _Value]]]] = []  # by place
+        self._contents: list[tuple[int, list[tuple[Any, _Make]]]] = []  # by place
         for place, node in enumerate(handed.nodes):
             now, before = _items(node), handed.items[place]
             if len(now) == len(before) and all(
@@ -161,28 +146,25 @@ class BatchWrites:
                 kind=HazardKind.STATE,
             )
 
-    def _value(self, value: Any, name: str) -> _Value:
-        if id(value) in self._handed.places:
-            return self._handed.places[id(value)]
+    def _value(self, value: Any, name: str) -> _Make:
+        place = self._handed.places.get(id(value))
+        if place is not None:
+            return lambda own, tensors: own[place]
         if isinstance(value, Tensor):
+            index = len(self.tensors)
             self.tensors.append(value)
-            return _Result(len(self.tensors) - 1)
+            return lambda own, tensors: tensors[index]
         leaves, spec = flatten(value)
         if len(leaves) == 1 and leaves[0] is value:
             raise refused_write(f"{value!r} to {name}")
-        return _Made(spec, tuple(self._value(leaf, name) for leaf in leaves))  # type: ignore[misc]
+        made = [self._value(leaf, name) for leaf in leaves]
+        return lambda own, tensors: tree_unflatten([make(own, tensors) for make in made], spec)
 
     def put_back(self, batch: Batch, leaves: Sequence[Any], tensors: Sequence[Tensor]) -> None:
         """Write results into the caller's batch, whose leaves are ``leaves``."""
         own = self._handed.nodes_alike(batch)
-
-        def found(value: _Value) -> Any:
-            if isinstance(value, _Made):
-                return tree_unflatten(list(map(found, value.leaves)), value.spec)
-            return tensors[value.index] if isinstance(value, _Result) else own[value]
-
         for place, content in self._contents:
-            _fill(own[place], {key: found(value) for key, value in content})
+            _fill(own[place], {key: make(own, tensors) for key, make in content})
         first = len(tensors) - len(self._in_place)
         with torch.no_grad():
             for index, result in zip(self._in_place, tensors[first:], strict=True):

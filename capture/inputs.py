@@ -78,8 +78,8 @@ class BatchForm:
 
     Most batches are a tensor, or a dict or tuple of some. pytree, which knows many more containers,
     takes as long for them as a small graph for its replay. Only what is nested in exactly these
-    types, or in dataclasses, with keys in the same order, is walked here; ``leaves`` leaves the
-    rest to pytree.
+    types, or in dataclasses, with keys in the same order, is walked here; the rest is left to
+    pytree.
     """
 
     def __init__(self, batch: Any) -> None:
@@ -97,15 +97,12 @@ class BatchForm:
     def of(cls, batch: Batch, leaves: Sequence[Any]) -> "BatchForm | None":
         """Return the form of a batch, or None where pytree finds other leaves in it."""
         form = cls(batch)
-        found = form.leaves(batch)
-        return form if found is not None and [*map(id, found)] == [*map(id, leaves)] else None
-
-    def leaves(self, batch: Any) -> list[Any] | None:
-        """Return the leaves of a batch in pytree's order, or None if it is nested otherwise."""
         found: list[Any] = []
-        return found if self._walk(batch, found) else None
+        is_alike = form.walk(batch, found) and [*map(id, found)] == [*map(id, leaves)]
+        return form if is_alike else None
 
-    def _walk(self, batch: Any, found: list[Any]) -> bool:
+    def walk(self, batch: Any, found: list[Any]) -> bool:
+        """Add the leaves of a batch in pytree's order; False if it is nested otherwise."""
         if type(batch) is not self._type:
             return False
         values = attributes_of(batch) if self._is_open else batch
@@ -118,7 +115,7 @@ class BatchForm:
         for form, item in zip(self._inner, values, strict=True):
             if form is None:
                 found.append(item)
-            elif not form._walk(item, found):
+            elif not form.walk(item, found):
                 return False
         return True
 
@@ -200,11 +197,13 @@ class StaticInputs:
         if num_microbatches != self.num_microbatches:
             return False
         batch = (args, kwargs)
-        leaves = None if self._form is None else self._form.leaves(batch)
-        if leaves is None or not self._match(leaves):
-            leaves = self._flatten(batch)
-            if leaves is None or not self._match(leaves):
+        leaves: list[Any] = []
+        form = self._form
+        if form is None or not form.walk(batch, leaves) or not self._match(leaves):
+            found = self._flatten(batch)
+            if found is None or not self._match(found):
                 return False
+            leaves = found
         self._own = batch, leaves
         return True
 

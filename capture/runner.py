@@ -7,7 +7,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -19,7 +18,7 @@ from graphfsdp._capture.phase import Phase
 from graphfsdp._capture.ranks.ranks import Ranks
 from graphfsdp._capture.recording import Recording, Recordings
 from graphfsdp._capture.report.report import CaptureReport
-from graphfsdp._capture.step_report import Tally, make_report
+from graphfsdp._capture.step_report import TIMED_REPLAYS, Tally, make_report
 from graphfsdp._capture.trace.backend import Effect, Graph
 from graphfsdp._capture.trees import copied
 from graphfsdp._capture.undo.host_state import save_random_states
@@ -54,11 +53,6 @@ class Runner:
         num_microbatches: Parts that the next batch is split into.
         breakage: Why the phase is BROKEN.
     """
-
-    phase: Phase
-    device: torch.device
-    num_microbatches: int
-    breakage: str
 
     def __init__(self, engine: Engine, options: CaptureOptions) -> None:
         self.device = engine.backend.device
@@ -117,7 +111,7 @@ class Runner:
             return self._run_python(recording, eagerly=self._after_changes(changes))
         with nvtx_range("copy-in"):
             inputs.load()
-        if self._auditor.is_due(recording):
+        if self._auditor.every and self._auditor.is_due(recording):
             return self._audit(recording)
         if self._ranks.is_collective:
             self._ranks.note_replay()
@@ -134,7 +128,10 @@ class Runner:
             raise
         recording.num_verified += verifies
         recording.num_replays += 1
-        self._tally.add_replay(started, self._backend.name)
+        tally = self._tally
+        tally.num_calls["replay"] += 1
+        if tally.num_calls["replay"] <= TIMED_REPLAYS and self.device.type == "cpu":
+            tally.add_replay_time(time.perf_counter() - started)
         engine.after_replay()
         return engine.unpack(recording.results, results)
 
@@ -193,7 +190,7 @@ class Runner:
         self._give_up_graphs(self._outdated)
         self._outdated = ""
         if self._options.on_change is OnChange.EAGER:
-            self._go_to(Phase.EAGER)
+            self.phase = Phase.EAGER
 
     def capture_ahead(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Capture on made-up data, then put everything back, also after an error.
@@ -213,7 +210,7 @@ class Runner:
         except BaseException:  # whatever ends it, it must leave no trace
             self._recordings.close()
             if self.phase is not Phase.BROKEN:
-                self._go_to(Phase.WARMUP)
+                self.phase = Phase.WARMUP
             self._num_warm_ups = 0
             raise
         finally:
@@ -284,7 +281,7 @@ class Runner:
             return
         if os.getpid() != self._pid:
             return  # a forked child holds a copy; the graphs and their streams are the parent's
-        self._go_to(Phase.CLOSED)
+        self.phase = Phase.CLOSED
         self._evaluations.close()
         self._recordings.close()
         self._ranks.close()  # until here it watches: graphs wait for what is in flight
@@ -307,7 +304,7 @@ class Runner:
             self._refuse_useless(changes)
         self._give_up_graphs(what)
         if self._options.on_change is OnChange.EAGER:  # there is no graph to go back to
-            self._go_to(Phase.EAGER)
+            self.phase = Phase.EAGER
         return False
 
     def _refuse_useless(self, changes: Sequence[Change]) -> None:
@@ -340,7 +337,7 @@ class Runner:
             entry.num_eager = 0
         self._engine.refresh()
         if self.phase is Phase.REPLAY:
-            self._go_to(Phase.WARMUP)
+            self.phase = Phase.WARMUP
 
     def _attempt(self, recording: Recording) -> list[Tensor]:
         self._ranks.begin_attempt()
@@ -348,7 +345,7 @@ class Runner:
         captures = self._capture_follows(recording)
         is_last = self._capture_follows(recording, 1) or len(self._recordings) > 1
         if captures:
-            self._go_to(Phase.CAPTURE)
+            self.phase = Phase.CAPTURE
         try:
             with self._shown() if captures else nullcontext():
                 results = self._attempts.run(
@@ -358,7 +355,7 @@ class Runner:
                     notes=is_last or self._engine.steps_inside,
                 )
         finally:
-            self._go_to(Phase.REPLAY if self._recordings.num_graphs else Phase.WARMUP)
+            self.phase = Phase.REPLAY if self._recordings.num_graphs else Phase.WARMUP
             self._break(self._attempts.torn)
         self._num_warm_ups += recording.graph is None
         took_ms = (time.perf_counter() - started) * 1e3
@@ -392,8 +389,4 @@ class Runner:
     def _break(self, why: str) -> None:
         if why and self.phase is not Phase.BROKEN:
             self.breakage = why
-            self._go_to(Phase.BROKEN)
-
-    def _go_to(self, phase: Phase) -> None:
-        if phase is not self.phase:
-            self.phase = self.phase.to(phase)
+            self.phase = Phase.BROKEN

@@ -6,6 +6,7 @@ intermediate is dropped after its last use, so the memory peak is near that of t
 
 from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -308,6 +309,8 @@ def _writes_nothing_seen(node: Node, live: set[int]) -> bool:
 
 def _joined(parts: list[Callable[[_Held], Any]]) -> Replay:
     *first, last = parts
+    if not first:
+        return partial(last, [])
 
     def replay() -> tuple[Tensor, ...]:
         held: _Held = []

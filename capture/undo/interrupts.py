@@ -31,11 +31,12 @@ class DeferredInterrupts:
         is_open: Signals come through.
     """
 
-    __slots__ = ("_caught", "_previous", "_token", "is_open")
+    __slots__ = ("_caught", "_previous", "_replaced", "_token", "is_open")
 
     def __init__(self) -> None:
         self.is_open = False
         self._previous: dict[int, _Handler] = {}
+        self._replaced: list[int] = []  # numbers of signals whose handlers are to be put back
         self._caught: dict[int, FrameType | None] = {}
         self._token: Token[DeferredInterrupts | None] | None = None
 
@@ -48,6 +49,7 @@ class DeferredInterrupts:
                 handler = get_handler(number)
                 if callable(handler):
                     self._previous[number] = handler
+                    self._replaced.append(number)
                     _FAST.signal(number, self._catch)
             self._token = _deferring.set(self)
         except BaseException:  # of a handler whose turn had not come yet
@@ -55,12 +57,19 @@ class DeferredInterrupts:
             raise
 
     def __exit__(self, *error: object) -> None:
+        """Put the handlers back, also if one that is back already raises meanwhile."""
         try:
-            if self._token is not None:
-                _deferring.reset(self._token)
-            self._restore(dict(self._previous))
+            token, self._token = self._token, None
+            if token is not None:
+                _deferring.reset(token)
+            while self._replaced:
+                number = self._replaced[-1]
+                _FAST.signal(number, self._previous[number])
+                self._replaced.pop()
         finally:
-            if self._caught:
+            if self._replaced:
+                self.__exit__()
+            elif self._caught:
                 self.deliver()
 
     def deliver(self) -> None:
@@ -73,17 +82,6 @@ class DeferredInterrupts:
             self._previous[number](number, frame)
         finally:
             self.deliver()
-
-    def _restore(self, waiting: dict[int, _Handler]) -> None:
-        """Put the handlers back, also if one that is back already raises meanwhile."""
-        try:
-            while waiting:
-                number = next(iter(waiting))
-                _FAST.signal(number, waiting[number])
-                del waiting[number]
-        finally:
-            if waiting:
-                self._restore(waiting)
 
     def _catch(self, number: int, frame: FrameType | None) -> None:
         if self.is_open:

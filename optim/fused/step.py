@@ -19,10 +19,8 @@ from graphfsdp.optim.fused.settings import Flags
 from graphfsdp.optim.fused.storage import (
     Columns,
     flat_view,
-    read_moments,
-    read_weights,
-    store_moments,
-    store_weights,
+    read_wide,
+    store_wide,
 )
 from graphfsdp.optim.fused.update import adam_coefficients, adam_update_
 
@@ -280,16 +278,14 @@ def _update(
 ) -> None:
     """Widen what is stored otherwise, call torch's kernel, and store it again."""
     lr, beta1, beta2, eps, weight_decay = hyper_row
-    weights, moments = read_weights(part, wide_dtype), read_moments(part, wide_dtype)
-    first, second, largest = moments
+    weights, first, second, largest = read_wide(part, wide_dtype)
     kernel = torch._fused_adamw_ if flags.adam_w_mode else torch._fused_adam_
     kernel(
         weights, part.grads, first, second, largest, counts,
         lr=lr, beta1=beta1, beta2=beta2, weight_decay=weight_decay, eps=eps,
         amsgrad=bool(part.max_exp_avg_sqs), maximize=flags.maximize,
     )  # fmt: skip
-    store_moments(part, moments)
-    store_weights(part, weights)
+    store_wide(part, weights, first, second, largest)
 
 
 def _are_neighbours(grads: list[Tensor], sizes: list[int]) -> bool:

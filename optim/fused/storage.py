@@ -69,36 +69,28 @@ def join_remainder(
     return bits.add_(remainder).view(torch.float32)
 
 
-def read_weights(part: Columns, dtype: torch.dtype) -> list[Tensor]:
-    """Return what a step updates, in a wide dtype: the stored tensors where they have it."""
-    return _widen(part.main_params or part.params, dtype)
+def read_wide(part: Columns, dtype: torch.dtype) -> list[list[Tensor]]:
+    """Return what a step updates in a wide dtype: the stored tensors where they have it.
+
+    These are weights, first, second and largest second moments; empty where are none.
+    """
+    found = []
+    for tensors in (part.main_params or part.params, *_moments(part)):
+        is_wide = not tensors or tensors[0].dtype == dtype
+        found.append(tensors if is_wide else [tensor.to(dtype) for tensor in tensors])
+    return found
 
 
-def store_weights(part: Columns, weights: list[Tensor]) -> None:
-    for stored in (part.main_params, part.params):
-        if stored and stored is not weights:
-            foreach_copy_(stored, weights)
+def store_wide(part: Columns, weights: list[Tensor], *moments: list[Tensor]) -> None:
+    """Store what ``read_wide`` has returned and a step has updated."""
+    updated = (*moments, weights, weights)
+    for stored, now in zip((*_moments(part), part.main_params, part.params), updated, strict=True):
+        if stored and stored is not now:
+            foreach_copy_(stored, now)
 
 
-def read_moments(part: Columns, dtype: torch.dtype) -> list[list[Tensor]]:
-    """Return first, second and largest second moments, in a wide dtype; empty where are none."""
-    return [_widen(stored, dtype) for stored in _stored_moments(part)]
-
-
-def store_moments(part: Columns, moments: list[list[Tensor]]) -> None:
-    for stored, moment in zip(_stored_moments(part), moments, strict=True):
-        if stored and stored is not moment:
-            foreach_copy_(stored, moment)
-
-
-def _stored_moments(part: Columns) -> tuple[list[Tensor], ...]:
+def _moments(part: Columns) -> tuple[list[Tensor], ...]:
     return part.exp_avgs, part.exp_avg_sqs, part.max_exp_avg_sqs
-
-
-def _widen(tensors: list[Tensor], dtype: torch.dtype) -> list[Tensor]:
-    if not tensors or tensors[0].dtype == dtype:
-        return tensors
-    return [tensor.to(dtype) for tensor in tensors]
 
 
 def same_layout(tensor: Tensor, other: Tensor) -> bool:

@@ -13,10 +13,8 @@ from torch import Tensor
 from graphfsdp.optim.fused.settings import Flags
 from graphfsdp.optim.fused.storage import (
     Columns,
-    read_moments,
-    read_weights,
-    store_moments,
-    store_weights,
+    read_wide,
+    store_wide,
 )
 
 
@@ -83,8 +81,7 @@ def adam_update_(
             adam_update_(part, coefficients, flags, grad_scale=grad_scale)
         return
     wide = torch.promote_types(part.params[0].dtype, torch.float32)
-    weights, moments = read_weights(part, wide), read_moments(part, wide)
-    firsts, seconds, largests = moments
+    weights, firsts, seconds, largests = read_wide(part, wide)
     for index, weight in enumerate(weights):
         gradient = part.grads[index].to(wide)
         if grad_scale is not None:
@@ -100,8 +97,7 @@ def adam_update_(
             coefficients,
             flags.adam_w_mode,
         )
-    store_moments(part, moments)
-    store_weights(part, weights)
+    store_wide(part, weights, firsts, seconds, largests)
 
 
 @contextmanager
