@@ -32,7 +32,7 @@ from graphfsdp.base.torch_internals import (
     tracing_state,
 )
 from graphfsdp.in_place.part_backward import watch_casts
-from graphfsdp.in_place.part_graphs import PartGraphs, PartResults, has_own_memory, run_part
+from graphfsdp.in_place.part_graphs import PartGraphs, PartResults, has_own_memory
 from graphfsdp.in_place.part_recording import NotAPartError, guards_of
 
 _LOG = logging.getLogger("graphfsdp")
@@ -121,6 +121,8 @@ class ModulePart:
         self.num_replays = 0
         self.num_calls = 0
         self._backend = backend
+        self._device_type = backend.device.type
+        self._specs: dict[Any, TreeSpec] = {}  # of calls whose arguments are leaves, by their names
         self._on_ready = on_ready
         self._on_end = on_end
         self._on_capture = on_capture
@@ -143,18 +145,16 @@ class ModulePart:
         written: Callable[..., Any] = self.module._call_impl
         if self._is_recording or self.state is PartState.AS_WRITTEN or not self._is_ordinary():
             return written(*args, **kwargs)
-        if self._shares_casts():
+        casts = torch.is_autocast_enabled(self._device_type)
+        if casts and self._shares_casts():
             self._leave_casts()
             return written(*args, **kwargs)
-        leaves, spec = _flat(args, kwargs)
-        key = self._key(leaves, spec)
+        leaves, spec = self._flat(args, kwargs)
+        key = self._key(leaves, spec, casts=casts)
         kind = None if key is None else self._kinds.get(key)
-        if kind is None:
-            if key is None or len(self._kinds) >= _MOST_KINDS:
-                self._count_refused()
-                return written(*args, **kwargs)
-            kind = self._kinds[key] = _Kind()
-        if kind.is_refused:
+        if kind is None and key is not None and len(self._kinds) < _MOST_KINDS:
+            kind = self._kinds[key] = _Kind(is_refused=not all(map(_is_held, leaves)))
+        if kind is None or kind.is_refused:
             self._count_refused()
             return written(*args, **kwargs)
         self._num_refused = 0
@@ -188,10 +188,6 @@ class ModulePart:
             and threading.get_ident() == self._thread
         )
 
-    def _may_share_casts(self) -> bool:
-        kind = self._backend.device.type
-        return torch.is_autocast_enabled(kind) and torch.is_autocast_cache_enabled()
-
     def _leave_casts(self) -> None:
         if self.state is not PartState.AS_WRITTEN:
             self.leave(
@@ -201,12 +197,25 @@ class ModulePart:
 
     def _shares_casts(self) -> bool:
         """Tell whether an earlier call may have left casts of its weights for this one."""
-        if not self._may_share_casts():
-            return False
         block, self._block = self._block, num_autocasts()
-        return block == self._block
+        return torch.is_autocast_cache_enabled() and block == self._block
 
-    def _key(self, leaves: Sequence[Any], spec: TreeSpec | None) -> Any:
+    def _flat(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[Sequence[Any], TreeSpec | None]:
+        """Return all leaves and how they are nested; None where the leaves are the arguments."""
+        are_leaves = all(type(arg) is Tensor or arg is None for arg in (*args, *kwargs.values()))
+        if are_leaves and not kwargs:
+            return args, None
+        names = (len(args), *kwargs) if are_leaves else None
+        if names in self._specs:
+            return (*args, *kwargs.values()), self._specs[names]
+        leaves, spec = flatten((args, kwargs))
+        if names is not None:
+            self._specs[names] = spec
+        return leaves, spec
+
+    def _key(self, leaves: Sequence[Any], spec: TreeSpec | None, *, casts: bool) -> Any:
         """Return what tells kinds of calls apart; None for a call that no graph can have.
 
         What somebody has written on a tensor (``x.mask = mask``) is nothing that a graph would see.
@@ -215,20 +224,17 @@ class ModulePart:
         seen: dict[int, int] = {}
         for place, leaf in enumerate(leaves):
             if type(leaf) is Tensor:
-                if leaf.layout is not torch.strided or leaf.is_complex() or vars(leaf):
+                if leaf.layout is not torch.strided or vars(leaf):
                     return None
-                key.append(seen.setdefault(id(leaf), place))
-                stride = leaf.stride()
-                if not leaf.is_contiguous() and not has_own_memory(leaf):
-                    return None
-                key.append((leaf.shape, stride, leaf.dtype, leaf.device, leaf.requires_grad))
+                first = seen.setdefault(id(leaf), place)
+                form = (leaf.shape, leaf.stride(), leaf.dtype, leaf.device, leaf.requires_grad)
+                key.append((first, form))
             elif isinstance(leaf, _PLAIN):
                 key.append((type(leaf), repr(leaf) if type(leaf) is float else leaf))
             else:
                 return None
-        kind = self._backend.device.type
-        if torch.is_autocast_enabled(kind):
-            key += [torch.get_autocast_dtype(kind), torch.is_autocast_cache_enabled()]
+        if casts:
+            key += [torch.get_autocast_dtype(self._device_type), torch.is_autocast_cache_enabled()]
         return tuple(key)
 
     def _warm_up(
@@ -265,7 +271,8 @@ class ModulePart:
         for tensor in tensors:
             if tensor.requires_grad:
                 tensor.register_hook(look)
-        if self._may_share_casts():
+        casts = torch.is_autocast_enabled(self._device_type)
+        if casts and torch.is_autocast_cache_enabled():
             watch_casts(tensors, self._leave_casts)
         return output
 
@@ -324,7 +331,11 @@ class ModulePart:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Any:
-        graphs = next((slot for slot in kind.slots if not slot.is_taken), None)
+        graphs = None
+        for slot in kind.slots:
+            if not slot.is_taken:
+                graphs = slot
+                break
         if graphs is not None and (changes := graphs.guards.changes()):
             self._begin_anew(str(changes[0]))
             return self.module._call_impl(*args, **kwargs)
@@ -347,7 +358,7 @@ class ModulePart:
             with _as_before(module, random):
                 return PartResults.tensors_of(module._call_impl(*args, **kwargs)), leaves
 
-        return run_part(graphs, results, leaves, again)
+        return graphs.hand_out(results, leaves, again)
 
     def _record(
         self, kind: _Kind, leaves: Sequence[Any], spec: TreeSpec | None
@@ -464,11 +475,9 @@ def room_on(device: torch.device) -> int | None:
     return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
 
 
-def _flat(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Sequence[Any], TreeSpec | None]:
-    """Return all leaves and how they are nested; None where the leaves are the arguments."""
-    if not kwargs and all(type(arg) is Tensor for arg in args):
-        return args, None
-    return flatten((args, kwargs))
+def _is_held(leaf: Any) -> bool:
+    """Tell whether there is an input at a fixed address for such a one."""
+    return not isinstance(leaf, Tensor) or (not leaf.is_complex() and has_own_memory(leaf))
 
 
 @contextmanager

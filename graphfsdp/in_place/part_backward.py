@@ -95,16 +95,16 @@ class StaticGradient:
     """
 
     def __init__(self, grad: Tensor) -> None:
-        self._same = [dim for dim, step in enumerate(grad.stride()) if not step]
+        pairs = list(zip(grad.shape, grad.stride(), strict=True))
+        self._shape = [size if step else min(1, size) for size, step in pairs]
+        self._stride = grad.stride()
         self._base = torch.empty_like(self._narrow(grad))
         self.tensor = self._base.expand(grad.shape)
         if self.tensor.stride() != grad.stride():
             raise NotAPartError("a gradient comes in a form that is not dense")
 
     def _narrow(self, grad: Tensor) -> Tensor:
-        for dim in self._same:
-            grad = grad.narrow(dim, 0, min(1, grad.size(dim)))
-        return grad
+        return grad.as_strided(self._shape, self._stride)
 
     def load(self, grad: Tensor) -> None:
         self._base.copy_(self._narrow(grad))
@@ -115,20 +115,22 @@ class _BackwardGraph:
     """A graph of the backward pass.
 
     Attributes:
+        grads: Of which results it has been given some, and where it reads them.
         is_there: For which edges it has gradients.
     """
 
     graph: Graph
-    grads: Sequence[StaticGradient]
+    grads: Sequence[tuple[int, StaticGradient]]
     is_there: Sequence[bool]
 
-    def run(self, grads: Sequence[Tensor]) -> list[Tensor | None]:
-        with torch.no_grad():
-            for each, grad in zip(self.grads, grads, strict=True):
-                each.load(grad)
+    def run(self, grads: Sequence[Any]) -> Sequence[Tensor | None]:
+        for index, each in self.grads:
+            each.load(grads[index])
         return self.spread(self.graph.replay())
 
-    def spread(self, made: Sequence[Tensor]) -> list[Tensor | None]:
+    def spread(self, made: Sequence[Tensor]) -> Sequence[Tensor | None]:
+        if len(made) == len(self.is_there):
+            return made
         found = iter(made)
         return [next(found) if is_there else None for is_there in self.is_there]
 
@@ -164,8 +166,23 @@ class PartBackward:
         self._graphs: dict[Any, _BackwardGraph | None] = {}  # by form of the gradients
         self._num_passes: Counter[Any] = Counter()
 
-    def run(self, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
+    def run(self, grads: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
         """Return a gradient for each use of each leaf, of those of the results."""
+        # torch computes a backward pass that is begun within torch.autocast under that.
+        key = (torch.is_autocast_enabled(self._backend.device.type), *map(_form_of, grads))
+        graph = self._graphs.get(key)
+        if graph is not None:
+            return graph.run(grads)
+        comes = any(grad is not None for grad in grads)
+        if not comes or key in self._graphs or len(self._graphs) == _MOST_GRAPHS:
+            return self._through_kept(grads)
+        self._num_passes[key] += 1
+        if self._num_passes[key] > _NUM_WARM:
+            return self._record(key, grads)
+        with self._ran.noting():
+            return self._through_kept(grads)
+
+    def _through_kept(self, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
         pairs = [
             (result, grad)
             for result, grad in zip(self._results, grads, strict=True)
@@ -173,30 +190,14 @@ class PartBackward:
         ]
         if not pairs:
             return [None] * sum(self.num_uses)
-        results, given = zip(*pairs, strict=True)
-        # torch computes a backward pass that is begun within torch.autocast under that.
-        key = (
-            torch.is_autocast_enabled(self._backend.device.type),
-            *((id(result), grad.shape, grad.stride(), grad.dtype) for result, grad in pairs),
-        )
-        graph = self._graphs.get(key)
-        if graph is not None:
-            return graph.run(given)
-        if key in self._graphs or len(self._graphs) == _MOST_GRAPHS:
-            return self._through_kept(results, given)
-        self._num_passes[key] += 1
-        if self._num_passes[key] > _NUM_WARM:
-            return self._record(key, results, given)
-        with self._ran.noting():
-            return self._through_kept(results, given)
-
-    def _through_kept(
-        self, results: Sequence[GradientEdge], grads: Sequence[Tensor]
-    ) -> list[Tensor | None]:
         for arrivals in self._several:
             arrivals.begin()
         totals = torch.autograd.grad(
-            results, self._leaves, grads, retain_graph=True, allow_unused=True
+            [result for result, _ in pairs],
+            self._leaves,
+            [grad for _, grad in pairs],
+            retain_graph=True,
+            allow_unused=True,
         )
         several = {arrivals.place: arrivals.taken() for arrivals in self._several}
         found: list[Tensor | None] = []
@@ -205,9 +206,7 @@ class PartBackward:
             found += [*each, *[None] * (count - len(each))]
         return found
 
-    def _record(
-        self, key: Any, results: Sequence[GradientEdge], grads: Sequence[Tensor]
-    ) -> list[Tensor | None]:
+    def _record(self, key: Any, grads: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
         self._graphs[key] = None
         is_there: list[bool] = []
 
@@ -218,22 +217,27 @@ class PartBackward:
 
         def iterate() -> list[Tensor]:
             with noting_code(self._ran):
-                found = self._through_kept(results, [each.tensor for each in held])
+                found = self._through_kept(static)
             is_there[:] = [grad is not None for grad in found]
             return [grad for grad in found if grad is not None]
 
         try:
             refuse_python()
             self._on_capture()
-            held = list(map(StaticGradient, grads))
-            for each, grad in zip(held, grads, strict=True):
-                each.load(grad)
+            held: list[tuple[int, StaticGradient]] = []
+            static: list[Tensor | None] = [None] * len(grads)
+            for index, grad in enumerate(grads):
+                if grad is not None:
+                    each = StaticGradient(grad)
+                    each.load(grad)
+                    held.append((index, each))
+                    static[index] = each.tensor
             graph, made, _ = recorded(
                 self._module, self._backend, self._ran, iterate, refuse_more=refuse_python
             )
         except NotAPartError as error:
             _LOG.info("the backward pass of a part stays eager: %s", error)
-            return self._through_kept(results, grads)
+            return self._through_kept(grads)
         backward = _BackwardGraph(graph, held, is_there)
         self._graphs[key] = backward
         return backward.spread(made)
@@ -244,6 +248,10 @@ class PartBackward:
                 graph.graph.close()
         self._graphs.clear()
         self._results, self._leaves, self._uses = (), (), ()
+
+
+def _form_of(grad: Tensor | None) -> Any:
+    return None if grad is None else (grad.shape, grad.stride(), grad.dtype)
 
 
 def _listen(place: int, nodes: Sequence[tuple[Node, int]]) -> Arrivals:

@@ -37,6 +37,7 @@ from graphfsdp._capture.undo.host_state import generators_of
 from graphfsdp.base.op_tensors import storage_key
 from graphfsdp.base.torch_internals import (
     TreeSpec,
+    below_autograd,
     clear_casts,
     keeps_graph,
     parameters_of,
@@ -46,6 +47,7 @@ from graphfsdp.base.torch_internals import (
 from graphfsdp.in_place.part_backward import PartBackward, nodes_behind
 from graphfsdp.in_place.part_recording import NotAPartError, recorded
 
+Again = Callable[[], tuple[list[Tensor], Sequence[Any]]]
 _PLAIN_RESULTS = (bool, int, float, complex, str, type(None), torch.dtype, torch.device, torch.Size)
 _NOTHING = torch.empty(0)
 
@@ -230,12 +232,11 @@ class PartGraphs:
         for tensor in (*self._module.parameters(), *self._module.buffers()):
             sizes.pop(storage_key(tensor), None)
         self.kept_bytes = sum(sizes.values())
-        self._saved_results = [
-            (index, each.detach())
-            for index, each in enumerate(results)
-            if storage_key(each) in sizes
-        ]
-        self._saved_inputs = [each for each in self._targets if storage_key(each[1]) in sizes]
+        kept = [(i, each) for i, each in enumerate(results) if storage_key(each) in sizes]
+        given = [each for each in self._targets if storage_key(each[1]) in sizes]
+        self._saved_results = [index for index, _ in kept]
+        self._saved_inputs = [place for place, _ in given]
+        self._saved = [each.detach() for _, each in (*kept, *given)]
 
     def _check_results(self, results: Sequence[Tensor]) -> None:
         own = (*self._module.parameters(), *self._module.buffers())
@@ -282,7 +283,9 @@ class PartGraphs:
         made = [(tensor.dim(), tensor.grad_fn) for tensor in kept if tensor.grad_fn]
         for _, node in sorted(made, key=itemgetter(0))[:1]:
             function._backward_cls.__name__ = node.name()
-        self.function = function
+        # Without the way through functions of torch's in Python, which have nothing to do here.
+        function._backward_cls.apply = _ReplayedPart.backward
+        self._apply: Any = super(torch.autograd.Function, function).apply  # type: ignore[misc]
         self._fixed = [index for index, tensor in enumerate(kept) if not tensor.requires_grad]
         self.backward = PartBackward(
             self._module,
@@ -309,7 +312,7 @@ class PartGraphs:
         return found
 
     def _load(self, leaves: Sequence[Any]) -> None:
-        with torch.no_grad():
+        with below_autograd():
             for place, target in self._targets:
                 target.copy_(leaves[place])
 
@@ -317,19 +320,26 @@ class PartGraphs:
         self._load(leaves)
         return self._graph.replay()
 
+    def hand_out(self, results: list[Tensor], leaves: Sequence[Any], again: Again) -> Any:
+        """Return what the module returns, of the results of its graph."""
+        if self._edges:
+            edges = self.edges(leaves) if self._input_edges else self._edges
+            results = self._apply(Flight(self, results, leaves, again), *edges)
+        return self.results.made_of(results)
+
     def hand_over(self, ctx: Any, results: Sequence[Tensor], leaves: Sequence[Any]) -> None:
         """Tell autograd of what the backward pass reads, and which results have no part in it."""
-        ctx.mark_non_differentiable(*(results[index] for index in self._fixed))
+        if self._fixed:
+            ctx.mark_non_differentiable(*[results[index] for index in self._fixed])
         ctx.save_for_backward(
-            *(results[index] for index, _ in self._saved_results),
-            *(leaves[place] for place, _ in self._saved_inputs),
+            *[results[index] for index in self._saved_results],
+            *[leaves[place] for place in self._saved_inputs],
             _NOTHING,  # so that torch itself refuses a second backward pass
         )
 
     def take_back(self, saved: Sequence[Tensor]) -> None:
         """Have the backward pass read what is in them now."""
-        targets = [target for _, target in (*self._saved_results, *self._saved_inputs)]
-        for target, tensor in zip(targets, saved, strict=False):
+        for target, tensor in zip(self._saved, saved, strict=False):
             target.copy_(tensor)
 
     def backward_as_written(
@@ -355,6 +365,8 @@ class PartGraphs:
 
     def random_states(self) -> list[tuple[torch.Generator, Tensor]]:
         """Return the states of the generators that a replay draws from."""
+        if not self._drawn:
+            return []
         return [(generator, generator.get_state()) for generator in self._drawn]
 
     def drop(self) -> None:
@@ -379,21 +391,25 @@ class PartGraphs:
 class Flight:
     """One call of a part, from its forward pass to the end of its backward pass."""
 
+    __slots__ = ("_is_over", "again", "graphs", "leaves", "results")
+
     def __init__(
-        self,
-        graphs: PartGraphs,
-        results: list[Tensor],
-        leaves: Sequence[Any],
-        again: Callable[[], tuple[list[Tensor], Sequence[Any]]],
+        self, graphs: PartGraphs, results: list[Tensor], leaves: Sequence[Any], again: Again
     ) -> None:
         """``again`` runs the call as it is written; see ``_ReplayedPart.backward``."""
         self.graphs = graphs
         self.results = results
         self.leaves = leaves
         self.again = again
+        self._is_over = False
         graphs.is_taken = True
-        self.end = weakref.finalize(self, graphs.land)
-        self.end.atexit = False
+
+    def end(self) -> None:
+        if not self._is_over:
+            self._is_over = True
+            self.graphs.land()
+
+    __del__ = end  # of a call from which nobody goes backward
 
 
 class _ReplayedPart(torch.autograd.Function):
@@ -418,19 +434,6 @@ class _ReplayedPart(torch.autograd.Function):
         if not keeps_graph():
             flight.end()
         return None, *found
-
-
-def run_part(
-    graphs: PartGraphs,
-    results: list[Tensor],
-    leaves: Sequence[Any],
-    again: Callable[[], tuple[list[Tensor], Sequence[Any]]],
-) -> Any:
-    """Return what the module returns, of the results of its graph."""
-    edges = graphs.edges(leaves)
-    if edges:
-        results = list(graphs.function.apply(Flight(graphs, results, leaves, again), *edges))
-    return graphs.results.made_of(results)
 
 
 def _static_input(leaf: Any) -> Any:

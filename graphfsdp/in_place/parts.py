@@ -303,10 +303,11 @@ class _Call:
         self._part = part
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        part = self._part
         module = caller_of_compiled_call()
-        if module is not self._part.module:
+        if module is not part.module:
             return module._call_impl(*args, **kwargs)
-        return self._part.call(args, kwargs)
+        return part.call(args, kwargs)
 
     def __reduce__(self) -> Any:
         return type(None), ()
