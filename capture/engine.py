@@ -11,12 +11,13 @@ from torch import Tensor, nn
 from graphfsdp._capture.cuda.regions import CompiledRegions
 from graphfsdp._capture.gradients import PersistentGradients
 from graphfsdp._capture.guards.guards import Guards
+from graphfsdp._capture.guards.modules import join, weights_of
 from graphfsdp._capture.guards.names import ReadNames
 from graphfsdp._capture.guards.walk import walk
 from graphfsdp._capture.inputs import StaticInputs, TensorLeaf
 from graphfsdp._capture.iteration import Iteration
 from graphfsdp._capture.messages import messages_as_operators
-from graphfsdp._capture.recording import Recording, Results, kept_by
+from graphfsdp._capture.recording import Recording, Results
 from graphfsdp._capture.rules.constants import ConstantWatch
 from graphfsdp._capture.trace.backend import GraphBackend
 from graphfsdp._capture.trace.ran import Ran
@@ -25,7 +26,6 @@ from graphfsdp.base.capturable import CapturableOptimizer
 from graphfsdp.base.changes import Change
 from graphfsdp.base.recomputation import torchs_checkpoints_as_ours
 from graphfsdp.base.sharded import main_grads_of, put_back, sharded_roots, units_of
-from graphfsdp.base.torch_internals import buffers_of, parameters_of
 from graphfsdp.config import CaptureOptions, MixedPrecisionPolicy, OnChange, Scope, Undo
 from graphfsdp.errors import CaptureError, GuardError, Refuse, raised
 
@@ -216,7 +216,9 @@ class Engine:
         Without ``copies`` it puts back what Python holds, and no contents. ``beside``: tensors that
         are no state of ours, and that it may write.
         """
-        state = chain(self._state(), beside)
+        known = (tensor for _, tensor in self.named_state())
+        grads = (param.grad for param in self.model.parameters() if param.grad is not None)
+        state = chain(known, grads, self.gradients.storages(), beside)
         undo = self.backend.begin_undo(state, self.gradients.unseen()) if copies else None
         return Attempt(
             self.model,
@@ -231,17 +233,22 @@ class Engine:
         """Yield the tensors that the functions of the iteration lead to, outside of the model."""
         found = walk(ReadNames(Ran()), self.model, self._iteration.functions)
         yield from (each.known for each in found.places.values() if isinstance(each.known, Tensor))
-        for _, module in found.outside(self.model):
-            tables = (*parameters_of(module).values(), *buffers_of(module).values())
-            yield from (each for each in tables if each is not None)
+        yield from (tensor for _, tensor in weights_of(found.outside(self.model)))
 
-    def _state(self) -> Iterator[Tensor]:
-        yield from self.model.parameters()
-        yield from self.model.buffers()
-        yield from (tensor for _, _, tensor in kept_by(self.model))
-        yield from (param.grad for param in self.model.parameters() if param.grad is not None)
-        yield from self.gradients.storages()
-        yield from (tensor for _, tensor in self.optimizer.state_tensors())
+    def named_state(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield what an iteration is known to write, in the order in which it computes that."""
+        for name, view in self.gradients.named_views():
+            yield f"the gradient of {name!r}", view
+        for name, buffer in self.model.named_buffers():
+            yield f"buffer {name!r}", buffer
+        for path, module in self.model.named_modules():
+            for key, value in vars(module).items():
+                if isinstance(value, Tensor):
+                    yield f"attribute {join(path, key)!r}", value
+        for name, state in self.optimizer.state_tensors():
+            yield f"optimizer state, {name}", state
+        for name, param in self.model.named_parameters():
+            yield f"parameter {name!r}", param
 
     def guards(self, ran: Ran, *, trains: bool = True) -> Guards:
         """Return what is to be armed when an iteration, or its forward alone, was recorded.

@@ -2,7 +2,7 @@
 
 import logging
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 
@@ -269,27 +269,12 @@ def _state_of(engine: Engine, results: Sequence[Tensor]) -> dict[str, Tensor]:
     In the order in which an iteration computes them, so that the first that differs is the one
     nearest to the cause.
     """
-    model, optimizer = engine.model, engine.optimizer
-
-    def tensors() -> Iterator[tuple[str, Tensor]]:
-        for index, result in enumerate(results):
-            yield f"result {index}", result
-        for name, view in engine.gradients.named_views():
-            yield f"the gradient of {name!r}", view
-        for name, buffer in model.named_buffers():
-            yield f"buffer {name!r}", buffer
-        for path, module in model.named_modules():
-            for key, value in vars(module).items():
-                if isinstance(value, Tensor):
-                    yield f"attribute {f'{path}.{key}'.lstrip('.')!r}", value
-        for name, state in optimizer.state_tensors():
-            yield f"{_STATE}, {name}", state
-        for name, param in model.named_parameters():
-            yield f"parameter {name!r}", param
-        for index, generator in enumerate(generators_of(model, engine.backend.device)):
-            yield f"the state of generator {index} on {generator.device}", generator.get_state()
-
-    found = [(name, local_part(tensor).detach()) for name, tensor in tensors()]
+    named = [(f"result {index}", result) for index, result in enumerate(results)]
+    named += engine.named_state()
+    for index, generator in enumerate(generators_of(engine.model, engine.backend.device)):
+        state = generator.get_state()
+        named.append((f"the state of generator {index} on {generator.device}", state))
+    found = [(name, local_part(tensor).detach()) for name, tensor in named]
     on_host = _has_no_room_for(found, engine.backend.device)
     return {name: _copy_of(tensor, on_host=on_host) for name, tensor in found}
 

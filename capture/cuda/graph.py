@@ -22,6 +22,7 @@ from graphfsdp._capture.rules.watcher import Watcher
 from graphfsdp._capture.trace.backend import Check, Effect, Graph, GraphFacts, Iterate
 from graphfsdp._capture.trace.source import has_compiled_regions, module_of, user_line_of
 from graphfsdp._capture.trace.values import refuse_dropped_tensors
+from graphfsdp._capture.undo.host_state import generators_of
 from graphfsdp.base.collector import without_collector
 from graphfsdp.base.dtensors import local_part
 from graphfsdp.base.hazards import HazardKind
@@ -183,7 +184,10 @@ class CudaGraphBackend:
         driver = find_driver()
         watcher = recorder(model, self.device, driver)
         graph = torch.cuda.CUDAGraph(keep_graph=True)  # so that its nodes can be counted
-        generators = [] if _TORCH_ENDS_BROKEN_CAPTURES else _generators_of(model)
+        # A graph has the default generator by itself; older torch must be told of others, or their
+        # state would be baked in.
+        others = [] if _TORCH_ENDS_BROKEN_CAPTURES else generators_of(model, self.device)[2:]
+        generators = [each for each in others if each.device.type == "cuda"]
         for generator in generators:
             graph.register_generator_state(generator)
         if not any(other.is_open for other in self._graphs):
@@ -394,20 +398,6 @@ def _end_generators(device: torch.device, generators: Sequence[torch.Generator])
 def _tensors_of(model: nn.Module) -> Iterator[Tensor]:
     yield from model.parameters()
     yield from model.buffers()
-
-
-def _generators_of(model: nn.Module) -> list[torch.Generator]:
-    """Return the CUDA generators that modules hold as attributes.
-
-    A graph has the default generator by itself; torch before 2.13 must be told of others, or their
-    state would be baked in.
-    """
-    found: dict[int, torch.Generator] = {}
-    for module in model.modules():
-        for value in vars(module).values():
-            if isinstance(value, torch.Generator) and value.device.type == "cuda":
-                found[id(value)] = value
-    return list(found.values())
 
 
 @contextmanager

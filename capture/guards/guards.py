@@ -15,20 +15,18 @@ from graphfsdp._capture.guards.hooks import (
     tables_of_modules,
     users_hooks,
 )
-from graphfsdp._capture.guards.modules import NamedModules, classes, join, modes, structure
+from graphfsdp._capture.guards.modules import classes, modes, structure, weights_of
 from graphfsdp._capture.guards.moves import Before, Move, refuse_deciding
 from graphfsdp._capture.guards.names import ReadNames
 from graphfsdp._capture.guards.optimizer import optimizer_places
 from graphfsdp._capture.guards.places import Asked, Places, hold
-from graphfsdp._capture.guards.read import ReadPlaces
+from graphfsdp._capture.guards.read import Assignments, ReadPlaces
 from graphfsdp._capture.guards.settings import settings_of, switches, unit_settings
 from graphfsdp._capture.guards.tensors import tensor_places
 from graphfsdp._capture.guards.walk import Walk, walk
-from graphfsdp._capture.trace.assignments import Assignments
 from graphfsdp._capture.trace.ran import Ran
 from graphfsdp.base.changes import Change, ChangeKind
 from graphfsdp.base.sharded import units_of
-from graphfsdp.base.torch_internals import buffers_of, parameters_of
 from graphfsdp.errors import Refuse, raised
 
 
@@ -118,7 +116,7 @@ class Guards:
         # criterion with class weights.
         outside = found.outside(self._model)
         moded = [each for each in outside if found.reads_mode(each[1])]
-        weights = [each for each in _weights(outside) if was_read(each[1])]
+        weights = [each for each in weights_of(outside) if was_read(each[1])]
         names = {id(param): name for name, param in self._named_params.items()}
         optimizers = self._optimizers
         self._kinds = [
@@ -211,11 +209,3 @@ def _beside(change: Change) -> Change:
     # It has no part in what the model's own modules decide: which gradients there are, and in which
     # mode an evaluation runs.
     return replace(change, kind=ChangeKind.ATTRIBUTE, name=f"{change.name} outside of the model")
-
-
-def _weights(around: NamedModules) -> Iterator[tuple[str, Tensor]]:
-    for path, module in around:
-        for kind, table in (("parameter", parameters_of(module)), ("buffer", buffers_of(module))):
-            for name, tensor in table.items():
-                if tensor is not None:
-                    yield f"{kind} {join(path, name)!r}", tensor

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from graphfsdp._capture.guards.places import MISSING, Place, are_empty
 from graphfsdp.base.changes import Change, ChangeKind
+from graphfsdp.base.torch_internals import buffers_of, parameters_of
 
 _TABLES = (("_parameters", "parameter"), ("_buffers", "buffer"), ("_modules", "module"))
 NamedModules = Sequence[tuple[str, nn.Module]]
@@ -76,6 +77,15 @@ def _class_changes(title: str, old: type, new: type) -> Iterator[Change]:
 def join(path: str, name: str) -> str:
     """Return the full name of what a module holds."""
     return f"{path}.{name}" if path else name
+
+
+def weights_of(modules: NamedModules) -> Iterator[tuple[str, Tensor]]:
+    """Yield the parameters and buffers of modules, with names for messages."""
+    for path, module in modules:
+        for kind, table in (("parameter", parameters_of(module)), ("buffer", buffers_of(module))):
+            for name, tensor in table.items():
+                if tensor is not None:
+                    yield f"{kind} {join(path, name)!r}", tensor
 
 
 def _slot_changes(kind: str, path: str, old: Any, new: Any) -> Iterator[Change]:

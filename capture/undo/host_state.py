@@ -10,12 +10,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from graphfsdp._capture.guards.modules import join
 from graphfsdp._capture.trace.backend import MemoryUndo
 from graphfsdp._capture.trace.source import assignment_of, definition_of
 from graphfsdp.base.hazards import HazardKind
 from graphfsdp.base.sharded import sharded_roots
 from graphfsdp.base.torch_internals import buffers_of, is_functorch_wrapped, key_of, parameters_of
 from graphfsdp.errors import CaptureError, Refuse, raised
+
+_IN_PLACE = "Remedy: update it in place (copy_, mul_, add_, lerp_)"
 
 
 class HostState:
@@ -40,7 +43,9 @@ class HostState:
         ]
         # What `tensor.data = ...` would take away; an alias keeps the memory, not the tensor.
         self._data = {
-            tensor: tensor.detach() for *_, tensor in self._tensors() if _is_plain(tensor)
+            value: value.detach()
+            for *_, value in self._held()
+            if isinstance(value, Tensor) and _is_plain(value)
         }
         self._restore_gradients = restore_gradients
 
@@ -49,40 +54,34 @@ class HostState:
             refuse(change)
 
     def changes(self, was_read: Callable[[Tensor], bool]) -> Iterator[CaptureError]:
-        for module_name, module, name, before in self._tensors():
-            if _lookup(module, name) is before:
-                if self._has_new_data(before):
-                    yield CaptureError(
-                        f"the iteration gave {_join(module_name, name)!r} new memory (.data = or "
-                        "set_); a replay would go on reading the old one. Remedy: update it in "
-                        "place (copy_, mul_, add_, lerp_)",
-                        module_path=module_name,
-                        source=assignment_of(module, name, self._model),
+        for path, module, name, before in self._held():
+            now = next((table[name] for table in _tables(module) if name in table), None)
+            full_name, why = join(path, name), ""
+            is_registered = name in parameters_of(module) or name in buffers_of(module)
+            if before is now:
+                if isinstance(before, Tensor) and self._has_new_data(before):
+                    why = (
+                        f"the iteration gave {full_name!r} new memory (.data = or set_); a replay "
+                        f"would go on reading the old one. {_IN_PLACE}"
                     )
-                continue
             # A plain attribute that is overwritten without being read (a kept activation) is
             # harmless: replays write into what the recorded iteration has put there.
-            if _is_registered(module, name) or was_read(before):
-                yield CaptureError(
-                    f"the iteration replaced {_join(module_name, name)!r} by a new tensor; a "
-                    "replay runs no Python and would go on reading the old one. Remedy: update "
-                    "it in place (copy_, mul_, add_, lerp_)",
-                    module_path=module_name,
-                    source=assignment_of(module, name, self._model),
+            elif isinstance(before, Tensor) and (is_registered or was_read(before)):
+                why = (
+                    f"the iteration replaced {full_name!r} by a new tensor; a replay runs no "
+                    f"Python and would go on reading the old one. {_IN_PLACE}"
                 )
-        for path, module, tables in self._kept:
-            for name, before in tables[-1].items():
-                now = vars(module).get(name)
-                if type(before) in (int, float) and isinstance(now, Tensor):
-                    yield CaptureError(
-                        f"the iteration puts a tensor in the place of {_join(path, name)!r}, which "
-                        f"was {before!r}; a replay runs no Python and would begin with that number "
-                        "for ever. Remedy: set it at the beginning of the iteration (in loss_fn "
-                        "or forward) and not behind the step; or keep a tensor and update it in "
-                        "place (copy_, mul_, add_, lerp_)",
-                        module_path=path,
-                        source=assignment_of(module, name, self._model),
-                    )
+            elif type(before) in (int, float) and isinstance(now, Tensor):
+                why = (
+                    f"the iteration puts a tensor in the place of {full_name!r}, which was "
+                    f"{before!r}; a replay runs no Python and would begin with that number for "
+                    "ever. Remedy: set it at the beginning of the iteration (in loss_fn or "
+                    "forward) and not behind the step; or keep a tensor and update it in place "
+                    "(copy_, mul_, add_, lerp_)"
+                )
+            if why:
+                source = assignment_of(module, name, self._model)
+                yield CaptureError(why, module_path=path, source=source)
         for optimizer in self._optimizers:
             yield from optimizer.changes()
 
@@ -104,11 +103,10 @@ class HostState:
             optimizer.restore()
         self._restore_gradients()
 
-    def _tensors(self) -> Iterator[tuple[str, nn.Module, str, Tensor]]:
+    def _held(self) -> Iterator[tuple[str, nn.Module, str, Any]]:
         for path, module, tables in self._kept:
             for name, value in itertools.chain.from_iterable(table.items() for table in tables):
-                if isinstance(value, Tensor):
-                    yield path, module, name, value
+                yield path, module, name, value
 
     def _has_new_data(self, tensor: Tensor) -> bool:
         old = self._data.get(tensor)
@@ -133,18 +131,6 @@ def _is_plain(tensor: Tensor) -> bool:
     if type(tensor) not in (Tensor, nn.Parameter) or tensor.layout is not torch.strided:
         return False
     return not is_functorch_wrapped(tensor)
-
-
-def _is_registered(module: nn.Module, name: str) -> bool:
-    return name in parameters_of(module) or name in buffers_of(module)
-
-
-def _lookup(module: nn.Module, name: str) -> object:
-    return next((table[name] for table in _tables(module) if name in table), None)
-
-
-def _join(module_name: str, name: str) -> str:
-    return f"{module_name}.{name}" if module_name else name
 
 
 class HostOptimizer:
@@ -297,17 +283,13 @@ def save_random_states(model: nn.Module, device: torch.device) -> Callable[[], N
 
 
 def generators_of(model: nn.Module, device: torch.device) -> list[torch.Generator]:
-    """Return torch's generators for the CPU and the device, and those that modules hold."""
+    """Return torch's generators for the CPU and the device first, then those that modules hold."""
     generators = {id(torch.default_generator): torch.default_generator}
     if device.type == "cuda":
-        generator = torch.cuda.default_generators[_index(device)]
+        generator = torch.cuda.default_generators[device.index]
         generators[id(generator)] = generator
     for module in model.modules():
         for value in vars(module).values():
             if isinstance(value, torch.Generator):
                 generators[id(value)] = value
     return list(generators.values())
-
-
-def _index(device: torch.device) -> int:
-    return torch.cuda.current_device() if device.index is None else device.index
