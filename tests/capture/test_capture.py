@@ -16,6 +16,7 @@ from helpers import (
     make_optimizer,
     no_host_sync,
     run,
+    run_as_eager,
     set_lr,
     snapshot,
 )
@@ -27,27 +28,14 @@ from zoo import ZOO
 def test_scope_none_equals_a_loop_written_by_hand(
     max_grad_norm: float | None, device: torch.device
 ) -> None:
-    step, model, optim, next_batch = make_step(
-        device, "gpt", "adamw", scope="none", max_grad_norm=max_grad_norm
+    run_as_eager(
+        ZOO["gpt"],
+        device,
+        scope="none",
+        beside="plain",
+        optimizer="adamw",
+        max_grad_norm=max_grad_norm,
     )
-    torch.manual_seed(5)
-    losses = []
-    for _ in range(6):
-        losses.append(step(*next_batch()))
-    state = snapshot(model, optim)
-
-    step, model, optim, next_batch = make_step(device, "gpt", "adamw", scope="none")
-    step.close()
-    torch.manual_seed(5)
-    for expected in losses:
-        optim.zero_grad()
-        loss = model(*next_batch())
-        loss.backward()
-        if max_grad_norm is not None:
-            torch.nn.utils.clip_grad_norm_(model.parameters(), max_grad_norm, foreach=True)
-        optim.step()
-        assert torch.equal(loss, expected)
-    assert_same_state(snapshot(model, optim), state)
 
 
 def test_recording_may_be_the_first_call_without_the_optimizer(device: torch.device) -> None:

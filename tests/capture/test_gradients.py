@@ -1,6 +1,8 @@
-"""Gradients are views of persistent buffers for ever, readable after each call, equal eager's."""
+"""Gradients are views of persistent buffers for ever, readable after each call, equal eager's.
 
-import copy
+Also those that an iteration of the user's own assigns by hand.
+"""
+
 from collections.abc import Callable
 from typing import Any
 
@@ -11,7 +13,7 @@ from torch import Tensor, nn
 import graphfsdp
 from graphfsdp import MixedPrecisionPolicy
 from graphfsdp.optim import FusedAdam
-from helpers import assert_same_state, snapshot
+from helpers import OPTIMIZERS, Batch, Case, assert_same_run, assert_same_state, run, snapshot
 from make_step import make_step
 from zoo_models import WIDTH, Squared, UnusedParameter
 
@@ -19,23 +21,6 @@ from zoo_models import WIDTH, Squared, UnusedParameter
 def addresses(model: nn.Module, kind: str = "grad") -> dict[str, int]:
     found = {name: getattr(param, kind, None) for name, param in model.named_parameters()}
     return {name: grad.data_ptr() for name, grad in found.items() if grad is not None}
-
-
-@pytest.mark.parametrize("name", ["shared_layer", "channels_last", "odd_shapes", "parametrized"])
-def test_gradients_are_those_of_plain_autograd(name: str, device: torch.device) -> None:
-    """In the same calls, on a copy of the model, by torch alone."""
-    step, model, _, next_batch = make_step(device, name)
-    for _ in range(8):
-        batch = next_batch()
-        # A copy, because a forward pass moves buffers; copies of sliced parameters are dense.
-        twin = copy.deepcopy(model) if list(model.buffers()) else model
-        torch.manual_seed(9)
-        expected = torch.autograd.grad(twin(*batch), list(twin.parameters()))
-        torch.manual_seed(9)
-        step(*batch)
-        for (path, param), grad in zip(model.named_parameters(), expected, strict=True):
-            assert param.grad is not None
-            assert torch.equal(param.grad, grad), path
 
 
 @pytest.mark.parametrize("scope", ["none", "forward_backward", "full_iteration"])
@@ -240,3 +225,56 @@ def test_gradients_of_different_dtypes_lie_in_buffers_of_their_own(device: torch
         grads = [param.grad for param in model.parameters() if param.grad is not None]
     assert [grad.dtype for grad in grads] == [torch.float32] * 2 + [torch.float64] * 2
     assert len({grad.untyped_storage().data_ptr() for grad in grads}) == 2
+
+
+def by_hand(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor) -> Tensor:
+    params = list(model.parameters())
+    loss: Tensor = model(x).square().mean()
+    for param, grad in zip(params, torch.autograd.grad(loss, params), strict=True):
+        param.grad = grad * 2
+    optimizer.step()
+    return loss
+
+
+def one_by_hand(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor) -> Tensor:
+    loss: Tensor = model(x).square().mean()
+    loss.backward()
+    bias = next(param for param in model.parameters() if param.ndim == 1)
+    assert bias.grad is not None
+    bias.grad = bias.grad.sign()
+    optimizer.step()
+    return loss
+
+
+def taken_off(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor) -> Tensor:
+    loss: Tensor = model(x).square().mean()
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss
+
+
+def batch(generator: torch.Generator) -> Batch:
+    return Batch((torch.randn(3, 4, generator=generator),))
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "iteration"),
+    [
+        *((name, by_hand) for name in OPTIMIZERS),
+        *(("fused_adam", one_by_hand), ("adamw", one_by_hand)),
+        *(("fused_adam", taken_off), ("sgd", taken_off)),
+    ],
+)
+def test_replays_leave_them_where_eager_iterations_and_plain_loops_do(
+    optimizer: str, iteration: Callable[..., Tensor]
+) -> None:
+    case = Case(lambda: nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.1), nn.Linear(8, 4)), batch)
+    options: dict[str, Any] = {"optimizer": optimizer, "iteration": iteration}
+    captured = run(case, "full_iteration", torch.device("cpu"), **options)
+    for scope in ("none", "plain"):
+        assert_same_run(run(case, scope, torch.device("cpu"), **options), captured)
+    assert captured.report.num_calls["replay"] == 10
+    for state in captured.snapshots:
+        num_grads = sum(name.startswith("grad of") for name in state)
+        assert num_grads == (0 if iteration is taken_off else 4)

@@ -12,10 +12,10 @@ from zoo import ZOO
 
 
 @pytest.mark.parametrize("name", ZOO)
-def test_replay_equals_eager_and_nothing_is_warned_of(
+def test_replay_equals_the_plain_loop_and_nothing_is_warned_of(
     name: str, device: torch.device, caplog: pytest.LogCaptureFixture
 ) -> None:
-    check_against_eager(ZOO[name], device)
+    check_against_eager(ZOO[name], device, beside="plain")
     assert "stands still" not in caplog.text
 
 

@@ -165,7 +165,7 @@ def same_bits(left: Tensor, right: Tensor) -> bool:
 class PlainStep:
     """What users write without graphfsdp."""
 
-    grad_norm = None
+    grad_norm: Tensor | None = None
 
     def __init__(
         self,
@@ -174,10 +174,14 @@ class PlainStep:
         *,
         loss_fn: Callable[..., Any] | None,
         iteration: Callable[..., Any] | None = None,
+        max_grad_norm: float | None = None,
+        **of_graphs: Any,
     ) -> None:
+        assert of_graphs.keys() <= {"on_change", "max_graphs"}, of_graphs
         self._trained = model, optimizer
         self._loss_fn = loss_fn
         self._iteration = iteration
+        self._max_grad_norm = max_grad_norm
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         model, optimizer = self._trained
@@ -186,7 +190,12 @@ class PlainStep:
             output = self._iteration(model, optimizer, *args, **kwargs)
         else:
             output = (self._loss_fn or nn.Module.__call__)(model, *args, **kwargs)
+            output = getattr(output, "loss", output)
             pytree.tree_leaves(output)[0].backward()
+            if self._max_grad_norm is not None:
+                self.grad_norm = nn.utils.clip_grad_norm_(
+                    model.parameters(), self._max_grad_norm, foreach=True
+                )
             optimizer.step()
         return pytree.tree_map_only(Tensor, Tensor.detach, output)
 

@@ -2,6 +2,7 @@
 
 import logging
 import os
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -35,32 +36,36 @@ def test_registration_is_turned_off_once_where_nobody_has_chosen(
     assert [r.getMessage().split()[0] for r in caplog.records] == ["NCCL_GRAPH_REGISTER=0"]
 
 
-def test_who_has_chosen_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("NCCL_GRAPH_REGISTER", "1")
-    prepare_nccl(CUDA)
-    assert os.environ["NCCL_GRAPH_REGISTER"] == "1"
+SEGMENTS = "max_split_size_mb:512, expandable_segments:True"
+HANGS = r"expandable_segments:True on compute capability 9\.0"
 
 
-@pytest.mark.parametrize("name", ["PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])
-def test_what_is_known_to_hang_is_refused(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("NCCL_GRAPH_REGISTER", "1")
-    monkeypatch.setenv(name, "max_split_size_mb:512, expandable_segments:True")
-    with pytest.raises(ConfigError, match=r"expandable_segments:True on compute capability 9\.0"):
+@pytest.mark.parametrize(
+    ("settings", "capability", "refused"),
+    [
+        ({"NCCL_GRAPH_REGISTER": "1"}, (9, 0), ""),
+        *(
+            ({"NCCL_GRAPH_REGISTER": chosen, name: SEGMENTS}, (major, 0), refused)
+            for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+            for chosen, major, refused in (("1", 9, HANGS), ("1", 10, ""), ("0", 9, ""))
+        ),
+        # Waits that ask on the host.
+        *(({name: "1"}, (9, 0), f"{name}=1.*Remedy: unset it") for name in NAMES[1:]),
+        *(({name: "0"}, (9, 0), "") for name in NAMES[1:]),
+    ],
+)
+def test_who_has_chosen_is_left_alone_or_refused(
+    settings: dict[str, str],
+    capability: tuple[int, int],
+    refused: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name, value in settings.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(nccl_settings, "_capability", lambda device: capability)
+    with pytest.raises(ConfigError, match=refused) if refused else nullcontext():
         prepare_nccl(CUDA)
-    monkeypatch.setattr(nccl_settings, "_capability", lambda device: (10, 0))
-    prepare_nccl(CUDA)
-    monkeypatch.setattr(nccl_settings, "_capability", lambda device: (9, 0))
-    monkeypatch.setenv("NCCL_GRAPH_REGISTER", "0")
-    prepare_nccl(CUDA)
-
-
-@pytest.mark.parametrize("name", NAMES[1:])
-def test_waits_that_ask_on_the_host_are_refused(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(name, "1")
-    with pytest.raises(ConfigError, match=f"{name}=1.*Remedy: unset it"):
-        prepare_nccl(CUDA)
-    monkeypatch.setenv(name, "0")
-    prepare_nccl(CUDA)
+    assert {name: os.environ[name] for name in settings} == settings
 
 
 def test_one_rank_chooses_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
