@@ -11,10 +11,11 @@ Note [One call at a time]: what lies at fixed addresses belongs to one call, fro
 to the end of its backward pass. A call that begins meanwhile (a discriminator on real and on fake)
 takes another recording.
 
-Note [Written behind autograd's back]: what the loop writes into an input or a result between
-forward and backward pass, autograd reads in the latter if it has saved that tensor: through
+Note [Written behind autograd's back]: what the loop writes into a weight, an input or a result
+between forward and backward pass, autograd reads in the latter if it has saved that tensor: through
 ``.data`` or NumPy silently, and else it refuses. So the loop's own tensors are saved where the kept
 graph has saved those of the recording, and what they hold is copied there before a backward pass.
+Weights lie in the same memory.
 """
 
 import weakref
@@ -229,6 +230,8 @@ class PartGraphs:
     def _find_saved(self, results: Sequence[Tensor], saved: Sequence[Tensor]) -> None:
         """See Note [Written behind autograd's back]."""
         sizes = {storage_key(each): each.untyped_storage().nbytes() for each in saved}
+        weights = self._params.values()
+        self._saved_weights = [param for param in weights if storage_key(param) in sizes]
         for tensor in (*self._module.parameters(), *self._module.buffers()):
             sizes.pop(storage_key(tensor), None)
         self.kept_bytes = sum(sizes.values())
@@ -334,6 +337,7 @@ class PartGraphs:
         ctx.save_for_backward(
             *[results[index] for index in self._saved_results],
             *[leaves[place] for place in self._saved_inputs],
+            *self._saved_weights,
             _NOTHING,  # so that torch itself refuses a second backward pass
         )
 
