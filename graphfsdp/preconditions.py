@@ -461,7 +461,8 @@ def _refuse_beside_iteration(iteration: object, options: CaptureOptions) -> None
         ),
         "scope='forward_backward'": (
             options.scope is Scope.FORWARD_BACKWARD,
-            "scope='full_iteration'; iteration steps the optimizers itself",
+            "loss_fn= in place of iteration=, whose loss has its optimizer step behind the graph; "
+            "for any other iteration graphfsdp.capture_in_place, where every step runs as written",
         ),
     }
     for name, (is_given, remedy) in remedies.items():
