@@ -1,33 +1,41 @@
-"""Everything that an iteration needs, and one iteration of it over given inputs."""
+"""Everything that an iteration needs; its iterations, those that warm up and those that record."""
 
+import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import chain
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from graphfsdp._capture.cuda.regions import CompiledRegions
 from graphfsdp._capture.gradients import PersistentGradients
 from graphfsdp._capture.guards.guards import Guards
 from graphfsdp._capture.guards.modules import join, weights_of
+from graphfsdp._capture.guards.moves import Move, tell_of
 from graphfsdp._capture.guards.names import ReadNames
 from graphfsdp._capture.guards.walk import walk
 from graphfsdp._capture.inputs import StaticInputs, TensorLeaf
 from graphfsdp._capture.iteration import Iteration
 from graphfsdp._capture.messages import messages_as_operators
-from graphfsdp._capture.recording import Recording, Results
+from graphfsdp._capture.ranks.ranks import Ranks, WarmUpAgainError
+from graphfsdp._capture.recording import Recording, Recordings, Results, kept_by, new_of
 from graphfsdp._capture.rules.constants import ConstantWatch
 from graphfsdp._capture.trace.backend import GraphBackend
 from graphfsdp._capture.trace.ran import Ran
 from graphfsdp._capture.undo.host_state import Attempt
+from graphfsdp._capture.undo.interrupts import deliver_waiting
 from graphfsdp.base.capturable import CapturableOptimizer
 from graphfsdp.base.changes import Change
+from graphfsdp.base.op_tensors import as_written
 from graphfsdp.base.recomputation import torchs_checkpoints_as_ours
 from graphfsdp.base.sharded import main_grads_of, put_back, sharded_roots, units_of
+from graphfsdp.base.streams import in_turn, nvtx_range
 from graphfsdp.config import CaptureOptions, MixedPrecisionPolicy, OnChange, Scope, Undo
 from graphfsdp.errors import CaptureError, GuardError, Refuse, raised
+
+_LOG = logging.getLogger("graphfsdp")
+_MOST_NAMED = 8
 
 
 class Engine:
@@ -39,6 +47,8 @@ class Engine:
         full: The optimizer steps inside the graph.
         refuse: Raises what a capture finds behind its iteration; a check notes it.
         grad_norm: [] float32 of the last iteration, or None.
+        ranks: That make each iteration together.
+        torn: Why nobody knows weights and optimizer state any more; empty while they are known.
     """
 
     def __init__(
@@ -63,7 +73,7 @@ class Engine:
         self._make_iteration = make_iteration
         self._take_gradients()
         self.full = options.scope is Scope.FULL_ITERATION
-        self.undoes = options.undo is Undo.AUTO
+        self._undoes = options.undo is Undo.AUTO
         self.refuse: Refuse = raised
         self.grad_norm: Tensor | None = None
         self._replayed: Recording | None = None  # by the last run
@@ -73,6 +83,10 @@ class Engine:
         # Else other kinds of batches have graphs of their own, which may step.
         self._has_one_graph = options.on_change is not OnChange.RECAPTURE
         self._regions = regions
+        groups = [group for root in sharded_roots(model) for group in root.process_groups()]
+        # Those of all ranks that make an iteration together.
+        self.ranks = Ranks([*groups, *self._iteration.groups], deliver_waiting, backend.device.type)
+        self.torn = ""
 
     def _take_gradients(self) -> None:
         self._named_params = dict(self._find_params())
@@ -188,28 +202,6 @@ class Engine:
     def steps_inside(self) -> bool:
         return self._iteration.steps_inside
 
-    @property
-    def groups(self) -> list[dist.ProcessGroup]:
-        """The groups of ranks that make an iteration together."""
-        of_shards = [g for root in sharded_roots(self.model) for g in root.process_groups()]
-        return [*of_shards, *self._iteration.groups]
-
-    def constant_watch(self, *, trains: bool = True) -> ConstantWatch:
-        """Return what compares the numbers of a warm-up and of the capture after it."""
-        stepping = self.optimizer.optimizers if self.steps_inside and trains else ()
-        has_run = self._has_iterated and trains
-        device = self.backend.device
-        watches = trains and device.type == "cuda"
-        return ConstantWatch(
-            self.model,
-            device,
-            stepping,
-            has_run=has_run,
-            lands_in=self.gradients.storages() if watches else (),
-            names_idle=self._has_one_graph,
-            refuse=self.refuse,
-        )
-
     def attempt(self, *, copies: bool = True, beside: Iterable[Tensor] = ()) -> Attempt:
         """Return what undoes an iteration that runs from now on and fails.
 
@@ -250,12 +242,103 @@ class Engine:
         for name, param in self.model.named_parameters():
             yield f"parameter {name!r}", param
 
-    def guards(self, ran: Ran, *, trains: bool = True) -> Guards:
-        """Return what is to be armed when an iteration, or its forward alone, was recorded.
+    def attempt_on(
+        self, recording: Recording, recordings: Recordings, *, captures: bool, notes: bool
+    ) -> list[Tensor]:
+        """Warm up, or capture; return the results of the iteration, which has taken effect once.
 
-        ``ran``: the code of its warm-up.
+        If it fails, here or on another rank, everything is undone, and one of ``recordings`` that
+        is of no use any more is taken out of them.
         """
-        return Guards(
+        with in_turn(deliver_waiting):
+            results = self._attempt_on(recording, recordings, captures=captures, notes=notes)
+            if results is None:
+                results = self._attempt_on(recording, recordings, captures=False, notes=True)
+            assert results is not None  # it waits once
+            if recording.graph is not None:
+                recording.graph.compile()
+            if recording.guards is not None:
+                tell_of(recording.guards.stands_still())
+            return results
+
+    def _attempt_on(
+        self, recording: Recording, recordings: Recordings, *, captures: bool, notes: bool
+    ) -> list[Tensor] | None:
+        """Return None if a capture was undone, and all ranks are to warm up in place of it."""
+        on_cpu, trains = self.backend.device.type == "cpu", recording.trains
+        # CUDA rule: a capture runs nothing. On a CPU it is an iteration that may be repeated.
+        copies = self._undoes or not trains or (captures and on_cpu)
+        attempt = self.attempt(copies=copies)
+        grad_norm = self.grad_norm
+        # On a GPU the kernels of compiled functions are captured.
+        uncompiled = as_written() if on_cpu else nullcontext()
+        try:
+            with uncompiled, attempt.watching(), _mode_of(self.model, trains) as own_modes:
+                if captures:
+                    return self._capture(recording, attempt, own_modes)
+                return self._warm_up(recording, notes=notes)
+        except BaseException as first:  # whatever ends it, it must leave no trace
+            constants, guards = recording.constants, recording.guards
+            refused = constants is not None and constants.failure is first  # other numbers
+            moves = guards.moved() if refused and guards is not None else []
+            try:
+                attempt.roll_back()
+                if guards is not None:
+                    guards.put_back()
+            finally:
+                self.grad_norm = grad_norm
+                recording.drop_graph()
+            if not copies and not captures:
+                self.torn = (
+                    f"a warm-up failed ({type(first).__name__}: {first}), and with undo='none' "
+                    "nobody has kept what weights and optimizer state were before it"
+                )
+            error = self.ranks.repeat(first) if refused and not recording.has_waited else first
+            if isinstance(error, WarmUpAgainError) and recording.wait_once():
+                _LOG.info("warming up once more: %s", error)
+                return None
+            # Where there are others, the ones that were not refused keep theirs.
+            begins_anew = refused and not self.ranks.is_collective
+            if begins_anew or not recording.num_eager:
+                recordings.remove(recording)
+            if error is not first:
+                raise error from first
+            if moves:
+                raise _naming(error, moves) from None
+            raise
+
+    def _warm_up(self, recording: Recording, *, notes: bool) -> list[Tensor]:
+        watch = recording.noting(self._watch_for(recording)) if notes else nullcontext()
+        # So that what libraries and optimizers keep of a warm-up never splits what the next needs.
+        self.backend.give_back_memory()
+        with nvtx_range("warm-up"), self.backend.on_capture_stream():
+            results, recording.results = self.iterate(
+                recording.inputs, watch, trains=recording.trains
+            )
+        self.ranks.settle()
+        self._step_together(recording)
+        recording.num_eager += 1
+        return results
+
+    def _watch_for(self, recording: Recording) -> ConstantWatch:
+        """Return what compares the numbers of a warm-up and of the capture after it."""
+        trains, device = recording.trains, self.backend.device
+        watches = trains and device.type == "cuda"
+        return ConstantWatch(
+            self.model,
+            device,
+            self.optimizer.optimizers if self.steps_inside and trains else (),
+            has_run=self._has_iterated and trains,
+            lands_in=self.gradients.storages() if watches else (),
+            names_idle=self._has_one_graph,
+            refuse=self.refuse,
+        )
+
+    def _capture(
+        self, recording: Recording, attempt: Attempt, own_modes: Callable[[], None]
+    ) -> list[Tensor]:
+        constants, trains = recording.constants, recording.trains
+        recording.guards = guards = Guards(
             self.model,
             self._named_params,
             self.gradients.shown_views,
@@ -263,8 +346,46 @@ class Engine:
             counts=self.optimizer.counts,
             functions=self._iteration.functions,
             device=self.backend.device,
-            ran=ran,
+            ran=Ran() if constants is None else constants.ran,
         )
+
+        def check(was_read: Callable[[Tensor], bool]) -> None:
+            attempt.host_state.check_unchanged(was_read, self.refuse)
+            if constants is not None:
+                constants.check_memory()
+            own_modes()  # those that every later call will find
+            guards.arm(was_read, self.refuse)
+            self.ranks.settle()
+
+        scratch = recording.inputs.tensors()
+        if trains:
+            self.before_capture()
+            scratch += self.gradients.storages()
+        before = kept_by(self.model)
+        runs = self.backend.device.type == "cpu"
+
+        def iterate() -> list[Tensor]:
+            watch = nullcontext() if constants is None else constants.comparing()
+            with nullcontext() if runs else self.ranks.recording():
+                tensors, recording.results = self.iterate(recording.inputs, watch, trains=trains)
+            return tensors
+
+        with nvtx_range("capture"), guards.recording():
+            recording.graph, results = self.backend.record(
+                iterate, self.model, check, collective=self.ranks.is_collective, scratch=scratch
+            )
+        recording.begin(self.gradients.num_hooks())
+        if trains:
+            recording.landed = self.gradients.landed()
+            recording.kept = new_of(kept_by(self.model), before)
+        self._step_together(recording)
+        return results
+
+    def _step_together(self, recording: Recording) -> None:
+        """Step an optimizer that is not in the graph; a rank that captures does so at once."""
+        if recording.trains and not self.full:
+            self.step_outside()
+            self.ranks.settle()
 
     def changes(self, guards: Guards | None = None) -> Sequence[Change]:
         """Return what is not as recordings have baked it in; without guards, of numbers alone."""
@@ -302,7 +423,37 @@ class Engine:
             self.step_outside()
 
     def close(self) -> None:
+        self.ranks.close()
         self._replayed = None
         self.gradients.close()
         if self._regions is not None:
             self._regions.close()
+
+
+def _naming(error: BaseException, moves: Sequence[Move]) -> BaseException:
+    """Return a refusal of other numbers that tells what the iteration has moved in Python."""
+    if not isinstance(error, CaptureError):
+        return error
+    hazard = error.hazard
+    remedy = f". Remedy: {hazard.fix}" if hazard.fix else ""
+    return error.saying(
+        f"{hazard.why}. What the iteration moves in Python: "
+        f"{'; '.join(map(str, moves[:_MOST_NAMED]))}{remedy}"
+    )
+
+
+@contextmanager
+def _mode_of(model: nn.Module, trains: bool) -> Iterator[Callable[[], None]]:
+    """Put a model that is evaluated into its mode; hand out what gives every module its own."""
+    modes = [] if trains else [(module, module.training) for module in model.modules()]
+
+    def restore() -> None:
+        for module, training in modes:
+            module.training = training
+
+    if not trains:
+        model.eval()
+    try:
+        yield restore
+    finally:
+        restore()

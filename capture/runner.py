@@ -11,18 +11,15 @@ import torch.distributed as dist
 from torch import Tensor
 
 from graphfsdp._capture.ahead_of_time import FirstStates
-from graphfsdp._capture.attempts import Attempts
 from graphfsdp._capture.audit import Auditor
 from graphfsdp._capture.engine import Engine
 from graphfsdp._capture.phase import Phase
-from graphfsdp._capture.ranks.ranks import Ranks
 from graphfsdp._capture.recording import Recording, Recordings
 from graphfsdp._capture.report.report import CaptureReport
 from graphfsdp._capture.step_report import TIMED_REPLAYS, Tally, make_report
 from graphfsdp._capture.trace.backend import Effect, Graph
 from graphfsdp._capture.trees import copied
 from graphfsdp._capture.undo.host_state import save_random_states
-from graphfsdp._capture.undo.interrupts import deliver_waiting
 from graphfsdp._capture.verify import Verifier
 from graphfsdp.base.changes import Change, ChangeKind, refuse
 from graphfsdp.base.progress import shown_when_slow
@@ -62,13 +59,11 @@ class Runner:
         self._engine = engine
         self._backend = engine.backend
         self._options = options
-        self.groups = engine.groups
-        self._ranks = Ranks(self.groups, deliver_waiting, self.device.type)
+        self._ranks = engine.ranks
         self._pid = os.getpid()
         most = options.max_graphs
         self._recordings = Recordings(most, self.device, options.on_change)
         self._evaluations = Recordings(most, self.device, OnChange.RECAPTURE, trains=False)
-        self._attempts = Attempts(engine, self._ranks)
         self._verifier = Verifier(engine, self._ranks)
         self._outdated = ""  # why the graphs are to be given up
         self._auditor = Auditor(engine, options.audit, collective=self._ranks.is_collective)
@@ -245,7 +240,7 @@ class Runner:
             _LOG.info("evaluation: another graph, %s", others[0])
             recording.close()
         captures = self.phase is not Phase.EAGER and recording.num_eager > 0
-        return self._attempts.run(recording, self._evaluations, captures=captures, notes=True)
+        return self._engine.attempt_on(recording, self._evaluations, captures=captures, notes=True)
 
     def verify(self, num_iterations: int) -> None:
         self.graph_to("verify")
@@ -284,8 +279,7 @@ class Runner:
         self.phase = Phase.CLOSED
         self._evaluations.close()
         self._recordings.close()
-        self._ranks.close()  # until here it watches: graphs wait for what is in flight
-        self._engine.close()
+        self._engine.close()  # until here ranks watch: graphs wait for what is in flight
 
     def __del__(self) -> None:
         if hasattr(self, "_first_states"):  # else the constructor has failed
@@ -348,7 +342,7 @@ class Runner:
             self.phase = Phase.CAPTURE
         try:
             with self._shown() if captures else nullcontext():
-                results = self._attempts.run(
+                results = self._engine.attempt_on(
                     recording,
                     self._recordings,
                     captures=captures,
@@ -356,7 +350,7 @@ class Runner:
                 )
         finally:
             self.phase = Phase.REPLAY if self._recordings.num_graphs else Phase.WARMUP
-            self._break(self._attempts.torn)
+            self._break(self._engine.torn)
         self._num_warm_ups += recording.graph is None
         took_ms = (time.perf_counter() - started) * 1e3
         self._tally.add(recording.graph, took_ms)

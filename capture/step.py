@@ -226,8 +226,8 @@ class CapturedStep:
             raise PhaseError("this captured step is closed. Remedy: capture again")
         if runner.phase is Phase.BROKEN:
             raise broken(runner.breakage)
-        known = all_groups() if runner.groups else ()
-        if runner.groups and any(group not in known for group in runner.groups):
+        groups = self._engine.ranks.groups
+        if groups and any(group not in all_groups() for group in groups):
             raise PhaseError(
                 "the captured step was called after destroy_process_group, and the model is "
                 "sharded over a group that was destroyed. Remedy: step.close() first, then "

@@ -159,7 +159,7 @@ def _run(
     except ConfigError:
         raise
     except Exception as error:  # whatever the user's program raises is a finding
-        if not judge.num_ops and not engine.groups:
+        if not judge.num_ops and not engine.ranks.groups:
             with suppress(Exception):  # that of the warm-up, which is told
                 _judge_until_it_fails(runner, engine, judge, args, kwargs)
         judge.findings.fail(error)
