@@ -118,7 +118,10 @@ REFUSED: list[tuple[Arguments | Callable[[], Arguments], str]] = [
     ({"iteration": 3}, "iteration must be a function"),
     ({"iteration": own, "microbatches": 2}, "microbatches.*split the batch"),
     ({"iteration": own, "max_grad_norm": 1.0}, "clip_grad_norm_ in iteration"),
-    ({"iteration": own, "scope": "forward_backward"}, "loss_fn= in place of iteration=.*capture_in_place"),
+    (
+        {"iteration": own, "scope": "forward_backward"},
+        "loss_fn= in place of iteration=.*capture_in_place",
+    ),
     (lambda: several(), "model is a sequence.*iteration=fn"),
     (lambda: several(model=[mlp_of_one(), 3], iteration=own), "model must be"),
     (lambda: several(optimizer=[], iteration=own), "optimizer is an empty sequence"),
