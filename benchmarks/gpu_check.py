@@ -42,7 +42,7 @@ from rich.console import Console
 
 from benchmarks.limited import ROOT, run_limited
 from graphfsdp.bench.machine import find_environment
-from graphfsdp.bench.results import Table
+from graphfsdp.bench.results import Table, environment_text
 
 
 @dataclass(frozen=True)
@@ -242,15 +242,6 @@ def last_line(text: str) -> str:
     return (marked or lines or [""])[0 if marked else -1][:200]
 
 
-def described(facts: dict[str, Any]) -> str:
-    where = f"{facts['gpu']}, driver {facts['driver']}" if facts["gpu"] else facts["cpu"]
-    triton = facts["versions"].get("triton")
-    return (
-        f"measured {facts['date'][:10]} on {where}, torch {facts['torch']}, Triton {triton}, "
-        f"Python {facts['python']}"
-    )
-
-
 def rows_of(document: dict[str, Any]) -> list[tuple[str, ...]]:
     rows: list[tuple[str, ...]] = []
     for part in document["parts"]:
@@ -264,7 +255,7 @@ def rows_of(document: dict[str, Any]) -> list[tuple[str, ...]]:
 
 
 def table_of(document: dict[str, Any]) -> Table:
-    title = f"graphfsdp, {described(document['environment'])}"
+    title = environment_text(document["environment"])
     return Table(title, ("part", "what", "result", "good"), rows_of(document), num_left=4)
 
 

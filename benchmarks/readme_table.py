@@ -20,7 +20,7 @@ import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import MappingProxyType
 
-from benchmarks.gpu_check import described, table_of
+from benchmarks.gpu_check import table_of
 from graphfsdp.bench.results import (
     REFERENCE,
     Result,
@@ -162,8 +162,8 @@ def gpu_check(results: pathlib.Path) -> str:
     parts = [
         part for found in documents if run_of(found) == run_of(newest) for part in found["parts"]
     ]
-    text = described(newest["environment"])
-    return f"{table_of({**newest, 'parts': parts}).markdown()}\n\n{text[0].upper()}{text[1:]}."
+    text = environment_text(newest["environment"])
+    return f"{table_of({**newest, 'parts': parts}).markdown()}\n\n{text}"
 
 
 SECTIONS: Mapping[str, Callable[[pathlib.Path], str]] = {

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from bench_results import result
+from bench_results import ENVIRONMENT, result
 from benchmarks import capture_nodes, optimizer_step, readme_table
 from graphfsdp.bench.results import RESULT
 
@@ -64,10 +64,10 @@ def test_the_newest_check_of_a_real_gpu_is_shown(tmp_path: pathlib.Path) -> None
         ("NVIDIA A", "2025-01-02", "old"),
         (None, "2027-01-01", "rehearsal"),
     ):
-        facts: dict[str, Any] = {"gpu": gpu, "date": date, "driver": "1", "torch": "2"}
+        facts = {**ENVIRONMENT, "gpu": gpu, "date": date}
         row = {"what": "x", "result": seen, "ok": False}
         document = {
-            "environment": {**facts, "python": "3.12", "versions": {}},
+            "environment": facts,
             "parts": [{"name": "tests", "rows": [row], "error": None}],
         }
         name = f"gpu_check_{gpu}_{date}.json"
