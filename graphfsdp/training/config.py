@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 import torch
 
 from graphfsdp.command_line import flag_name, flags_of, require
-from graphfsdp.config import MixedPrecisionPolicy, Scope, ShardingStrategy
+from graphfsdp.config import MixedPrecisionPolicy, ShardingStrategy
 from graphfsdp.errors import ConfigError
 from graphfsdp.training.gpt import GPTConfig, Normalization, PositionEmbeddingType
 
@@ -265,10 +265,6 @@ class TrainConfig(GPTConfig):
                 "one, which is Megatron's test data, must be 0"
             )
         return 100 * held_out / (train + held_out)
-
-    @property
-    def scope(self) -> Scope:
-        return Scope.parse(self.cuda_graph_scope)
 
     @property
     def sharding(self) -> ShardingStrategy:
