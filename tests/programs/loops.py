@@ -5,6 +5,7 @@
 
 import copy
 import io
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -497,3 +498,11 @@ JUDGED: dict[str, tuple[Loop, str]] = {
     "another mode in between": (loop_with(call=looked_at_in_between), ""),
     "a model before it": (loop_with(call=lambda model, x: model(nn.Linear(4, 4)(x))), ""),
 }
+
+if __name__ == "__main__":  # as `graphfsdp check` runs it
+    name = sys.argv[1]
+    loop, options = LOOPS[name] if name in LOOPS else (JUDGED[name][0], {})
+    net = options.get("make", make_net)()
+    adam = options.get("optim", make_adam)(net)
+    torch.manual_seed(7)
+    loop(net, adam)
