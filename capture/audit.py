@@ -113,15 +113,14 @@ class Auditor:
         found = next(recording.log.differences(log), None)
         if found is None:
             return ""
-        sites = () if recording.sites is None else recording.sites.sites()
-        site = sites[found.earlier_site] if found.earlier_site is not None and sites else None
-        module = "" if site is None or site.module is None else f" in module {site.module!r}"
-        source = "" if site is None or site.source is None else f" ({site.source})"
+        hazard = found.hazard
+        module = "" if hazard.module_path is None else f" in module {hazard.module_path!r}"
+        source = "" if hazard.source is None else f" ({hazard.source})"
         return (
             f"an audit after {recording.num_replays} replays has found that the iteration is no "
-            f"longer the captured one{module}{source}: {found.refusal.what}. It may be so since "
+            f"longer the captured one{module}{source}: {hazard.why}. It may be so since "
             f"replay {recording.num_audited + 1}; the call that was audited has trained as "
-            f"written. Remedy: {found.refusal.remedy}; or capture again"
+            f"written. Remedy: {hazard.fix}; or capture again"
         )
 
 

@@ -15,7 +15,6 @@ from graphfsdp._capture.guards.guards import Guards
 from graphfsdp._capture.inputs import StaticInputs
 from graphfsdp._capture.rules.constants import ConstantLog, ConstantWatch
 from graphfsdp._capture.trace.backend import Graph
-from graphfsdp._capture.trace.source import SiteTable
 from graphfsdp.base.collector import YOUNG, without_collector
 from graphfsdp.base.dtensors import Wrapping
 from graphfsdp.base.torch_internals import TreeSpec, tree_flatten, tree_unflatten
@@ -105,7 +104,7 @@ class Recording:
         num_verified: Replays that were compared with an eager run.
         num_replays: Calls since the capture, and ``num_audited`` of them at the last audit.
         num_hooks: Of gradients, when the graph was made.
-        log: What the recorded iteration has done, and ``sites`` where; None if nobody could see.
+        log: What the recorded iteration has done; None if nobody could see.
         guards: What must be as it was when the graph was made; None before that.
         constants: Compares the last warm-up with the capture; None before the last warm-up.
         has_waited: Its warm-up has begun anew once, for other values than before.
@@ -124,7 +123,6 @@ class Recording:
         self.num_audited = 0
         self.num_hooks = 0
         self.log: ConstantLog | None = None
-        self.sites: SiteTable | None = None
         self.graph: Graph | None = None
         self.guards: Guards | None = None
         self.constants: ConstantWatch | None = None
@@ -160,7 +158,7 @@ class Recording:
     def begin(self, num_hooks: int) -> None:
         """Keep what the capture has done for audits, and let go of what compared it."""
         if self.constants is not None:
-            self.log, self.sites = self.constants.log, self.constants.sites
+            self.log = self.constants.log
         self.num_replays = self.num_audited = 0
         self.num_hooks, self.constants = num_hooks, None
 

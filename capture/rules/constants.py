@@ -9,7 +9,6 @@ import logging
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -60,25 +59,10 @@ class ConstantEntry(NamedTuple):
 _NOTHING = ConstantEntry("nothing")
 
 
-@dataclass(frozen=True)
-class ConstantDifference:
-    """Two runs of one iteration that were not given the same values.
-
-    Attributes:
-        op: The operator's name.
-        site: Number of its place in the second run; None at the end of that run.
-        earlier_site: Number of its place in the first run; None at the end of that one.
-    """
-
-    op: str
-    site: int | None
-    refusal: Refusal
-    earlier_site: int | None = None
-
-
 class ConstantLog:
-    def __init__(self, given: Iterable[Tensor] = ()) -> None:
-        """``given`` are inputs, which lie elsewhere in each run."""
+    def __init__(self, given: Iterable[Tensor] = (), sites: SiteTable | None = None) -> None:
+        """``given`` are inputs, which lie elsewhere in each run; ``sites`` has those of entries."""
+        self.sites = sites
         self.entries: list[ConstantEntry] = []
         self.num_steps: Steps = {}
         self._made: set[int] = set(map(storage_key, given))  # storages
@@ -103,8 +87,11 @@ class ConstantLog:
         self.entries.append(ConstantEntry(name, (), site))
         self.num_steps[id(optimizer)] = name, self.num_steps.get(id(optimizer), (name, 0))[1] + 1
 
-    def differences(self, other: "ConstantLog") -> Iterator[ConstantDifference]:
-        """Yield where another run from the same state was given other values, each place once."""
+    def differences(self, other: "ConstantLog") -> Iterator[CaptureError]:
+        """Yield why another run from the same state was given other values, each place once.
+
+        The places are those of the other run, or of this one if nobody knows the other's.
+        """
         told: set[tuple[str, int]] = set()
         pairs = itertools.zip_longest(self.entries, other.entries, fillvalue=_NOTHING)
         for mine, its in pairs:
@@ -114,11 +101,15 @@ class ConstantLog:
             refusal = _difference(mine, its)
             if refusal is not None and (its.op, its.site) not in told:
                 told.add((its.op, its.site))
-                earlier = None if mine is _NOTHING else mine.site
-                if its is _NOTHING:
-                    yield ConstantDifference(mine.op, None, refusal, earlier)
-                else:
-                    yield ConstantDifference(its.op, its.site, refusal, earlier)
+                at, table = (mine, self.sites) if other.sites is None else (its, other.sites)
+                site = None if table is None or at is _NOTHING else table.sites()[at.site]
+                yield CaptureError(
+                    refusal.message,
+                    op=mine.op if its is _NOTHING else its.op,
+                    module_path=None if site is None else site.module,
+                    source=None if site is None else site.source,
+                    kind=refusal.kind,
+                )
             if mine.op != its.op:
                 return
 
@@ -199,7 +190,6 @@ class ConstantWatch:
     Attributes:
         failure: Why the last capture was refused here; None if it was not.
         ran: All Python code that ran in warm-ups and captures.
-        sites: Where in the program the operators of the last capture are; None before one.
     """
 
     def __init__(
@@ -220,7 +210,6 @@ class ConstantWatch:
         """
         self.failure: CaptureError | None = None
         self.ran = Ran()
-        self.sites: SiteTable | None = None
         self._model = model
         self._device = device
         self._optimizers = optimizers
@@ -252,13 +241,17 @@ class ConstantWatch:
             return
         # What was made once is none of what a capture does.
         self._trace = Trace(self._device) if self._lands_in and not is_first else None
-        mode = _ConstantMode(
-            without_optimizer=bool(self._optimizers), trace=self._trace, given=given
-        )
-        with _SameFunctions(), self.ran.noting(), mode:
+        log = ConstantLog(given)
+        with _SameFunctions(), self.ran.noting(), self._mode(log, trace=self._trace):
             yield
-        self._expected, self._is_settled = mode.log, not is_first
-        self._count_steps(mode.log)
+        self._expected, self._is_settled = log, not is_first
+        self._count_steps(log)
+
+    def _mode(
+        self, log: ConstantLog, *, trace: Trace | None, watcher: Watcher | None = None
+    ) -> "_ConstantMode":
+        without_optimizer = bool(self._optimizers)
+        return _ConstantMode(log, without_optimizer=without_optimizer, watcher=watcher, trace=trace)
 
     @contextmanager
     def comparing(self, given: Iterable[Tensor] = ()) -> Iterator[None]:
@@ -277,12 +270,10 @@ class ConstantWatch:
         trace = None
         if self._trace is not None:
             trace = Redirection(self._trace, self._lands_in, self._device)
-        mode = _ConstantMode(
-            without_optimizer=bool(self._optimizers), watcher=watcher, trace=trace, given=given
-        )
+        log = ConstantLog(given, None if watcher is None else watcher.sites)
         self._is_settled = False  # if it fails, somebody may mend it, and that is another path
         try:
-            with noting_code(self.ran), mode:
+            with noting_code(self.ran), self._mode(log, trace=trace, watcher=watcher):
                 yield
             if trace is not None:
                 trace.finish()
@@ -290,24 +281,21 @@ class ConstantWatch:
             if trace is not None and error is trace.failure:
                 self.failure = error
             raise
-        self._expected, self._is_settled = mode.log, True
-        self.sites = sites = None if watcher is None else watcher.sites
-        found = [*expected.differences(mode.log)]
-        memory = next((each for each in found if each.refusal.kind is HazardKind.STATE), None)
+        self._expected, self._is_settled = log, True
+        found = [*expected.differences(log)]
+        memory = next((each for each in found if each.kind is HazardKind.STATE), None)
         # Operators that only the first run has called shift all that follow: then a value was
         # compared with one of another place.
-        is_aligned = all(each.refusal.kind is not HazardKind.CONTROL_FLOW for each in found)
+        is_aligned = all(each.kind is not HazardKind.CONTROL_FLOW for each in found)
         others = found if is_aligned or follows_path else []
-        values = [
-            error_of(each, sites) for each in others if each.refusal.kind is not HazardKind.STATE
-        ]
-        fewer = _fewer_steps(self._most_steps, mode.log.num_steps)
-        self._count_steps(mode.log)
-        self._elsewhere = error_of(memory, sites) if memory is not None and is_aligned else None
+        values = [each for each in others if each.kind is not HazardKind.STATE]
+        fewer = _fewer_steps(self._most_steps, log.num_steps)
+        self._count_steps(log)
+        self._elsewhere = memory if is_aligned else None
         for found_here in [*values, *([] if fewer is None else [fewer])]:
             self.failure = found_here
             self._refuse(found_here)
-        self._name_idle(mode.log)
+        self._name_idle(log)
 
     @property
     def log(self) -> ConstantLog | None:
@@ -357,22 +345,8 @@ def may_run_compiled_code(
 @contextmanager
 def noting_constants(log: ConstantLog, *, without_optimizer: bool) -> Iterator[None]:
     """Note in ``log`` what the body does; ``without_optimizer``: but for what optimizers do."""
-    mode = _ConstantMode(without_optimizer=without_optimizer)
-    mode.log = log
-    with _SameFunctions(), mode:
+    with _SameFunctions(), _ConstantMode(log, without_optimizer=without_optimizer):
         yield
-
-
-def error_of(found: ConstantDifference, table: SiteTable | None) -> CaptureError:
-    """Without a table: of a capture that nothing watches."""
-    site = None if found.site is None or table is None else table.sites()[found.site]
-    return CaptureError(
-        found.refusal.message,
-        op=found.op,
-        module_path=None if site is None else site.module,
-        source=None if site is None else site.source,
-        kind=found.refusal.kind,
-    )
 
 
 class _SameFunctions(TorchFunctionMode):
@@ -399,15 +373,15 @@ class _ConstantMode(OperatorMode):
 
     def __init__(
         self,
+        log: ConstantLog,
         *,
         without_optimizer: bool,
         watcher: Watcher | None = None,
         trace: Trace | None = None,
-        given: Iterable[Tensor] = (),
     ) -> None:
         """``watcher`` gives operators their sites, ``trace`` runs them."""
         super().__init__()
-        self.log = ConstantLog(given)
+        self._log = log
         self._watcher = watcher
         self._trace = trace
         self.joins = trace is None  # which may call another operator instead
@@ -424,10 +398,10 @@ class _ConstantMode(OperatorMode):
         if self._stepping is None:
             # How autograd keeps a result for its backward pass, where no hook does it instead.
             if call.op is not torch.ops.aten.detach.default:
-                self.log.add(call, places, site)
+                self._log.add(call, places, site)
         elif self._stepping is not before:
-            self.log.add_step(self._stepping, site)
-        self.log.add_results(call, result)
+            self._log.add_step(self._stepping, site)
+        self._log.add_results(call, result)
         return result
 
     def _optimizer_left_out(self) -> torch.optim.Optimizer | None:

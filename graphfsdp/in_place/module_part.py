@@ -457,8 +457,8 @@ class _Settling:
         if moves:
             return f"it moves Python: {moves[0]}"
         for found in self._known.differences(now):
-            if found.refusal.kind is not HazardKind.STATE:  # memory, which a recording looks at
-                return found.refusal.what
+            if found.kind is not HazardKind.STATE:  # memory, which a recording looks at
+                return found.hazard.why
         return ""
 
 

@@ -61,7 +61,7 @@ class LoopWatcher(NotingWatcher):
         It is not where a capture has one of its own in its place.
         """
         super().__init__(model, device, hazards, for_cuda=for_cuda)
-        self.log = ConstantLog()
+        self.log = ConstantLog(sites=self.sites)
         self.inputs: dict[int, Tensor] = {}
         self.beside: dict[SourceLine, None] = {}
         self.added: list[str] = []

@@ -22,7 +22,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from graphfsdp._capture.rules.constants import error_of
 from graphfsdp._capture.rules.refusals import running_optimizer
 from graphfsdp._capture.trace.source import user_source_line
 from graphfsdp._capture.undo.host_state import HostOptimizer, HostState
@@ -295,7 +294,7 @@ class WatchedLoop:
             for log in logs:
                 log.entries = log.entries[: min(len(each.entries) for each in logs)]
         for found in logs[0].differences(logs[1]):
-            self._add(error_of(found, other.watcher.sites).hazard)
+            self._add(found.hazard)
 
     def _names_of_parts(self) -> Mapping[str, str]:
         """Return what the script calls what a report of parts names by place."""
