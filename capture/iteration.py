@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from graphfsdp._capture.gradients import PersistentGradients
 from graphfsdp._capture.inputs import StaticInputs
-from graphfsdp._capture.rules.functions import without_looks
+from graphfsdp._capture.rules.looks import without_looks
 from graphfsdp._capture.trace.source import definition_of
 from graphfsdp._capture.undo.interrupts import interruptible
 from graphfsdp.base.capturable import CapturableOptimizer, IterationPart

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from graphfsdp._capture.gradients import PersistentGradients
 from graphfsdp._capture.inputs import StaticInputs
 from graphfsdp._capture.iteration import Iteration, clear_autocast_cache, own
-from graphfsdp._capture.rules.functions import without_looks
+from graphfsdp._capture.rules.looks import without_looks
 from graphfsdp._capture.undo.interrupts import interruptible
 from graphfsdp.base.capturable import CapturableOptimizer
 from graphfsdp.base.collectives import broadcast_

@@ -15,7 +15,6 @@ from graphfsdp._capture.trace.values import (
     Value,
     as_bytes,
     geometry_of,
-    replaced,
     storage_of,
 )
 from graphfsdp.base.hazards import HazardKind
@@ -50,10 +49,7 @@ class Recorder(Watcher):
         name = call.name
         self._judge_generators(call)
         self._keep_unseen_contents(call)
-        value_of = partial(self.value_of, op=name)
-        kwargs = {key: replaced(item, Tensor, value_of) for key, item in call.kwargs.items()}
-        args = replaced(call.args, Tensor, value_of)
-        node = Node(call.op, args, kwargs, [], "none", site=self.site)
+        node = Node.of(call, partial(self.value_of, op=name), self.site)
         for tensor in call.written:
             self._known(tensor, name).filled = True
         result = call.run() if call.is_trusted else self._run_distrusted(call)
@@ -85,10 +81,7 @@ class Recorder(Watcher):
         return self._first_value.get(id(info))
 
     def _known(self, tensor: Tensor, op: str) -> StorageInfo:
-        info = self.storages.find(tensor, op)
-        if info is None:
-            info = self.storages.add(tensor, op, external=True, varies=True)
-        return info
+        return self.storages.known(tensor, op, external=True, varies=True)
 
     def _key_of(self, tensor: Tensor, op: str) -> tuple[int, Geometry]:
         geometry = geometry_of(tensor)

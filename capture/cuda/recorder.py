@@ -13,7 +13,7 @@ from graphfsdp._capture.cuda.driver import GraphNodes
 from graphfsdp._capture.report.description import Description
 from graphfsdp._capture.rules.watcher import Watcher
 from graphfsdp._capture.trace.program_facts import ProgramFacts, Role
-from graphfsdp._capture.trace.values import Node, Value, geometry_of, replaced
+from graphfsdp._capture.trace.values import Node, Value, geometry_of
 from graphfsdp.base.op_tensors import OpCall, flat_tensors
 from graphfsdp.errors import CaptureError
 
@@ -68,11 +68,7 @@ class CudaRecorder(Watcher):
         self._exchange: str | None = None  # the first collective that is not ours
 
     def on_op(self, call: OpCall) -> Any:
-        args = replaced(call.args, Tensor, self._value_of)
-        kwargs = {
-            name: replaced(item, Tensor, self._value_of) for name, item in call.kwargs.items()
-        }
-        node = Node(call.op, args, kwargs, [], "", site=self.site)
+        node = Node.of(call, self._value_of, self.site)
         result = call.run()
         if call.op.namespace == _FOREIGN:
             self._exchange = self._exchange or call.name
@@ -146,10 +142,8 @@ class CudaRecorder(Watcher):
         self._listed = nodes
 
     def _value_of(self, tensor: Tensor) -> Value:
-        op = self.last_op or ""
-        info = self.storages.find(tensor, op)
-        if info is None:  # the operator has made it
-            info = self.storages.add(tensor, op, external=False, varies=False)
+        # What was not seen before, the operator has made.
+        info = self.storages.known(tensor, self.last_op or "", external=False, varies=False)
         return Value(info, geometry_of(tensor), None)
 
 

@@ -7,22 +7,20 @@ a replay would freeze without an error.
 import itertools
 import logging
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
-from graphfsdp._capture.rules.functions import is_fixed_one_hot, one_hot
+from graphfsdp._capture.rules.looks import Instead, one_hot
 from graphfsdp._capture.rules.refusals import Refusal, running_optimizer
 from graphfsdp._capture.rules.watcher import Watcher, noting_code, watcher_here
 from graphfsdp._capture.trace.landing import Redirection, Trace
 from graphfsdp._capture.trace.ran import Ran
 from graphfsdp._capture.trace.source import (
     SiteTable,
-    called_function,
     has_compiled,
     has_compiled_regions,
 )
@@ -242,7 +240,7 @@ class ConstantWatch:
         # What was made once is none of what a capture does.
         self._trace = Trace(self._device) if self._lands_in and not is_first else None
         log = ConstantLog(given)
-        with _SameFunctions(), self.ran.noting(), self._mode(log, trace=self._trace):
+        with Instead(one_hot), self.ran.noting(), self._mode(log, trace=self._trace):
             yield
         self._expected, self._is_settled = log, not is_first
         self._count_steps(log)
@@ -345,24 +343,8 @@ def may_run_compiled_code(
 @contextmanager
 def noting_constants(log: ConstantLog, *, without_optimizer: bool) -> Iterator[None]:
     """Note in ``log`` what the body does; ``without_optimizer``: but for what optimizers do."""
-    with _SameFunctions(), _ConstantMode(log, without_optimizer=without_optimizer):
+    with Instead(one_hot), _ConstantMode(log, without_optimizer=without_optimizer):
         yield
-
-
-class _SameFunctions(TorchFunctionMode):
-    """Calls what a recording calls instead of a function that looks at values."""
-
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Sequence[type],
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
-        kwargs = kwargs or {}
-        if is_fixed_one_hot(func, args, kwargs):
-            return one_hot(*args, **kwargs)
-        return called_function(func)(*args, **kwargs)
 
 
 class _ConstantMode(OperatorMode):

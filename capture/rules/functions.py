@@ -1,17 +1,12 @@
 """Torch functions that reach the host without an operator, judged by the Python function called."""
 
-import itertools
-import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 
-from graphfsdp._capture.rules.averages import averages_without_looks
 from graphfsdp._capture.rules.refusals import (
     HOST_READ,
     HOST_WRITE,
@@ -20,11 +15,9 @@ from graphfsdp._capture.rules.refusals import (
     Refusal,
     Varies,
 )
-from graphfsdp._capture.trace.source import called_by_user, called_function, frames
+from graphfsdp._capture.trace.source import called_by_user
 from graphfsdp.base.op_tensors import flat_tensors
 
-_MASKS = "transformers.masking_utils"
-_NUM_OF_MODES = 10  # frames between a torch function and who has called it, at most
 _Function = Callable[..., Any]
 _Judged = tuple[str, Refusal] | None
 
@@ -112,54 +105,3 @@ def _judge_lists(name: str, values: Sequence[Any], varies: Varies) -> _Judged:
     if not any(map(varies, flat_tensors(lists))):
         return None
     return name, READ_IN_A_LIST.of(f"{name} with a tensor inside a list")
-
-
-def asks_for_masks(function: _Function) -> bool:
-    """Tell whether transformers asks a mask on the host whether it hides anything."""
-    if function is not Tensor.__bool__:
-        return False
-    callers = itertools.islice(frames(), _NUM_OF_MODES)
-    return any(frame.f_globals.get("__name__") == _MASKS for frame in callers)
-
-
-class WithoutLooks(TorchFunctionMode):
-    """Has models of transformers make every mask, without a look at what it hides.
-
-    They skip one that hides nothing, for which they read it. The answer "something is hidden" is
-    always right, and is what they take it for where they know that they are traced.
-    """
-
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Sequence[type],
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
-        if asks_for_masks(func):
-            return False
-        return called_function(func)(*args, **(kwargs or {}))
-
-
-@contextmanager
-def without_looks() -> Iterator[None]:
-    """Enter this around an iteration, eager, recorded or evaluated alike."""
-    masks = WithoutLooks() if _MASKS in sys.modules else nullcontext()
-    with masks, averages_without_looks():
-        yield
-
-
-def is_fixed_one_hot(function: _Function, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    if function is not torch.nn.functional.one_hot:
-        return False
-    return int(kwargs.get("num_classes", args[1] if len(args) > 1 else -1)) > 0
-
-
-def one_hot(tensor: Tensor, num_classes: int) -> Tensor:
-    """Do what one_hot does, without a look at the values.
-
-    On a CPU (only there) torch reads the classes on the host to check their range. With a given
-    number of classes the read decides nothing, so it is left out.
-    """
-    result = torch.zeros(*tensor.shape, num_classes, dtype=torch.int64, device=tensor.device)
-    return result.scatter_(-1, tensor.unsqueeze(-1), 1)

@@ -12,13 +12,9 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from graphfsdp._capture.rules.functions import (
-    FunctionRules,
-    asks_for_masks,
-    is_fixed_one_hot,
-    one_hot,
-)
+from graphfsdp._capture.rules.functions import FunctionRules
 from graphfsdp._capture.rules.host_calls import HostWatch, host_watch
+from graphfsdp._capture.rules.looks import all_masks, one_hot
 from graphfsdp._capture.rules.refusals import (
     HIGHER_ORDER,
     NO_STORAGE,
@@ -188,10 +184,10 @@ class Watcher:
         self, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Any:
         seal = self.seal
-        if is_fixed_one_hot(function, args, kwargs):
-            return one_hot(*args, **kwargs)
-        if asks_for_masks(function):  # by a program that is watched as it is
-            return False
+        for answered in (one_hot, all_masks):  # the masks of a program that is watched as it is
+            answer = answered(function, args, kwargs)
+            if answer is not NotImplemented:
+                return answer
         if self._num_quiet:
             return seal(self._call(function, args, kwargs))
         refused = self._function_rules.refuse(function, args, kwargs, self.varies)

@@ -65,11 +65,11 @@ class Trace:
 
     def run(self, call: OpCall) -> Any:
         """Run an operator, and write it down."""
-        args = replaced(call.args, Tensor, self._value)
-        kwargs = {name: replaced(item, Tensor, self._value) for name, item in call.kwargs.items()}
+        node = Node.of(call, self._value, site=0)
+        node.effects = bool(call.written)
         result = call.run()
-        made = [self._value(tensor, external=False) for tensor in flat_tensors([result])]
-        self.nodes.append(Node(call.op, args, kwargs, made, "", effects=bool(call.written)))
+        node.outputs = [self._value(tensor, external=False) for tensor in flat_tensors([result])]
+        self.nodes.append(node)
         self.at_home.append(self._is_at_home())
         return result
 
@@ -86,9 +86,7 @@ class Trace:
         """
         if not storage_key(tensor):
             return None
-        info = self._storages.find(tensor, "trace")
-        if info is None:
-            info = self._storages.add(tensor, "trace", external=external, varies=True)
+        info = self._storages.known(tensor, "trace", external=external, varies=True)
         self._numbers.setdefault(id(info), len(self._numbers))
         return Value(info, geometry_of(tensor), None)
 

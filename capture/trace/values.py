@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from graphfsdp.base.hazards import HazardKind
-from graphfsdp.base.op_tensors import storage_key
+from graphfsdp.base.op_tensors import OpCall, storage_key
 from graphfsdp.base.torch_internals import OpOverload, key_of, storage_behind
 from graphfsdp.errors import CaptureError, SourceLine
 
@@ -95,6 +95,10 @@ class StorageTable:
         self._infos[key_of(storage)] = info
         return info
 
+    def known(self, tensor: Tensor, op: str, *, external: bool, varies: bool) -> StorageInfo:
+        """Return the storage of a tensor, which is registered if it was never seen before."""
+        return self.find(tensor, op) or self.add(tensor, op, external=external, varies=varies)
+
     def __iter__(self) -> Iterator[StorageInfo]:
         return iter(self._infos.values())
 
@@ -166,6 +170,13 @@ class Node:
 
     def __post_init__(self) -> None:
         self.inputs = values_among([*self.args, *self.kwargs.values()])
+
+    @classmethod
+    def of(cls, call: OpCall, value_of: Callable[[Tensor], "Value | None"], site: int) -> "Node":
+        """Return the node of a call that has not run yet."""
+        args = replaced(call.args, Tensor, value_of)
+        kwargs = {name: replaced(item, Tensor, value_of) for name, item in call.kwargs.items()}
+        return cls(call.op, args, kwargs, [], "none", site=site)
 
     @property
     def values(self) -> list[Value]:
