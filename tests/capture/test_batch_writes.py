@@ -15,6 +15,7 @@ from torch.utils import _pytree as pytree
 import graphfsdp
 from graphfsdp.optim import FusedAdam
 from helpers import PlainStep, same_bits
+from iterations import steps_once
 
 NUM_CALLS = 14  # 3 warm-up, 1 capture, 10 replays
 Loss = Callable[..., Tensor]
@@ -61,15 +62,8 @@ def trained(
 
 
 def check(loss_fn: Loss, batches: Batches, device: torch.device) -> None:
-    def iterate(model: nn.Module, optimizer: torch.optim.Optimizer, *batch: Any) -> Tensor:
-        optimizer.zero_grad()
-        loss = loss_fn(model, *batch)
-        loss.backward()
-        optimizer.step()
-        return loss
-
     expected, batches_before = trained(loss_fn, batches, device, "plain")
-    own: dict[str, Any] = {"iteration": iterate}
+    own: dict[str, Any] = {"iteration": steps_once(loss_fn)}
     for how, options in (("none", {}), ("full_iteration", {}), ("full_iteration", own)):
         got, batches_now = trained(loss_fn, batches, device, how, **options)
         assert len(expected) == len(got)

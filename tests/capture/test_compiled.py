@@ -10,10 +10,12 @@ import torch
 from torch import Tensor, nn
 
 import graphfsdp
+from counting_net import mean_square
 from cuda_stand_in.library import computes
 from graphfsdp.optim import FusedAdam
-from helpers import Batch, Case, assert_same_run, run
+from helpers import Case, assert_same_run, run
 from stand_in_compilers import compiling_models_by as compiling_by
+from zoo import features
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:Using `torch.compile.module.`:UserWarning"),
@@ -25,17 +27,8 @@ pytestmark = [
 ]
 
 
-def loss_fn(model: nn.Module, x: Tensor) -> Tensor:
-    loss: Tensor = model(x).square().mean()
-    return loss
-
-
 def make_model() -> nn.Sequential:
     return nn.Sequential(nn.Linear(4, 8), nn.GELU(), nn.Linear(8, 1))
-
-
-def batch(generator: torch.Generator) -> Batch:
-    return Batch((torch.randn(12, 4, generator=generator),))
 
 
 def wholly_compiled() -> nn.Module:
@@ -59,8 +52,8 @@ def test_compiled_modules_are_refused_on_a_cpu_before_anything_runs(
     model = make()
     optimizer = FusedAdam(model.parameters())
     with pytest.raises(graphfsdp.ConfigError, match=f"{where} is compiled by torch.compile"):
-        graphfsdp.capture(model, optimizer, loss_fn=loss_fn)
-    graphfsdp.capture(model, optimizer, loss_fn=loss_fn, scope="none").close()  # eager: fine
+        graphfsdp.capture(model, optimizer, loss_fn=mean_square)
+    graphfsdp.capture(model, optimizer, loss_fn=mean_square, scope="none").close()  # eager: fine
 
 
 class Block(nn.Module):
@@ -112,17 +105,17 @@ def test_compiled_code_is_in_the_graph(backend: Backend | str, compiled: str) ->
             model[0].compile(backend=backend)
         return compile_it(model) if compiled == "the model" else model
 
-    def mean_square(out: Tensor) -> Tensor:
+    def reduced(out: Tensor) -> Tensor:
         return out.square().mean()
 
-    reduce = compile_it(mean_square) if compiled == "a function of the loss" else mean_square
+    reduce = compile_it(reduced) if compiled == "a function of the loss" else reduced
 
     def compiled_loss(model: nn.Module, x: Tensor) -> Tensor:
         loss: Tensor = reduce(model(x))
         return loss
 
     device = torch.device("cuda")
-    case = Case(make, batch, compiled_loss)
+    case = Case(make, features(4), compiled_loss)
     expected = run(case, "none", device)
     if isinstance(backend, Backend):
         backend.take_counts()
@@ -145,7 +138,7 @@ def test_capture_compiles_the_model_while_the_step_lives(scope: str) -> None:
     def make() -> nn.Module:
         return nn.Sequential(Block(), nn.Linear(8, 1), nn.Dropout(0.2))
 
-    case = Case(make, batch, loss_fn)
+    case = Case(make, features(4), mean_square)
     with compiling_by(backend):
         expected = run(case, "none", device)
         assert backend.take_counts() == [0, 0, 0, 0]
@@ -162,7 +155,7 @@ def test_a_model_is_compiled_no_longer_than_its_step_lives() -> None:
     optimizer = FusedAdam(model.parameters())
     before = dict(vars(model))
     with compiling_by("eager"):
-        with graphfsdp.capture(model, optimizer, loss_fn=loss_fn, compile=True) as step:
+        with graphfsdp.capture(model, optimizer, loss_fn=mean_square, compile=True) as step:
             assert vars(model) != before
             for _ in range(5):
                 step(torch.randn(12, 4, device="cuda"))
@@ -180,4 +173,4 @@ def test_a_model_is_compiled_no_longer_than_its_step_lives() -> None:
             )
     assert vars(model) == before
     with pytest.raises(graphfsdp.ConfigError, match=r"on a CPU alone\. Remedy: compile=True"):
-        graphfsdp.capture(model, optimizer, loss_fn=loss_fn, compile="auto")
+        graphfsdp.capture(model, optimizer, loss_fn=mean_square, compile="auto")

@@ -13,8 +13,9 @@ from torch import Tensor, nn
 import graphfsdp
 from graphfsdp import MixedPrecisionPolicy
 from graphfsdp.optim import FusedAdam
-from helpers import OPTIMIZERS, Batch, Case, assert_same_run, assert_same_state, run, snapshot
+from helpers import OPTIMIZERS, Case, assert_same_run, assert_same_state, run, snapshot
 from make_step import make_step
+from zoo import features
 from zoo_models import WIDTH, Squared, UnusedParameter
 
 
@@ -254,10 +255,6 @@ def taken_off(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor) -> 
     return loss
 
 
-def batch(generator: torch.Generator) -> Batch:
-    return Batch((torch.randn(3, 4, generator=generator),))
-
-
 @pytest.mark.parametrize(
     ("optimizer", "iteration"),
     [
@@ -269,7 +266,9 @@ def batch(generator: torch.Generator) -> Batch:
 def test_replays_leave_them_where_eager_iterations_and_plain_loops_do(
     optimizer: str, iteration: Callable[..., Tensor]
 ) -> None:
-    case = Case(lambda: nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.1), nn.Linear(8, 4)), batch)
+    case = Case(
+        lambda: nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.1), nn.Linear(8, 4)), features(4)
+    )
     options: dict[str, Any] = {"optimizer": optimizer, "iteration": iteration}
     captured = run(case, "full_iteration", torch.device("cpu"), **options)
     for scope in ("none", "plain"):

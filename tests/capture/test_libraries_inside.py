@@ -10,6 +10,7 @@ from torch.distributions import Categorical, Distribution, Independent, Normal
 from torch.optim import swa_utils
 
 import graphfsdp
+from iterations import steps_once
 
 NUM_STEPS = 9
 Update = Callable[[], object]
@@ -46,17 +47,9 @@ def train_averaged(make: Average, where: str) -> list[Tensor]:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     average, update = make(model)
 
-    def iterate(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor) -> Tensor:
-        optimizer.zero_grad()
-        loss: Tensor = model(x).square().mean()
-        loss.backward()
-        optimizer.step()
-        if where == "inside":
-            update()
-        return loss.detach()
-
+    iteration = steps_once(behind=update) if where == "inside" else steps_once()
     scope = "none" if where == "plain" else "full_iteration"
-    with graphfsdp.capture(model, optimizer, iteration=iterate, scope=scope) as step:
+    with graphfsdp.capture(model, optimizer, iteration=iteration, scope=scope) as step:
         losses = []
         for _ in range(NUM_STEPS):
             losses.append(step(torch.randn(6, 4)))
@@ -79,23 +72,17 @@ def test_an_average_that_is_set_back_begins_anew(device: torch.device) -> None:
     halves = swa_utils.get_ema_multi_avg_fn(0.5)
     average = swa_utils.AveragedModel(model, device=device, multi_avg_fn=halves)
 
-    def iterate(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor) -> Tensor:
-        loss: Tensor = model(x).square().mean()
-        loss.backward()
-        optimizer.step()
-        average.update_parameters(model)
-        return loss.detach()
-
-    with graphfsdp.capture(model, optimizer, iteration=iterate) as step:
-        for iteration in range(12):
+    iteration = steps_once(behind=lambda: average.update_parameters(model))
+    with graphfsdp.capture(model, optimizer, iteration=iteration) as step:
+        for index in range(12):
             before = [param.detach().clone() for param in average.module.parameters()]
-            if iteration == 8:
+            if index == 8:
                 assert step.phase is graphfsdp.Phase.REPLAY
                 average.n_averaged.zero_()
                 before[0].fill_(torch.nan)  # what is not taken may be anything
                 next(iter(average.module.parameters())).data.fill_(torch.nan)
             step(torch.randn(3, 4, device=device))
-            is_first = iteration in (0, 8)
+            is_first = index in (0, 8)
             means = average.module.parameters()
             for mean, old, new in zip(means, before, model.parameters(), strict=True):
                 assert torch.equal(mean, new if is_first else torch.lerp(old, new, 0.5))

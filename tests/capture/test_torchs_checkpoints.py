@@ -7,8 +7,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
-from helpers import Batch, Case, run_as_eager
-from zoo import ROWS
+from counting_net import mean_square
+from helpers import Case, run_as_eager
+from zoo import features
 
 # What torch says of a reentrant checkpoint that no gradient goes through.
 pytestmark = pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
@@ -48,17 +49,8 @@ class Net(nn.Module):
         return out
 
 
-def batch(generator: torch.Generator) -> Batch:
-    return Batch((torch.randn(ROWS, 4, generator=generator),))
-
-
-def mean_square(model: nn.Module, x: Tensor) -> Tensor:
-    loss: Tensor = model(x).square().mean()
-    return loss
-
-
 @pytest.mark.parametrize("way", ["reentrant", "by hooks", "sequential"])
 def test_dropout_in_it_is_that_of_the_plain_loop(way: str, device: torch.device) -> None:
-    case = Case(lambda: Net(way), batch, mean_square)
+    case = Case(lambda: Net(way), features(4), mean_square)
     trace = run_as_eager(case, device, beside="plain", optimizer="sgd")
     assert trace.report.num_calls["replay"] == 10

@@ -8,9 +8,26 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 import graphfsdp
+from counting_net import mean_square
 from helpers import set_lr
 
 Optimizer = torch.optim.Optimizer
+
+
+def steps_once(
+    loss_fn: Callable[..., Tensor] = mean_square, behind: Callable[[], object] = lambda: None
+) -> Callable[..., Tensor]:
+    """Return an iteration as ``capture`` has it by default, with something behind the step."""
+
+    def iterate(model: nn.Module, optimizer: Optimizer, *batch: Any) -> Tensor:
+        optimizer.zero_grad()
+        loss = loss_fn(model, *batch)
+        loss.backward()
+        optimizer.step()
+        behind()
+        return loss.detach()
+
+    return iterate
 
 
 def gan(models: Sequence[nn.Module], optimizers: Sequence[Optimizer], real: Tensor) -> Any:

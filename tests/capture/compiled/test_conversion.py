@@ -28,7 +28,7 @@ from stand_in_compilers import (
     compiling_by,
     worker,
 )
-from zoo import ZOO
+from zoo import ZOO, features
 from zoo_models import WIDTH, Squared
 
 CPU = torch.device("cpu")
@@ -109,7 +109,9 @@ def test_equal_layers_are_compiled_once_and_random_numbers_cut_nothing() -> None
         return Stacked(nn.Sequential(*map(copy.deepcopy, [*layer, *more])) for _ in range(6))
 
     with compiling_by(note):
-        trace = check_against_eager(Case(make, _rows), CPU, compile=True, num_steps=NUM_STEPS)
+        trace = check_against_eager(
+            Case(make, features(WIDTH)), CPU, compile=True, num_steps=NUM_STEPS
+        )
     num_pieces = int(trace.report.compiled[0].split(" pieces")[0].split()[-1])
     assert len({graph.text for graph in graphs}) == len(graphs) <= num_pieces - 5
     ahead = [line for line in trace.report.compiled if "ahead" in line or "draws" in line]
@@ -132,10 +134,6 @@ class Stacked(nn.Module):
             x = layer(x)
             means.append(x.square().mean())
         return x.square().mean() + torch.stack(means).square().sum()
-
-
-def _rows(generator: torch.Generator) -> Batch:
-    return Batch((torch.randn(12, WIDTH, generator=generator),))
 
 
 class Padded(nn.Module):
@@ -167,7 +165,9 @@ def test_memory_that_nobody_has_written_is_no_reason_to_drop_a_piece() -> None:
         return lambda inputs: list(Fills(nn.Module(), graph=graph._graph).run(*inputs))
 
     with compiling_by(makes_other_memory):
-        trace = check_against_eager(Case(Padded, _rows), CPU, compile=True, num_steps=NUM_STEPS)
+        trace = check_against_eager(
+            Case(Padded, features(WIDTH)), CPU, compile=True, num_steps=NUM_STEPS
+        )
     first, *others = trace.report.compiled
     assert " 0 pieces" not in first
     assert not any("something else" in line for line in others), others
@@ -206,7 +206,7 @@ doubled.register_autograd(lambda context, grad: grad * 2)
 
 
 def test_what_cannot_be_compiled_runs_as_recorded_and_is_named() -> None:
-    case = Case(Mixed, _rows, lambda model, x: model(x))
+    case = Case(Mixed, features(WIDTH), lambda model, x: model(x))
     trace = check_against_eager(case, CPU, compile=True, num_steps=NUM_STEPS)
     assert " 0 pieces" not in trace.report.compiled[0]
     text = str(trace.report)

@@ -10,9 +10,10 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import graphfsdp
+from counting_net import mean_square
 from graphfsdp import NotCopyableError
 from graphfsdp.optim import FusedAdam, Muon
 from helpers import assert_same_state, snapshot
@@ -36,11 +37,8 @@ WAYS: dict[str, Callable[[Any], Any]] = {
 
 
 def capture(model: nn.Module, optimizer: torch.optim.Optimizer) -> graphfsdp.CapturedStep:
-    def loss_fn(model: nn.Module, x: Tensor) -> Tensor:
-        loss: Tensor = model(x).square().mean()
-        return loss
-
-    return graphfsdp.capture(model, optimizer, loss_fn=loss_fn, warmup_steps=1, max_grad_norm=0.5)
+    options: dict[str, Any] = {"loss_fn": mean_square, "warmup_steps": 1, "max_grad_norm": 0.5}
+    return graphfsdp.capture(model, optimizer, **options)
 
 
 def sgd(params: Any) -> torch.optim.Optimizer:

@@ -18,14 +18,12 @@ import graphfsdp
 from counting_net import CountingNet, Loss, mean_square, refusal_of
 from graphfsdp import CaptureError, HazardKind
 from graphfsdp.optim import FusedAdam
-from helpers import Batch, Case, assert_same_run, check_against_eager, run
+from helpers import Case, assert_same_run, check_against_eager, run
+from zoo import features
 
 CPU = torch.device("cpu")
 LOG = logging.getLogger("moves")
-
-
-def rows(generator: torch.Generator) -> Batch:
-    return Batch((torch.randn(3, 4, generator=generator),))
+rows = features(4)
 
 
 def trained(loss_fn: Loss) -> None:

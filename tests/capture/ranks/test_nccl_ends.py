@@ -27,6 +27,7 @@ from torch.distributed import destroy_process_group as imported_by_name
 from torch.distributed.device_mesh import DeviceMesh
 
 import graphfsdp
+from counting_net import mean_square as loss_of
 from cuda_stand_in import library
 from forked_programs import forked
 from graphfsdp.optim import FusedAdam
@@ -39,11 +40,6 @@ NUM_RANKS = 2
 ABORTS_IN_TURN = torch.torch_version.TorchVersion(torch.__version__) >= "2.15"
 WIDTH = 16
 GONE, STOPPED = 3, 4  # exit codes of ranks that are to die
-
-
-def loss_of(model: nn.Module, x: Tensor) -> Tensor:
-    loss: Tensor = model(x).square().mean()
-    return loss
 
 
 def sharded(group: dist.ProcessGroup | None = None) -> nn.Module:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 import graphfsdp
 from counting_net import mean_square
 from graphfsdp.optim import FusedAdam
+from iterations import steps_once
 from mid_forward import (
     Inner,
     assert_refused_in,
@@ -70,15 +71,9 @@ def test_a_read_in_the_optimizer_is_refused_after_parameters_were_written(
 def test_a_read_in_an_optimizer_of_torch_comes_with_the_remedies_for_optimizers(
     is_own: bool,
 ) -> None:
-    def iterate(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor) -> Tensor:
-        loss = mean_square(model, x)
-        loss.backward()
-        optimizer.step()
-        return loss
-
     model = nn.Linear(4, 1)
     optimizer = torch.optim.Adafactor(model.parameters())
-    iteration = iterate if is_own else None
+    iteration = steps_once() if is_own else None
     step = graphfsdp.capture(model, optimizer, loss_fn=mean_square, iteration=iteration)
     error = refusal_of(step, model, optimizer, CPU)
     assert re.match(r"Adafactor\.step: .*'forward_backward'", str(error))
