@@ -40,10 +40,12 @@ def classes(modules: NamedModules) -> Iterator[Place]:
 
 def modes(modules: NamedModules) -> Iterator[Place]:
     """Yield the modes of modules: one place, since a parent says it for what is in it."""
-    tables = [vars(module) for _, module in modules]
-    if not tables:
+    # What torch.compile wraps around a module has that module's mode.
+    owners = [(path, vars(module)) for path, module in modules if "training" in vars(module)]
+    if not owners:
         return
-    named = partial(_mode_changes, [path for path, _ in modules])
+    paths, tables = zip(*owners, strict=True)
+    named = partial(_mode_changes, paths)
     yield Place("", (_modes_of, tables), _modes_of(tables), named, dicts=tables)
 
 
