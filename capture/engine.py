@@ -5,7 +5,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import chain
 
-import torch
 from torch import Tensor, nn
 
 from graphfsdp._capture.cuda.regions import CompiledRegions
@@ -47,6 +46,8 @@ class Engine:
         full: The optimizer steps inside the graph.
         refuse: Raises what a capture finds behind its iteration; a check notes it.
         grad_norm: [] float32 of the last iteration, or None.
+        trained: The parameters that gradients are kept for.
+        replayed: By the last run; None if that was no replay.
         ranks: That make each iteration together.
         torn: Why nobody knows weights and optimizer state any more; empty while they are known.
     """
@@ -76,7 +77,7 @@ class Engine:
         self._undoes = options.undo is Undo.AUTO
         self.refuse: Refuse = raised
         self.grad_norm: Tensor | None = None
-        self._replayed: Recording | None = None  # by the last run
+        self.replayed: Recording | None = None
         self._has_iterated = False
         self._has_stepped = False
         self._captures = options.scope is not Scope.NONE
@@ -90,8 +91,8 @@ class Engine:
 
     def _take_gradients(self) -> None:
         self._named_params = dict(self._find_params())
-        self._trained = list(self._named_params.values())
-        self._forms = list(map(TensorLeaf.of, self._trained))
+        self.trained = list(self._named_params.values())
+        self._forms = list(map(TensorLeaf.of, self.trained))
         self.gradients = PersistentGradients(
             self._named_params,
             dtype_of=lambda param: self.optimizer.main_grad_dtype(param, self._policy),
@@ -112,7 +113,7 @@ class Engine:
 
         ``follows``: others may be trainable than were before.
         """
-        if follows and list(map(id, self._find_params().values())) != list(map(id, self._trained)):
+        if follows and list(map(id, self._find_params().values())) != list(map(id, self.trained)):
             self.refresh()
         now = self._named_params if follows else dict(self.model.named_parameters())
         others = [
@@ -144,7 +145,7 @@ class Engine:
 
         Return its results as a flat list, the gradient norm last, and their form.
         """
-        self._replayed = None
+        self.replayed = None
         iteration = self._iteration
         output = None
         try:
@@ -399,32 +400,9 @@ class Engine:
             self.optimizer.bake()
             self.optimizer.before_replay()
 
-    def before_replay(self, recording: Recording) -> None:
-        """Bring what a replay reads up to date, and put the gradients where the user looks.
-
-        ``changes`` comes before.
-        """
-        if self.full:
-            self.optimizer.before_replay()
-        self.gradients.rebind(recording.landed)
-        if self._replayed is not recording:  # somebody's eager run may have put others there
-            for module, name, tensor in recording.kept:
-                vars(module)[name] = tensor
-            self._replayed = recording
-
-    def after_replay(self) -> None:
-        """Do what Python does after an iteration, and a replay does not."""
-        # A replay writes the parameters behind autograd's back. With this, a backward pass
-        # through a graph that was made before the replay is an error, as it is in eager mode.
-        torch.autograd.graph.increment_version(self._trained)
-        if self.full:
-            self.optimizer.after_replay()
-        else:
-            self.step_outside()
-
     def close(self) -> None:
         self.ranks.close()
-        self._replayed = None
+        self.replayed = None
         self.gradients.close()
         if self._regions is not None:
             self._regions.close()

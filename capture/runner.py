@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -16,7 +17,7 @@ from graphfsdp._capture.engine import Engine
 from graphfsdp._capture.phase import Phase
 from graphfsdp._capture.recording import Recording, Recordings
 from graphfsdp._capture.report.report import CaptureReport
-from graphfsdp._capture.step_report import TIMED_REPLAYS, Tally, make_report
+from graphfsdp._capture.step_report import Tally, make_report
 from graphfsdp._capture.trace.backend import Effect, Graph
 from graphfsdp._capture.trees import copied
 from graphfsdp._capture.undo.host_state import save_random_states
@@ -33,6 +34,7 @@ _LOG = logging.getLogger("graphfsdp")
 # when so many in a row have not, the next one will not either.
 _REPLAYS_THAT_PAY = 10
 _MOST_SHORT_LIVED = 5
+_TIMED_REPLAYS = 10
 # After such a change there are other gradients to keep.
 _REBUILT = (
     *(ChangeKind.GROUPS, ChangeKind.REQUIRES_GRAD, ChangeKind.STRUCTURE),
@@ -110,7 +112,7 @@ class Runner:
             return self._audit(recording)
         if self._ranks.is_collective:
             self._ranks.note_replay()
-        engine.before_replay(recording)
+        self._before_replay(recording)
         verifies = recording.num_verified < self._options.verify
         started = time.perf_counter()
         try:
@@ -125,10 +127,33 @@ class Runner:
         recording.num_replays += 1
         tally = self._tally
         tally.num_calls["replay"] += 1
-        if tally.num_calls["replay"] <= TIMED_REPLAYS and self.device.type == "cpu":
-            tally.add_replay_time(time.perf_counter() - started)
-        engine.after_replay()
+        if tally.num_calls["replay"] <= _TIMED_REPLAYS and self.device.type == "cpu":
+            took_ms = (time.perf_counter() - started) * 1e3
+            tally.replay_ms = min(took_ms, tally.replay_ms or took_ms)
+        self._after_replay()
         return engine.unpack(recording.results, results)
+
+    def _before_replay(self, recording: Recording) -> None:
+        """Bring what a replay reads up to date, and put the gradients where the user looks."""
+        engine = self._engine
+        if engine.full:
+            engine.optimizer.before_replay()
+        engine.gradients.rebind(recording.landed)
+        if engine.replayed is not recording:  # somebody's eager run may have put others there
+            for module, name, tensor in recording.kept:
+                vars(module)[name] = tensor
+            engine.replayed = recording
+
+    def _after_replay(self) -> None:
+        """Do what Python does after an iteration, and a replay does not."""
+        engine = self._engine
+        # A replay writes the parameters behind autograd's back. With this, a backward pass
+        # through a graph that was made before the replay is an error, as it is in eager mode.
+        torch.autograd.graph.increment_version(engine.trained)
+        if engine.full:
+            engine.optimizer.after_replay()
+        else:
+            engine.step_outside()
 
     def _run_python(self, recording: Recording, *, eagerly: bool = False) -> Any:
         """Warm up, capture, or run ``eagerly``, as what has no graph to come does."""
@@ -247,8 +272,11 @@ class Runner:
         recording = self._recordings.latest
         assert recording is not None
         refuse(self._engine.changes(recording.guards))
-        with self._together("verification"):
-            self._verifier.run(recording, num_iterations)
+        with self._together("verification"), self._verifier.undone(recording):
+            for _ in range(num_iterations):
+                self._before_replay(recording)
+                self._verifier.replay(recording)
+                self._after_replay()
 
     def report(self, *, measure: bool) -> CaptureReport:
         return make_report(

@@ -16,7 +16,6 @@ from graphfsdp._capture.trace.backend import Graph, GraphFacts
 from graphfsdp._capture.trace.program_facts import Role
 
 _LOG = logging.getLogger("graphfsdp")
-TIMED_REPLAYS = 10
 
 
 @dataclass
@@ -49,10 +48,6 @@ class Tally:
         self.num_captures += 1
         self.num_calls["capture"] += 1
         _LOG.info("captured %s nodes", graph.facts.num_nodes)
-
-    def add_replay_time(self, seconds: float) -> None:
-        took_ms = seconds * 1e3
-        self.replay_ms = min(took_ms, self.replay_ms or took_ms)
 
 
 def make_report(

@@ -3,6 +3,7 @@
 import logging
 import math
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 
@@ -136,13 +137,9 @@ class Verifier:
             program = None if graph is None else graph.facts.program
             _LOG.warning(_UNORDERED, ", ".join(list(noise.gaps)[:4]), _first(one, other, program))
 
-    def run(self, recording: Recording, num_iterations: int) -> None:
-        """Verify some iterations, one after the other, on the last batch; then undo them."""
-        with self._attempt(recording).undone():
-            for _ in range(num_iterations):
-                self._engine.before_replay(recording)
-                self.replay(recording)
-                self._engine.after_replay()
+    def undone(self, recording: Recording) -> AbstractContextManager[None]:
+        """Run replays of the last batch in the body, and put everything back."""
+        return self._attempt(recording).undone()
 
     def _attempt(self, recording: Recording) -> Attempt:
         """Return what also puts back what replays write beside the model: an average of weights."""

@@ -136,7 +136,7 @@ class HyperTable:
 
         Capture: nothing is recorded; called before each replay.
         """
-        rows = [self._rule.read(group) for group in groups]
+        rows = list(map(self._rule.read, groups))
         if rows != self._rows:
             self._upload(groups, rows)
 
