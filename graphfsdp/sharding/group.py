@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.fsdp._fully_shard._fsdp_common import _is_composable_with_fsdp
 from torch.distributed.tensor import DTensor
@@ -38,7 +37,7 @@ from graphfsdp.sharding.gradients import (
     watch_gradient,
 )
 from graphfsdp.sharding.layout import Slot
-from graphfsdp.sharding.mesh import ModelAxes, UnitMesh, find_model_axes, join_meshes
+from graphfsdp.sharding.mesh import ModelAxes, UnitMesh, find_model_axes
 from graphfsdp.sharding.meta_tensors import become
 from graphfsdp.sharding.plan import (
     BufferDtypes,
@@ -78,6 +77,14 @@ class ManagedParameter:
 
     def as_seen(self, tensor: Tensor) -> Tensor:
         return tensor if self.axes is None else self.axes.as_seen(tensor)
+
+    def as_dtensor(self, local: Tensor) -> DTensor:
+        """Return rows of the parameter here, or of its gradient, as what they are part of."""
+        mesh, places = self.buffer.mesh.mesh, self.buffer.placements(self.slot)
+        shape, axes = self.slot.shape, self.axes
+        if axes is not None:
+            mesh, places, shape = axes.joined, [*axes.placements, *places], axes.shape
+        return make_dtensor(local, mesh, places, shape)
 
     @property
     def trains(self) -> bool:
@@ -153,17 +160,15 @@ class ShardGroup:
         self.managed = []
         self.buffers = []
         self.axes: dict[str, ModelAxes] = {}
-        self.meshes: dict[str, DeviceMesh] = {}
         found = _free_parameters(modules, options.ignored)
         linear = linear_weights(inner for module in modules for inner in module.modules())
         kinds: dict[UnitMesh, dict[str, ParameterKind]] = {options.mesh: {}}
         for name, (param, _) in found.items():
             refuse_wrapper(name, param)
             dim, mesh = find_place(name, param, options.place, options.mesh)
-            axes = find_model_axes(name, param, options.mesh.experts)
+            axes = find_model_axes(name, param, mesh.mesh, options.mesh.experts)
             if axes is not None:
                 self.axes[name] = axes
-                self.meshes[name] = join_meshes(mesh.mesh, axes.mesh, name)
             kind = ParameterKind.of(param, linear, str(param.device), dim)
             kinds.setdefault(mesh, {})[name] = kind
         if options.policy.gather_format is not None:
@@ -197,25 +202,15 @@ class ShardGroup:
                 buffer.load(slot, local_part(found[name].param))
         for name, slot in zip(plan.names, plan.layout.slots, strict=True):
             whole, owners = found[name].param, found[name].owners
-            view = self._as_dtensor(buffer.wrapped_view(slot), name, buffer, slot)
-            param = _replacement(whole, view, name)
+            axes = self.axes.get(name)
+            item = ManagedParameter(name, whole, weakref.ref(whole), owners, buffer, slot, axes)
+            item.awaited = whole if whole.is_meta else None
+            item.param = _replacement(whole, item.as_dtensor(buffer.wrapped_view(slot)), name)
             setattr(whole, TAKEN_AS, name)
             for owner, attribute in owners:
-                parameters_of(owner)[attribute] = param
-            axes = self.axes.get(name)
-            item = ManagedParameter(name, param, weakref.ref(whole), owners, buffer, slot, axes)
-            item.awaited = whole if whole.is_meta else None
+                parameters_of(owner)[attribute] = item.param
             self.managed.append(item)
-            buffer.params.append(param)
-
-    def _as_dtensor(self, local: Tensor, name: str, buffer: ShardBuffer, slot: Slot) -> DTensor:
-        """Return this rank's rows of a parameter, or of its gradient, as what they are part of."""
-        mesh, places = buffer.mesh.mesh, buffer.placements(slot)
-        shape = slot.shape
-        axes = self.axes.get(name)
-        if axes is not None:
-            mesh, places, shape = self.meshes[name], [*axes.placements, *places], axes.shape
-        return make_dtensor(local, mesh, places, shape)
+            buffer.params.append(item.param)
 
     def bind_views(self) -> None:
         """Point every parameter at where the main weights lie now, and make its gradient view."""
@@ -274,8 +269,7 @@ class ShardGroup:
         if item.buffer.grad is not None:
             # Also where no row is here: what works on lists of DTensors (clip_grad_norm_)
             # must find the same list on every rank.
-            view = item.buffer.local_view(item.buffer.grad, item.slot)
-            item.main_grad = self._as_dtensor(view, item.name, item.buffer, item.slot)
+            item.main_grad = item.as_dtensor(item.buffer.local_view(item.buffer.grad, item.slot))
 
     def follow_requires_grad(self) -> None:
         """Give main grads to parameters that ``requires_grad_`` has unfrozen since.
@@ -346,8 +340,7 @@ class ShardGroup:
         self.bind_views()
 
     def _become(self, item: ManagedParameter) -> None:
-        local = item.buffer.wrapped_view(item.slot)
-        new = self._as_dtensor(local, item.name, item.buffer, item.slot)
+        new = item.as_dtensor(item.buffer.wrapped_view(item.slot))
         become(item.param, nn.Parameter(new, item.param.requires_grad), self.full_name(item))
         watch_gradient(item.param, self.full_name(item))
 
@@ -493,7 +486,7 @@ class ShardGroup:
             mine = item.buffer.gradients is gradients and item.slot.index in gradients.landed
             if mine and has_hooks(item.param):
                 local = item.buffer.local_view(reduced, item.slot)
-                change(item.param, self._as_dtensor(local, item.name, item.buffer, item.slot))
+                change(item.param, item.as_dtensor(local))
 
     @property
     def grad_attribute(self) -> str:

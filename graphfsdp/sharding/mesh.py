@@ -195,12 +195,14 @@ class ModelAxes:
     """How a parameter lies on the axes of model parallelism; ``shape`` is over all their ranks.
 
     ``wraps``: the module computes with a DTensor; else with this rank's part as a plain tensor.
+    ``joined``: these axes, and behind them those of the unit.
     """
 
     mesh: DeviceMesh
     placements: tuple[Placement, ...]
     shape: tuple[int, ...]
     wraps: bool
+    joined: DeviceMesh
 
     @property
     def groups(self) -> tuple[dist.ProcessGroup, ...]:
@@ -233,34 +235,37 @@ class ModelAxes:
         )
 
 
-def find_model_axes(name: str, param: nn.Parameter, experts: DeviceMesh | None) -> ModelAxes | None:
+def find_model_axes(
+    name: str, param: nn.Parameter, data: DeviceMesh, experts: DeviceMesh | None
+) -> ModelAxes | None:
     """Take a DTensor of ``parallelize_module``'s, or a plain parameter; None if on no such axis.
 
     Along ``experts`` each rank has other experts, as plain parameters. ConfigError: its parts are
-    no plain pieces of it.
+    no plain pieces of it, or the axes do not go with those of ``data``.
     """
+    mesh, placements, shape = experts, (Shard(0),), tuple(param.shape)
     if isinstance(param, DTensor):
-        axes = ModelAxes(param.device_mesh, tuple(param.placements), tuple(param.shape), wraps=True)
+        mesh, placements = param.device_mesh, tuple(param.placements)
     elif experts is not None:
         if not param.dim():
             raise ConfigError(
                 f"parameter {name!r} has no dimension along which the ranks of the expert axis "
                 "could each hold their own. Remedy: shape (1,), or hold it outside of the experts"
             )
-        shape = (param.shape[0] * experts.size(), *param.shape[1:])
-        return ModelAxes(experts, (Shard(0),), shape, wraps=False)
-    else:
+        shape = (shape[0] * experts.size(), *shape[1:])
+    if mesh is None:
         return None
-    for axis, place in enumerate(axes.placements):
+    for axis, place in enumerate(placements):
         if not (place.is_replicate() or type(place) is Shard):
             raise ConfigError(
                 f"parameter {name!r} is {place!r} on mesh axis {axis}; fully_shard takes "
                 "parameters that are Shard or Replicate there. Remedy: redistribute it first"
             )
-    return axes
+    joined = _joined(data, mesh, name)
+    return ModelAxes(mesh, placements, shape, isinstance(param, DTensor), joined)
 
 
-def join_meshes(data: DeviceMesh, model: DeviceMesh, name: str) -> DeviceMesh:
+def _joined(data: DeviceMesh, model: DeviceMesh, name: str) -> DeviceMesh:
     """The mesh of a parameter that both cut; ConfigError if they are not two axes of one mesh."""
     try:
         if data.mesh_dim_names is None or model.mesh_dim_names is None:

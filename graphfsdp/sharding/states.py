@@ -123,7 +123,7 @@ def _refuse(module: FSDPModule) -> None:
 
 
 def _shared(group: ShardGroup) -> list[Any]:
-    meshes = [group.options, group.options.mesh, *group.axes.values(), *group.meshes.values()]
+    meshes = [group.options, group.options.mesh, *group.axes.values()]
     meshes += [buffer.mesh for buffer in group.buffers]
     plans = [part for buffer in group.buffers for part in (buffer.plan, buffer.layout)]
     gathers = [each for buffer in group.buffers for each in (buffer.gather_group, buffer.few_ranks)]
