@@ -47,7 +47,6 @@ class NativeAdapter(Adapter):
                 name=type(optimizer).__name__,
                 use_decoupled_grad=optimizer.use_decoupled_grad,
                 main_weight_dtype=optimizer.main_weight_dtype,
-                mixed_gradients=True,
                 keeps_main_weights=isinstance(optimizer, FusedAdam),
             ),
         )

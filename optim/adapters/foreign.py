@@ -44,8 +44,6 @@ class TransformerEngineAdapter(BakedAdapter):
                 name=TE,
                 use_decoupled_grad=bool(getattr(optimizer, "use_decoupled_grad", False)),
                 main_weight_dtype=lambda param: self._main_dtype(param) or param.dtype,
-                # The refusals say more than yes or no.
-                mixed_gradients=True,
                 keeps_main_weights=True,
             ),
         )

@@ -32,7 +32,6 @@ class OptimizerFacts:
     name: str  # its class, for messages
     use_decoupled_grad: bool = False
     main_weight_dtype: Callable[[Tensor], torch.dtype] = _own_dtype  # of the weight it updates
-    mixed_gradients: bool = False  # it can step on a gradient whose dtype is not the parameter's
     keeps_main_weights: bool = False  # it can be told to keep main weights of its own
 
 
@@ -75,12 +74,9 @@ def check_precision(
     compared: tuple[tuple[_DtypeOf, _DtypeOf, Callable[[_Clash], str]], ...] = (
         (facts.main_weight_dtype, main, _Clash.main_weights_message),
         (main, grad, _Clash.casted_copy_message),
-        (_own_dtype, grad, _Clash.one_dtype_message),
     )
     if facts.use_decoupled_grad:
         compared = compared[:1]
-    elif facts.mixed_gradients:
-        compared = compared[:2]
     for left, right, message in compared:
         pairs = {name: (left(param), right(param)) for name, param in named_params.items()}
         names = [name for name, (one, other) in pairs.items() if one != other]
@@ -144,19 +140,6 @@ class _Clash(NamedTuple):
             f"{origin} is {self.left} and mp_policy.main_grads_dtype is {self.right}, so the "
             f"optimizer would read a casted copy of the gradient, not the persistent buffer, for "
             f"{self.names}. Ways out: {_numbered(ways)}"
-        )
-
-    def one_dtype_message(self) -> str:
-        ways = [
-            "use graphfsdp.optim.FusedAdam, which takes any float dtypes",
-            f"main_grads_dtype={self.left}",
-            "drop the dtypes from the policy",
-        ]
-        return (
-            f"the main grads are {self.right} (mp_policy.main_grads_dtype is "
-            f"{_short(self.policy.main_grads_dtype)}, main_params_dtype is "
-            f"{_short(self.policy.main_params_dtype)}), but {self.facts.name} needs gradients of "
-            f"the parameter's dtype, {self.left}, for {self.names}. Ways out: {_numbered(ways)}"
         )
 
 
