@@ -169,14 +169,11 @@ class ShardBuffer:
     def local_view(self, flat: Tensor, slot: Slot) -> Tensor:
         if not self.sharded:
             return self.full_view(flat, slot)
-        rows = self.local_rows(slot)
+        rows = self._local_rows(slot)
         part = flat.narrow(0, rows.shard_offset, rows.numel)
         return shaped(part, slot, rows.num_rows)
 
-    def local_rows(self, slot: Slot) -> LocalRows:
-        """Return which rows of a parameter this rank holds; all where nothing is sharded."""
-        if not self.sharded:
-            return LocalRows(0, slot.num_rows, slot.offset, slot.numel)
+    def _local_rows(self, slot: Slot) -> LocalRows:
         return self.layout.local_rows(slot, self.mesh.part)
 
     @staticmethod
@@ -202,7 +199,7 @@ class ShardBuffer:
     def load(self, slot: Slot, value: Tensor) -> None:
         """Copy one parameter's whole value, the same on every rank, into the main weights."""
         if self.sharded:
-            rows = self.local_rows(slot)
+            rows = self._local_rows(slot)
             value = value.narrow(slot.dim, rows.first_row, rows.num_rows)
         self.local_view(self.main, slot).copy_(value)
 

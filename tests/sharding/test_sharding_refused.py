@@ -253,6 +253,15 @@ def test_what_is_put_in_the_place_of_shards() -> None:
 
 
 @on_ranks("ranks2")
+def test_a_weight_that_is_tied_after_it_was_sharded() -> None:
+    model: Any = nn.Sequential(graphfsdp.fully_shard(nn.Linear(4, 4)), nn.Linear(4, 4))
+    model[1].weight = model[0].weight
+    graphfsdp.fully_shard(model)
+    with raises_on_rank(ConfigError, "'1.weight' is the same as '0.weight'", "hold both modules"):
+        model(torch.ones(2, 4))
+
+
+@on_ranks("ranks2")
 def test_a_parent_over_a_busy_child() -> None:
     model = nn.Sequential(nn.Linear(4, 4), graphfsdp.fully_shard(nn.Linear(4, 4)))
     child = model[1]

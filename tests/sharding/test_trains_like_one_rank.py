@@ -22,6 +22,7 @@ from parallel_models import (
 )
 from ranks import on_ranks, rank_device
 from sharding_helpers import (
+    HYBRID_AXES,
     STRATEGIES,
     Block,
     adam,
@@ -29,6 +30,7 @@ from sharding_helpers import (
     assert_replayed,
     assert_trains_as_whole,
     batches,
+    full_gradients,
     full_parameters,
     hybrid_mesh,
     learning_rate,
@@ -217,3 +219,23 @@ def test_evaluation_between_captured_steps(strategy: str) -> None:
         runs.append((losses, full_parameters(model)))
     for before, after in zip(*runs, strict=True):
         assert_equal_tensors(before, after)
+
+
+@on_ranks("ranks4")
+def test_axes_of_a_deeper_mesh_are_named() -> None:
+    """Also one with an outer axis of a single rank, which is as if there were none."""
+    deep, flat = hybrid_mesh((1, 2, 2), ("pp", *HYBRID_AXES)), hybrid_mesh()
+    inner, outer = {"shard_axis": HYBRID_AXES[1]}, {"replicate_axis": HYBRID_AXES[0]}
+    same: list[tuple[dict[str, Any], dict[str, Any]]] = [
+        ({"mesh": deep, **inner, **outer}, {"mesh": flat}),
+        ({"mesh": deep, **inner}, {"mesh": flat[HYBRID_AXES[1]]}),
+        ({"mesh": hybrid_mesh((1, 4))}, {}),
+    ]
+    for pair in same:
+        found = []
+        for options in pair:
+            model = make_net("optim_grads_params", **options)
+            model(*my_part(batches(1)[0])).backward()
+            found.append(full_gradients(model))
+        assert found[0]
+        assert_equal_tensors(*found)

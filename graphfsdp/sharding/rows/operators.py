@@ -57,10 +57,6 @@ _RANDOM = frozenset(
         *("cauchy_", "random_"),
     )
 )
-_NEW = frozenset(
-    f"aten::{name}"
-    for name in ("new_empty", "new_zeros", "new_ones", "new_full", "new_empty_strided")
-)
 
 
 def run(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -72,20 +68,14 @@ def run(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if not any(is_cut(tensor) for tensor in tensors):
         return func(*args, **kwargs)
     name = schema_of(func).name
-    if name == "aten::is_same_size":
-        return args[0].shape == args[1].shape
     if name == "aten::equal":
         return _are_equal(*args)
     if _is_local(func):
         return _run_on_rows(func, args, kwargs)
-    if name in _NEW and isinstance(args[0], DTensor):
-        return _make_new(func, args, kwargs)
     if name in _RANDOM or name.startswith("aten::_amp_foreach_non_finite"):
         return _run_as_torch(func, args, kwargs)
     if name == "aten::_foreach_norm":
         return [_norm_of(tensor, *args[1:], **kwargs) for tensor in args[0]]
-    if _keeps_geometry(name, args):
-        return _run_on_rows(_aten.alias.default, args[:1], {})
     if name == "aten::index_put_" and _is_masked_fill(*args):
         return _run_on_rows(_aten.masked_fill_.Tensor, (args[0], *args[1], args[2]), {})
     reduce = _REDUCTIONS.get(name)
@@ -117,15 +107,6 @@ def _is_local(func: OpOverload) -> bool:
             name not in ("aten::_foreach_max", "aten::_foreach_powsum")
         )
     return name.startswith("aten::_fused_ada") or name.startswith("aten::_fused_sgd")
-
-
-def _keeps_geometry(name: str, args: Sequence[Any]) -> bool:
-    """Tell whether an operator makes a view of one tensor with its own shape and strides."""
-    shape = args[0].shape if isinstance(args[0], DTensor) else None
-    if name in ("aten::view", "aten::_unsafe_view", "aten::expand"):
-        return shape == tuple(args[1])
-    same = name == "aten::as_strided" and shape == tuple(args[1])
-    return same and args[0].stride() == tuple(args[2]) and (*args[3:], None)[0] in (None, 0)
 
 
 def _is_masked_fill(
@@ -219,18 +200,6 @@ def _local(tensor: Any, place: CommonRows) -> Tensor:
     if whole.dim() and whole.dim() == len(place.shape) and whole.shape[0] == place.shape[0]:
         return my_rows(whole, spec.mesh, spec.placements)
     return whole
-
-
-def _make_new(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    like, size = args[0], tuple(args[1])
-    local, rest = local_tensor_of(like), args[2:]
-    if size == tuple(like.shape) and is_cut(like) and not schema_of(func).name.endswith("_strided"):
-        made = func(local, list(local.shape), *rest, **kwargs)
-        return wrap_rows(type(like), made, like.device_mesh, like.placements, size)
-    made = func(local, list(size), *rest, **kwargs)
-    return wrap_rows(
-        type(like), made, like.device_mesh, (Replicate(),) * like.device_mesh.ndim, size
-    )
 
 
 # Random numbers, sums and norms, which torch knows how to draw and to add up over a mesh

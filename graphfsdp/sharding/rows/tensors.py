@@ -32,7 +32,7 @@ from graphfsdp.base.torch_internals import (
     local_tensor_of,
 )
 from graphfsdp.errors import ConfigError
-from graphfsdp.sharding.placement import is_cut, my_rows, whole_of, without_rows, wrap_rows
+from graphfsdp.sharding.placement import my_rows, whole_of, without_rows, wrap_rows
 from graphfsdp.sharding.rows.operators import run
 
 # On a tensor: the hook that keeps its gradient cut by rows.
@@ -183,10 +183,6 @@ class _Gather(Function):
 
     @staticmethod
     def backward(ctx: Any, grad: DTensor) -> DTensor:
-        if is_cut(grad):
-            if grad.placements == ctx.placements and grad.device_mesh == ctx.mesh:
-                return grad
-            grad = whole_of(grad)
         kept = without_rows(ctx.placements)
         if grad.placements != kept:
             grad = grad.redistribute(ctx.mesh, kept)
