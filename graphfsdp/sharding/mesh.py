@@ -243,7 +243,8 @@ def find_model_axes(
     Along ``experts`` each rank has other experts, as plain parameters. ConfigError: its parts are
     no plain pieces of it, or the axes do not go with those of ``data``.
     """
-    mesh, placements, shape = experts, (Shard(0),), tuple(param.shape)
+    placements: tuple[Placement, ...] = (Shard(0),)
+    mesh, shape = experts, tuple(param.shape)
     if isinstance(param, DTensor):
         mesh, placements = param.device_mesh, tuple(param.placements)
     elif experts is not None:
