@@ -65,9 +65,9 @@ class _Aside:
 
     def _place(self, path: Any) -> Path | None:
         """Return where a path lies aside; None for what is no path, or is left alone."""
-        if not isinstance(path, str | os.PathLike):
+        if not isinstance(path, str | bytes | os.PathLike):
             return None
-        whole = Path(os.path.abspath(path))
+        whole = Path(os.path.abspath(os.fsdecode(path)))
         if any(whole.is_relative_to(folder) for folder in self._free):
             return None
         return self._scratch / whole.relative_to(whole.anchor)
@@ -78,26 +78,24 @@ class _Aside:
         if place is None:
             return path
         os.makedirs(place.parent, exist_ok=True)
-        if keeps and not place.exists() and Path(path).is_file():
+        if keeps and not place.exists() and os.path.isfile(path):
             shutil.copyfile(path, place)
         return place
 
-    def _open(self, original: Any, file: Any, mode: str = "r", *args: Any, **kwargs: Any) -> Any:
-        if not set(mode) & set("wax+"):
-            return original(self._where(file), mode, *args, **kwargs)
-        if "x" in mode and os.path.exists(file):
-            raise FileExistsError(f"File exists: {file!r}")
-        writes = self._for_writing(file, keeps="w" not in mode and "x" not in mode)
-        return original(writes, mode, *args, **kwargs)
+    def _open(self, original: Any, file: Any, *args: Any, **kwargs: Any) -> Any:
+        # os.open as it is then, which leads it aside; 0o666 is what it would have without.
+        kwargs.setdefault("opener", lambda path, flags: os.open(path, flags, 0o666))
+        return original(file, *args, **kwargs)
 
     def _open_descriptor(
         self, original: Any, path: Any, flags: int, *args: Any, **kwargs: Any
     ) -> Any:
-        if flags & _WRITING:
-            path = self._for_writing(path, keeps=not flags & os.O_TRUNC)
-        else:
-            path = self._where(path)
-        return original(path, flags, *args, **kwargs)
+        if not flags & _WRITING:
+            return original(self._where(path), flags, *args, **kwargs)
+        if flags & os.O_EXCL and os.path.exists(path):
+            raise FileExistsError(f"File exists: {path!r}")
+        writes = self._for_writing(path, keeps=not flags & (os.O_TRUNC | os.O_EXCL))
+        return original(writes, flags, *args, **kwargs)
 
     def _where(self, path: Any) -> Any:
         """Return where to read."""

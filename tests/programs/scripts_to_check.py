@@ -82,7 +82,7 @@ for iteration in range(1000):
     schedule.step()
     torch.save(model.state_dict(), "checkpoint.pt")
     os.replace("out/log.txt", "out/other.txt")
-    with open("out/log.txt", "a") as log:
+    with open(b"out/log.txt", "a") as log:
         print("iteration", iteration, loss.item(), file=log)
 """
 LIKE_NANOGPT = """
