@@ -11,7 +11,7 @@ import io
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -35,6 +35,8 @@ def nothing_written() -> Iterator[None]:
         with contextlib.ExitStack() as stack:
             stack.enter_context(mock.patch.object(tempfile, "tempdir", temporary))
             stack.enter_context(mock.patch.dict(os.environ, TMPDIR=temporary))
+            # Trees are removed by whole names, which say where they lie.
+            stack.enter_context(mock.patch.object(shutil, "_use_fd_functions", False, create=True))
             for owner, name, answer in replaced:
                 replacement = functools.partial(answer, getattr(owner, name))
                 stack.enter_context(mock.patch.object(owner, name, replacement))
@@ -55,10 +57,13 @@ class _Aside:
             (io, "open", self._open),
             (os, "open", self._open_descriptor),
             (os, "mkdir", self._mkdir),
-            (os, "stat", self._stat),
+            (os, "listdir", self._listdir),
+            (os, "scandir", self._scandir),
             (torch, "save", self._save),
         ]
-        found += [(os, name, self._drop) for name in ("remove", "unlink", "rmdir", "truncate")]
+        found += [(os, name, self._ask) for name in ("stat", "lstat", "access", "readlink")]
+        changes = ("remove", "unlink", "rmdir", "truncate", "chmod", "utime")
+        found += [(os, name, self._change) for name in changes]
         found += [(os, name, self._move) for name in ("rename", "replace")]
         found += [(os, name, self._link) for name in ("symlink", "link")]
         return found
@@ -102,8 +107,24 @@ class _Aside:
         place = self._place(path)
         return path if place is None or not os.access(place, os.F_OK) else place
 
-    def _stat(self, original: Any, path: Any, *args: Any, **kwargs: Any) -> Any:
+    def _ask(self, original: Any, path: Any, *args: Any, **kwargs: Any) -> Any:
         return original(self._where(path), *args, **kwargs)
+
+    def _listdir(self, original: Any, path: Any = ".") -> list[Any]:
+        return list(dict.fromkeys(self._listed(original, path)))
+
+    def _scandir(self, original: Any, path: Any = ".") -> "_Entries":
+        found = self._listed(original, path)
+        return _Entries({entry.name: entry for entry in reversed(found)}.values())
+
+    def _listed(self, original: Any, path: Any) -> list[Any]:
+        """List what lies aside in a folder, and what has been there before."""
+        aside = self._where(path)
+        found = list(original(aside))
+        if aside is not path:
+            with contextlib.suppress(OSError):  # there has been none
+                found += original(path)
+        return found
 
     def _mkdir(self, original: Any, path: Any, *args: Any, **kwargs: Any) -> None:
         place = self._place(path)
@@ -117,10 +138,13 @@ class _Aside:
     def _save(self, original: Any, obj: object, f: Any, *args: Any, **kwargs: Any) -> None:
         original(obj, self._for_writing(f, keeps=False), *args, **kwargs)
 
-    def _drop(self, original: Any, path: Any, *args: Any, **kwargs: Any) -> None:
+    def _change(self, original: Any, path: Any, *args: Any, **kwargs: Any) -> None:
+        """Do it to what lies aside; what has been there before stays as it is."""
         where = self._where(path)
         if where is not path or self._place(path) is None:
             original(where, *args, **kwargs)
+        else:
+            os.lstat(path)  # as it would, it says of what is not there that it is not
 
     def _move(self, original: Any, src: Any, dst: Any, *args: Any, **kwargs: Any) -> None:
         source, target = self._for_writing(src, keeps=True), self._for_writing(dst, keeps=False)
@@ -128,3 +152,17 @@ class _Aside:
 
     def _link(self, original: Any, src: Any, dst: Any, *args: Any, **kwargs: Any) -> None:
         original(src, self._for_writing(dst, keeps=False), *args, **kwargs)
+
+
+class _Entries(contextlib.ExitStack):
+    """What os.scandir returns, of two folders."""
+
+    def __init__(self, entries: Iterable[Any]) -> None:
+        super().__init__()
+        self._entries = iter(entries)
+
+    def __iter__(self) -> Iterator[Any]:
+        return self._entries
+
+    def __next__(self) -> Any:
+        return next(self._entries)

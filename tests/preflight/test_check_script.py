@@ -142,6 +142,8 @@ SAID: dict[str, tuple[int, list[str]]] = {
     # Memory that is given away between two iterations is told by its line.
     "target.py": (1, [ONE, "# moves", "'target.weight' new memory"]),
     "skips.py": (0, ["can be captured: "]),
+    # Files are copied, listed and removed, and the folder stays as it was.
+    "files.py": (0, ["can be captured: "]),
     # What is beside the graph is not judged.
     "--device cpu beside.py": (0, ["graphfsdp.capture_in_place(agent, optimizer)"]),
     "beside.py read": (
@@ -159,12 +161,16 @@ def test_what_a_program_is_told(
     cycle = PLAIN.replace("CosineAnnealingLR(optimizer, 10)", "OneCycleLR(optimizer, 0.1, 9)")
     (folder / "cycle.py").write_text(cycle.replace('"precious"', "str()"))
     (folder / "checkpoint.pt").touch()
+    (folder / "kept").mkdir()
+    (folder / "kept" / "a").touch()
+    before = {path: path.stat().st_mtime_ns for path in folder.rglob("*")}
     code, parts = SAID[line]
     assert main(["check", *shlex.split(line)]) == code
     out = " ".join(capsys.readouterr().out.split())
     for part in parts:
         assert part in out
     assert "before the loop" not in out or "in place" not in line
+    assert before == {path: path.stat().st_mtime_ns for path in folder.rglob("*")}
 
 
 @pytest.mark.parametrize("does", DOES)

@@ -345,6 +345,28 @@ model = Net()
 optimizer = torch.optim.AdamW(model.parameters())
 graphfsdp.capture(model, optimizer, skip_nonfinite=True)(torch.randn(2, 3, 4))
 """
+# What scripts do with files beside writing them.
+FILES = """
+import os, shutil, torch
+from pathlib import Path
+shutil.copy2("files.py", "copy.py")
+assert Path("copy.py").read_text() == Path("files.py").read_text()
+assert {"copy.py", "files.py"} <= set(os.listdir()) & {path.name for path in Path().iterdir()}
+shutil.copytree("kept", "kept-too")
+assert [files for *_, files in os.walk("kept-too")] == [["a"]]
+Path("kept", "a").touch()
+model = torch.nn.Linear(2, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for step in range(20):
+    model(torch.ones(2, 2)).mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    os.makedirs(f"steps/{step}", exist_ok=True)
+    torch.save(model, f"steps/{step}/model.pt")
+    for name in sorted(os.listdir("steps"), key=int)[:-2]:
+        shutil.rmtree(f"steps/{name}")
+    assert len(list(Path("steps").glob("*/model.pt"))) <= 2
+"""
 
 PROGRAMS = {
     "good.py": GOOD,
@@ -368,5 +390,6 @@ PROGRAMS = {
     "workers.py": WORKERS,
     "target.py": TARGET,
     "skips.py": SKIPS,
+    "files.py": FILES,
     "leaving.py": HEAD + "sys.exit(3)",
 }
