@@ -131,8 +131,8 @@ class ProgramMemory:
             key: life for key, life in lives.items() if key not in elided and key not in self.landed
         }
         self._into = set(lives)
-        self._elided = {key: (copy.storage, copy.first_byte) for key, copy in elided.items()}
-        self._over |= {id(nodes[copy.index]) for copy in elided.values()}
+        self._elided = {key: (storage, byte) for key, (_, storage, byte) in elided.items()}
+        self._over |= {id(node) for node, *_ in elided.values()}
         self.plan: MemoryPlan = plan_memory(list(self._lives.values()))
         storage = arena.reserve(self.plan.num_bytes)
         self.pool = torch.empty(0, dtype=torch.uint8, device="cpu")

@@ -5,30 +5,19 @@ Where nothing else looks at the buffer in between, the operator can write there 
 """
 
 import math
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from graphfsdp._capture.trace.values import Node, Value, span_bytes
 from graphfsdp.base.memory_plan import Lifetime
+from graphfsdp.base.op_tensors import is_empty
 from graphfsdp.base.torch_internals import key_of
 
-
-@dataclass(frozen=True)
-class ElidedCopy:
-    """A copy that falls away.
-
-    Attributes:
-        index: Of its node.
-        storage: Where it would have put what it copies.
-        first_byte: Where in there.
-    """
-
-    index: int
-    storage: torch.UntypedStorage
-    first_byte: int
+# By id of a StorageInfo: which node does more with it than look at it, from which byte to which.
+Touches = Mapping[int, Sequence[tuple[int, int, int]]]
 
 
 def elided_copies(
@@ -36,9 +25,10 @@ def elided_copies(
     lives: Mapping[int, Lifetime],
     scratch: Sequence[Tensor],
     alignment_bytes: int,
-) -> dict[int, ElidedCopy]:
+) -> dict[int, tuple[Node, torch.UntypedStorage, int]]:
     """Return the copies that fall away, by id of the StorageInfo that they copy.
 
+    With the storage where each would have put what it copies, and the first byte in there.
     ``lives`` is of storages that an operator can compute at another place. Only copies to
     ``scratch`` are elided, whose old contents nobody needs, not even to undo a replay that failed
     before it came to the copy.
@@ -48,13 +38,8 @@ def elided_copies(
     place that eager mode would not give it, and is not touched while the storage is in use.
     """
     storages = {key_of(tensor.untyped_storage()) for tensor in scratch}
-    touched = [
-        (index, *addresses(value))
-        for index, node in enumerate(nodes)
-        for value in node.values
-        if value.storage.external and value.storage.ref.cdata in storages
-    ]
-    found: dict[int, ElidedCopy] = {}
+    touches = touches_of(nodes)
+    found: dict[int, tuple[Node, torch.UntypedStorage, int]] = {}
     for index, node in enumerate(nodes):
         if node.op is not torch.ops.aten.copy_.default:
             continue
@@ -64,21 +49,29 @@ def elided_copies(
             continue
         if target.storage.ref.cdata not in storages or source.geometry[1:] != target.geometry[1:]:
             continue
-        low, high = addresses(target)
-        window = range(life.start, index)
-        if low % alignment_bytes or any(
-            step in window and begin < high and low < end for step, begin, end in touched
-        ):
-            continue
-        storage = target.storage.get()
-        found[id(source.storage)] = ElidedCopy(index, storage, low - storage.data_ptr())
+        storage, first_byte = target.storage.get(), places(target)[0]
+        is_aligned = (storage.data_ptr() + first_byte) % alignment_bytes == 0
+        if is_aligned and all(step < life.start for step in before(touches, target, index)):
+            found[id(source.storage)] = node, storage, first_byte
     return found
 
 
-def addresses(value: Value) -> tuple[int, int]:
-    start = value.storage.get().data_ptr()
+def touches_of(nodes: Sequence[Node]) -> Touches:
+    touches: dict[int, list[tuple[int, int, int]]] = defaultdict(list)
+    for index, node in enumerate(nodes):
+        given = {id(value.storage) for value in node.inputs}
+        made = {id(value.storage) for value in node.outputs if value is not None}
+        if (node.effects or not made or not made <= given) and not is_empty(node.op):
+            for value in node.inputs:
+                touches[id(value.storage)].append((index, *places(value)))
+    return touches
+
+
+def before(touches: Touches, value: Value, until: int) -> list[int]:
+    """Return which nodes before one touch memory that a value looks at."""
     begin, end = places(value)
-    return start + begin, start + end
+    touched = touches.get(id(value.storage), ())
+    return [at for at, low, high in touched if at < until and low < end and begin < high]
 
 
 def places(value: Value) -> tuple[int, int]:

@@ -13,15 +13,14 @@ iteration when it asks for the buffer; so it is never there beside what has land
 """
 
 import functools
-from collections import defaultdict
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from graphfsdp._capture.trace.elision import is_plain, is_whole, places
+from graphfsdp._capture.trace.elision import before, is_plain, is_whole, places, touches_of
 from graphfsdp._capture.trace.out_forms import COPIES, WITH_OUT, out_overload, short_name
 from graphfsdp._capture.trace.values import (
     Geometry,
@@ -254,7 +253,7 @@ def _landings(trace: Trace, gradients: Collection[int]) -> Iterator[tuple[int, _
     and is aligned, so that no kernel sees a place that eager mode would not give it; nobody touches
     it in between, and what has touched it before is over by then, by the order of its stream alone.
     """
-    touches = _touches(trace)
+    touches = touches_of(trace.nodes)
     buffers = _reduced_buffers(trace)
     products = {}
     for index, node in enumerate(trace.nodes):
@@ -263,39 +262,23 @@ def _landings(trace: Trace, gradients: Collection[int]) -> Iterator[tuple[int, _
             products[id(made.storage)] = index, made
     for until, number, target, source in _copies(trace):
         index, made = products.get(id(source.storage), (until, source))
-        only_copied = [step for step, *_ in touches[id(source.storage)]] == [until]
+        only_copied = [step for step, *_ in touches.get(id(source.storage), ())] == [until]
         if index == until or not only_copied or source.storage.alive:
             continue
         if not is_whole(source, span_bytes(made)) or source.geometry[1:] != target.geometry[1:]:
             continue
-        begin, end = places(target)
+        begin, _ = places(target)
         storage, empty = None, buffers.get(id(target.storage), -1)
         if target.storage.external and target.storage.ref.cdata in gradients:
             storage = target.storage.get()
         elif not index < empty < until:
             continue
-        touched = touches[id(target.storage)]
-        steps = [at for at, low, high in touched if at < until and low < end and begin < high]
+        steps = before(touches, target, until)
         in_order = all(trace.at_home[step] for step in (index, until, *steps))
         is_free = not any(index <= step for step in steps)
         address = begin if storage is None else storage.data_ptr() + begin
         if in_order and is_free and address % _ALIGNMENT_BYTES == 0:
             yield index, _LandingProduct(made, until, number, begin, storage, empty)
-
-
-def _touches(trace: Trace) -> Mapping[int, Sequence[tuple[int, int, int]]]:
-    """Return which nodes do more with a storage than look at it, and where.
-
-    By id of its StorageInfo; places are the first byte and the one behind the last.
-    """
-    touches: dict[int, list[tuple[int, int, int]]] = defaultdict(list)
-    for index, node in enumerate(trace.nodes):
-        given = {id(value.storage) for value in node.inputs}
-        made = {id(value.storage) for value in _made_by(node)}
-        if (node.effects or not made or not made <= given) and not is_empty(node.op):
-            for value in node.inputs:
-                touches[id(value.storage)].append((index, *places(value)))
-    return touches
 
 
 def _reduced_buffers(trace: Trace) -> dict[int, int]:
