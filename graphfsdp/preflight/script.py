@@ -93,7 +93,7 @@ class ScriptCheck:
         anything else the one argument.
         """
         try:
-            with _as_program([name], str(Path.cwd())), self._device():
+            with _as_program([name], str(Path.cwd())), self._device(), nothing_written():
                 made = _arguments_of(_find(name)())
                 batch = made.pop("batch")
                 args = batch if isinstance(batch, tuple) else (batch,)

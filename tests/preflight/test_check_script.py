@@ -234,6 +234,7 @@ def test_functions_are_checked(
     assert main(["check", target]) == code
     shown = capsys.readouterr()
     assert said in (shown.err if code == 2 else shown.out)
+    assert not (folder / "written.pt").exists()
 
 
 @pytest.mark.parametrize(
