@@ -88,7 +88,6 @@ foreach_mul_ = torch._foreach_mul_
 without_modes = _python_dispatch._disable_current_modes
 dispatch_mode_stack = _python_dispatch._get_current_dispatch_mode_stack
 num_dispatch_modes = torch._C._len_torch_dispatch_stack
-clear_casts: Callable[[], None] = torch.clear_autocast_cache  # whoever else stands in its place
 tracing_state = torch._C._get_tracing_state  # None where nothing is traced
 num_function_modes = torch._C._len_torch_function_stack
 hooks_on_saved = torch._C._autograd._top_saved_tensors_default_hooks  # None where there are none

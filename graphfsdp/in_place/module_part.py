@@ -1,7 +1,6 @@
 """A module of a loop whose calls are replayed: what it takes until then, and when it is not so."""
 
 import enum
-import functools
 import logging
 import math
 import threading
@@ -31,8 +30,8 @@ from graphfsdp.base.torch_internals import (
     num_function_modes,
     tracing_state,
 )
-from graphfsdp.in_place.part_backward import watch_casts
-from graphfsdp.in_place.part_graphs import PartGraphs, PartResults, has_own_memory
+from graphfsdp.in_place.casts import Casts, casts_behind
+from graphfsdp.in_place.part_graphs import AsWritten, PartGraphs, PartResults, has_own_memory
 from graphfsdp.in_place.part_recording import NotAPartError, guards_of
 
 _LOG = logging.getLogger("graphfsdp")
@@ -46,29 +45,6 @@ _MOST_REFUSED = 32  # calls in a row that no graph holds
 SLOW = "it does not pay:"
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _PLAIN = (bool, int, float, str, type(None), torch.dtype, torch.device, torch.Size)
-
-
-class _Autocasts:
-    """Counts outermost autocasts, whose ends let go of cached casts."""
-
-    def __init__(self) -> None:
-        self.num_ended = 0
-        self._end = torch.clear_autocast_cache
-        torch.clear_autocast_cache = self._on_end
-
-    def _on_end(self) -> None:
-        self.num_ended += 1
-        self._end()
-
-
-@functools.cache
-def _autocasts() -> _Autocasts:
-    return _Autocasts()
-
-
-def num_autocasts() -> int:
-    """Return how many outermost autocasts have ended since somebody has asked first."""
-    return _autocasts().num_ended
 
 
 class PartState(enum.Enum):
@@ -90,6 +66,15 @@ class _Kind:
     constants: ConstantWatch | None = None
     slots: list[PartGraphs] = field(default_factory=list)
     is_refused: bool = False
+    casts: Casts = field(default_factory=lambda: Casts([], torch.bfloat16))
+    autocast: dict[str, Any] = field(default_factory=lambda: {"enabled": False})
+
+    def take_casts(self, results: Sequence[Tensor], module: nn.Module, device_type: str) -> None:
+        """Note under which autocast such calls are, and the casts that are shared in its block."""
+        dtype, caches = torch.get_autocast_dtype(device_type), torch.is_autocast_cache_enabled()
+        self.autocast = {"dtype": dtype, "cache_enabled": caches}
+        if caches:
+            self.casts = casts_behind(results, [*module.parameters()], dtype)
 
 
 class ModulePart:
@@ -131,7 +116,6 @@ class ModulePart:
         self._num_refused = 0  # calls in a row
         self._thread = threading.get_ident()
         self._is_recording = False
-        self._block = -1  # of autocast, in which it was called last
 
     @property
     def num_nodes(self) -> int:
@@ -146,9 +130,6 @@ class ModulePart:
         if self._is_recording or self.state is PartState.AS_WRITTEN or not self._is_ordinary():
             return written(*args, **kwargs)
         casts = torch.is_autocast_enabled(self._device_type)
-        if casts and self._shares_casts():
-            self._leave_casts()
-            return written(*args, **kwargs)
         leaves, spec = self._flat(args, kwargs)
         key = self._key(leaves, spec, casts=casts)
         kind = None if key is None else self._kinds.get(key)
@@ -187,18 +168,6 @@ class ModulePart:
             and tracing_state() is None
             and threading.get_ident() == self._thread
         )
-
-    def _leave_casts(self) -> None:
-        if self.state is not PartState.AS_WRITTEN:
-            self.leave(
-                "its weights are used several times in one torch.autocast, which casts them once "
-                "for all, and adds their gradients up before it casts these back"
-            )
-
-    def _shares_casts(self) -> bool:
-        """Tell whether an earlier call may have left casts of its weights for this one."""
-        block, self._block = self._block, num_autocasts()
-        return torch.is_autocast_cache_enabled() and block == self._block
 
     def _flat(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -252,7 +221,7 @@ class ModulePart:
         given = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         written = [*map(_written_on, given)]
         settling = _Settling(self.module, self._backend.device, kind.constants)
-        with kind.constants.noting(is_first=is_first, given=given):
+        with kind.constants.noting(is_first=is_first, given=[*given, *kind.casts()]):
             output = self.module._call_impl(*args, **kwargs)
         told, kind.told = kind.told, PartResults.told_by(output)
         why = settling.why_not()
@@ -271,9 +240,8 @@ class ModulePart:
         for tensor in tensors:
             if tensor.requires_grad:
                 tensor.register_hook(look)
-        casts = torch.is_autocast_enabled(self._device_type)
-        if casts and torch.is_autocast_cache_enabled():
-            watch_casts(tensors, self._leave_casts)
+        if is_first and torch.is_autocast_enabled(self._device_type):
+            kind.take_casts(tensors, self.module, self._device_type)
         return output
 
     def _count_unsettled(self, kind: _Kind, why: str) -> None:
@@ -342,6 +310,7 @@ class ModulePart:
         if graphs is None and len(kind.slots) == _MOST_SLOTS:
             return self.module._call_impl(*args, **kwargs)
         random = [] if graphs is None else graphs.random_states()
+        given = [*leaves, *kind.casts()] if kind.casts.weights else leaves
         if graphs is None:
             assert kind.constants is not None
             made = self._record(kind, leaves, spec)
@@ -349,16 +318,17 @@ class ModulePart:
                 return self.module._call_impl(*args, **kwargs)
             graphs, random, results = made
         else:
-            results = graphs.replay(leaves)
+            results = graphs.replay(given)
             self.num_replays += 1
         module = self.module
 
-        def again() -> tuple[list[Tensor], Sequence[Any]]:
+        def again() -> AsWritten:
             self._refuse_second_order(kind)
-            with _as_before(module, random):
-                return PartResults.tensors_of(module._call_impl(*args, **kwargs)), leaves
+            with _as_before(module, random), torch.autocast(self._device_type, **kind.autocast):
+                given = [*leaves, *kind.casts()]
+                return PartResults.tensors_of(module._call_impl(*args, **kwargs)), given
 
-        return graphs.hand_out(results, leaves, again)
+        return graphs.hand_out(results, given, again)
 
     def _record(
         self, kind: _Kind, leaves: Sequence[Any], spec: TreeSpec | None
@@ -379,7 +349,7 @@ class ModulePart:
             assert kind.constants is not None
             made.append(
                 PartGraphs(
-                    *(module, self._backend, leaves, spec, kind.constants, kind.told),
+                    *(module, self._backend, leaves, spec, kind.constants, kind.told, kind.casts),
                     on_capture=self._on_capture,
                 )
             )

@@ -6,7 +6,6 @@ up its own uses first would come to other last bits where there are uses elsewhe
 hands over each of them, and the engine adds them up as ever.
 """
 
-import functools
 import logging
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -61,31 +60,6 @@ class Arrivals:
     def taken(self) -> list[Tensor]:
         found, self._found = self._found, []
         return found
-
-
-def watch_casts(results: Sequence[Tensor], on_shared: Callable[[], None]) -> None:
-    """Have it told when a backward pass brings more to the cast of a leaf than these results do.
-
-    Autocast casts a weight once for all who use it before the block ends, and what comes of all of
-    them is added up before it is cast back.
-    """
-    arrivals: dict[Node, Arrivals] = {}
-    for node in nodes_behind(results):
-        for index, (cast, _) in enumerate(node.next_functions):
-            if cast is None or cast.name() != "ToCopyBackward0":
-                continue
-            if hasattr(cast.next_functions[0][0], "variable"):
-                node.register_hook(partial(arrivals.setdefault(cast, Arrivals(0)).add, index))
-
-    def compare(of_results: Arrivals, grads: Sequence[Tensor | None]) -> None:
-        (total,), own = grads, of_results.taken()
-        if total is not None and own:
-            summed = functools.reduce(torch.add, own)
-            if not torch.allclose(total, summed, rtol=0, atol=0, equal_nan=True):
-                on_shared()
-
-    for cast, of_results in arrivals.items():
-        cast.register_prehook(partial(compare, of_results))
 
 
 class StaticGradient:

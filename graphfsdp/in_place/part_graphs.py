@@ -39,16 +39,17 @@ from graphfsdp.base.op_tensors import storage_key
 from graphfsdp.base.torch_internals import (
     TreeSpec,
     below_autograd,
-    clear_casts,
     keeps_graph,
     parameters_of,
     tree_unflatten,
     without_modes,
 )
+from graphfsdp.in_place.casts import Casts
 from graphfsdp.in_place.part_backward import PartBackward, nodes_behind
 from graphfsdp.in_place.part_recording import NotAPartError, recorded
 
-Again = Callable[[], tuple[list[Tensor], Sequence[Any]]]
+AsWritten = tuple[list[Tensor], Sequence[Any]]  # its results, and what they are made of
+Again = Callable[[], AsWritten]
 _PLAIN_RESULTS = (bool, int, float, complex, str, type(None), torch.dtype, torch.device, torch.Size)
 _NOTHING = torch.empty(0)
 
@@ -103,12 +104,14 @@ class PartGraphs:
         spec: TreeSpec | None,
         constants: ConstantWatch,
         told: str,
+        casts: Casts,
         on_capture: Callable[[], None],
     ) -> None:
         """Record a call with these arguments; NotAPartError, and everything is as it was.
 
         The call has then taken effect once, and ``first`` has its results. ``told``: what it
-        returned beside tensors before. ``on_capture`` is called before a backward pass is recorded.
+        returned beside tensors before. ``casts``: see Note [Casts are inputs]. ``on_capture`` is
+        called before a backward pass is recorded.
         """
         self.is_taken = False
         self._is_dropped = False
@@ -116,6 +119,7 @@ class PartGraphs:
         self._backend = backend
         by_leaf = {id(leaf): _static_input(leaf) for leaf in leaves}
         self._static = [by_leaf[id(leaf)] for leaf in leaves]  # one that is given twice is one
+        self._num_leaves = len(self._static)
         targets = {id(each): place for place, each in enumerate(self._static)}
         self._targets = [
             (place, self._static[place].detach())
@@ -125,15 +129,23 @@ class PartGraphs:
         self._spec = spec
         self._told = told
         self._on_capture = on_capture
-        self._record(leaves, constants)
+        self._record(leaves, constants, casts)
 
-    def _record(self, leaves: Sequence[Any], constants: ConstantWatch) -> None:
+    def _record(self, leaves: Sequence[Any], constants: ConstantWatch, casts: Casts) -> None:
         module, device = self._module, self._backend.device
         lent = {storage_key(buffer) for buffer in module.buffers()}
         if any(isinstance(leaf, Tensor) and storage_key(leaf) in lent for leaf in leaves):
             raise NotAPartError("it is given a buffer of its own, which it may write")
         states = [generator.get_state() for generator in generators_of(module, device)]
-        self._load(leaves)
+        with self._backend.on_capture_stream():
+            self._stand_ins = self._make_stand_ins()
+            own = casts.of([self._stand_ins[id(each)] for each in casts.weights])()
+        self._targets += [
+            (place, cast.detach()) for place, cast in enumerate(own, start=len(self._static))
+        ]
+        # Leaves, and those that autocast finds in its cache for the stand-ins.
+        self._static += [cast.detach_().requires_grad_() for cast in own]
+        self._load([*leaves, *casts()])
         try:
             self._graph, self.first, self.guards = recorded(
                 module,
@@ -147,8 +159,6 @@ class PartGraphs:
         except BaseException:
             self.close()
             raise
-        finally:
-            clear_casts()  # which lie in the graph
         self.num_nodes = self._graph.facts.num_nodes
         # Those whose states a replay moves; most programs draw from none.
         now = [(g, g.get_state()) for g in generators_of(module, device)]
@@ -159,10 +169,10 @@ class PartGraphs:
         ]
 
     def _forward(self, constants: ConstantWatch) -> list[Tensor]:
-        clear_casts()  # which are of other calls
-        args, kwargs = tuple(self._static), {}
+        leaves = self._static[: self._num_leaves]
+        args, kwargs = tuple(leaves), {}
         if self._spec is not None:
-            args, kwargs = tree_unflatten(self._static, self._spec)
+            args, kwargs = tree_unflatten(leaves, self._spec)
         handed = Handed((args, kwargs))
         need_grads = [leaf.requires_grad for leaf in self._inputs()]
         packed: list[weakref.ref[Tensor]] = []
@@ -173,7 +183,7 @@ class PartGraphs:
             return another
 
         kept = saved_tensors_hooks(keep, _as_it_is)
-        with self._stand_ins(), constants.comparing(self._inputs()), kept:
+        with self._standing_in(), constants.comparing(self._inputs()), kept:
             output = self._module._call_impl(*args, **kwargs)
         if BatchWrites(handed):
             raise NotAPartError("it writes into a container that it is given")
@@ -188,22 +198,30 @@ class PartGraphs:
         self._find_saved(results, [each for ref in packed if (each := ref()) is not None])
         return [tensor.detach() for tensor in results]
 
-    @contextmanager
-    def _stand_ins(self) -> Iterator[None]:
-        """Have other parameters in the module while the body runs, which lie in the same memory.
+    def _make_stand_ins(self) -> dict[int, Tensor]:
+        """Return other parameters, which lie in the same memory, by ids of the module's own.
 
         CUDA rule: a capture may not wait for another stream, and autograd runs what ends in a
         parameter on the stream on which that was used first. That stays the loop's, as ever.
         """
-        own: dict[int, Tensor] = {}
+        found: dict[int, Tensor] = {}
+        for param in self._module.parameters():
+            if param.requires_grad:
+                found[id(param)] = nn.Parameter(param.detach())
+                vars(found[id(param)]).update(vars(param))
+        return found
+
+    @contextmanager
+    def _standing_in(self) -> Iterator[None]:
+        """Have these parameters in the module while the body runs."""
+        own = self._stand_ins
         tables: list[tuple[dict[str, Any], str, Any]] = []
         for module in self._module.modules():
-            for name, param in parameters_of(module).items():
-                if param is not None and param.requires_grad:
-                    if id(param) not in own:
-                        own[id(param)] = nn.Parameter(param.detach())
-                        vars(own[id(param)]).update(vars(param))
-                    tables.append((parameters_of(module), name, own[id(param)]))
+            tables += [
+                (parameters_of(module), name, own[id(param)])
+                for name, param in parameters_of(module).items()
+                if id(param) in own
+            ]
             if isinstance(module, nn.RNNBase):  # which keeps a list of them
                 weights = [own.get(id(weight), weight) for weight in module._flat_weights]
                 refs = [None if weight is None else weakref.ref(weight) for weight in weights]
@@ -236,7 +254,11 @@ class PartGraphs:
             sizes.pop(storage_key(tensor), None)
         self.kept_bytes = sum(sizes.values())
         kept = [(i, each) for i, each in enumerate(results) if storage_key(each) in sizes]
-        given = [each for each in self._targets if storage_key(each[1]) in sizes]
+        given = [
+            (place, target)
+            for place, target in self._targets
+            if place < self._num_leaves and storage_key(target) in sizes
+        ]
         self._saved_results = [index for index, _ in kept]
         self._saved_inputs = [place for place, _ in given]
         self._saved = [each.detach() for _, each in (*kept, *given)]
@@ -307,27 +329,30 @@ class PartGraphs:
             if key not in self._params
         ]
 
-    def edges(self, leaves: Sequence[Any]) -> list[Tensor]:
-        """Return what gradients go to in a call with these arguments, once for each use."""
+    def edges(self, given: Sequence[Any]) -> list[Any]:
+        """Return what gradients go to in a call with these inputs, once for each use."""
+        if not self._input_edges:
+            return self._edges
         found: list[Any] = self._edges.copy()
         for index, place in self._input_edges:
-            found[index] = leaves[place]
+            found[index] = given[place]
         return found
 
-    def _load(self, leaves: Sequence[Any]) -> None:
+    def _load(self, given: Sequence[Any]) -> None:
         with below_autograd():
             for place, target in self._targets:
-                target.copy_(leaves[place])
+                target.copy_(given[place])
 
-    def replay(self, leaves: Sequence[Any]) -> list[Tensor]:
-        self._load(leaves)
+    def replay(self, given: Sequence[Any]) -> list[Tensor]:
+        """``given``: the call's arguments, and behind them its casts."""
+        self._load(given)
         return self._graph.replay()
 
-    def hand_out(self, results: list[Tensor], leaves: Sequence[Any], again: Again) -> Any:
+    def hand_out(self, results: list[Tensor], given: Sequence[Any], again: Again) -> Any:
         """Return what the module returns, of the results of its graph."""
         if self._edges:
-            edges = self.edges(leaves) if self._input_edges else self._edges
-            results = self._apply(Flight(self, results, leaves, again), *edges)
+            edges = self.edges(given)
+            results = self._apply(Flight(self, results, given, again), *edges)
         return self.results.made_of(results)
 
     def hand_over(self, ctx: Any, results: Sequence[Tensor], leaves: Sequence[Any]) -> None:
@@ -347,10 +372,11 @@ class PartGraphs:
             target.copy_(tensor)
 
     def backward_as_written(
-        self, results: Sequence[Tensor], leaves: Sequence[Any], grads: Sequence[Tensor | None]
+        self, call: AsWritten, grads: Sequence[Tensor | None]
     ) -> list[Tensor | None]:
         """Do so through a call that ran as written, in a way that autograd can go through again."""
-        edges = self.edges(leaves)
+        results, given = call
+        edges = self.edges(given)
         pairs = [
             (result, grad)
             for result, grad in zip(results, grads, strict=True)
@@ -431,8 +457,7 @@ class _ReplayedPart(torch.autograd.Function):
         saved = ctx.saved_tensors
         flight: Flight = ctx.flight
         if torch.is_grad_enabled():  # somebody wants to go backward through this, too
-            results, leaves = flight.again()
-            return None, *flight.graphs.backward_as_written(results, leaves, grads)
+            return None, *flight.graphs.backward_as_written(flight.again(), grads)
         flight.graphs.take_back(saved)
         found = flight.graphs.backward.run(grads)
         if not keeps_graph():

@@ -297,12 +297,21 @@ def keeps_what_is_made_of_weights(model: Net, optimizer: torch.optim.Optimizer) 
         yield loss
 
 
-def casts_weights_itself(model: Net, optimizer: torch.optim.Optimizer) -> Iterator[Any]:
+def casts_weights_itself(
+    model: Net, optimizer: torch.optim.Optimizer, begin: int = 0
+) -> Iterator[Any]:
     """In the block in which the model casts them, which is done once."""
-    for _, x, y in batches():
+    for index, x, y in batches():
+        x.requires_grad_(index == 11)
         with torch.autocast("cpu", torch.bfloat16):
             weight = model.head.weight
-            loss = cross_entropy(model(x), y) + (weight @ weight.t()).pow(2).sum()
+            loss = (weight @ weight.t()).pow(2).sum() if begin <= index < 9 else 0
+            loss = loss + cross_entropy(model(x), y)
+            if index >= begin:
+                loss = loss + model.embed(x).pow(2).mean() + mse_loss(model(x * 2), model(x * 3))
+        if x.requires_grad:
+            (grad,) = torch.autograd.grad(loss, x, create_graph=True)
+            loss = loss + grad.pow(2).sum()
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
@@ -328,21 +337,31 @@ def before_each(change: Callable[[Any, torch.optim.Optimizer, int], None]) -> Lo
     return loop
 
 
-REPLAYED: dict[str, Loop] = {
-    loop.__name__: loop
-    for loop in (
-        *(looks_at_everything, calls_twice, goes_backward_twice, goes_backward_in_another_order),
-        *(penalizes_gradients, sharpens, writes_into_results, wraps_a_function),
-        *(copies_by_dict, exports, prints_results, freezes_all_for_other_calls),
-    )
-} | {change.__name__: before_each(change) for change in (anneals, freezes, loads)}
+REPLAYED: dict[str, Loop] = (
+    {
+        loop.__name__: loop
+        for loop in (
+            *(
+                looks_at_everything,
+                calls_twice,
+                goes_backward_twice,
+                goes_backward_in_another_order,
+            ),
+            *(penalizes_gradients, sharpens, writes_into_results, wraps_a_function),
+            *(copies_by_dict, exports, prints_results, freezes_all_for_other_calls),
+            casts_weights_itself,
+        )
+    }
+    | {"casts_weights_itself_later": partial(casts_weights_itself, begin=5)}
+    | {change.__name__: before_each(change) for change in (anneals, freezes, loads)}
+)
 LOOPS = {
     **REPLAYED,
     **{
         loop.__name__: loop
         for loop in (
             *(attacks_its_input, steps_in_hooks, recomputes, transforms, leaves_calls_alone),
-            *(keeps_what_is_made_of_weights, casts_weights_itself),
+            keeps_what_is_made_of_weights,
         )
     },
     **{
