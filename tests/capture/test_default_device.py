@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import graphfsdp
 from graphfsdp import MixedPrecisionPolicy
 from graphfsdp.optim import FusedAdam, Muon
-from ranks import RankPool
+from ranks import on_ranks
 from sharding_helpers import (
     adam,
     assert_same_training,
@@ -88,7 +88,9 @@ def test_a_default_device_changes_no_bit(
     assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
 
 
-def _sharded(gather_format: str | None) -> None:
+@on_ranks("ranks2")
+@pytest.mark.parametrize("gather_format", [None, "float8"])
+def test_a_default_device_changes_no_bit_of_shards(gather_format: str | None) -> None:
     mesh = hybrid_mesh((dist.get_world_size(),), ("all",))
     runs = []
     for default in (None, torch.device("meta")):
@@ -99,10 +101,3 @@ def _sharded(gather_format: str | None) -> None:
         with _default(default):
             runs.append(train(model, optimizer, data=data))
     assert_same_training(*runs)
-
-
-@pytest.mark.parametrize("gather_format", [None, "float8"])
-def test_a_default_device_changes_no_bit_of_shards(
-    ranks2: RankPool, gather_format: str | None
-) -> None:
-    ranks2.run(_sharded, gather_format)

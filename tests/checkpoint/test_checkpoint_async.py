@@ -12,7 +12,7 @@ import torch.distributed as dist
 import graphfsdp
 from checkpoint_helpers import Setup, contents, digests, make, train_plainly
 from kill_saves import is_all, model_of, numbers
-from ranks import RankPool
+from ranks import RankPool, on_ranks
 
 
 def test_training_goes_on_while_one_moment_is_written(
@@ -107,7 +107,8 @@ class Faulty:
         self.num_states = len(state)
 
 
-def fail_in_an_object(path: Path) -> None:
+@on_ranks("ranks2")
+def test_an_object_that_fails_on_one_rank_ends_the_save_on_all(tmp_path: Path) -> None:
     model, optimizer = make(Setup("optim_grads_params"))
     objects = {"position": Faulty(1 - dist.get_rank())}
     expected, match = (
@@ -116,16 +117,10 @@ def fail_in_an_object(path: Path) -> None:
         else (graphfsdp.CheckpointError, "rank 1: ValueError: no state at the moment")
     )
     with pytest.raises(expected, match=match):
-        graphfsdp.save(path, model, optimizer, objects=objects)
+        graphfsdp.save(tmp_path, model, optimizer, objects=objects)
     with (
         graphfsdp.AsyncSaver() as saver,
         pytest.raises(expected, match=match),
     ):
-        saver.save(path, model, optimizer, objects=objects)
-    graphfsdp.save(path, model, optimizer)  # nobody is left waiting
-
-
-def test_an_object_that_fails_on_one_rank_ends_the_save_on_all(
-    tmp_path: Path, ranks2: RankPool
-) -> None:
-    ranks2.run(fail_in_an_object, tmp_path)
+        saver.save(tmp_path, model, optimizer, objects=objects)
+    graphfsdp.save(tmp_path, model, optimizer)  # nobody is left waiting

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import graphfsdp
 from graphfsdp.optim import FusedAdam, Muon
-from ranks import RankPool
+from ranks import RankPool, on_ranks
 
 
 def step_on(model: nn.Module, optimizer: torch.optim.Optimizer, num_steps: int) -> None:
@@ -167,7 +167,8 @@ def test_sharded_weights_in_an_object_are_read_where_they_are(
     assert ranks4.run(average_of_ranks, tmp_path, 1) == [expected] * 4
 
 
-def save_in_halves(path: Path) -> None:
+@on_ranks("ranks4")
+def test_groups_of_ranks_save_apart(tmp_path: Path) -> None:
     """Two groups of ranks save and load models of their own at the same time."""
     groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     mine, rank = dist.get_rank() // 2, dist.get_rank()
@@ -175,47 +176,37 @@ def save_in_halves(path: Path) -> None:
     dist.broadcast(model.weight.data, 2 * mine, group=groups[mine])
     dist.broadcast(model.bias.data, 2 * mine, group=groups[mine])
     saved, own = OwnOnEachRank(rank), OwnOnEachRank(-1)
-    folder, group = path / str(mine), groups[mine]
+    folder, group = tmp_path / str(mine), groups[mine]
     graphfsdp.save(folder, model, objects={"own": saved}, process_group=group)
     graphfsdp.load(folder, other, objects={"own": own}, process_group=group)
     assert torch.equal(other.weight, model.weight)
     assert bool((own.tensor == rank).all())
 
 
-def test_groups_of_ranks_save_apart(tmp_path: Path, ranks4: RankPool) -> None:
-    ranks4.run(save_in_halves, tmp_path)
-
-
-def unsharded_by_hand(path: Path) -> None:
+@on_ranks("ranks2")
+def test_a_unit_that_was_unsharded_by_hand_is_resharded(tmp_path: Path) -> None:
     model = nn.Sequential(nn.Linear(3, 3))
     graphfsdp.fully_shard(model)
     assert isinstance(model, graphfsdp.FSDPModule)
     expected = model(torch.ones(1, 3)).detach().clone()
     model.unshard()
-    graphfsdp.save(path, model)
+    graphfsdp.save(tmp_path, model)
     with torch.no_grad():
         for param in model.parameters():
             param.zero_()
     model.unshard()
-    graphfsdp.load(path, model)
+    graphfsdp.load(tmp_path, model)
     assert torch.equal(model(torch.ones(1, 3)), expected)
 
 
-def test_a_unit_that_was_unsharded_by_hand_is_resharded(tmp_path: Path, ranks2: RankPool) -> None:
-    ranks2.run(unsharded_by_hand, tmp_path)
-
-
-def save_sharded_rows(path: Path) -> None:
+@on_ranks("ranks2")
+def test_a_sharded_state_of_another_shape_is_refused(tmp_path: Path) -> None:
     model = graphfsdp.fully_shard(nn.Linear(4, 6))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     optimizer.state[model.weight]["rows"] = model.bias.detach()
     said = r"'rows' of 'weight' .* sharded and has the shape \(6,\), expected .* \(6, 4\)"
     with pytest.raises(graphfsdp.CheckpointError, match=said):
-        graphfsdp.save(path, model, optimizer)
-
-
-def test_a_sharded_state_of_another_shape_is_refused(tmp_path: Path, ranks2: RankPool) -> None:
-    ranks2.run(save_sharded_rows, tmp_path)
+        graphfsdp.save(tmp_path, model, optimizer)
 
 
 def muon(params: Iterable[nn.Parameter], lr: float) -> Muon:

@@ -33,7 +33,7 @@ from checkpoint_helpers import (
     save_on_ranks,
     train_plainly,
 )
-from ranks import RankPool
+from ranks import RankPool, on_ranks
 
 SHARDED = Setup("optim_grads_params")
 
@@ -241,11 +241,13 @@ def check_submodules() -> None:
 
 
 @pytest.mark.parametrize("check", [check_options, check_clones, check_submodules])
-def test_whatever_torch_gives_is_loaded(check: Callable[[], None], ranks2: RankPool) -> None:
-    ranks2.run(check)
+@on_ranks("ranks2")
+def test_whatever_torch_gives_is_loaded(check: Callable[[], None]) -> None:
+    check()
 
 
-def check_reordered_rows() -> None:
+@on_ranks("ranks4")
+def test_rows_in_another_order_than_the_ranks_are_loaded() -> None:
     from torch.distributed.device_mesh import init_device_mesh
 
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "inner"))
@@ -273,7 +275,3 @@ def check_reordered_rows() -> None:
         for name, param in other.named_parameters():
             now: Any = param
             assert torch.equal(now.full_tensor(), whole[name])
-
-
-def test_rows_in_another_order_than_the_ranks_are_loaded(ranks4: RankPool) -> None:
-    ranks4.run(check_reordered_rows)

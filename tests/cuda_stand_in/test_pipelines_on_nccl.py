@@ -25,7 +25,7 @@ from pipeline_models import (
     schedule_of,
     tensor_parallel,
 )
-from ranks import RankPool
+from ranks import RankPool, on_ranks
 from sharding_helpers import assert_equal_tensors, learning_rate
 
 pytestmark = [
@@ -119,9 +119,6 @@ def losses_of_a_run(*, fails: bool) -> list[Tensor]:
     return losses
 
 
-def goes_on() -> None:
+@on_ranks("gpu_ranks")
+def test_ranks_go_on_after_a_capture_that_failed_on_one() -> None:
     assert_equal_tensors(losses_of_a_run(fails=False), losses_of_a_run(fails=True))
-
-
-def test_ranks_go_on_after_a_capture_that_failed_on_one(gpu_ranks: RankPool) -> None:
-    gpu_ranks.run(goes_on)

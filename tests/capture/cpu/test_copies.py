@@ -17,7 +17,7 @@ from counting_net import mean_square
 from graphfsdp import NotCopyableError
 from graphfsdp.optim import FusedAdam, Muon
 from helpers import assert_same_state, snapshot
-from ranks import RankPool
+from ranks import on_ranks
 
 Pair = tuple[nn.Module, torch.optim.Optimizer]
 
@@ -90,7 +90,8 @@ def test_a_pair_that_is_being_replayed_is_copied_and_both_train_alike(
     assert_same_state(after, snapshot(model, optim), "the original")
 
 
-def copy_a_sharded_pair() -> None:
+@on_ranks("ranks2")
+def test_a_sharded_model_and_its_optimizer_are_not_copied() -> None:
     for make_optim in (FusedAdam, muon_of):
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
@@ -118,11 +119,8 @@ def copy_a_sharded_pair() -> None:
         step.close()
 
 
-def test_a_sharded_model_and_its_optimizer_are_not_copied(ranks2: RankPool) -> None:
-    ranks2.run(copy_a_sharded_pair)
-
-
-def save_a_sharded_state(folder: pathlib.Path) -> None:
+@on_ranks("ranks2")
+def test_the_state_of_a_sharded_run_is_saved_and_copied_by_torch(tmp_path: pathlib.Path) -> None:
     """torch.save on each rank, as people do who keep the world's size."""
     rank = torch.distributed.get_rank()
     torch.manual_seed(0)
@@ -137,7 +135,7 @@ def save_a_sharded_state(folder: pathlib.Path) -> None:
         state = {"model": model.state_dict(), "optim": optim.state_dict()}
         assert_shares_memory(state["model"], model)
         copied = copy.deepcopy(state)
-        path = folder / f"{type(optim).__name__}{rank}.pt"
+        path = tmp_path / f"{type(optim).__name__}{rank}.pt"
         torch.save(state, path)
         expected = [step(torch.ones(5, 4)) for _ in range(3)]
         step.close()
@@ -156,9 +154,3 @@ def assert_shares_memory(state: dict[str, Any], model: nn.Module) -> None:
         version = params[name]._version
         value.mul_(1.0)
         assert params[name]._version == version + 1, "what was gathered before is old now"
-
-
-def test_the_state_of_a_sharded_run_is_saved_and_copied_by_torch(
-    ranks2: RankPool, tmp_path: pathlib.Path
-) -> None:
-    ranks2.run(save_a_sharded_state, tmp_path)

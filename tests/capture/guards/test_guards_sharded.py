@@ -9,7 +9,7 @@ from torch import nn
 
 import graphfsdp
 from graphfsdp.optim import FusedAdam
-from ranks import RankPool
+from ranks import on_ranks
 
 Change = Callable[[Any], Callable[[], object]]
 
@@ -56,7 +56,8 @@ CHANGES: tuple[tuple[Change, str], ...] = (
 )
 
 
-def guarded_run() -> None:
+@on_ranks("ranks1")
+def test_changes_of_a_sharded_model_are_refused_by_name() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 3))
     graphfsdp.fully_shard(model)
@@ -75,7 +76,3 @@ def guarded_run() -> None:
             undo()
             step(x)
         assert step.report().num_calls["replay"] == 1 + len(CHANGES)
-
-
-def test_changes_of_a_sharded_model_are_refused_by_name(ranks1: RankPool) -> None:
-    ranks1.run(guarded_run)
