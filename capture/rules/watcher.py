@@ -249,7 +249,7 @@ class Watcher:
     def refuse_loose_streams(self) -> None:
         """Refuse side streams that the iteration did not fork or join."""
         if self._streams is not None:
-            for use, refusal in self._streams.book.findings():
+            for use, refusal in self._streams.findings():
                 self.refuse_at(use.op, refusal, use.module_path, use.source)
 
     def dispatch(self, call: OpCall) -> Any:

@@ -4,16 +4,17 @@ import sys
 import threading
 from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import dataclass
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 import graphfsdp
-from graphfsdp import CaptureError, Phase
+from graphfsdp import CaptureError, HazardKind, Phase
 from graphfsdp.bench.clock import time_window
 from graphfsdp.optim import FusedAdam
-from unjoined_stream import leaves_a_stream_unjoined
+from helpers import line_of
 from zoo_models import WIDTH, Squared
 
 pytestmark = pytest.mark.gpu
@@ -31,15 +32,93 @@ def batch() -> Tensor:
     return torch.randn(12, WIDTH, device=CUDA)
 
 
-def test_a_side_stream_that_is_not_joined_is_named_by_the_rules() -> None:
-    step = make_step(leaves_a_stream_unjoined)
+@dataclass
+class Streams:
+    """Two beside that of the iteration, and an event that was recorded before it."""
+
+    side: torch.cuda.Stream
+    third: torch.cuda.Stream
+    before: torch.cuda.Event
+
+
+def fork(tensor: Tensor, stream: torch.cuda.Stream, origin: torch.cuda.Stream) -> None:
+    stream.wait_stream(origin)
+    with torch.cuda.stream(stream):
+        tensor.exp()
+
+
+def joined_by_nobody(x: Tensor, streams: Streams) -> None:
+    fork(x, streams.side, torch.cuda.current_stream())
+    with torch.cuda.stream(streams.side):
+        x.neg()  # refused
+    fork(x, streams.third, streams.side)
+
+
+def joined_through_another(x: Tensor, streams: Streams) -> None:
+    fork(x, streams.side, torch.cuda.current_stream())
+    fork(x, streams.third, streams.side)
+    torch.cuda.current_stream().wait_stream(streams.third)
+
+
+def used_after_the_join(x: Tensor, streams: Streams) -> None:
+    fork(x, streams.side, torch.cuda.current_stream())
+    torch.cuda.current_stream().wait_stream(streams.side)
+    with torch.cuda.stream(streams.side):
+        x.neg()  # refused
+
+
+def never_forked(x: Tensor, streams: Streams) -> None:
+    with torch.cuda.stream(streams.side):
+        x.neg_()  # refused
+        x.neg_()
+
+
+def joined_too_early(x: Tensor, streams: Streams) -> None:
+    fork(x, streams.side, torch.cuda.current_stream())
+    early = streams.side.record_event()
+    with torch.cuda.stream(streams.side):
+        x.neg()  # refused
+    early.wait()
+
+
+def waits_for_an_event_from_before(x: Tensor, streams: Streams) -> None:
+    streams.before.wait()  # refused
+
+
+@pytest.mark.parametrize(
+    ("program", "words", "cuda_error"),
+    [
+        (joined_by_nobody, "does not wait for", 904),
+        (used_after_the_join, "does not wait for", 904),
+        (joined_too_early, "does not wait for", 904),
+        (never_forked, "has not waited for the iteration's own stream", None),
+        (waits_for_an_event_from_before, "event that was recorded before it", 905),
+        (joined_through_another, "", None),
+    ],
+)
+def test_each_stream_has_to_fork_and_to_join(
+    program: Callable[[Tensor, Streams], None], words: str, cuda_error: int | None
+) -> None:
+    streams = Streams(torch.cuda.Stream(), torch.cuda.Stream(), torch.cuda.Event())
+    streams.before.record()
+
+    def loss_fn(model: nn.Module, x: Tensor) -> Tensor:
+        program(x, streams)
+        loss: Tensor = model(x)
+        return loss
+
+    step = make_step(loss_fn)
     for _ in range(3):
         step(batch())
-    with pytest.raises(CaptureError, match="does not wait for") as caught:
+    if not words:
         step(batch())
-    assert caught.value.cuda_error == 904
+        return
+    with pytest.raises(CaptureError, match=words) as caught:
+        step(batch())
+    assert caught.value.kind is HazardKind.STREAM
+    assert caught.value.cuda_error == cuda_error
     assert caught.value.source is not None
-    assert caught.value.source.text == "(x * 2).sum()"
+    assert caught.value.source.line == line_of(program, "# refused")
     step.close()
 
 
