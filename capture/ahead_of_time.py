@@ -20,40 +20,34 @@ class FirstStates:
     """
 
     def __init__(self, optimizers: tuple[torch.optim.Optimizer, ...]) -> None:
-        self._had = [set(optimizer.state) for optimizer in optimizers]
-        self._optimizers = optimizers
-        self._made: list[dict[Tensor, _State]] = []
-        self._waiting: list[tuple[torch.optim.Optimizer, dict[Tensor, _State]]] = []
-
-    @property
-    def are_missing(self) -> bool:
-        """Whether an eager iteration has to come first."""
-        return bool(self._waiting)
+        self._had = [(optimizer, set(optimizer.state)) for optimizer in optimizers]
+        self._made: list[tuple[torch.optim.Optimizer, dict[Tensor, _State]]] = []
 
     def note(self) -> None:
-        self._made = [
-            {param: state for param, state in optimizer.state.items() if param not in had}
-            for optimizer, had in zip(self._optimizers, self._had, strict=True)
-        ]
+        """Note what was made since; it is about to be undone."""
+        for optimizer, had in self._had:
+            made = {param: state for param, state in optimizer.state.items() if param not in had}
+            if made:
+                self._made.append((optimizer, made))
 
-    def put_back(self) -> None:
-        """After everything was undone, give optimizers their state where they know its values."""
-        for optimizer, made in zip(self._optimizers, self._made, strict=True):
-            if not made:
-                continue
+    def put_back(self) -> bool:
+        """Give optimizers their state where they know its values; tell whether others wait."""
+        waiting = []
+        for optimizer, made in self._made:
             if isinstance(optimizer, Restartable):
                 optimizer.state.update(made)
                 optimizer.restart_states(made)
             else:
-                self._waiting.append((optimizer, made))
+                waiting.append((optimizer, made))
+        self._made = waiting
+        return bool(waiting)
 
     def adopt(self) -> bool:
         """Move what the first eager iteration has made to where the graph writes.
 
         False if it made other state than on the example batch: the graph is of no use then.
         """
-        waiting, self._waiting = self._waiting, []
-        for optimizer, made in waiting:
+        for optimizer, made in self._made:
             new = {param: state for param, state in optimizer.state.items() if param in made}
             if new.keys() != made.keys() or len(optimizer.state) != len(new):
                 return False

@@ -2,7 +2,6 @@
 
 import itertools
 import logging
-from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -130,11 +129,6 @@ class Recording:
         self.landed: Landed = []
         self.kept: list[Kept] = []
 
-    @property
-    def has_first_form(self) -> bool:
-        """Whether it is of a batch that has another form since its iteration has run."""
-        return self.graph is None and self.inputs.changes_form
-
     def wait_once(self) -> bool:
         """Begin warm-up anew, after other values than before; return False the second time.
 
@@ -184,23 +178,23 @@ class Recordings:
         self._device = device
         self._on_change = on_change
         self._trains = trains
-        self._entries: OrderedDict[int, Recording] = OrderedDict()  # oldest use first
+        self._entries: list[Recording] = []  # oldest use first
         self._num_unused = 0  # that had to go before they had a graph
         self._has_second_form = False
 
     def __iter__(self) -> Iterator[Recording]:
         """Yield the recordings, least recently used first."""
-        return iter(self._entries.values())
+        return iter(self._entries)
 
     def __contains__(self, entry: object) -> bool:
-        return id(entry) in self._entries
+        return entry in self._entries
 
     def __len__(self) -> int:
         return len(self._entries)
 
     @property
     def latest(self) -> Recording | None:
-        return next(reversed(self._entries.values()), None)
+        return self._entries[-1] if self._entries else None
 
     @property
     def num_graphs(self) -> int:
@@ -213,12 +207,14 @@ class Recordings:
 
         A kind that is new gets one; it is kept only if a graph may follow.
         """
-        for entry in reversed(self._entries.values()):
+        for entry in reversed(self._entries):
             if entry.inputs.accept(args, kwargs, num_microbatches):
-                self._entries.move_to_end(id(entry))
+                self._entries.remove(entry)
+                self._entries.append(entry)
                 return entry
         known = self.latest
-        if known is not None and known.has_first_form and not self._has_second_form:
+        changes_form = known is not None and known.graph is None and known.inputs.changes_form
+        if known is not None and changes_form and not self._has_second_form:
             # A dict for the log is empty once, and has its keys ever after.
             self._has_second_form = True
             self.remove(known)
@@ -233,14 +229,14 @@ class Recordings:
         inputs = StaticInputs(args, kwargs, device=self._device, num_microbatches=num_microbatches)
         entry = Recording(inputs, trains=self._trains)
         if keeps:
-            self._entries[id(entry)] = entry
+            self._entries.append(entry)
             self._drop_oldest()
         return entry
 
     def _drop_oldest(self) -> None:
         if len(self._entries) <= self._max_graphs:
             return
-        _, oldest = self._entries.popitem(last=False)
+        oldest = self._entries.pop(0)
         self._num_unused += oldest.graph is None
         if oldest.graph is None and self._num_unused == self._max_graphs + 1:
             _LOG.warning(
@@ -258,9 +254,10 @@ class Recordings:
         )
 
     def remove(self, entry: Recording) -> None:
-        self._entries.pop(id(entry), None)
+        if entry in self._entries:
+            self._entries.remove(entry)
         entry.close()
 
     def close(self) -> None:
         while self._entries:
-            self._entries.popitem()[1].close()
+            self._entries.pop().close()

@@ -226,7 +226,7 @@ class Runner:
                 while not self._recordings.num_graphs:
                     self.run(*copied((args, kwargs)))  # as it is given: it may be written into
                 states.note()
-            states.put_back()
+            is_first_eager = states.put_back()
         except BaseException:  # whatever ends it, it must leave no trace
             self._recordings.close()
             if self.phase is not Phase.BROKEN:
@@ -236,7 +236,7 @@ class Runner:
         finally:
             self._tally.num_calls.clear()
         engine.grad_norm = None
-        self._first_states = states if states.are_missing else None
+        self._first_states = states if is_first_eager else None
 
     def evaluate(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the forward pass alone, which leaves no trace in what is trained.
