@@ -1,5 +1,6 @@
 """An optimizer's tensors: its state, and the parameters in its groups; its step."""
 
+import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -18,6 +19,7 @@ _LOADED = (
 )
 _GROUPS = "set up all parameter groups before the capture"
 
+_Group = dict[str, Any]
 _Owner = tuple[Tensor, int, dict[str, Any]]  # a parameter, the id of its state, what is in that
 
 
@@ -35,21 +37,25 @@ def optimizer_places(
         counts: Tells whether replays go on with a number that its state has under a key.
     """
     kind, own, state = type(optimizer), vars(optimizer), optimizer.state
-    title, named = f"{kind.__name__}.step", partial(_step_changes, kind.step)
+    title = f"{kind.__name__}.step"
+    named: Any = partial(_step_changes, kind.step)
     yield Place(title, (getattr, kind, "step", None), kind.step, named, exact=True)
     yield Place(title, (dict.get, own, "step", None), own.get("step"), named, exact=True)
-    groups = _params_of(optimizer)
-    yield Place(kind.__name__, (_params_of, optimizer), groups, partial(_group_changes, names))
+    owner, groups = kind.__name__, optimizer.param_groups
+    named = partial(_groups_changes, names)
+    yield Place(owner, (getattr, optimizer, "param_groups", None), groups, named, exact=True)
+    yield Place(owner, (operator.getitem, (groups,), 0), list(groups), named)
+    named = partial(_group_changes, names)
+    for index, group in enumerate(groups):
+        params, title = group["params"], f"group {index} of {owner}"
+        yield Place(title, (dict.get, group, "params", None), params, named, exact=True)
+        yield Place(title, (operator.getitem, (params,), 0), list(params), named)
     # In another dict there may be the same; that would have to be watched from then on.
     yield Place("", (getattr, optimizer, "state", None), state, exact=True)
     what = (_state_of, optimizer, counts)
     dicts = [state, *state.values()]
     yield Place("", what, _state_of(optimizer, counts), partial(_state_changes, names), dicts=dicts)
     yield from tensor_places(_named_tensors(state, names), addresses_only=True)
-
-
-def _params_of(optimizer: torch.optim.Optimizer) -> list[list[Tensor]]:
-    return [list(group["params"]) for group in optimizer.param_groups]
 
 
 def _state_of(optimizer: torch.optim.Optimizer, counts: Callable[[str], bool]) -> list[_Owner]:
@@ -81,17 +87,23 @@ def _step_changes(of_class: object, title: str, old: object, new: object) -> Ite
         yield Change(ChangeKind.ATTRIBUTE, title, *words, "replace it before the capture")
 
 
-def _group_changes(
-    names: Mapping[int, str], owner: str, before: list[list[Tensor]], now: list[list[Tensor]]
+def _groups_changes(
+    names: Mapping[int, str], owner: str, before: Sequence[_Group], now: Sequence[_Group]
 ) -> Iterator[Change]:
     if len(now) != len(before):
         words = (f"of {len(before)} groups", f"of {len(now)}")
         yield Change(ChangeKind.GROUPS, f"{owner}.param_groups", *words, _GROUPS)
     for index, (old, new) in enumerate(zip(before, now, strict=False)):
-        if list(map(id, old)) != list(map(id, new)):
-            words = (_listed(names, old, new), _listed(names, new, old))
-            title = f"group {index} of {owner}"
-            yield Change(ChangeKind.GROUPS, title, *words, _GROUPS)
+        title = f"group {index} of {owner}"
+        yield from _group_changes(names, title, old["params"], new["params"])
+
+
+def _group_changes(
+    names: Mapping[int, str], title: str, old: list[Tensor], new: list[Tensor]
+) -> Iterator[Change]:
+    if list(map(id, old)) != list(map(id, new)):
+        words = (_listed(names, old, new), _listed(names, new, old))
+        yield Change(ChangeKind.GROUPS, title, *words, _GROUPS)
 
 
 def _listed(names: Mapping[int, str], params: list[Tensor], others: list[Tensor]) -> str:

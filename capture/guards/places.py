@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from graphfsdp.base.changes import Change, ChangeKind
-from graphfsdp.base.torch_internals import dict_version
+from graphfsdp.base.torch_internals import dict_version, pop_function_mode, push_function_mode
 
 MISSING = object()
 _SCALARS = (
@@ -202,6 +202,9 @@ class _NoTensorIsEqual(TorchFunctionMode):
         raise _TensorsComparedError
 
 
+_NO_TENSOR_IS_EQUAL = _NoTensorIsEqual()
+
+
 def hold(asks: Iterable[Ask]) -> bool:
     """Tell quickly that all answers are what they were; False means: look closely."""
     answers, known = [], []
@@ -261,11 +264,13 @@ def _joined(asks: Sequence[Ask]) -> Ask:
 
 def same_objects(live: Any, copy: Any) -> bool:
     """Compare containers in one call; tensors are equal only to themselves."""
+    push_function_mode(_NO_TENSOR_IS_EQUAL)
     try:
-        with _NoTensorIsEqual():
-            return bool(live == copy)
+        return bool(live == copy)
     except Exception:  # _TensorsComparedError, or what the users' own objects raise
         return False
+    finally:
+        pop_function_mode()
 
 
 def change_of(title: str, old: Any, new: Any) -> Change:

@@ -15,6 +15,7 @@ from graphfsdp.base.sharded import ShardedUnit
 
 # What a pass reduces; when weights are dropped is nothing that a graph depends on.
 _HEEDED = ("requires_gradient_sync", "is_last_microbatch", "requires_all_reduce")
+_TENSORS, _LOSS = "torch.distributed.tensor", torch.ops.aten.nll_loss_forward.default
 _SETTINGS = operator.attrgetter(*(f"settings.{name}" for name in _HEEDED))
 
 
@@ -31,11 +32,30 @@ def switches(device_type: str) -> Iterator[Place]:
         yield Place(name, (operator.call, get), get(), _changes, cover=_by_torch)
     for name, get in _switches(device_type).items():
         yield Place(name, (operator.call, get), get(), _changes)
+    tensors: Any = sys.modules.get(_TENSORS)
+    what: tuple[Any, ...] = (dict.get, sys.modules, _TENSORS, None)
+    yield Place("loss_parallel", what, tensors, _loss_changes, exact=True)
+    if tensors is not None:
+        what = (operator.contains, _handlers_of(tensors), _LOSS)
+        yield Place("loss_parallel", what, _splits_losses(tensors), _changes)
 
 
 def _by_torch(getters: list[Any]) -> Ask:
     # It objects also to what does not matter, such as grad mode; then it is made anew.
     return Ask((operator.call, [GlobalStateGuard().check]), [True])
+
+
+def _handlers_of(tensors: Any) -> Any:
+    return tensors.DTensor._op_dispatcher._custom_op_handlers
+
+
+def _splits_losses(tensors: Any) -> bool:
+    """Tell whether ``loss_parallel`` is on, of torch.distributed.tensor if it is there."""
+    return tensors is not None and _LOSS in _handlers_of(tensors)
+
+
+def _loss_changes(name: str, old: Any, new: Any) -> Iterator[Change]:
+    return _changes(name, _splits_losses(old), _splits_losses(new))
 
 
 def unit_settings(units: Sequence[ShardedUnit], before: Sequence[Any]) -> Iterator[Place]:
@@ -74,7 +94,6 @@ def _switches(device_type: str) -> dict[str, Callable[[], Any]]:
         "memory-efficient attention": core._get_mem_efficient_sdp_enabled,
         "math attention": core._get_math_sdp_enabled,
         "MKL-DNN": core._get_mkldnn_enabled,
-        "loss_parallel": _splits_losses,
     }
     backend = "cuda" if device_type == "cuda" else "mkldnn"
     for kind in ("matmul", "conv", "rnn"):
@@ -96,16 +115,6 @@ def _switches(device_type: str) -> dict[str, Callable[[], Any]]:
             "torch.cuda.default_generators": partial(getattr, torch.cuda, "default_generators"),
         }
     return found
-
-
-def _splits_losses() -> bool:
-    """Tell whether ``loss_parallel`` of torch.distributed.tensor is on."""
-    tensors: Any = sys.modules.get("torch.distributed.tensor")
-    if tensors is None:
-        return False
-    return torch.ops.aten.nll_loss_forward.default in (
-        tensors.DTensor._op_dispatcher._custom_op_handlers
-    )
 
 
 def _plain(value: object) -> object:

@@ -66,6 +66,10 @@ CUMPROD_READS = VERSION < "2.12"  # values on the host, in its backward pass
 
 NO_BACKWARD = -1
 
+# What a function mode does when it is entered and left, without five calls around it.
+push_function_mode = torch._C._push_on_torch_function_stack
+pop_function_mode = torch._C._pop_torch_function_stack
+
 # Where a module keeps what is called in place of its forward.
 COMPILED_CALL = "_compiled_call_impl"
 
