@@ -39,7 +39,11 @@ class CapturableOptimizer(Protocol):
         """Get ready for steps that a tensor may skip, or raise ConfigError."""
 
     def step_by_groups(self) -> None:
-        """Step on a CPU by an operator for each group, where that has the bits of the own step."""
+        """Step on a CPU by an operator for each group, where that has the bits of the own step.
+
+        Of most optimizers there is no such step.
+        """
+        return
 
     def skipped_steps(self) -> Tensor | None:
         """Return [] float32, the steps that were skipped so far; None if it counts none."""
@@ -71,7 +75,8 @@ class CapturableOptimizer(Protocol):
         """Upload hyper-parameters that changed; ``changes`` has told of those that are baked."""
 
     def after_replay(self) -> None:
-        """Count on in Python what the optimizer's own step counts there."""
+        """Count on in Python what the optimizer's own step counts there; most count in tensors."""
+        return
 
     def counts(self, key: str) -> bool:
         """Tell whether replays go on with a number that parameters' states have under a key."""

@@ -172,10 +172,9 @@ class ModelShards:
 
 
 def _difference(first: list[str], other: list[str], rank: int) -> str:
-    for line, theirs in zip_longest(first, other, fillvalue="nothing"):
-        if line != theirs:
-            return f"rank {rank} has {line}, the other has {theirs}"
-    return "they are equal"
+    pairs = zip_longest(first, other, fillvalue="nothing")
+    line, theirs = next(pair for pair in pairs if pair[0] != pair[1])
+    return f"rank {rank} has {line}, the other has {theirs}"
 
 
 def _neighbours(buffers: list[ShardBuffer], tensors: list[Tensor]) -> list[Tensor]:

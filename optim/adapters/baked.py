@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from graphfsdp.base.capturable import CapturableOptimizer
 from graphfsdp.base.changes import Change, ChangeKind
 from graphfsdp.base.dtensors import local_part, num_meshes
 from graphfsdp.base.hazards import HazardKind
@@ -24,12 +25,12 @@ _NOT_VALUES = frozenset({"params", "param_names"})
 _SKIP_COUNTER = "_graphfsdp_skipped_steps"
 
 
-class Adapter:
-    """What all adapters share; see ``CapturableOptimizer`` for what the methods promise."""
+class Adapter(CapturableOptimizer):
+    """What all adapters share."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, facts: OptimizerFacts) -> None:
         self.optimizer = optimizer
-        self.optimizers: tuple[torch.optim.Optimizer, ...] = (optimizer,)
+        self.optimizers = (optimizer,)
         self.use_decoupled_grad = facts.use_decoupled_grad
         self._facts = facts
         self._name = facts.name
@@ -46,9 +47,6 @@ class Adapter:
     ) -> None:
         check_precision(named_params, policy, self._facts)
 
-    def step_by_groups(self) -> None:
-        """Do nothing: of most optimizers there is no such step."""
-
     def stepping(self) -> AbstractContextManager[None]:
         """Run a body that calls the optimizer's own ``step``."""
         return nullcontext()
@@ -58,9 +56,6 @@ class Adapter:
 
     def counts(self, key: str) -> bool:
         return False
-
-    def after_replay(self) -> None:
-        """Do nothing: what is counted is counted in tensors."""
 
     def changes(self) -> list[Change]:
         if self._baked is None:

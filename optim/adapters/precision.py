@@ -71,12 +71,11 @@ def check_precision(
         )
     main = partial(main_param_dtype, policy=policy, facts=facts)
     grad = partial(main_grad_dtype, policy=policy, facts=facts)
-    compared: tuple[tuple[_DtypeOf, _DtypeOf, Callable[[_Clash], str]], ...] = (
-        (facts.main_weight_dtype, main, _Clash.main_weights_message),
-        (main, grad, _Clash.casted_copy_message),
-    )
-    if facts.use_decoupled_grad:
-        compared = compared[:1]
+    compared: list[tuple[_DtypeOf, _DtypeOf, Callable[[_Clash], str]]] = [
+        (facts.main_weight_dtype, main, _Clash.main_weights_message)
+    ]
+    if not facts.use_decoupled_grad:
+        compared.append((main, grad, _Clash.casted_copy_message))
     for left, right, message in compared:
         pairs = {name: (left(param), right(param)) for name, param in named_params.items()}
         names = [name for name, (one, other) in pairs.items() if one != other]
