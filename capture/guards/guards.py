@@ -182,11 +182,10 @@ class Guards:
             [] if before is None else before.moves_to(self._walk(), but_for_tensors=but_for_tensors)
         )
 
-    def put_back(self, before: Before | None = None) -> None:
-        """Put back what has moved in Python since then, or since the recording began."""
-        before = before or self._began
-        if before is not None:
-            before.put_back(self._walk())
+    def put_back(self) -> None:
+        """Put back what has moved in Python since the recording began."""
+        if self._began is not None:
+            self._began.put_back(self._walk())
 
     def close(self) -> None:
         """Let go of everything."""

@@ -211,14 +211,13 @@ def _only_shows(branch: ast.If, function: ast.AST) -> bool:
     """Tell whether a branch does nothing but print, log and count."""
     for statement in (*branch.body, *branch.orelse):
         if isinstance(statement, ast.If):
-            if not _only_shows(statement, function):
-                return False
+            shows = _only_shows(statement, function)
         elif isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Call):
-            if not _is_harmless(statement.value):
-                return False
+            shows = _is_harmless(statement.value)
         elif isinstance(statement, (ast.Assign, ast.AugAssign)):
-            if _flows_on(statement, function):
-                return False
-        elif not isinstance(statement, ast.Pass):
+            shows = not _flows_on(statement, function)
+        else:
+            shows = isinstance(statement, ast.Pass)
+        if not shows:
             return False
     return True

@@ -59,7 +59,7 @@ class Body(nn.Module):
 
 
 class CountingBody(Body):
-    """Counts its calls: a capture runs it some fifty times more, to see what comes of it."""
+    """Counts its calls."""
 
     def forward(self, x: Tensor) -> Tensor:
         self.num_calls += 1
