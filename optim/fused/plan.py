@@ -258,13 +258,9 @@ def _identical(left: Sequence[object], right: Sequence[object]) -> bool:
     return len(left) == len(right) and all(map(operator.is_, left, right))
 
 
-def _signature(grads: Sequence[Tensor | None]) -> list[object] | None:
-    """Return what the batches depend on; None for gradients that no plan can be made for."""
-    try:
-        # Shapes follow: autograd keeps param.grad in the parameter's shape, and a decoupled
-        # gradient of another shape but equal strides has another number of elements.
-        return [
-            None if grad is None else (grad.dtype, grad.stride(), grad.numel()) for grad in grads
-        ]
-    except RuntimeError:  # sparse tensors have no strides
-        return None
+def _signature(grads: Sequence[Tensor | None]) -> list[object]:
+    """Return what the batches depend on."""
+    # Shapes follow: autograd keeps param.grad in the parameter's shape, and a decoupled gradient
+    # of another shape but equal strides has another number of elements. Sparse ones have strides
+    # of zeros.
+    return [None if grad is None else (grad.dtype, grad.stride(), grad.numel()) for grad in grads]

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 import graphfsdp
 from graphfsdp import ConfigError
-from graphfsdp.moe import MoE, Router, overflowed_tokens
+from graphfsdp.moe import Experts, MoE, Router, overflowed_tokens
 from graphfsdp.optim import FusedAdam
 from helpers import Batch, Case, check_against_eager, no_host_sync, set_lr
 from moe_models import VOCABULARY, MixedModel, assert_same_sums, dropless, tokens_of
@@ -250,6 +250,8 @@ def test_what_cannot_be_is_refused() -> None:
             make(**options)
     with pytest.raises(ConfigError, match="ffn_hidden_size must be an integer"):
         MoE(C, 0, E)
+    with pytest.raises(ConfigError, match="experts 3 to 4 are not all of 0 to 3"):
+        Experts(C, C, 4, first=3, num_local=2)
     with pytest.raises(ConfigError, match=r"no graphfsdp\.moe\.MoE"):
         overflowed_tokens(nn.Linear(2, 2))
     with pytest.raises(ConfigError, match=r"takes \[B, T, C\] or \[T, C\], got shape \(16,\)"):

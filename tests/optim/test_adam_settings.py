@@ -37,6 +37,7 @@ def adam(**settings: Any) -> Any:
         ((Muon, {"momentum": 1.0}), "momentum of parameter group 0 must be"),
         ((Muon, {"adjust_lr_fn": "none"}), "adjust_lr_fn must be one of"),
         ((Muon, {"lr": -1.0}), "lr of parameter group 0 must be"),
+        ((Muon, {"ns_steps": 0}), r"from 1 to 99 ns_steps, got \(.*\) and 0"),
     ],
 )
 def test_wrong_settings_and_numbers_are_refused_by_name(made: Any, words: str) -> None:
@@ -78,13 +79,20 @@ def test_sparse_gradients_are_refused_by_name(has_stepped: bool) -> None:
         optimizer.step()
 
 
-def test_a_decoupled_gradient_of_another_shape_is_refused() -> None:
+@pytest.mark.parametrize(
+    ("other", "words"),
+    [
+        ({"size": (3, 3)}, r"shape \(3, 3\); expected \(4, 3\)"),
+        ({"size": (4, 3), "dtype": torch.int64}, "dtype torch.int64; expected a real"),
+    ],
+)
+def test_a_decoupled_gradient_of_another_kind_is_refused(other: Any, words: str) -> None:
     (param,) = make_params([(4, 3)])
     optimizer = FusedAdam([param], use_decoupled_grad=True)
     param.decoupled_grad = torch.zeros(4, 3)  # type: ignore[attr-defined]
     optimizer.step()
-    param.decoupled_grad = torch.zeros(3, 3)  # type: ignore[attr-defined]
-    with pytest.raises(ConfigError, match=r"shape \(3, 3\); expected \(4, 3\)"):
+    param.decoupled_grad = torch.zeros(**other)  # type: ignore[attr-defined]
+    with pytest.raises(ConfigError, match=words):
         optimizer.step()
 
 
