@@ -140,9 +140,6 @@ class _Reentrant:
     def __init__(self, function: Any) -> None:
         self._function = function
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._function, name)
-
     def apply(self, function: Callable[..., Any], preserves: bool, *args: Any) -> Any:
         # One that no gradient goes through has none for the function's own weights either.
         trains = any(isinstance(arg, Tensor) and arg.requires_grad for arg in args)

@@ -64,7 +64,8 @@ def in_groups(
 class LiveNumber:
     """Stands for a number: knows its value now, and how to compute it another time.
 
-    Not a float: what would take the plain value of one without asking cannot take this.
+    Not a float: what would take the plain value of one without asking cannot take this. As a whole
+    number, or a key, it is no use: steps count on.
     """
 
     __slots__ = ("compute", "slot", "tape", "value")
@@ -120,20 +121,11 @@ class LiveNumber:
     def __neg__(self) -> Any:
         return self._of(operator.neg, self)
 
-    def __hash__(self) -> int:
-        return int(self._fixed(hash))
-
     def __bool__(self) -> bool:
         return bool(self._fixed(bool))
 
     def __float__(self) -> float:
         return float(self._fixed(float))
-
-    def __int__(self) -> int:
-        return int(self._fixed(int))
-
-    def __index__(self) -> int:
-        return int(self._fixed(operator.index))
 
 
 def _compute_of(operand: object) -> _Compute:
