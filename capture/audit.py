@@ -95,7 +95,7 @@ class Auditor:
         return results, *last[0]
 
     def _noting(self, log: ConstantLog) -> AbstractContextManager[None]:
-        return noting_constants(log, without_optimizer=self._engine.steps_inside)
+        return noting_constants(log, self._engine.steps_inside)
 
     @staticmethod
     def _moves(recording: Recording) -> str:

@@ -240,16 +240,11 @@ class ConstantWatch:
         # What was made once is none of what a capture does.
         self._trace = Trace(self._device) if self._lands_in and not is_first else None
         log = ConstantLog(given)
-        with Instead(one_hot), self.ran.noting(), self._mode(log, trace=self._trace):
+        without_optimizer = bool(self._optimizers)
+        with self.ran.noting(), noting_constants(log, without_optimizer, self._trace):
             yield
         self._expected, self._is_settled = log, not is_first
         self._count_steps(log)
-
-    def _mode(
-        self, log: ConstantLog, *, trace: Trace | None, watcher: Watcher | None = None
-    ) -> "_ConstantMode":
-        without_optimizer = bool(self._optimizers)
-        return _ConstantMode(log, without_optimizer=without_optimizer, watcher=watcher, trace=trace)
 
     @contextmanager
     def comparing(self, given: Iterable[Tensor] = ()) -> Iterator[None]:
@@ -269,9 +264,10 @@ class ConstantWatch:
         if self._trace is not None:
             trace = Redirection(self._trace, self._lands_in, self._device)
         log = ConstantLog(given, None if watcher is None else watcher.sites)
+        mode = _ConstantMode(log, bool(self._optimizers), watcher, trace)
         self._is_settled = False  # if it fails, somebody may mend it, and that is another path
         try:
-            with noting_code(self.ran), self._mode(log, trace=trace, watcher=watcher):
+            with noting_code(self.ran), mode:
                 yield
             if trace is not None:
                 trace.finish()
@@ -323,27 +319,21 @@ class ConstantWatch:
             self._most_steps[key] = name, max(count, most)
 
     def _may_run_compiled_code(self, *, is_first: bool) -> bool:
-        return may_run_compiled_code(
-            self._model, self._device, is_first=is_first and not self._has_run
+        # See Note [Compiled regions]: nothing may watch them. Who has not compiled yet may be
+        # about to, once that part of torch is loaded. On a CPU they are refused.
+        return self._device.type != "cpu" and (
+            has_compiled_regions(self._model)
+            or has_compiled()
+            or (is_first and not self._has_run and "torch._dynamo" in sys.modules)
         )
 
 
-def may_run_compiled_code(
-    model: nn.Module, device: torch.device, *, is_first: bool = False
-) -> bool:
-    # See Note [Compiled regions]: nothing may watch them. Who has not compiled yet may be
-    # about to, once that part of torch is loaded. On a CPU they are refused.
-    return device.type != "cpu" and (
-        has_compiled_regions(model)
-        or has_compiled()
-        or (is_first and "torch._dynamo" in sys.modules)
-    )
-
-
 @contextmanager
-def noting_constants(log: ConstantLog, *, without_optimizer: bool) -> Iterator[None]:
+def noting_constants(
+    log: ConstantLog, without_optimizer: bool, trace: Trace | None = None
+) -> Iterator[None]:
     """Note in ``log`` what the body does; ``without_optimizer``: but for what optimizers do."""
-    with Instead(one_hot), _ConstantMode(log, without_optimizer=without_optimizer):
+    with Instead(one_hot), _ConstantMode(log, without_optimizer, trace=trace):
         yield
 
 
@@ -356,7 +346,6 @@ class _ConstantMode(OperatorMode):
     def __init__(
         self,
         log: ConstantLog,
-        *,
         without_optimizer: bool,
         watcher: Watcher | None = None,
         trace: Trace | None = None,
