@@ -2,12 +2,11 @@
 
 import weakref
 from collections.abc import Callable
-from functools import partial
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import checkpoint
 
 import graphfsdp
 from helpers import Batch, Case, assert_same_run, check_against_eager, run
@@ -216,27 +215,6 @@ def test_a_random_result_that_is_returned_may_be_overwritten(device: torch.devic
     torch.testing.assert_close(torch.autograd.grad(out.sum(), x)[0], expected)
 
 
-def reentrant(block: nn.Module, x: Tensor) -> Tensor:
-    x = x.requires_grad_() if x.is_leaf else x
-    result = checkpoint(block, x, use_reentrant=True, preserve_rng_state=False)
-    assert isinstance(result, Tensor)
-    return result
-
-
-def without_draws(wrap: Wrap) -> Case:
-    def loss_fn(model: nn.Module, x: Tensor) -> Tensor:
-        return wrap(model, x.clone()).square().mean()
-
-    def make() -> nn.Module:
-        return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU(), nn.Linear(WIDTH, 4))
-
-    return Case(make, case(plain).batch, loss_fn)
-
-
-def test_torch_s_reentrant_checkpoint_without_draws_can_be_captured(device: torch.device) -> None:
-    check_against_eager(without_draws(reentrant), device)
-
-
 class Attention(nn.Module):
     """Attention whose dropout is a number, which the operator's name does not tell."""
 
@@ -264,18 +242,3 @@ def test_attention_without_dropout_can_be_recomputed_by_torch(device: torch.devi
     check_against_eager(attends(0.0), device)
     with pytest.raises(graphfsdp.CaptureError, match="draws random numbers while"):
         run(attends(0.5), "full_iteration", device)
-
-
-def test_torch_s_checkpoint_that_sets_generators_is_refused_with_the_remedy(
-    device: torch.device,
-) -> None:
-    """As it does where a context of somebody else's says what is kept."""
-
-    def wrap(block: nn.Module, x: Tensor) -> Tensor:
-        contexts = partial(create_selective_checkpoint_contexts, [torch.ops.aten.mm.default])
-        result = checkpoint(block, x, use_reentrant=False, context_fn=contexts)
-        assert isinstance(result, Tensor)
-        return result
-
-    with pytest.raises(graphfsdp.CaptureError, match=r"Remedy: .*graphfsdp\.recompute"):
-        run(without_draws(wrap), "full_iteration", device)

@@ -16,10 +16,10 @@ pytestmark = pytest.mark.filterwarnings("ignore:None of the inputs have requires
 
 
 class Block(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, dropout: float) -> None:
         super().__init__()
         self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
-        self.drop = nn.Dropout(0.3)
+        self.drop = nn.Dropout(dropout)
 
     def forward(self, x: Tensor) -> Tensor:
         out: Tensor = x + self.drop(self.down(self.drop(nn.functional.gelu(self.up(x)))))
@@ -30,7 +30,8 @@ class Net(nn.Module):
     def __init__(self, way: str) -> None:
         super().__init__()
         self.first = nn.Linear(4, 8)
-        self.blocks = nn.Sequential(*(Block() for _ in range(3)))
+        self.draws = way != "reentrant, without draws"  # and so without states of generators
+        self.blocks = nn.Sequential(*(Block(0.3 if self.draws else 0.0) for _ in range(3)))
         self.last = nn.Linear(8, 2)
         self.way = way
 
@@ -39,8 +40,9 @@ class Net(nn.Module):
         if self.way == "sequential":
             hidden = checkpoint_sequential(self.blocks, 2, hidden, use_reentrant=False)
         else:
+            options: Any = {"use_reentrant": "reentrant" in self.way}
             for block in self.blocks:
-                hidden = checkpoint(block, hidden, use_reentrant=self.way == "reentrant")
+                hidden = checkpoint(block, hidden, preserve_rng_state=self.draws, **options)
         if self.way == "reentrant":  # through which no gradient goes
             with torch.no_grad():
                 extra: Any = checkpoint(self.blocks[0], x.new_ones(2, 8), use_reentrant=True)
@@ -49,7 +51,7 @@ class Net(nn.Module):
         return out
 
 
-@pytest.mark.parametrize("way", ["reentrant", "by hooks", "sequential"])
+@pytest.mark.parametrize("way", ["reentrant", "reentrant, without draws", "by hooks", "sequential"])
 def test_dropout_in_it_is_that_of_the_plain_loop(way: str, device: torch.device) -> None:
     case = Case(lambda: Net(way), features(4), mean_square)
     trace = run_as_eager(case, device, beside="plain", optimizer="sgd")

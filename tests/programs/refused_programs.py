@@ -349,7 +349,13 @@ def seed_own_generator(self: Inner, h: Tensor, x: Tensor) -> Tensor:
     return h
 
 
-@refused(GENERATOR, "torch.Generator.get_state", GENERATED, driver=False)
+@refused(
+    GENERATOR,
+    "torch.Generator.get_state",
+    GENERATED,
+    "call graphfsdp.recompute, or",
+    driver=False,
+)
 def checkpointed(self: Inner, h: Tensor, x: Tensor) -> Tensor:
     keeps = partial(create_selective_checkpoint_contexts, [torch.ops.aten.sin.default])
     out = checkpoint(torch.sin, h, use_reentrant=False, context_fn=keeps)  # refused
