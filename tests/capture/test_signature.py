@@ -176,16 +176,6 @@ def test_other_strides_are_welcome(first: str, device: torch.device) -> None:
     assert torch.equal(*runs)
 
 
-@pytest.mark.parametrize("nan", [float("nan"), complex(0, float("nan"))])
-def test_nan_is_equal_to_itself_as_a_plain_value(nan: object) -> None:
-    """The same object always; another NaN is another value, as Python says."""
-    (step, _), x = linear_step(), torch.randn(8, 4)
-    for _ in range(6):
-        step(x, nan)
-    with pytest.raises(BatchMismatchError, match=r"args\[1\]: expected .*nan"):
-        step(x, float("inf"))
-
-
 class BatchOfTensors(UserDict[str, Tensor]):
     """A mapping that torch's pytrees do not know, as tokenizers return it."""
 
@@ -216,15 +206,19 @@ class Odd:
 
 @pytest.mark.parametrize(
     "value",
-    [None, True, 3, "text", b"bytes", torch.float32, Odd(), nn.Linear(1, 1)],
+    [
+        *(None, True, 3, "text", b"bytes", torch.float32, Odd(), nn.Linear(1, 1)),
+        *(float("nan"), complex(0, float("nan"))),  # another NaN is another value
+    ],
     ids=lambda value: type(value).__name__,
 )
-def test_plain_values_of_any_kind_are_compared(value: object) -> None:
+def test_plain_values_of_any_kind_are_equal_to_themselves_alone(value: object) -> None:
     (step, _), x = linear_step(), torch.randn(8, 4)
     for _ in range(6):
         step(x, value)
-    with pytest.raises(BatchMismatchError, match=r"args\[1\]"):
+    with pytest.raises(BatchMismatchError) as caught:
         step(x, Odd())
+    assert f"args[1]: expected {value!r}"[:30] in str(caught.value)  # long ones are cut
 
 
 @pytest.mark.parametrize(
