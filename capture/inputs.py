@@ -153,6 +153,8 @@ class StaticInputs:
 
     Attributes:
         num_microbatches: Parts that an iteration splits them into.
+        given: The caller's batch and its leaves, for what an iteration writes into them; None once
+            that is done.
     """
 
     def __init__(
@@ -189,8 +191,7 @@ class StaticInputs:
         self.changes_form = False
         self._handed: list[Handed] = []  # by microbatch
         self._versions: list[int] = []
-        # The caller's batch and its leaves, for what an iteration writes into them.
-        self._own: tuple[Batch, list[Any]] | None = (args, kwargs), leaves
+        self.given: tuple[Batch, list[Any]] | None = (args, kwargs), leaves
 
     def accept(self, args: tuple[Any, ...], kwargs: dict[str, Any], num_microbatches: int) -> bool:
         """Take a batch that is to be copied in; False if it is not like the first."""
@@ -204,13 +205,13 @@ class StaticInputs:
             if found is None or not self._match(found):
                 return False
             leaves = found
-        self._own = batch, leaves
+        self.given = batch, leaves
         return True
 
     def load(self) -> None:
         """Copy the batch in that was accepted last."""
-        assert self._own is not None
-        _, leaves = self._own
+        assert self.given is not None
+        _, leaves = self.given
         for index in self._plain:
             self._static[index] = leaves[index]
         for index, target, stages in self._targets:
@@ -266,8 +267,8 @@ class StaticInputs:
             leaf = self._leaves[index]
             if target._version != version and leaf == TensorLeaf.of(target):
                 writes.add_in_place(index, target)
-        if writes and self._own is not None:
-            writes.refuse_aliases(*self._own, self._names)
+        if writes and self.given is not None:
+            writes.refuse_aliases(*self.given, self._names)
         for index in self._plain:
             _check_plain(self._names[index], self._static[index])
             if not self._leaves[index].matches(self._static[index]):
@@ -275,15 +276,6 @@ class StaticInputs:
         self._let_go()
         self.changes_form = writes.changes_form
         return writes if writes else None
-
-    def put_back(self, writes: BatchWrites, tensors: Sequence[Tensor]) -> None:
-        """Write results into the caller's batch."""
-        if self._own is not None:
-            writes.put_back(*self._own, tensors)
-
-    def forget(self) -> None:
-        """Let go of the caller's batch."""
-        self._own = None
 
     def _let_go(self) -> None:
         """Take static inputs out of the autograd graph that an iteration has put them into."""

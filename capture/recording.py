@@ -75,8 +75,8 @@ class Results:
         What the iteration has written into its batch is written into the caller's, once.
         """
         assert self._spec is not None
+        given, self._inputs.given = self._inputs.given, None
         if self._is_single:
-            self._inputs.forget()
             return results[0], results[1] if len(results) > 1 else None
         tensors = iter(results)
         leaves: list[Tensor | None] = []
@@ -87,8 +87,8 @@ class Results:
         output = tree_unflatten(leaves, self._spec)
         if self._writes is not None:
             output, written = output
-            self._inputs.put_back(self._writes, written)
-        self._inputs.forget()
+            if given is not None:
+                self._writes.put_back(*given, written)
         return output, next(tensors, None)
 
 

@@ -8,7 +8,7 @@ Shapes: G = parameter groups; [] is a 0-D tensor.
 """
 
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -256,12 +256,9 @@ class TorchAdapter(BakedAdapter):
     def _has_live_rate(self, group: Mapping[str, Any]) -> bool:
         return self._is_plain and not isinstance(group["lr"], Tensor)
 
-    def _baked_groups(self) -> Sequence[Mapping[str, Any]]:
-        groups = super()._baked_groups()
-        return [
-            {**group, "lr": Word.NUMBER} if self._has_live_rate(group) else group
-            for group in groups
-        ]
+    def _baked_part(self, group: Mapping[str, Any]) -> Mapping[str, Any]:
+        part = super()._baked_part(group)
+        return {**part, "lr": Word.NUMBER} if self._has_live_rate(group) else part
 
     def _live_rates(self) -> list[Tensor | None]:
         """Return [] for each group, its lr as it is now; None where it is no number, or baked."""

@@ -61,11 +61,8 @@ class NativeAdapter(Adapter):
     def step(self, grad_scale: Tensor | None, found_inf: Tensor | None = None) -> None:
         self._native.step(grad_scale=grad_scale, found_inf=found_inf)
 
-    def _baked_groups(self) -> Sequence[Mapping[str, Any]]:
-        return [
-            {"lr": group["lr"] if isinstance(group["lr"], Tensor) else Word.NUMBER}
-            for group in self._native.param_groups
-        ]
+    def _baked_part(self, group: Mapping[str, Any]) -> Mapping[str, Any]:
+        return {"lr": group["lr"] if isinstance(group["lr"], Tensor) else Word.NUMBER}
 
     def before_replay(self) -> None:
         super().before_replay()

@@ -1,6 +1,6 @@
 """The base of all adapters, and those whose numbers are baked into a recording, and guarded."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from enum import Enum
 from typing import Any
@@ -52,7 +52,7 @@ class Adapter(CapturableOptimizer):
         return nullcontext()
 
     def bake(self) -> None:
-        self._baked = BakedValues(self._baked_groups())
+        self._baked = BakedValues(map(self._baked_part, self.optimizer.param_groups))
 
     def counts(self, key: str) -> bool:
         return False
@@ -60,11 +60,12 @@ class Adapter(CapturableOptimizer):
     def changes(self) -> list[Change]:
         if self._baked is None:
             return []
-        return self._baked.changes(self._baked_groups(), self._name)
+        groups = map(self._baked_part, self.optimizer.param_groups)
+        return self._baked.changes(groups, self._name)
 
-    def _baked_groups(self) -> Sequence[Mapping[str, Any]]:
-        """Return of each group what a change of makes a recording useless."""
-        return self.optimizer.param_groups
+    def _baked_part(self, group: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return of a group what a change of makes a recording useless."""
+        return group
 
     def before_replay(self) -> None:
         # Schedulers warn when they have not seen a step, and a replay calls none.
@@ -231,15 +232,11 @@ class BakedAdapter(Adapter):
             for param, key, value in self._recorded.next_state():
                 self.optimizer.state[param][key] = value
 
-    def _baked_groups(self) -> Sequence[Mapping[str, Any]]:
-        """Return the groups, with a word for each number that is live."""
-        groups = self.optimizer.param_groups
+    def _baked_part(self, group: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return a group, with a word for each number that is live."""
         if not self._counted:
-            return groups
-        return [
-            {key: Word.NUMBER if is_live(value) else value for key, value in group.items()}
-            for group in groups
-        ]
+            return group
+        return {key: Word.NUMBER if is_live(value) else value for key, value in group.items()}
 
     def prepare_skipping(self, scope: Scope) -> None:
         self._skips_itself = bool(getattr(self.optimizer, "_step_supports_amp_scaling", False))
@@ -336,7 +333,7 @@ class Word(Enum):
 
 
 class BakedValues:
-    def __init__(self, groups: Sequence[Mapping[str, Any]]) -> None:
+    def __init__(self, groups: Iterable[Mapping[str, Any]]) -> None:
         self._values = [
             {key: _fixed(value) for key, value in group.items() if key not in _NOT_VALUES}
             for group in groups
@@ -347,7 +344,7 @@ class BakedValues:
             for values in self._values
         ]
 
-    def changes(self, groups: Sequence[Mapping[str, Any]], owner: str) -> list[Change]:
+    def changes(self, groups: Iterable[Mapping[str, Any]], owner: str) -> list[Change]:
         found = []
         # A guard tells of groups that came or went.
         for index, (group, values) in enumerate(zip(groups, self._values, strict=False)):
