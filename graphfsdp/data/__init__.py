@@ -8,7 +8,7 @@ Imports nothing of ours but errors. ``Feed`` takes any loader; the rest makes ba
     for tokens, targets in feed:
         loss = step(tokens, targets)
         ...
-        graphfsdp.checkpoint.save(folder, model, optimizer, objects={"data": feed})
+        graphfsdp.save(folder, model, optimizer, objects={"data": feed})
 """
 
 from graphfsdp.data.batches import IGNORED_TARGET, Batch, TokenBatches
