@@ -43,6 +43,7 @@ _LOG = logging.getLogger("graphfsdp")
 # comes each second to fifth time: an epoch of three batches with its end, say.
 _TURNS = tuple(bool(int(turn)) for turn in "00011101010111001010101000100111")
 _PAYS = 0.97  # of the time without it
+_TAKEN_BY = "_graphfsdp_taken_by"  # whose a step is that stands in the place of the optimizer's
 _NUM_STEPS_UNCALLED = 3  # until the children of a module that is never called are looked at
 
 
@@ -170,6 +171,9 @@ class Parts:
 
     def _take_step(self, place: int) -> None:
         optimizer = self._optimizers[place]
+        other = getattr(optimizer.step, _TAKEN_BY, None)
+        if isinstance(other, Parts) and (other._is_idle or other._parts.keys() & self._parts.keys()):
+            other.close()  # of a cell or an epoch that was run before
         before = vars(optimizer).get("step")
         step = optimizer.step
         grouped = GroupedStep(optimizer) if is_torchs_step(step) else None
@@ -182,7 +186,8 @@ class Parts:
                 return type(caller).step(caller, *args, **kwargs)
             # A mode, which looks at operators or changes them, is given those of torch's step.
             is_looked_at = num_dispatch_modes() or num_function_modes()
-            if grouped and not (args or kwargs or is_looked_at) and grouped.step():
+            is_plain = not (args or kwargs or is_looked_at or self._is_closed)
+            if grouped and is_plain and grouped.step():
                 if tells:
                     vars(optimizer)["_opt_called"] = True
                 result = None
@@ -192,9 +197,12 @@ class Parts:
                 self._on_iteration()
             return result
 
-        vars(optimizer)["step"] = MethodType(call, optimizer)
+        vars(call)[_TAKEN_BY] = self
+        taken = vars(optimizer)["step"] = MethodType(call, optimizer)
 
         def restore() -> None:
+            if vars(optimizer).get("step") is not taken:  # a scheduler's, say, is around it
+                return
             del vars(optimizer)["step"]
             if before is not None:
                 vars(optimizer)["step"] = before
@@ -235,6 +243,10 @@ class Parts:
             part.leave(f"{SLOW} an iteration would take {trial.ratio:.2f} times as long")
 
     @property
+    def _is_idle(self) -> bool:
+        return all(part.state is PartState.AS_WRITTEN for part in self._parts.values())
+
+    @property
     def phase(self) -> Phase:
         """REPLAY once some part is captured or nothing is left to try, CLOSED in the end."""
         if self._is_closed:
@@ -242,8 +254,7 @@ class Parts:
         parts = self._parts.values()
         if any(part.is_on and part.num_replays for part in parts):
             return Phase.REPLAY
-        is_decided = all(part.state is PartState.AS_WRITTEN for part in parts)
-        return Phase.EAGER if is_decided else Phase.WARMUP
+        return Phase.EAGER if self._is_idle else Phase.WARMUP
 
     def report(self) -> PartsReport:
         """Return what is captured, and why the rest is not."""

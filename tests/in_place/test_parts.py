@@ -396,6 +396,47 @@ def test_a_cell_that_is_run_again_takes_the_place_of_the_one_before() -> None:
     list(trains(model, optimizer))
 
 
+def steps_around(step: Any) -> Iterator[Any]:
+    while step is not None:
+        yield step
+        step = getattr(step, "__wrapped__", None)
+
+
+@pytest.mark.parametrize("is_another", [False, True], ids=["one model", "other models"])
+def test_a_line_that_is_run_in_each_epoch_takes_the_step_once(is_another: bool) -> None:
+    class Reads(Net):
+        def forward(self, x: Tensor) -> Tensor:
+            logits = super().forward(x)
+            return logits * float(logits.sum().item() > -1e9)
+
+    def train(every: list[Any] | None) -> list[float]:
+        torch.manual_seed(0)
+        model = Reads()
+        optimizer = make_adam(model)
+        schedule = None
+        found = []
+        for _ in range(6):
+            named = copy.deepcopy(model) if is_another else model
+            if every is not None:
+                every.append(graphfsdp.capture_in_place(named, optimizer, keep="all"))
+            schedule = schedule or torch.optim.lr_scheduler.StepLR(optimizer, 1)
+            if schedule.last_epoch and every is not None:
+                chains.append([*steps_around(optimizer.step)])
+            for _, x, y in batches(5):
+                named(x)
+                found.append(iterates(model, optimizer, x, y).item())
+            schedule.step()
+        return found
+
+    every: list[Any] = []
+    chains: list[list[Any]] = []
+    assert train(every) == train(None)
+    *before, last = (parts.phase for parts in every)
+    assert set(before) == {graphfsdp.Phase.CLOSED}
+    assert last is graphfsdp.Phase.EAGER
+    assert len(chains[0]) == len(chains[-1])
+
+
 def test_gradients_of_a_second_backward_pass_are_refused_as_ever() -> None:
     model = make_net()
     optimizer = make_adam(model)
