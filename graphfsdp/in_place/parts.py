@@ -172,7 +172,8 @@ class Parts:
     def _take_step(self, place: int) -> None:
         optimizer = self._optimizers[place]
         other = getattr(optimizer.step, _TAKEN_BY, None)
-        if isinstance(other, Parts) and (other._is_idle or other._parts.keys() & self._parts.keys()):
+        modules = self._parts.keys()
+        if isinstance(other, Parts) and (other._is_idle or modules & other._parts.keys()):
             other.close()  # of a cell or an epoch that was run before
         before = vars(optimizer).get("step")
         step = optimizer.step

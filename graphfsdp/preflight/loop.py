@@ -1,6 +1,7 @@
 """A script that runs as it is written, until what it trains was checked."""
 
 import threading
+import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
@@ -24,6 +25,9 @@ from graphfsdp.preflight.report import CheckReport
 from graphfsdp.preflight.watched_loop import WatchedLoop, trained_with, trains
 
 
+_MOST_LOOKS = 16  # at all objects, however long they take
+
+
 class CheckedExit(SystemExit):
     """Ends a script after its check; no error, and no Exception that it could catch by accident."""
 
@@ -43,6 +47,8 @@ class ScriptRun:
         self._looks = True  # for a loop
         self._loop: WatchedLoop | None = None
         self._thread = threading.get_ident()
+        self._num_looks = 0  # for what may be trained, that found nothing
+        self._next_look = 0.0  # seconds
 
     @property
     def came_to(self) -> str:
@@ -100,10 +106,14 @@ class ScriptRun:
         """Note a call; return what to run it in."""
         if threading.get_ident() != self._thread or not self._looks:
             return nullcontext()
-        if self._loop is None and trains(module):
+        if self._loop is None and trains(module) and time.monotonic() >= self._next_look:
+            began = time.monotonic()
             models, optimizers = trained_with(module)
+            self._num_looks += 1
             if optimizers:
                 self._watch(models, optimizers, is_theirs=False)
+            elif self._num_looks > _MOST_LOOKS:  # at all objects: no more than a fifth of the time
+                self._next_look = time.monotonic() + 4 * (time.monotonic() - began)
         return nullcontext() if self._loop is None else self._loop.on_call(module, args, kwargs)
 
     def _watch(

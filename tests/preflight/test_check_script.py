@@ -1,5 +1,6 @@
 """`graphfsdp check`: scripts run unchanged up to their first captured step, and exit codes."""
 
+import gc
 import json
 import runpy
 import shlex
@@ -269,3 +270,24 @@ def test_help_has_an_example_of_each_kind(capsys: pytest.CaptureFixture[str]) ->
     shown = capsys.readouterr().out
     for part in ("check train.py", "check my_project.setup:small", "--device cpu", "exit code: 0"):
         assert part in shown
+
+
+def test_a_script_that_trains_what_no_optimizer_holds_is_not_searched_in_each_call(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As one that gives a model other weights in each call, by ``torch.func.functional_call``."""
+    looks = []
+    objects = gc.get_objects
+
+    def look() -> list[object]:
+        looks.append(1)
+        return objects()
+
+    monkeypatch.setattr(gc, "get_objects", look)
+    text = (
+        "import torch\nlayer = torch.nn.Linear(2, 1)\nfor _ in range(400): layer(torch.ones(2))\n"
+    )
+    (folder / "loop.py").write_text(text)
+    assert main(["check", "loop.py"]) == 2
+    assert "trained no model with an optimizer" in capsys.readouterr().err
+    assert len(looks) < 100
