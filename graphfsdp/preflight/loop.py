@@ -24,7 +24,6 @@ from graphfsdp.preflight.check import check_program
 from graphfsdp.preflight.report import CheckReport
 from graphfsdp.preflight.watched_loop import WatchedLoop, trained_with, trains
 
-
 _MOST_LOOKS = 16  # at all objects, however long they take
 
 
