@@ -39,6 +39,7 @@ from graphfsdp.base.op_tensors import storage_key
 from graphfsdp.base.torch_internals import (
     TreeSpec,
     below_autograd,
+    foreach_copy_,
     keeps_graph,
     parameters_of,
     tree_unflatten,
@@ -140,9 +141,7 @@ class PartGraphs:
         with self._backend.on_capture_stream():
             self._stand_ins = self._make_stand_ins()
             own = casts.of([self._stand_ins[id(each)] for each in casts.weights])()
-        self._targets += [
-            (place, cast.detach()) for place, cast in enumerate(own, start=len(self._static))
-        ]
+        self._cast_targets = [cast.detach() for cast in own]
         # Leaves, and those that autocast finds in its cache for the stand-ins.
         self._static += [cast.detach_().requires_grad_() for cast in own]
         self._load([*leaves, *casts()])
@@ -254,11 +253,7 @@ class PartGraphs:
             sizes.pop(storage_key(tensor), None)
         self.kept_bytes = sum(sizes.values())
         kept = [(i, each) for i, each in enumerate(results) if storage_key(each) in sizes]
-        given = [
-            (place, target)
-            for place, target in self._targets
-            if place < self._num_leaves and storage_key(target) in sizes
-        ]
+        given = [each for each in self._targets if storage_key(each[1]) in sizes]
         self._saved_results = [index for index, _ in kept]
         self._saved_inputs = [place for place, _ in given]
         self._saved = [each.detach() for _, each in (*kept, *given)]
@@ -279,7 +274,8 @@ class PartGraphs:
                 raise NotAPartError("it returns a complex tensor")
 
     def _inputs(self) -> Iterator[Tensor]:
-        return (self._static[place] for place, _ in self._targets)
+        yield from (self._static[place] for place, _ in self._targets)
+        yield from self._static[self._num_leaves :]
 
     def _find_uses(self, kept: Sequence[Tensor]) -> None:
         """Find where gradients leave the autograd graph: the nodes of its uses of leaves."""
@@ -321,7 +317,7 @@ class PartGraphs:
             self._on_capture,
         )
         # What gradients go to, once for each use: parameters, and by their places inputs.
-        places = {id(self._static[place]): place for place, _ in self._targets}
+        places = {id(each): place for place, each in enumerate(self._static)}
         self._edges = [self._params.get(key) for key, nodes in uses.items() for _ in nodes]
         self._input_edges = [
             (index, places[key])
@@ -342,6 +338,8 @@ class PartGraphs:
         with below_autograd():
             for place, target in self._targets:
                 target.copy_(given[place])
+            if self._cast_targets:
+                foreach_copy_(self._cast_targets, given[self._num_leaves :])
 
     def replay(self, given: Sequence[Any]) -> list[Tensor]:
         """``given``: the call's arguments, and behind them its casts."""
