@@ -339,7 +339,7 @@ class PartGraphs:
             for place, target in self._targets:
                 target.copy_(given[place])
             if self._cast_targets:
-                foreach_copy_(self._cast_targets, given[self._num_leaves :])
+                foreach_copy_(self._cast_targets, [*given[self._num_leaves :]])
 
     def replay(self, given: Sequence[Any]) -> list[Tensor]:
         """``given``: the call's arguments, and behind them its casts."""
