@@ -1,11 +1,13 @@
 """Compilers in place of Inductor, and runs that are compared by the bound."""
 
 import contextlib
+import shutil
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any
 from unittest import mock
 
+import pytest
 from torch import Tensor, nn
 
 from graphfsdp._capture.compiled import inductor as inductor
@@ -19,6 +21,12 @@ from graphfsdp._capture.cpu import compiling as compiling
 from graphfsdp._capture.verify import first_difference
 from helpers import Trace, same_bits
 
+needs_compiler = pytest.mark.skipif(
+    shutil.which("g++") is None and shutil.which("clang++") is None,
+    reason="Inductor needs a C++ compiler, and there is none",
+)
+# The first compilation on a machine compiles torch's headers, too.
+LIMIT_S = 300
 Compiled = Callable[[list[Tensor]], list[Tensor]]
 Compiler = Callable[[StretchGraph], Compiled]
 

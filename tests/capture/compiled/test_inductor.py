@@ -1,6 +1,5 @@
 """Compiled replays beside eager, within a third of the bound; on ranks, exactly."""
 
-import shutil
 from typing import Any
 from unittest import mock
 
@@ -16,22 +15,18 @@ from ranks import on_ranks
 from sharding_helpers import make_net, replayed_as_eager
 from stand_in_compilers import (
     BOUNDS,
+    LIMIT_S,
     Compiled,
     StretchGraph,
     as_it_is,
     assert_within_a_third_of_the_bound,
     compiling,
     compiling_by,
+    needs_compiler,
 )
 from zoo_models import WIDTH
 
 CPU = torch.device("cpu")
-needs_compiler = pytest.mark.skipif(
-    shutil.which("g++") is None and shutil.which("clang++") is None,
-    reason="Inductor needs a C++ compiler, and there is none",
-)
-# The first compilation on a machine compiles torch's headers, too.
-LIMIT_S = 300
 
 
 class Net(nn.Module):

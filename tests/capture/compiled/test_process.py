@@ -1,7 +1,6 @@
 """Inductor's process: what it leaves in the cache, and how it ends."""
 
 import json
-import shutil
 import signal
 import subprocess
 import sys
@@ -16,15 +15,9 @@ import torch
 from torch import Tensor
 from torch._inductor.exc import CppCompileError
 
-from stand_in_compilers import RefusedError, inductor
+from stand_in_compilers import LIMIT_S, RefusedError, inductor, needs_compiler
 from stand_in_compilers import worker as worker_module
 
-needs_compiler = pytest.mark.skipif(
-    shutil.which("g++") is None and shutil.which("clang++") is None,
-    reason="Inductor needs a C++ compiler, and there is none",
-)
-# The first compilation on a machine compiles torch's headers, too.
-LIMIT_S = 300
 FORM = "((4, 5), (5, 1), torch.float32)"
 HALF = FORM.replace("32", "16")
 TEXT = "\n".join(

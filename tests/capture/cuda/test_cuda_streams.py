@@ -8,28 +8,14 @@ from dataclasses import dataclass
 
 import pytest
 import torch
+from test_cuda_backend import CUDA, batch, make_step
 from torch import Tensor, nn
 
-import graphfsdp
 from graphfsdp import CaptureError, HazardKind, Phase
 from graphfsdp.bench.clock import time_window
-from graphfsdp.optim import FusedAdam
 from helpers import line_of
-from zoo_models import WIDTH, Squared
 
 pytestmark = pytest.mark.gpu
-
-CUDA = torch.device("cuda", 0)
-
-
-def make_step(loss_fn: Callable[..., Tensor]) -> graphfsdp.CapturedStep:
-    torch.manual_seed(0)
-    model = Squared(nn.Linear(WIDTH, 8), nn.Dropout(0.1), nn.Linear(8, WIDTH)).to(CUDA)
-    return graphfsdp.capture(model, FusedAdam(model.parameters(), lr=0.01), loss_fn=loss_fn)
-
-
-def batch() -> Tensor:
-    return torch.randn(12, WIDTH, device=CUDA)
 
 
 @dataclass
