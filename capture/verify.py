@@ -230,8 +230,8 @@ def _match(
     for node in program.nodes:
         if not node.called:
             continue
-        # Before the program and before the first write of weights come the copies that a failed
-        # replay would be undone from, after it the copies to what the model keeps.
+        # Before the program come the copies that a failed replay would be undone from, after it the
+        # copies to what the model keeps.
         call = next((c for c in waiting if c.name != _UNDO or _UNDO in node.op), None)
         if call is not None:
             nodes.append(node)
