@@ -64,7 +64,10 @@ class Runner:
         self._ranks = engine.ranks
         self._pid = os.getpid()
         most = options.max_graphs
-        self._recordings = Recordings(most, self.device, options.on_change)
+        on_change = options.on_change
+        if self.phase is Phase.EAGER and on_change is OnChange.RECAPTURE:
+            on_change = OnChange.EAGER  # no kind of batch will ever have a graph
+        self._recordings = Recordings(most, self.device, on_change)
         self._evaluations = Recordings(most, self.device, OnChange.RECAPTURE, trains=False)
         self._verifier = Verifier(engine, self._ranks)
         self._outdated = ""  # why the graphs are to be given up

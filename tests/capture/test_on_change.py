@@ -65,6 +65,14 @@ def test_more_kinds_than_graphs_taking_turns_are_warned_of_once(
     assert "Remedy: max_graphs=4 or more" in caplog.text
 
 
+def test_without_graphs_nobody_is_told_of_graphs(
+    device: torch.device, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.INFO, logger="graphfsdp"):
+        train(device, (4, 6, 8) * 5, scope="none", on_change="recapture", max_graphs=2)
+    assert not [record for record in caplog.messages if "graph" in record]
+
+
 def test_a_strange_batch_runs_eagerly_and_the_graph_stays(
     device: torch.device, caplog: pytest.LogCaptureFixture
 ) -> None:
