@@ -281,7 +281,7 @@ class ModulePart:
             if param._backward_hooks or param._post_accumulate_grad_hooks
         ]
         if len(hooked) > 1:  # whose hooks run as gradients arrive, and those of a part do at once
-            raise NotAPartError(f"weights of it have hooks: {', '.join(hooked)}")
+            raise NotAPartError(f"{hooked[0]!r} and other weights of it have hooks")
         for tensor in (*self.module.parameters(), *self.module.buffers()):
             is_plain = type(tensor) in (Tensor, nn.Parameter, nn.Buffer)
             if not is_plain or tensor.layout is not torch.strided:

@@ -28,7 +28,7 @@ from graphfsdp._capture.undo.host_state import HostOptimizer, HostState
 from graphfsdp.base.changes import ChangeKind
 from graphfsdp.base.hazards import Hazard, HazardKind, HazardLog, SourceLine
 from graphfsdp.base.op_tensors import as_written
-from graphfsdp.base.torch_internals import tree_leaves
+from graphfsdp.base.torch_internals import is_in_backward, tree_leaves
 from graphfsdp.config import CaptureOptions
 from graphfsdp.errors import CaptureError
 from graphfsdp.in_place.module_part import PartState
@@ -136,6 +136,8 @@ class WatchedLoop:
 
     def on_call(self, module: nn.Module, args: Any, kwargs: Any) -> AbstractContextManager[object]:
         """Begin an iteration with the call of a module, where it does; return what to run it in."""
+        if self._iteration is not None:
+            self._end_if_stepped(self._iteration)
         if self._parts is not None:
             return nullcontext()
         if self._iteration is not None:
@@ -238,10 +240,19 @@ class WatchedLoop:
             and threading.get_ident() == self._thread
         ):
             iteration.stepped.append(optimizer)
-            if not any(_is_awaited(each, iteration) for each in self._optimizers):
-                self._iteration = None
-                self._open.close()
-                self._on_end(iteration)
+            self._end_if_stepped(iteration)
+
+    def _end_if_stepped(self, iteration: _Iteration) -> None:
+        """End it behind the last step; at the next call, if a hook has stepped in backward.
+
+        Autograd runs hooks out of sight of the modes, which can be taken off no earlier.
+        """
+        if not iteration.stepped or is_in_backward():
+            return
+        if not any(_is_awaited(each, iteration) for each in self._optimizers):
+            self._iteration = None
+            self._open.close()
+            self._on_end(iteration)
 
     def _on_end(self, iteration: _Iteration) -> None:
         self.came_to = "stepped its optimizer once"

@@ -143,6 +143,8 @@ SAID: dict[str, tuple[int, list[str]]] = {
     # Memory that is given away between two iterations is told by its line.
     "target.py": (1, [ONE, "# moves", "'target.weight' new memory"]),
     "skips.py": (0, ["can be captured: "]),
+    # Steps that hooks make in a backward pass.
+    "hooked.py": (0, ["can be captured: "]),
     # Files are copied, listed and removed, and the folder stays as it was.
     "files.py": (0, ["can be captured: "]),
     # What is beside the graph is not judged.

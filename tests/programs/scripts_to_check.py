@@ -393,4 +393,21 @@ PROGRAMS = {
     "skips.py": SKIPS,
     "files.py": FILES,
     "leaving.py": HEAD + "sys.exit(3)",
+    "hooked.py": """
+import torch
+
+model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 2))
+optimizers = {p: torch.optim.SGD([p], 0.1) for p in model.parameters()}
+
+
+def step(param):
+    optimizers[param].step()
+    optimizers[param].zero_grad()
+
+
+for param in model.parameters():
+    param.register_post_accumulate_grad_hook(step)
+for _ in range(12):
+    model(torch.randn(3, 4)).square().mean().backward()
+""",
 }
