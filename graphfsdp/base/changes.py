@@ -10,6 +10,8 @@ _MAX_SHOWN = 8
 
 
 class ChangeKind(enum.Enum):
+    """What sort of change a ``GuardError`` tells of."""
+
     ADDRESS = "address"  # a tensor lies in other memory, or is another object
     LAYOUT = "layout"  # same memory, other shape, strides or dtype
     REQUIRES_GRAD = "requires_grad"
