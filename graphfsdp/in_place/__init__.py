@@ -28,8 +28,8 @@ def capture_in_place(
     what it does; where it cannot, the modules in it are tried. torch's Adam, AdamW and SGD step on
     a CPU by an operator for each group. Loss, clipping, scaler, logging, and what no graph can
     hold, run as they are written, on tensors that are there. So nothing is ever refused, and losses
-    and weights are bit for bit those of the loop without this line (docs/porting.md has the
-    exceptions, as that of ``create_graph=True``). Each part is timed beside the same loop without
+    and weights are bit for bit those of the loop without this line (docs/porting.md has the one
+    exception, of ``create_graph=True``). Each part is timed beside the same loop without
     it (32 iterations), and given up where that is as fast.
 
     ``graphfsdp.capture`` has the whole iteration in one graph, the optimizer included. It saves
