@@ -325,8 +325,7 @@ class ModulePart:
         def again() -> AsWritten:
             self._refuse_second_order(kind)
             with _as_before(module, random), torch.autocast(self._device_type, **kind.autocast):
-                given = [*leaves, *kind.casts()]
-                return PartResults.tensors_of(module._call_impl(*args, **kwargs)), given
+                return PartResults.tensors_of(module._call_impl(*args, **kwargs)), leaves
 
         return graphs.hand_out(results, given, again)
 

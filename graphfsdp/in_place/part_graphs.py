@@ -49,7 +49,7 @@ from graphfsdp.in_place.casts import Casts
 from graphfsdp.in_place.part_backward import PartBackward, nodes_behind
 from graphfsdp.in_place.part_recording import NotAPartError, recorded
 
-AsWritten = tuple[list[Tensor], Sequence[Any]]  # its results, and what they are made of
+AsWritten = tuple[list[Tensor], Sequence[Any]]  # its results, and its arguments
 Again = Callable[[], AsWritten]
 _PLAIN_RESULTS = (bool, int, float, complex, str, type(None), torch.dtype, torch.device, torch.Size)
 _NOTHING = torch.empty(0)
@@ -129,11 +129,12 @@ class PartGraphs:
         ]
         self._spec = spec
         self._told = told
+        self._casts = casts
         self._on_capture = on_capture
-        self._record(leaves, constants, casts)
+        self._record(leaves, constants)
 
-    def _record(self, leaves: Sequence[Any], constants: ConstantWatch, casts: Casts) -> None:
-        module, device = self._module, self._backend.device
+    def _record(self, leaves: Sequence[Any], constants: ConstantWatch) -> None:
+        module, device, casts = self._module, self._backend.device, self._casts
         lent = {storage_key(buffer) for buffer in module.buffers()}
         if any(isinstance(leaf, Tensor) and storage_key(leaf) in lent for leaf in leaves):
             raise NotAPartError("it is given a buffer of its own, which it may write")
@@ -373,8 +374,9 @@ class PartGraphs:
         self, call: AsWritten, grads: Sequence[Tensor | None]
     ) -> list[Tensor | None]:
         """Do so through a call that ran as written, in a way that autograd can go through again."""
-        results, given = call
-        edges = self.edges(given)
+        results, leaves = call
+        # Such a call has made casts of its own: what comes to them comes to the weights.
+        edges = self.edges([*leaves, *self._casts.weights])
         pairs = [
             (result, grad)
             for result, grad in zip(results, grads, strict=True)
@@ -389,7 +391,11 @@ class PartGraphs:
             allow_unused=True,
         )
         left = {id(target): total for target, total in zip(targets, totals, strict=True)}
-        return [left.pop(id(edge), None) for edge in edges]
+        of_casts = {index for index, place in self._input_edges if place >= self._num_leaves}
+        found: list[Tensor | None] = [None] * len(edges)
+        for index in sorted(range(len(edges)), key=of_casts.__contains__):
+            found[index] = left.pop(id(edges[index]), None)
+        return found
 
     def random_states(self) -> list[tuple[torch.Generator, Tensor]]:
         """Return the states of the generators that a replay draws from."""

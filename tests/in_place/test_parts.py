@@ -302,18 +302,27 @@ def casts_weights_itself(
 ) -> Iterator[Any]:
     """In the block in which the model casts them, which is done once."""
     for index, x, y in batches():
-        x.requires_grad_(index == 11)
         with torch.autocast("cpu", torch.bfloat16):
             weight = model.head.weight
             loss = (weight @ weight.t()).pow(2).sum() if begin <= index < 9 else 0
             loss = loss + cross_entropy(model(x), y)
             if index >= begin:
                 loss = loss + model.embed(x).pow(2).mean() + mse_loss(model(x * 2), model(x * 3))
-        if x.requires_grad:
-            (grad,) = torch.autograd.grad(loss, x, create_graph=True)
-            loss = loss + grad.pow(2).sum()
         optimizer.zero_grad()
         loss.backward()
+        optimizer.step()
+        yield loss
+
+
+def keeps_the_graph_of_gradients(model: Net, optimizer: torch.optim.Optimizer) -> Iterator[Any]:
+    """Of weights that autocast casts, one of which is used without it as well."""
+    params = list(model.parameters())
+    for index, x, y in batches():
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = cross_entropy(model(x), y)
+        grads = torch.autograd.grad(loss, params, create_graph=index == 9)
+        for param, grad in zip(params, grads, strict=True):
+            param.grad = grad.detach()
         optimizer.step()
         yield loss
 
@@ -349,7 +358,7 @@ REPLAYED: dict[str, Loop] = (
             ),
             *(penalizes_gradients, sharpens, writes_into_results, wraps_a_function),
             *(copies_by_dict, exports, prints_results, freezes_all_for_other_calls),
-            casts_weights_itself,
+            *(casts_weights_itself, keeps_the_graph_of_gradients),
         )
     }
     | {"casts_weights_itself_later": partial(casts_weights_itself, begin=5)}
