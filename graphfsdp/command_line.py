@@ -69,7 +69,8 @@ def _add_flag(group: Any, field: Field[Any], kind: Any, explanation: str, *extra
     names = [flag_name(field.name), *(each for each in extra if each.startswith("--"))]
     special = next((each for each in extra if each not in names), None)
     # "is": 1.0 and 0.0 are defaults too, and equal to True and False.
-    if field.default is not None and field.default is not False and field.default is not MISSING:
+    is_said = field.default is not None and field.default is not False
+    if is_said and field.default not in (MISSING, ""):
         explanation += f" (default: {'on' if field.default is True else field.default})"
     options: dict[str, Any] = {"required": field.default is MISSING, "help": explanation}
     if type(None) in get_args(kind):
