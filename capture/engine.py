@@ -257,6 +257,9 @@ class Engine:
                 results = self._attempt_on(recording, recordings, captures=False, notes=True)
             assert results is not None  # it waits once
             if recording.graph is not None:
+                if self.backend.device.type == "cpu":
+                    # What would have undone it is freed by now, and the heap would keep its pages.
+                    self.backend.give_back_memory()
                 recording.graph.compile()
             if recording.guards is not None:
                 tell_of(recording.guards.stands_still())

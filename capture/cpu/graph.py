@@ -252,20 +252,6 @@ class CpuGraphBackend:
         collective: bool,
         scratch: Sequence[Tensor],
     ) -> tuple[Graph, list[Tensor]]:
-        # A call of its own, so that the recording itself is freed before its pages are given back.
-        recorded = self._record(iterate, model, check, collective=collective, scratch=scratch)
-        give_back_freed_pages()
-        return recorded
-
-    def _record(
-        self,
-        iterate: Iterate,
-        model: nn.Module,
-        check: Check,
-        *,
-        collective: bool,
-        scratch: Sequence[Tensor],
-    ) -> tuple[Graph, list[Tensor]]:
         # A rank that stopped in the middle would leave the others waiting in a collective.
         recorder = Recorder(model, self.device, defers_refusals=collective)
         results, values = _run(recorder, iterate)

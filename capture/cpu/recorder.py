@@ -37,8 +37,8 @@ class Recorder(Watcher):
     ) -> None:
         super().__init__(model, device, defers_refusals=defers_refusals)
         self.nodes: list[Node] = []
-        self._values: dict[tuple[int, Geometry], Value] = {}
         self._first_value: dict[int, Value] = {}  # by id of the StorageInfo
+        self._values: dict[tuple[int, Geometry], Value] = {}  # by that and the geometry
         self._geometries: dict[Geometry, Geometry] = {}  # there are few, so they are shared
 
     def on_op(self, call: OpCall) -> Any:
@@ -57,11 +57,10 @@ class Recorder(Watcher):
         return result
 
     def value_of(self, tensor: Tensor, op: str) -> Value:
-        key = self._key_of(tensor, op)
+        info, geometry = self._known(tensor, op), self._geometry_of(tensor)
+        key = id(info), geometry
         value = self._values.get(key)
         if value is None:
-            geometry = key[1]
-            info = self._known(tensor, op)
             value = Value(info, geometry, None)
             if not info.external:
                 # A view that no operator made (autograd's saved tensors, Tensor.data).
@@ -83,10 +82,9 @@ class Recorder(Watcher):
     def _known(self, tensor: Tensor, op: str) -> StorageInfo:
         return self.storages.known(tensor, op, external=True, varies=True)
 
-    def _key_of(self, tensor: Tensor, op: str) -> tuple[int, Geometry]:
+    def _geometry_of(self, tensor: Tensor) -> Geometry:
         geometry = geometry_of(tensor)
-        shared = self._geometries.setdefault(geometry, geometry)
-        return key_of(storage_of(tensor, op)), shared
+        return self._geometries.setdefault(geometry, geometry)
 
     def _append_view(self, info: StorageInfo, value: Value) -> int:
         offset, shape, stride, dtype, conj, neg = value.geometry
@@ -120,12 +118,12 @@ class Recorder(Watcher):
             if not isinstance(item, Tensor):
                 node.outputs.append(None)
                 continue
-            key = self._key_of(item, name)
-            info = self.storages.get(key[0])
+            info = self.storages.find(item, name)
             if info is None:
                 info = self.storages.add(item, name, external=False, varies=False)
                 info.filled = not is_empty(node.op)
                 aliases = False
+            key = id(info), self._geometry_of(item)
             value = self._values.get(key)
             if value is None:
                 value = Value(info, key[1], None if info.external else index)
@@ -144,9 +142,9 @@ class Recorder(Watcher):
         """Repeat a constant that Python filled in: each replay starts from a fresh copy of it."""
         tensor = call.args[0]
         info = self._known(tensor, call.name)
-        key = self._key_of(tensor, call.name)
-        value = Value(info, key[1], len(self.nodes))
-        self._values[key] = value
+        geometry = self._geometry_of(tensor)
+        value = Value(info, geometry, len(self.nodes))
+        self._values[id(info), geometry] = value
         self._first_value[id(info)] = value
         copy = torch.ops.aten.clone.default
         arguments = [tensor.clone()]

@@ -47,7 +47,7 @@ def elided_copies(
         life = lives.get(id(source.storage)) if isinstance(source, Value) else None
         if life is None or life.end != index or not is_whole(source, life.num_bytes):
             continue
-        if target.storage.ref.cdata not in storages or source.geometry[1:] != target.geometry[1:]:
+        if target.storage.key not in storages or source.geometry[1:] != target.geometry[1:]:
             continue
         storage, first_byte = target.storage.get(), places(target)[0]
         is_aligned = (storage.data_ptr() + first_byte) % alignment_bytes == 0

@@ -269,7 +269,7 @@ def _landings(trace: Trace, gradients: Collection[int]) -> Iterator[tuple[int, _
             continue
         begin, _ = places(target)
         storage, empty = None, buffers.get(id(target.storage), -1)
-        if target.storage.external and target.storage.ref.cdata in gradients:
+        if target.storage.external and target.storage.key in gradients:
             storage = target.storage.get()
         elif not index < empty < until:
             continue

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from graphfsdp._capture.trace.values import as_bytes, span, storage_of
+from graphfsdp._capture.trace.values import StorageTable, as_bytes, span, storage_of
 from graphfsdp.base.op_tensors import OpCall, OperatorMode, storage_key
 from graphfsdp.base.torch_internals import key_of, storage_behind
 from graphfsdp.errors import CaptureError
@@ -78,21 +78,17 @@ class _UndoMode(OperatorMode):
     def __init__(self, undo: CopyOnWrite) -> None:
         super().__init__()
         self._undo = undo
-        # Storages that the iteration has made, by key; a reference keeps that from being used
-        # again, for state that an optimizer makes where no mode sees it.
-        self._made: dict[int, StorageWeakRef] = {}
+        self._made = StorageTable()  # by the iteration
 
     def on_op(self, call: OpCall) -> Any:
         for tensor in call.may_write():
-            key = storage_key(tensor)
-            if key not in self._made and key not in self._undo.free:
+            if not self._made.has(tensor) and storage_key(tensor) not in self._undo.free:
                 with suppress(CaptureError):  # a sparse tensor: a recording will refuse it
                     self._undo.save(tensor)
         self._undo.save_generators(call)
         result = call.run()
-        for tensor, key in call.made(result):
-            if key not in self._made:
-                self._made[key] = StorageWeakRef(tensor.untyped_storage())
+        for tensor, _ in call.made(result):
+            self._made.known(tensor, call.name, external=False, varies=False)
         return result
 
 
