@@ -2,8 +2,8 @@
 
 Note [Main weights]: a float32 main weight is saved as the model's weight where the model keeps it
 (sharding), or beside a narrower one in the optimizer's state (``master_param``), where Transformer
-Engine and version 0.1 may have the 16 bits that a bfloat16 weight lacks. Each form loads into each
-other one, bit for bit.
+Engine may have the 16 bits that a bfloat16 weight lacks. Each form loads into each other one, bit
+for bit.
 """
 
 import functools

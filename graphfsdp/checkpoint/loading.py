@@ -31,7 +31,6 @@ from graphfsdp.checkpoint.objects import (
 )
 from graphfsdp.checkpoint.optimizer import plan_optimizer
 from graphfsdp.checkpoint.values import decode, dtype_of
-from graphfsdp.checkpoint.version_1 import read_body
 from graphfsdp.errors import CheckpointDamagedError, CheckpointError, CheckpointMismatchError
 from graphfsdp.sharding.materialize import memory_for_values
 
@@ -196,15 +195,14 @@ def _read_manifest(folder: Path) -> Manifest:
         raise CheckpointError(f"{path} cannot be read ({error.strerror or error})") from None
     except (ValueError, KeyError, TypeError) as error:
         raise CheckpointDamagedError(f"{path} is damaged: {error!r}") from None
-    if kind != FORMAT or version > VERSION:
+    if (kind, version) != (FORMAT, VERSION):
         raise CheckpointError(
-            f"{path} has the format {kind!r} version {version}; this release reads {FORMAT!r} up "
-            f"to version {VERSION}"
+            f"{path} has the format {kind!r} version {version}; this release reads {FORMAT!r} "
+            f"version {VERSION}. Remedy: of version 1, which graphfsdp 0.1 has saved, a load and a "
+            "save with graphfsdp 0.2"
         )
     if hashlib.sha256(dump(body)).hexdigest() != digest:
         raise CheckpointDamagedError(f"{path} is damaged: its checksum differs")
-    if version == 1:
-        return read_body(body)
     tensors = {
         key: SavedTensor(dtype_of(dtype), tuple(shape))
         for key, (dtype, shape) in body["tensors"].items()

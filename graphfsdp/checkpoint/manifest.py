@@ -98,17 +98,14 @@ class Manifest:
         damage = members.gather(self._damage(folder, mine))
         _refuse_damage(folder, [line for lines in damage for line in lines])
 
-    def is_whole(self, path: Path) -> bool:
-        return SavedFile.of(path) == self.files[path.name]
-
     def _damage(self, folder: Path, names: Iterable[str]) -> list[str]:
         found = []
         for name in names:
-            path, expected = folder / name, self.files[name].num_bytes
+            path, expected = folder / name, self.files[name]
             try:
-                if (size := path.stat().st_size) != expected:
-                    found.append(f"{name} has {size} bytes, expected {expected}")
-                elif not self.is_whole(path):
+                if (size := path.stat().st_size) != expected.num_bytes:
+                    found.append(f"{name} has {size} bytes, expected {expected.num_bytes}")
+                elif SavedFile.of(path) != expected:
                     found.append(f"{name}: the checksum differs")
             except OSError as error:
                 found.append(f"{name} cannot be read ({error.strerror or error})")

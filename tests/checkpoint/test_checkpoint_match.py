@@ -160,6 +160,16 @@ def test_what_cannot_be_saved_is_refused_by_name_and_leaves_nothing(
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.parametrize("version", [1, 3])
+def test_the_form_of_another_version_is_refused_by_name(version: int, tmp_path: Path) -> None:
+    model = nn.Linear(1, 1)
+    manifest = graphfsdp.save(tmp_path, model) / "manifest.json"
+    manifest.write_text(manifest.read_text().replace('"version": 2', f'"version": {version}'))
+    said = rf"version {version}; this release reads .* 2.*version 1.*with graphfsdp 0\.2"
+    with pytest.raises(graphfsdp.CheckpointError, match=said):
+        graphfsdp.load(tmp_path, model)
+
+
 def test_groups_are_matched_by_names_not_by_order(tmp_path: Path) -> None:
     model, other = nn.Linear(3, 2), nn.Linear(3, 2)
     groups: list[dict[str, Any]] = [{"params": [model.weight], "lr": 0.5}]

@@ -209,6 +209,41 @@ def test_a_sharded_state_of_another_shape_is_refused(tmp_path: Path) -> None:
         graphfsdp.save(tmp_path, model, optimizer)
 
 
+def load_halves(path: Path, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    model = nn.Linear(4, 5, bias=False, dtype=dtype)
+    if dist.is_initialized():
+        graphfsdp.fully_shard(model)
+    optimizer = FusedAdam(model.parameters(), master_weights=dtype == torch.bfloat16)
+    graphfsdp.load(path, model, optimizer)
+    state = optimizer.state[model.weight]
+    found: list[Any] = [state.get("master_param", model.weight.detach()), state["exp_avg"]]
+    main, moment = (getattr(value, "full_tensor", value.clone)().cpu() for value in found)
+    return main, moment
+
+
+def test_main_weights_that_were_saved_as_16_bits_are_whole_again(
+    tmp_path: Path, ranks2: RankPool
+) -> None:
+    """As Transformer Engine can: bfloat16 weights, and the 16 bits that these lack."""
+    main, moment = torch.randn(5, 4), torch.rand(5, 4)
+    bits = main.view(torch.int32)
+    rounded = (bits + 32768) >> 16  # so that the rest is in [-32768, 32767]
+    model = nn.Linear(4, 5, bias=False, dtype=torch.bfloat16)
+    model.weight.data = rounded.to(torch.int16).view(torch.bfloat16)
+    optimizer = FusedAdam(model.parameters(), master_weights=True)
+    optimizer.state[model.weight] = {
+        "step": torch.tensor(1.0),
+        "exp_avg": moment,
+        "exp_avg_sq": moment,
+        "master_param": (bits - (rounded << 16)).to(torch.int16),
+    }
+    graphfsdp.save(tmp_path, model, optimizer)
+    found = [load_halves(tmp_path, dtype) for dtype in (torch.bfloat16, torch.float32)]
+    for got in (*found, *ranks2.run(load_halves, tmp_path, torch.float32)):
+        assert torch.equal(got[0], main)
+        assert torch.equal(got[1], moment)
+
+
 def muon(params: Iterable[nn.Parameter], lr: float) -> Muon:
     weight, bias = params
     groups: list[dict[str, Any]] = [{"params": [weight]}, {"params": [bias], "use_muon": False}]
