@@ -102,7 +102,7 @@ wheel: $(VENV)/.release  ## build source archive and wheel into DIST, and have w
 	$(bin)/check-wheel-contents "$(DIST)"/*.whl
 
 docs: $(VENV_DOCS)/.stamp  ## build the site into SITE; warnings are errors, and nothing is fetched
-	NO_MKDOCS_2_WARNING=1 $(VENV_DOCS)/bin/python -m mkdocs build --quiet --strict --site-dir "$(abspath $(SITE))"
+	NO_MKDOCS_2_WARNING=1 $(VENV_DOCS)/bin/python -m mkdocs build --strict --site-dir "$(abspath $(SITE))"
 
 clean:  ## remove the environment and every build product; runs/ stays
 	rm -rf $(VENV) $(VENV_CUDA) $(VENV_LIBRARIES) $(VENV_DOCS) tests/cuda_stand_in/build build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis

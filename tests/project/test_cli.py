@@ -21,12 +21,7 @@ def test_help_lists_every_command(capsys: pytest.CaptureFixture[str]) -> None:
         assert summary in shown
 
 
-def test_version(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["--version"]) == 0
-    assert capsys.readouterr().out == f"graphfsdp {graphfsdp.__version__}\n"
-
-
-def test_the_package_runs_as_a_module() -> None:
+def test_the_package_runs_as_a_module_and_tells_its_version() -> None:
     program = "import runpy; runpy.run_module('graphfsdp', None, '__main__')"
     done = forked_programs.run_source(program, "--version")
     assert (done.returncode, done.stdout) == (0, f"graphfsdp {graphfsdp.__version__}\n")
@@ -87,34 +82,24 @@ def test_of_several_processes_the_first_one_tells_of_bad_input(
         assert capsys.readouterr().err.count("--lr must be") == shown
 
 
-def test_a_failure_names_its_rank(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def fail(arguments: object, console: object) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr("graphfsdp.training.loop.run_train", fail)
-    for name, value in (("RANK", "3"), ("LOCAL_RANK", "1"), ("WORLD_SIZE", "4")):
-        monkeypatch.setenv(name, value)
-    assert main(["train"]) == 1
-    assert capsys.readouterr().err.startswith("rank 3: error: ")
+LAST_OF_FOUR = {"RANK": "3", "LOCAL_RANK": "1", "WORLD_SIZE": "4"}
+INTERRUPTED = "rank 1 of 2 failed in iteration 9: KeyboardInterrupt: . So"
 
 
 @pytest.mark.parametrize(
-    ("error", "code", "message"),
+    ("error", "environment", "code", "message"),
     [
-        (KeyboardInterrupt(), 130, "interrupted"),
-        (
-            graphfsdp.RankFailedError("rank 1 of 2 failed in iteration 9: KeyboardInterrupt: . So"),
-            *(130, "interrupted"),
-        ),
-        (graphfsdp.CaptureError("no graph\nbecause"), 1, "error: no graph\nbecause"),
-        (OSError(28, "No space left on device"), 1, "No space left on device"),
+        (KeyboardInterrupt(), {}, 130, "interrupted"),
+        (graphfsdp.RankFailedError(INTERRUPTED), {}, 130, "interrupted"),
+        (graphfsdp.CaptureError("no graph\nbecause"), {}, 1, "error: no graph\nbecause"),
+        (OSError(28, "No space left on device"), {}, 1, "No space left on device"),
+        (OSError(28, "No space left on device"), LAST_OF_FOUR, 1, "rank 3: error: "),
     ],
-    ids=["interrupt", "interrupt of another rank", "capture", "disk"],
+    ids=["interrupt", "interrupt of another rank", "capture", "disk", "disk of a rank"],
 )
 def test_each_kind_of_failure_has_its_exit_code(
     error: BaseException,
+    environment: dict[str, str],
     code: int,
     message: str,
     monkeypatch: pytest.MonkeyPatch,
@@ -124,5 +109,7 @@ def test_each_kind_of_failure_has_its_exit_code(
         raise error
 
     monkeypatch.setattr("graphfsdp.training.loop.run_train", fail)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
     assert main(["train"]) == code
     assert message in capsys.readouterr().err

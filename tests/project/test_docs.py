@@ -12,7 +12,6 @@ import graphfsdp
 import graphfsdp.data
 import graphfsdp.moe
 import graphfsdp.optim
-from benchmarks import iteration_picture
 from graphfsdp.newer_torch import NEWEST_TESTED
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
@@ -57,12 +56,6 @@ def test_links_lead_somewhere(path: pathlib.Path) -> None:
     assert dead == []
 
 
-def test_a_dead_link_would_be_seen() -> None:
-    text = "[a](b.md#c) `[no](x)`\n```\n[no](y)\n```\n# It's `so`, here\n"
-    assert list(links_of(text)) == ["b.md#c"]
-    assert anchors_of(text) == {"its-so-here"}
-
-
 def test_the_readme_is_short() -> None:
     assert len(README.splitlines()) <= 180
 
@@ -83,45 +76,6 @@ def test_badges_are_true() -> None:
         "runs on a GPU": "not tried yet",
     }
     assert "Nothing here has run on a real GPU yet." in (ROOT / "docs" / "status.md").read_text()
-
-
-def test_the_picture_is_drawn_from_what_was_measured() -> None:
-    """The operators of a replay take their phases from the nodes, whatever else has run between."""
-    operators = [
-        iteration_picture.Operator(0.0, 0.1, "aten::copy_"),  # of the batch: no node
-        iteration_picture.Operator(0.1, 0.5, "aten::mm"),
-        iteration_picture.Operator(0.5, 0.9, "aten::mm"),
-    ]
-    found = iteration_picture.with_phases(operators, [("mm", "forward"), ("mm", "backward")])
-    assert [operator.phase for operator in found] == ["forward", "forward", "backward"]
-    drawn = iteration_picture.svg([iteration_picture.Row("a loop", 4.0, found)], "where & how")
-    assert "a loop: 4.00 ms, in operators 90% of it" in drawn
-    assert 'fill="#3b7dd8" d="M20.0 70h82.0v44H20.0zM102.0 70h328.0v44H102.0z"' in drawn
-    assert "where &amp; how" in drawn
-    kept = (ROOT / "docs" / "pictures" / "iteration.svg").read_text(encoding="utf-8")
-    assert "a plain PyTorch loop: " in kept
-
-
-def pages_of(nav: object) -> Iterator[str]:
-    if isinstance(nav, str):
-        yield nav
-    elif isinstance(nav, dict):
-        nav = list(nav.values())
-    if isinstance(nav, list):
-        for part in nav:
-            yield from pages_of(part)
-
-
-def test_the_site_shows_each_page() -> None:
-    """Decisions and notes are reached from their own lists."""
-    yaml = pytest.importorskip("yaml")
-    site = yaml.safe_load((ROOT / "mkdocs.yml").read_text())
-    listed = {DOCS / name for name in pages_of(site["nav"])}
-    for name in ("decisions/index.md", "notes/index.md"):
-        folder = (DOCS / name).parent
-        listed |= {folder / link for link in links_of((DOCS / name).read_text())}
-    from_the_root = {DOCS / "CONTRIBUTING.md", DOCS / "CHANGELOG.md"}
-    assert listed - from_the_root == set(DOCS.rglob("*.md"))
 
 
 def test_the_reference_has_each_public_name() -> None:
@@ -156,12 +110,3 @@ def test_a_table_that_is_on_two_pages_is_the_same() -> None:
             found.setdefault(name, set()).add(table)
     assert {name for name, tables in found.items() if len(tables) > 1} == set()
     assert {"launches_narrow", "speed_summary", "beside_cpu"} <= found.keys()
-
-
-def test_each_decision_has_its_reason_and_its_price() -> None:
-    records = sorted(path for path in (DOCS / "decisions").glob("[0-9]*.md"))
-    assert len(records) >= 10
-    for number, path in enumerate(records, 1):
-        text = path.read_text()
-        assert text.startswith(f"# {number}. ")
-        assert re.findall(r"\*\*(.*?)\*\*", text)[:3] == ["Why.", "What.", "What follows."]

@@ -27,12 +27,6 @@ def run_gpu_check(out: pathlib.Path, *arguments: str) -> subprocess.CompletedPro
         return forked_programs.run_source(program, *arguments)
 
 
-def only_file(out: pathlib.Path) -> dict[str, Any]:
-    (path,) = out.iterdir()
-    document: dict[str, Any] = json.loads(path.read_text())
-    return document
-
-
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a CUDA device")
 def test_without_a_gpu_it_says_so_and_writes_nothing(tmp_path: pathlib.Path) -> None:
     result = run_gpu_check(tmp_path / "out")
@@ -48,7 +42,8 @@ def test_a_rehearsal_on_the_cpu_prints_a_table_and_writes_a_file(tmp_path: pathl
     arguments = ["--device", "cpu", "--tests", str(tmp_path / "test_one.py"), "--part", "tests"]
     result = run_gpu_check(tmp_path / "out", *arguments)
     assert result.returncode == 0, result.stdout + result.stderr
-    document = only_file(tmp_path / "out")
+    (path,) = (tmp_path / "out").iterdir()
+    document = json.loads(path.read_text())
     (part,) = document["parts"]
     assert (part["name"], document["ok"]) == ("tests", True)
     assert document["environment"]["torch"] == torch.__version__
@@ -109,38 +104,34 @@ def test_no_part_takes_the_seconds_of_later_ones(
     assert least - gpu_check.BENCH_START_S > SHORTEST_CASE_S
 
 
-@pytest.mark.parametrize("num_gpus", [1, 2])
 def test_what_needs_two_gpus_has_seconds_of_its_own_or_is_left_out(
-    num_gpus: int,
-    tmp_path: pathlib.Path,
-    monkeypatch: pytest.MonkeyPatch,
-    limits: dict[Part, float],
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, limits: dict[Part, float]
 ) -> None:
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: num_gpus)
     parts = {n: part for n, part in gpu_check.PARTS.items() if n == "smoke" or part.gpus > 1}
-    document = gpu_check.check(torch.device("cuda"), parts, tmp_path / "result.json")
-    assert document["ok"]
     smoke, *others = parts.values()
-    if num_gpus == 1:
-        assert limits == {smoke: gpu_check.TOTAL_LIMIT_S}
-        rows = [row for part in document["parts"] for row in part["rows"]]
-        assert [row["result"] for row in rows] == ["left out: 1 of 2 GPUs are here"] * len(others)
-    else:
-        # The clock stands still: what smoke leaves is everybody's.
-        later = sum(part.seconds for part in others)
-        assert limits[smoke] == gpu_check.TOTAL_LIMIT_S - later
-        assert limits[others[-1]] == gpu_check.TOTAL_LIMIT_S
+    # The clock stands still: what smoke leaves is everybody's.
+    later = sum(part.seconds for part in others)
+    for num_gpus, of_smoke in ((1, gpu_check.TOTAL_LIMIT_S), (2, gpu_check.TOTAL_LIMIT_S - later)):
+        limits.clear()
+        monkeypatch.setattr(torch.cuda, "device_count", lambda num=num_gpus: num)
+        document = gpu_check.check(torch.device("cuda"), parts, tmp_path / "result.json")
+        assert document["ok"]
+        assert limits[smoke] == of_smoke
+        rows = [row["result"] for part in document["parts"] for row in part["rows"]]
+        assert rows == ["left out: 1 of 2 GPUs are here"] * (len(parts) - len(limits))
+        assert len(limits) == (len(parts) if num_gpus == 2 else 1)
+    assert limits[others[-1]] == gpu_check.TOTAL_LIMIT_S
 
 
 def test_what_a_program_measures_is_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    row = {"what": "a node", "result": "slow", "ok": False}
+    found = {"rows": [{"what": "a node", "result": "slow", "ok": False}]}
 
     def note(command: list[str], *_: object) -> tuple[int, str]:
-        pathlib.Path(command[command.index("--out") + 1]).write_text(json.dumps({"rows": [row]}))
+        pathlib.Path(command[command.index("--out") + 1]).write_text(json.dumps(found))
         return 1, ""
 
     monkeypatch.setattr(gpu_check, "run_limited", note)
-    assert gpu_check.rows_part(["capture_nodes"], 40) == {"rows": [row], "error": None}
+    assert gpu_check.rows_part(["capture_nodes"], 40) == {**found, "error": None}
     monkeypatch.setattr(gpu_check, "run_limited", lambda *_: (None, "began"))
     assert gpu_check.rows_part(["capture_nodes"], 40)["error"] == "stopped after 40 s"
 
@@ -168,63 +159,45 @@ def test_on_a_gpu_only_its_tests_run_and_on_several_processes(
     assert all(arguments[:2] == marked and limit_s == 100 for arguments, limit_s in seen)
 
 
-def fake_bench(monkeypatch: pytest.MonkeyPatch, returncode: int = 0) -> list[BenchOptions]:
-    """Put a result that nobody measured in the place of the command's; returns its options."""
-    calls: list[BenchOptions] = []
-
-    def run(command: list[str], *_: object) -> tuple[int, str]:
-        calls.append(parse_bench_arguments(command[command.index("bench") + 1 :]))
-        bench_results.result().write(pathlib.Path(command[command.index("--out") + 1]) / RESULT)
-        return returncode, "said before\nCUDA error"
-
-    monkeypatch.setattr(gpu_check, "run_limited", run)
-    return calls
-
-
-def run_bench(results: pathlib.Path, *, rehearses: bool = False) -> dict[str, Any]:
-    bench, cuda = gpu_check.PARTS["bench"], torch.device("cuda")
-    return gpu_check.run_part(bench, 360, cuda, results, times=1.0, rehearses=rehearses)
-
-
 def test_the_benchmark_is_a_part_whose_result_is_kept(
     tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    calls = fake_bench(monkeypatch)
-    part = run_bench(tmp_path)
+    """Bad is a contender of ours that did not run, and no other one."""
+    calls: list[BenchOptions] = []
+    made = bench_results.result()
+    ours = {"contender": "forward_backward", "reason": "CaptureError: no"}
+    made.rows.append({**bench_results.FACTS, **ours})
+    codes = iter((0, 0, 1))
+
+    def run(command: list[str], *_: object) -> tuple[int, str]:
+        calls.append(parse_bench_arguments(command[command.index("bench") + 1 :]))
+        made.write(pathlib.Path(command[command.index("--out") + 1]) / RESULT)
+        return next(codes), "said before\nCUDA error"
+
+    monkeypatch.setattr(gpu_check, "run_limited", run)
+    arguments = (gpu_check.PARTS["bench"], 360, torch.device("cuda"), tmp_path)
+    part = gpu_check.run_part(*arguments, times=1.0, rehearses=False)
     assert part["error"] is None
     rows = {row["what"]: row for row in part["rows"]}
-    captured = rows["gpt-tiny fp32, 4 x 32 tokens: full_iteration"]
-    assert ", ms/step 1.500, p95 3.700, tokens/s 85,333, init s 0.02, " in captured["result"]
-    assert captured["result"].startswith("times as fast as eager 2.50 (2.00 to 3.00), ")
-    assert "losses against eager equal bit for bit" in captured["result"]
-    assert rows["gpt-tiny fp32, 4 x 32 tokens: compile"]["result"] == "no compiler"
-    assert all(row["ok"] for row in part["rows"])
-    assert {row["result"] for row in part["rows"] if "moe" in row["what"]} == {"left out: no time"}
+    case = "gpt-tiny fp32, 4 x 32 tokens"
+    captured = rows[f"{case}: full_iteration"]["result"]
+    assert ", ms/step 1.500, p95 3.700, tokens/s 85,333, init s 0.02, " in captured
+    assert captured.startswith("times as fast as eager 2.50 (2.00 to 3.00), ")
+    assert "losses against eager equal bit for bit" in captured
+    assert rows[f"{case}: compile"]["result"] == "no compiler"
+    assert rows["moe"]["result"] == "left out: no time"
+    bad = f"{case}: forward_backward"
+    assert rows[bad]["result"] == "CaptureError: no"
+    assert [what for what, row in rows.items() if not row["ok"]] == [bad]
     assert {path.name for path in tmp_path.iterdir()} == {"bench_cpu.jsonl"}
-    run_bench(tmp_path, rehearses=True)
+    gpu_check.run_part(*arguments, times=1.0, rehearses=True)
     whole, small = calls
     assert (whole.suite, small.suite, small.contender) == ("gpu", "quick", whole.contender)
     assert whole.budget is not None
     assert whole.budget * 60 < 360
-
-
-def test_a_contender_of_ours_that_did_not_run_on_a_gpu_is_not_good(tmp_path: pathlib.Path) -> None:
-    found = bench_results.result()
-    ours = {"contender": "full_iteration", "reason": "CaptureError: no"}
-    found.rows[1] = {**bench_results.FACTS, **ours}
-    found.write(tmp_path / RESULT)
-    rows = gpu_check.bench_rows(tmp_path, tmp_path / "results")
-    (row,) = (row for row in rows if row["result"] == "CaptureError: no")
-    assert not row["ok"]
-
-
-def test_a_benchmark_that_fails_is_an_error_of_its_part(
-    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    fake_bench(monkeypatch, returncode=1)
-    part = run_bench(tmp_path)
-    assert part["rows"] == []
-    assert part["error"] == "the process ended with 1\nsaid before\nCUDA error"
+    failed = gpu_check.run_part(*arguments, times=1.0, rehearses=False)
+    error = "the process ended with 1\nsaid before\nCUDA error"
+    assert failed == {"rows": [], "error": error}
 
 
 def test_a_part_that_fails_does_not_stop_the_others(tmp_path: pathlib.Path) -> None:
@@ -250,6 +223,9 @@ def test_a_part_that_fails_does_not_stop_the_others(tmp_path: pathlib.Path) -> N
     assert "test_dies:\npytest ended with 7" in smoke["error"]
     assert "def test_bad" in next(iter(smoke["failures"].values()))
     assert tests["ok"]
+    missing = gpu_check.run_tests([f"{tmp_path}/missing.py"], 600, cpu)
+    assert missing["error"]
+    assert not missing["rows"][0]["ok"]
     late = gpu_check.tests_part(parts["tests"], 0, cpu, 1.0)
     assert late["rows"][0]["result"].startswith("left out")
 
@@ -313,11 +289,3 @@ def state_of(pid: int) -> str:
     except (FileNotFoundError, ProcessLookupError):
         return "-"
     return stat.rpartition(")")[2].split()[0]
-
-
-def test_a_suite_that_cannot_be_collected_is_not_taken_for_a_good_one(
-    tmp_path: pathlib.Path,
-) -> None:
-    part = gpu_check.run_tests([str(tmp_path / "missing.py")], 600, torch.device("cpu"))
-    assert part["error"]
-    assert not part["rows"][0]["ok"]
