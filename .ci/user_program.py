@@ -39,6 +39,8 @@ def main() -> None:
         sys.exit(f"import graphfsdp gave {installed}, not the installed package")
     if not importlib.resources.files("graphfsdp").joinpath("py.typed").is_file():
         sys.exit("the wheel has no py.typed: type checkers would ignore the annotations")
+    if not importlib.resources.files("graphfsdp.training").joinpath("mllog_rules.yaml").is_file():
+        sys.exit("the wheel has no rules for train --mllog")
     if not callable(graphfsdp.capture):
         sys.exit(f"graphfsdp.capture is {graphfsdp.capture!r}, not a function")
     strangers = {path.name.split("-")[0] for path in installed.parent.iterdir()} & {
