@@ -11,43 +11,30 @@ from benchmarks import capture_nodes, optimizer_step, readme_table
 from graphfsdp.bench.results import RESULT
 
 
-def test_a_result_of_the_command_is_kept(tmp_path: pathlib.Path) -> None:
+def test_a_result_of_the_command_is_kept_and_shown(tmp_path: pathlib.Path) -> None:
+    """The newest one of a GPU, and where it was on that machine is nobody's business."""
     folder, results = tmp_path / "run", tmp_path / "benchmarks" / "results"
     folder.mkdir()
-    gpu = {"gpu": "NVIDIA Z9", "date": "2026-02-03T04:05:06"}
-    for made, name in ((result(), "bench_cpu"), (result(**gpu), "bench_gpu_nvidia-z9")):
+    assert readme_table.bench_cpu(results) == "Not measured yet: `make bench`."
+    assert readme_table.bench_gpu(results) == "No GPU has been measured yet."
+    for facts, name in (
+        ({}, "bench_cpu"),
+        ({"gpu": "NVIDIA Z9", "date": "2026-02-03"}, "bench_gpu_nvidia-z9"),
+        ({"gpu": "NVIDIA Z8", "date": "2026-01-03"}, "bench_gpu_nvidia-z8"),
+    ):
+        made = result(**facts)
+        made.head["options"] = {"out": str(folder)}
+        made.head["command"] = f"graphfsdp bench --out {folder} --seconds 2"
         made.write(folder / RESULT)
         kept = readme_table.keep(folder, results)
         assert kept.name.startswith(name)
+        assert str(tmp_path) not in kept.read_text()
+        assert "graphfsdp bench --out run --seconds 2" in kept.read_text()
     for section in (readme_table.bench_cpu(results), readme_table.bench_gpu(results)):
         assert "| gpt-tiny fp32, 4 x 32 tokens | 5.00 | 1.50 (2.50x) |" in section
         assert "Did not run: `compile`: no compiler." in section
         assert "Left out: moe: no time." in section
     assert "on NVIDIA Z9" in str(readme_table.bench_gpu(results))
-
-
-def test_a_result_that_is_kept_names_no_folder_of_the_machine(tmp_path: pathlib.Path) -> None:
-    folder = tmp_path / "run"
-    folder.mkdir()
-    made = result()
-    made.head["options"] = {"out": str(folder)}
-    made.head["command"] = f"graphfsdp bench --out {folder} --seconds 2"
-    made.write(folder / RESULT)
-    kept = readme_table.keep(folder, tmp_path / "results").read_text()
-    assert str(tmp_path) not in kept
-    assert "graphfsdp bench --out run --seconds 2" in kept
-
-
-def test_without_a_result_the_readme_says_so(tmp_path: pathlib.Path) -> None:
-    assert readme_table.bench_cpu(tmp_path) == "Not measured yet: `make bench`."
-    assert readme_table.bench_gpu(tmp_path) == "No GPU has been measured yet."
-
-
-def test_the_newest_result_of_a_gpu_is_shown(tmp_path: pathlib.Path) -> None:
-    for date, gpu in (("2026-03-01", "Newest"), ("2026-02-01", "Older")):
-        path = tmp_path / f"bench_gpu_{gpu}.jsonl"
-        result(gpu=gpu, date=f"{date}T00:00:00").write(path)
-    assert "on Newest" in str(readme_table.bench_gpu(tmp_path))
 
 
 def test_numbers_go_between_the_markers_and_nowhere_else(tmp_path: pathlib.Path) -> None:
@@ -110,25 +97,22 @@ def test_the_documents_show_the_numbers_of_the_result_files() -> None:
         assert readme_table.updated(text) == text, "run python -m benchmarks.readme_table"
 
 
+@pytest.mark.parametrize(("slow_s", "code"), [(1.0, 0), (9.0, 1)])
 def test_captures_are_timed_by_their_nodes_and_written(
-    tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    slow_s: float, code: int, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    runs = {30: (0.4, 0.1, 40), 90: (1.0, 0.5, 100), 10: (0.0, 0.0, 10)}
+    runs = {30: (0.4, 0.1, 40), 90: (slow_s, 0.5, 100), 10: (0.0, 0.0, 10)}
     path = tmp_path / "nodes.json"
     arguments = ("--device", "cpu", "--nodes", "30", "90", "--out", str(path))
     monkeypatch.setattr(gc, "freeze", lambda: None)
-    for slow_s, code in ((1.0, 0), (9.0, 1)):
-        runs[90] = (slow_s, 0.5, 100)
-        monkeypatch.setattr(capture_nodes, "captured_once", lambda size, _: runs[size])
-        assert capture_nodes.main(arguments) == code
-        small, large, ratio = json.loads(path.read_text())["rows"]
-        assert small["what"] == "a capture of 40 nodes"
-        text = "0.400 s of processor, 10000.0 us for a node; an eager iteration 0.100 s"
-        assert small["result"] == text
-        assert large["ok"]
-        assert ratio["result"] == f"{slow_s:.2f} times as long as of the smallest"
-        assert ratio["ok"] == (code == 0)
-        assert ratio["result"] in capsys.readouterr().out
+    monkeypatch.setattr(capture_nodes, "captured_once", lambda size, _: runs[size])
+    assert capture_nodes.main(arguments) == code
+    small, _, ratio = json.loads(path.read_text())["rows"]
+    assert small["what"] == "a capture of 40 nodes"
+    text = "0.400 s of processor, 10000.0 us for a node; an eager iteration 0.100 s"
+    assert small["result"] == text
+    assert ratio["result"] == f"{slow_s:.2f} times as long as of the smallest"
+    assert ratio["ok"] == (code == 0)
 
 
 def test_a_chain_has_about_as_many_nodes_as_were_asked_for() -> None:
