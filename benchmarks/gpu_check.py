@@ -40,9 +40,11 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from benchmarks.limited import ROOT, run_limited
 from graphfsdp.bench.machine import find_environment
-from graphfsdp.bench.results import Table, environment_text
+from graphfsdp.bench.process import run_limited
+from graphfsdp.bench.results import Row, Table, environment_text
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
 
 
 @dataclass(frozen=True)
@@ -76,60 +78,62 @@ BENCH_START_S = 20.0  # Python starts
 MAX_CHARACTERS = 6000
 
 
-def run_pytest(arguments: Sequence[str], limit_s: float) -> tuple[list[ElementTree.Element], str]:
-    """Return the cases, and why they are not to be trusted; past the limit, those so far."""
+def failed(what: str, result: str, text: str = "") -> Row:
+    """Return a row of what went wrong, with all that was said of it."""
+    return {"what": what, "result": result, "ok": False, "text": text[-MAX_CHARACTERS:]}
+
+
+def run_tests(paths: Sequence[str], limit_s: float, device: torch.device) -> list[Row]:
+    """Run tests in a process, and past the limit tell of those so far; on a GPU those that need it.
+
+    What a test has recorded by ``record_property`` is a row.
+    """
+    what = "pytest " + " ".join(paths)
+    marked = ["-m", "gpu or multi_gpu"] if device.type == "cuda" else []
     with tempfile.TemporaryDirectory() as folder:
         report = pathlib.Path(folder) / "report.xml"
         # The other family of reports has no properties.
         options = ("-q", "-p", "no:cacheprovider", "-o", "junit_family=xunit1")
         code, output = run_limited(
-            [sys.executable, "-m", "pytest", *options, f"--junitxml={report}", *arguments],
+            [sys.executable, "-m", "pytest", *options, f"--junitxml={report}", *marked, *paths],
             limit_s,
             # A plugin that happens to be installed may warn, and here a warning is an error.
             {**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"},
+            folder=ROOT,
             grace_s=GRACE_S,  # pytest then writes what it has so far
         )
-        error = ""
-        if code is None:
-            places = [line for line in output.splitlines() if line.endswith("KeyboardInterrupt")]
-            where = "; ".join(["the counts are of what ran", *places])
-            error = f"stopped after {limit_s:.0f} s; {where}"
-        elif not report.exists() or code not in (0, 1):
-            error = f"pytest ended with {code}:\n{output[-MAX_CHARACTERS:]}"
-        cases = ElementTree.parse(report).iter("testcase") if report.exists() else ()
-        # A test that was interrupted has an entry without a name.
-        return [case for case in cases if case.get("name")], error
-
-
-def run_tests(paths: Sequence[str], limit_s: float, device: torch.device) -> dict[str, Any]:
-    """Run tests in a process; on a GPU only those that need one.
-
-    What a test has recorded by ``record_property`` is a row.
-    """
-    marked = ["-m", "gpu or multi_gpu"] if device.type == "cuda" else []
-    cases, error = run_pytest([*marked, *paths], limit_s)
-    rows: list[dict[str, Any]] = []
-    failures: dict[str, str] = {}
-    num_skipped = 0
+        cases = list(ElementTree.parse(report).iter("testcase")) if report.exists() else []
+    rows = []
+    if code is None:
+        places = [line for line in output.splitlines() if line.endswith("KeyboardInterrupt")]
+        where = "; ".join(["the counts are of what ran", *places])
+        rows.append(failed(what, f"stopped after {limit_s:.0f} s; {where}"))
+    elif code not in (0, 1):
+        rows.append(failed(what, f"pytest ended with {code}", output))
+    num_passed = num_failed = num_skipped = 0
     for case in cases:
-        name = f"{case.get('classname', '')}.{case.get('name', '')}"
+        if not case.get("name"):  # a test that was interrupted has an entry without one
+            continue
         outcomes = {element.tag: element for element in case}
         bad = outcomes.get("failure", outcomes.get("error"))
         if bad is not None:
-            failures[name] = (bad.text or bad.get("message") or "")[-MAX_CHARACTERS:]
-            rows.append({"what": name, "result": last_line(failures[name]), "ok": False})
-        num_skipped += "skipped" in outcomes
+            text = bad.text or bad.get("message") or ""
+            name = f"{case.get('classname', '')}.{case.get('name')}"
+            rows.append(failed(name, last_line(text), text))
+            num_failed += 1
+        elif "skipped" in outcomes:
+            num_skipped += 1
+        else:
+            num_passed += 1
         for found in case.iter("property"):
             rows.append({"what": found.get("name"), "result": found.get("value"), "ok": True})
-    num_passed = len(cases) - len(failures) - num_skipped
-    text = f"{num_passed} passed, {len(failures)} failed, {num_skipped} skipped"
+    text = f"{num_passed} passed, {num_failed} failed, {num_skipped} skipped"
     # What only a GPU has is skipped on a CPU that rehearses.
-    good = not failures and not error and bool(num_passed or (num_skipped and device.type == "cpu"))
-    rows.insert(0, {"what": "pytest " + " ".join(paths), "result": text, "ok": good})
-    return {"rows": rows, "error": error or None, "failures": failures}
+    good = code == 0 and bool(num_passed or (num_skipped and device.type == "cpu"))
+    return [{"what": what, "result": text, "ok": good}, *rows]
 
 
-def tests_part(part: Part, limit_s: float, device: torch.device, times: float) -> dict[str, Any]:
+def tests_part(part: Part, limit_s: float, device: torch.device, times: float) -> list[Row]:
     """Run tests in several processes, some at a time.
 
     One that is named has its own; those of a file share what is slow to make, and stay together.
@@ -147,63 +151,18 @@ def tests_part(part: Part, limit_s: float, device: torch.device, times: float) -
     groups = [[path] for path in alone]
     groups += [files[first::num_at_once] for first in range(min(num_at_once, len(files)))]
 
-    def run(group: Sequence[str]) -> dict[str, Any]:
+    def run(group: Sequence[str]) -> list[Row]:
         most_s = TEST_LIMIT_S * times if group[0] in alone else limit_s
         left_s = min(most_s, deadline - time.monotonic())
         if left_s < 1:
-            text = f"left out: {limit_s:.0f} s are over"
-            row = {"what": f"pytest {' '.join(group)}", "result": text, "ok": False}
-            return {"rows": [row], "error": None, "failures": {}}
+            return [failed(f"pytest {' '.join(group)}", f"left out: {limit_s:.0f} s are over")]
         return run_tests(group, left_s, device)
 
     with concurrent.futures.ThreadPoolExecutor(num_at_once) as pool:
-        done = [*pool.map(run, groups)]
-    wrong = [
-        f"{' '.join(group)}:\n{each['error']}"
-        for group, each in zip(groups, done, strict=True)
-        if each["error"]
-    ]
-    return {
-        "rows": [row for each in done for row in each["rows"]],
-        "error": "\n\n".join(wrong) or None,
-        "failures": {name: text for each in done for name, text in each["failures"].items()},
-    }
+        return [row for rows in pool.map(run, groups) for row in rows]
 
 
-def run_program(module: Sequence[str], limit_s: float) -> str | None:
-    """Run a module and its arguments; return what was wrong."""
-    environment = dict(os.environ)
-    if "CUDA_STAND_IN" in environment:  # where nobody computes what torch.compile makes
-        environment["CUDA_STAND_IN_KERNELS"] = "none"
-    code, output = run_limited([sys.executable, "-m", *module], limit_s, environment)
-    if code is None:
-        return f"stopped after {limit_s:.0f} s"
-    return f"the process ended with {code}\n{output[-MAX_CHARACTERS:]}" if code else None
-
-
-def rows_part(words: Sequence[str], limit_s: float) -> dict[str, Any]:
-    """Run a program that measures; what is too slow is a row that is not good."""
-    with tempfile.TemporaryDirectory() as folder:
-        path = pathlib.Path(folder) / "rows.json"
-        module, *arguments = words
-        error = run_program([f"benchmarks.{module}", *arguments, "--out", str(path)], limit_s)
-        if path.exists():  # such a program ends with 1 where a row is not good
-            return {"rows": json.loads(path.read_text())["rows"], "error": None}
-        return {"rows": [], "error": error}
-
-
-def bench_part(words: Sequence[str], limit_s: float, results: pathlib.Path) -> dict[str, Any]:
-    """Run the benchmark; cases that do not fit are named in the rows."""
-    budget = max(limit_s - BENCH_START_S, 1.0) / 60
-    with tempfile.TemporaryDirectory() as folder:
-        command = ["graphfsdp", "bench", *words, "--budget", f"{budget:.3f}", "--out", folder]
-        error = run_program(command, limit_s)
-        if error is not None:
-            return {"rows": [], "error": error}
-        return {"rows": bench_rows(pathlib.Path(folder), results), "error": None}
-
-
-def bench_rows(folder: pathlib.Path, results: pathlib.Path) -> list[dict[str, Any]]:
+def bench_rows(folder: pathlib.Path, results: pathlib.Path) -> list[Row]:
     """A row is good if the contender ran, or is not ours; and if ours trained eager's losses.
 
     The result of a whole suite is kept.
@@ -215,7 +174,7 @@ def bench_rows(folder: pathlib.Path, results: pathlib.Path) -> list[dict[str, An
     result = Result.read(folder)
     if result.head["options"].get("suite") != "quick":
         keep(folder, results)
-    rows: list[dict[str, Any]] = []
+    rows: list[Row] = []
     for case in result.cases:
         table = case_table(result, case)
         name = workload_text(result.of(case)[0])
@@ -242,21 +201,14 @@ def last_line(text: str) -> str:
     return (marked or lines or [""])[0 if marked else -1][:200]
 
 
-def rows_of(document: dict[str, Any]) -> list[tuple[str, ...]]:
-    rows: list[tuple[str, ...]] = []
-    for part in document["parts"]:
-        rows += [
-            (part["name"], row["what"], row["result"], "yes" if row["ok"] else "no")
-            for row in part["rows"]
-        ]
-        if part["error"]:
-            rows.append((part["name"], "", last_line(part["error"]), "no"))
-    return rows
-
-
 def table_of(document: dict[str, Any]) -> Table:
     title = environment_text(document["environment"])
-    return Table(title, ("part", "what", "result", "good"), rows_of(document), num_left=4)
+    rows = [
+        (part["name"], row["what"], row["result"], "yes" if row["ok"] else "no")
+        for part in document["parts"]
+        for row in part["rows"]
+    ]
+    return Table(title, ("part", "what", "result", "good"), rows, num_left=4)
 
 
 def run_part(
@@ -267,14 +219,30 @@ def run_part(
     *,
     times: float,
     rehearses: bool,
-) -> dict[str, Any]:
+) -> list[Row]:
     if part.tests:
         return tests_part(part, limit_s, device, times)
     words = f"{part.program or part.bench} --device {device.type}".split()
     words += part.rehearsal.split() if rehearses else []
-    if part.program:
-        return rows_part(words, limit_s)
-    return bench_part(words, limit_s, results)
+    if part.bench:  # cases that do not fit are named in the rows
+        budget = max(limit_s - BENCH_START_S, 1.0) / 60
+        words = ["graphfsdp", "bench", *words, "--budget", f"{budget:.3f}"]
+    environment = dict(os.environ)
+    if "CUDA_STAND_IN" in environment:  # where nobody computes what torch.compile makes
+        environment["CUDA_STAND_IN_KERNELS"] = "none"
+    with tempfile.TemporaryDirectory() as folder:
+        out = pathlib.Path(folder) / "out"
+        command = [sys.executable, "-m", *words, "--out", str(out)]
+        code, output = run_limited(command, limit_s, environment, folder=ROOT)
+        if out.is_file():  # such a program ends with 1 where a row is not good
+            rows: list[Row] = json.loads(out.read_text())["rows"]
+            return rows
+        if code == 0:
+            return bench_rows(out, results)
+    why = f"the process ended with {code}: {last_line(output)}"
+    if code is None:
+        why = f"stopped after {limit_s:.0f} s"
+    return [failed(words[0], why, output)]
 
 
 def check(
@@ -303,20 +271,18 @@ def check(
     for number, (name, part) in enumerate(parts.items(), 1):
         start = time.monotonic()
         limit_s = deadline - start - sum(seconds[number:]) * times
-        found: dict[str, Any]
         if num_gpus < part.gpus:
             text = f"left out: {num_gpus} of {part.gpus} GPUs are here"
-            found = {"rows": [{"what": "needs GPUs", "result": text, "ok": True}], "error": None}
+            rows = [{"what": "needs GPUs", "result": text, "ok": True}]
         elif limit_s < 10:
-            found = {"rows": [], "error": f"left out: {total_s:.0f} s are over"}
+            rows = [failed("", f"left out: {total_s:.0f} s are over")]
         else:
-            found = run_part(part, limit_s, device, path.parent, times=times, rehearses=rehearses)
-        good = found["error"] is None and all(row["ok"] for row in found["rows"])
+            rows = run_part(part, limit_s, device, path.parent, times=times, rehearses=rehearses)
+        bad = [row for row in rows if not row["ok"]]
         took_s = round(time.monotonic() - start, 1)
-        document["parts"].append({"name": name, "ok": good, "seconds": took_s, **found})
-        num_good = sum(row["ok"] for row in found["rows"])
-        why = f"; {last_line(found['error'])}" if found["error"] else ""
-        tell(f"{name}: {num_good} of {len(found['rows'])} good, {took_s:.0f} s{why}")
+        document["parts"].append({"name": name, "ok": not bad, "seconds": took_s, "rows": rows})
+        why = f"; {bad[0]['result']}" if bad else ""
+        tell(f"{name}: {len(rows) - len(bad)} of {len(rows)} good, {took_s:.0f} s{why}")
         document["ok"] = number == len(parts) and all(done["ok"] for done in document["parts"])
         path.write_text(json.dumps(document, indent=1) + "\n")
     return document
@@ -375,9 +341,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     table = table_of(document)
     console.print(table.rich(["" if row[-1] == "yes" else "red" for row in table.rows]))
     for part in document["parts"]:
-        for text in (part["error"], *part.get("failures", {}).values()):
-            if text:
-                console.print(f"{part['name']}:", text, markup=False, soft_wrap=True)
+        for row in filter(lambda row: row.get("text"), part["rows"]):
+            what = f"{part['name']}: {row['what']}:"
+            console.print(what, row["text"], markup=False, soft_wrap=True)
     console.print(f"wrote {path}", soft_wrap=True)
     return 0 if document["ok"] else 1
 

@@ -14,8 +14,8 @@ from typing import Annotated, Any
 
 from rich.console import Console
 
-import graphfsdp
 from graphfsdp.bench.machine import find_environment
+from graphfsdp.bench.process import environment_with_this_package
 from graphfsdp.bench.results import Row, finite
 from graphfsdp.command_line import Parser, add_flags, print_line, require
 from graphfsdp.errors import ConfigError
@@ -226,13 +226,11 @@ def _run(command: Sequence[str], log: Path, seed: int, config: TrainConfig) -> R
 
 
 def _execute(command: Sequence[str], shown: Path) -> int:
-    # A checkout that is not installed is found by its runs, wherever they are started.
-    root = str(Path(graphfsdp.__file__).parent.parent)
-    paths = [root, *filter(None, [os.environ.get("PYTHONPATH")])]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
     with (
         shown.open("wb") as sink,
-        subprocess.Popen(command, stdout=sink, stderr=sink, env=environment) as process,
+        subprocess.Popen(
+            command, stdout=sink, stderr=sink, env=environment_with_this_package()
+        ) as process,
     ):
         try:
             return process.wait()

@@ -1,129 +1,153 @@
-"""Measures a case in a process of its own, and goes on without what takes that process down."""
+"""Processes that end at a limit, with all that they have started; a case that runs in one.
 
-import contextlib
+A process that hangs holds a GPU, and what its parent writes into: so at its end its whole session
+is killed, what was written is read from a file, and nobody waits for what cannot be killed, as one
+deep in a driver.
+"""
+
 import dataclasses
-import multiprocessing
 import os
+import pickle
 import signal
+import subprocess
+import sys
 import tempfile
 import time
-from multiprocessing.connection import Connection, wait
-from multiprocessing.process import BaseProcess
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import torch
 
+import graphfsdp
 from graphfsdp.bench.contenders import Setting
-from graphfsdp.bench.measure import NUM_THREADS, Turn, measure_case
+from graphfsdp.bench.measure import NUM_THREADS, measure_case
 from graphfsdp.bench.results import REFERENCE, Row
 from graphfsdp.errors import ConfigError, GraphFSDPError
 
-# A contender that says nothing for so long hangs; compiling a large model takes minutes.
-SILENCE_LIMIT_S = 300.0
-_TAIL = 2000
+# A contender whose turn is no shorter hangs; compiling a large model takes minutes.
+SILENCE_LIMIT_S = 300
+_KILLED_S = 10.0  # for the system to end what was killed
 
 
 class CaseFailedError(GraphFSDPError):
     """A case has no result at all; the message says why."""
 
 
-def run_case(setting: Setting, turn: Turn = lambda _: None) -> list[Row]:
+def run_limited(
+    command: Sequence[str],
+    limit_s: float,
+    environment: Mapping[str, str],
+    *,
+    folder: Path | None = None,
+    grace_s: float = 0.0,
+) -> tuple[int | None, str]:
+    """Run a program in a folder; return its exit code, None past the limit, and all it has written.
+
+    With ``grace_s`` the program gets a Ctrl-C at the limit and so long to report.
+    """
+    with tempfile.TemporaryFile("w+", errors="replace") as output:
+        process = subprocess.Popen(
+            command,
+            cwd=folder,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        try:
+            code = wait(process, limit_s)
+            if code is None and grace_s:
+                process.send_signal(signal.SIGINT)
+                wait(process, grace_s)
+        finally:  # also after Ctrl-C
+            with suppress(ProcessLookupError):  # it was alone
+                os.killpg(process.pid, signal.SIGKILL)
+            wait(process, _KILLED_S)
+        output.seek(0)
+        return code, output.read()
+
+
+def wait(process: subprocess.Popen[bytes], limit_s: float) -> int | None:
+    try:
+        return process.wait(limit_s)
+    except subprocess.TimeoutExpired:
+        return None
+
+
+def environment_with_this_package() -> dict[str, str]:
+    """A checkout that is not installed is found by its processes, wherever they are started."""
+    root = str(Path(graphfsdp.__file__).parent.parent)
+    paths = [root, *filter(None, [os.environ.get("PYTHONPATH")])]
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
+
+
+def run_case(setting: Setting) -> list[Row]:
     """A contender that ends the process is left out, with the reason; the others start anew.
 
     Raises CaseFailedError where the case cannot be measured, or not within its limit.
     """
     deadline = time.monotonic() + setting.limit_s
     while True:
-        found = _run_child(setting, turn, deadline)
+        found = _run_child(setting)
         if isinstance(found, list):
             return found
-        if isinstance(found, ConfigError):
-            raise CaseFailedError(str(found))
-        assert isinstance(found, tuple)
         contender, reason = found
-        if not contender or contender == REFERENCE:
-            raise CaseFailedError(reason)
         left_s = deadline - time.monotonic()
+        if contender in ("", REFERENCE):
+            raise CaseFailedError(reason)
         if left_s <= 0:
             raise CaseFailedError(f"{reason} (at {contender})")
         excluded = {**setting.excluded, contender: reason}
         setting = dataclasses.replace(setting, excluded=excluded, limit_s=left_s)
 
 
-def child_main(tells: Connection, log: str, setting: Setting) -> None:
-    """Measure; tell whose turn it is, then the lines or a ConfigError."""
-    # A session of its own, so that what it starts, compilers for example, can be ended with it.
-    os.setsid()
-    with open(log, "wb") as sink:
-        os.dup2(sink.fileno(), 1)
-        os.dup2(sink.fileno(), 2)
+def _run_child(setting: Setting) -> list[Row] | tuple[str, str]:
+    """Return what was measured, or the contender that the child was at and how it ended."""
+    with tempfile.TemporaryDirectory(prefix="graphfsdp-bench-") as name:
+        folder = Path(name)
+        (folder / "setting").write_bytes(pickle.dumps(setting))
+        (folder / "turn").touch()
+        command = [sys.executable, "-m", "graphfsdp.bench.process", name]
+        code, said = run_limited(command, setting.limit_s, environment_with_this_package())
+        if (folder / "answer").exists():
+            answer: list[Row] | ConfigError = pickle.loads((folder / "answer").read_bytes())
+            if isinstance(answer, ConfigError):
+                raise CaseFailedError(str(answer))
+            return answer
+        return (folder / "turn").read_text(), _how(code, said)
+
+
+def _how(exit_code: int | None, said: str) -> str:
+    if exit_code is None:
+        return "stopped: the time for this case was over"
+    if exit_code == -signal.SIGALRM:
+        return f"stopped: no progress for {SILENCE_LIMIT_S} s"
+    if exit_code < 0:
+        return f"its process was ended by signal {signal.Signals(-exit_code).name}"
+    last = said.strip().splitlines()[-1] if said.strip() else "no message"
+    return f"its process ended with exit code {exit_code}: {last}"
+
+
+def child_main(name: str) -> None:
+    """Measure the case of a folder; leave there whose turn it is, then lines or a ConfigError."""
+    folder = Path(name)
+
+    def turn(contender: str) -> None:
+        (folder / "turn").write_text(contender)
+        signal.alarm(SILENCE_LIMIT_S)  # ends this process, whatever it is in
+
+    turn("")
     torch.set_num_threads(NUM_THREADS)
     answer: object
     try:
-        answer = measure_case(setting, lambda name: tells.send((name,)))
+        answer = measure_case(pickle.loads((folder / "setting").read_bytes()), turn)
     except ConfigError as error:
         answer = ConfigError(str(error))
-    tells.send(answer)
+    (folder / "unfinished").write_bytes(pickle.dumps(answer))
+    os.replace(folder / "unfinished", folder / "answer")
 
 
-def _run_child(setting: Setting, turn: Turn, deadline: float) -> object:
-    """Return what was measured, or the contender that the child was at and how it ended."""
-    context = multiprocessing.get_context("spawn")
-    hears, tells = context.Pipe(duplex=False)
-    with tempfile.TemporaryDirectory(prefix="graphfsdp-bench-") as folder:
-        log = Path(folder) / "log"
-        log.touch()
-        child = context.Process(target=child_main, args=(tells, str(log), setting))
-        child.start()
-        tells.close()
-        at = ""
-        try:
-            while True:
-                message = _next_message(hears, child, deadline)
-                match message:
-                    case None:
-                        child.join()
-                        break
-                    case str():
-                        return at, message
-                    case (str(name),):
-                        at = name
-                        turn(name)
-                    case _:
-                        return message
-        finally:  # also after Ctrl-C
-            _end_group(child)
-            hears.close()
-        tail = log.read_text(encoding="utf-8", errors="replace")[-_TAIL:].strip()
-    assert child.exitcode is not None
-    return at, _how(child.exitcode, tail)
-
-
-def _next_message(hears: Connection, child: BaseProcess, deadline: float) -> object:
-    """Return what the child tells, a sentence if it must not go on, None if it has ended."""
-    silent_until = time.monotonic() + SILENCE_LIMIT_S
-    left_s = min(deadline, silent_until) - time.monotonic()
-    # Processes that the child has started may hold its end of the pipe open after its own end.
-    if not wait([hears, child.sentinel], max(left_s, 0.0)):
-        if deadline <= silent_until:
-            return "stopped: the time for this case was over"
-        return f"stopped: no progress for {SILENCE_LIMIT_S:.0f} s"
-    try:
-        return hears.recv() if hears.poll() else None
-    except EOFError:
-        return None
-
-
-def _end_group(child: BaseProcess) -> None:
-    assert child.pid is not None
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(child.pid, signal.SIGKILL)
-    child.kill()
-    child.join()
-
-
-def _how(exit_code: int, tail: str) -> str:
-    if exit_code < 0:
-        return f"its process was ended by signal {signal.Signals(-exit_code).name}"
-    last = tail.splitlines()[-1] if tail else "no message"
-    return f"its process ended with exit code {exit_code}: {last}"
+if __name__ == "__main__":
+    child_main(sys.argv[1])

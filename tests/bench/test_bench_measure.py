@@ -1,16 +1,10 @@
 import dataclasses
-import functools
 import math
-import os
 import pathlib
+import pickle
 import signal
-import subprocess
-import sys
 import time
-import types
 from collections.abc import Callable
-from multiprocessing.connection import Connection
-from typing import Any
 
 import pytest
 import torch
@@ -30,7 +24,7 @@ from graphfsdp.bench.workloads import Case, find_workload
 from graphfsdp.data import Batch
 from graphfsdp.errors import ConfigError
 from graphfsdp.training.ranks import Ranks
-from ranks import RankPool, fork_server
+from ranks import RankPool
 
 
 def setting_on(device: torch.device, *contenders: str) -> Setting:
@@ -213,87 +207,76 @@ def test_ranks_measure_together_and_leave_out_what_fails_on_one_of_them(ranks2: 
     assert eager[0]["last_loss"] != eager[1]["last_loss"], "the ranks trained on the same batches"
 
 
-def ends_badly(how: str, result: list[Row], tells: Connection, log: str, setting: Setting) -> None:
-    """Stand in a child's place: at the first try something happens to the contender pytorch."""
-    os.setsid()
-    with open(log, "wb") as sink:
-        os.dup2(sink.fileno(), 2)
-    tells.send(("pytorch",))
-    if not setting.excluded:
-        match how:
-            case "orphan":
-                subprocess.Popen([sys.executable, "-c", "import time; time.sleep(100)"])
-                os.kill(os.getpid(), signal.SIGSEGV)
-            case "signal":
-                os.kill(os.getpid(), signal.SIGSEGV)
-            case "exit":
-                sys.stderr.write("Fatal Python error\n")
-                os._exit(1)
-            case "hang":
-                time.sleep(3600)
-            case "config":
-                tells.send(ConfigError("no such text"))
-    tells.send(result)
-
-
 SETTING = setting_on(torch.device("cpu"), "eager", "pytorch", "full_iteration")
 
 
-@pytest.fixture
-def _quick_children(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fork what stands in a child's place, which imports torch for seconds otherwise."""
-    context = fork_server()
-    monkeypatch.setattr(
-        process, "multiprocessing", types.SimpleNamespace(get_context=lambda kind: context)
-    )
+def in_a_childs_place(
+    monkeypatch: pytest.MonkeyPatch, code: int | None, said: str, *answers: object
+) -> list[Setting]:
+    """Let a child end so in the turn of pytorch, if it has no answer; return what each is given."""
+    settings: list[Setting] = []
+
+    def run(command: list[str], *_: object) -> tuple[int | None, str]:
+        folder = pathlib.Path(command[-1])
+        settings.append(pickle.loads((folder / "setting").read_bytes()))
+        (folder / "turn").write_text("pytorch")
+        for answer in answers[len(settings) - 1 : len(settings)]:
+            if answer is not None:
+                (folder / "answer").write_bytes(pickle.dumps(answer))
+        return code, said
+
+    monkeypatch.setattr(process, "run_limited", run)
+    return settings
 
 
-@pytest.mark.usefixtures("_quick_children")
 @pytest.mark.parametrize(
-    ("how", "reason"),
+    ("code", "said", "reason"),
     [
-        ("signal", "its process was ended by signal SIGSEGV"),
-        ("orphan", "its process was ended by signal SIGSEGV"),
-        ("exit", "its process ended with exit code 1: Fatal Python error"),
-        ("hang", "stopped: no progress for 2 s"),
+        (-signal.SIGSEGV, "", "its process was ended by signal SIGSEGV"),
+        (1, "...\nFatal Python error\n", "its process ended with exit code 1: Fatal Python error"),
+        (1, "", "its process ended with exit code 1: no message"),
+        (-signal.SIGALRM, "", "stopped: no progress for 300 s"),
     ],
 )
 def test_a_contender_that_takes_its_process_down_is_left_out_and_named(
-    how: str,
-    reason: str,
-    monkeypatch: pytest.MonkeyPatch,
-    measured: tuple[list[Row], list[Faulty]],
+    code: int, said: str, reason: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(process, "child_main", functools.partial(ends_badly, how, measured[0]))
-    settings: list[Setting] = []
-    real = process._run_child
-
-    def spy(setting: Setting, *others: Any) -> object:
-        monkeypatch.setattr(process, "SILENCE_LIMIT_S", 600.0)  # to start may take long
-        settings.append(setting)
-        return real(setting, *others)
-
-    monkeypatch.setattr(process, "_run_child", spy)
-    said: list[str] = []
-
-    def turn(name: str) -> None:
-        said.append(name)
-        if how == "hang" and len(settings) == 1:
-            monkeypatch.setattr(process, "SILENCE_LIMIT_S", 2.0)
-
-    assert run_case(dataclasses.replace(SETTING, limit_s=3600), turn) == measured[0]
+    rows = [{"contender": "eager"}]
+    settings = in_a_childs_place(monkeypatch, code, said, None, rows)
+    assert run_case(dataclasses.replace(SETTING, limit_s=3600)) == rows
     assert [each.excluded for each in settings] == [{}, {"pytorch": reason}]
-    assert said == ["pytorch"] * 2
 
 
-@pytest.mark.usefixtures("_quick_children")
+@pytest.mark.parametrize(
+    ("answer", "limit_s", "message"),
+    [
+        (ConfigError("no such text"), 3600, "no such text"),
+        (None, 0, r"the time for this case was over \(at pytorch\)"),
+    ],
+)
 def test_a_case_that_cannot_be_made_or_takes_too_long_fails_with_words(
-    monkeypatch: pytest.MonkeyPatch, measured: tuple[list[Row], list[Faulty]]
+    answer: object, limit_s: float, message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for how, limit_s, message in (("config", 3600, "no such text"), ("hang", 1, "was over")):
-        monkeypatch.setattr(process, "child_main", functools.partial(ends_badly, how, measured[0]))
-        with pytest.raises(CaseFailedError, match=message):
-            run_case(dataclasses.replace(SETTING, limit_s=limit_s))
+    in_a_childs_place(monkeypatch, None, "", answer)
+    with pytest.raises(CaseFailedError, match=message):
+        run_case(dataclasses.replace(SETTING, limit_s=limit_s))
+
+
+def hang_in_a_turn(folder: str) -> None:
+    def hang(setting: Setting, turn: Callable[[str], object]) -> None:
+        turn("pytorch")
+        time.sleep(600)
+
+    process.SILENCE_LIMIT_S = 1
+    process.measure_case = hang  # type: ignore[assignment]
+    process.child_main(folder)
+
+
+def test_a_child_that_hangs_in_a_turn_ends_itself(tmp_path: pathlib.Path) -> None:
+    (tmp_path / "setting").write_bytes(pickle.dumps(SETTING))
+    with forked_programs.forked(hang_in_a_turn, str(tmp_path)) as child:
+        assert child.ended().returncode == -signal.SIGALRM
+    assert (tmp_path / "turn").read_text() == "pytorch"
 
 
 @pytest.mark.slow

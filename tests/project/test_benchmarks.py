@@ -55,7 +55,7 @@ def test_the_newest_check_of_a_real_gpu_is_shown(tmp_path: pathlib.Path) -> None
         row = {"what": "x", "result": seen, "ok": False}
         document = {
             "environment": facts,
-            "parts": [{"name": "tests", "rows": [row], "error": None}],
+            "parts": [{"name": "tests", "rows": [row]}],
         }
         name = f"gpu_check_{gpu}_{date}.json"
         (tmp_path / name).write_text(json.dumps(document))

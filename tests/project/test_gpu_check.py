@@ -4,6 +4,7 @@ import pathlib
 import subprocess
 import sys
 import types
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,10 +12,11 @@ import torch
 
 import bench_results
 import forked_programs
-from benchmarks import gpu_check, limited
+from benchmarks import gpu_check
 from benchmarks.gpu_check import Part
-from graphfsdp.bench.command import SHORTEST_CASE_S, BenchOptions, parse_bench_arguments
-from graphfsdp.bench.results import RESULT
+from graphfsdp.bench import process
+from graphfsdp.bench.command import SHORTEST_CASE_S, parse_bench_arguments
+from graphfsdp.bench.results import RESULT, Row
 from time_limits import until
 
 STOPPED = types.SimpleNamespace(monotonic=lambda: 0.0)  # a clock
@@ -59,7 +61,7 @@ def test_the_tests_of_all_parts_exist_and_smoke_are_twenty_five() -> None:
     assert gpu_check.PARTS.keys() - parts.keys() == programs
     assert len(parts["smoke"]) == 25
     # By themselves: beside a folder pytest does not look at what else is named of it.
-    assert all((limited.ROOT / path).exists() for path in parts.pop("tests"))
+    assert all((gpu_check.ROOT / path).exists() for path in parts.pop("tests"))
     names = [name.replace("DEVICE", "cpu") for part in parts.values() for name in part]
     program = "import sys, pytest; sys.exit(pytest.main(sys.argv[1:]))"
     options = ("--collect-only", "-q", "-p", "no:cacheprovider", "--strict-markers")
@@ -72,9 +74,9 @@ def limits(monkeypatch: pytest.MonkeyPatch) -> dict[Part, float]:
     """What each part is given while the clock stands still and nothing runs."""
     given: dict[Part, float] = {}
 
-    def note(part: Part, limit_s: float, *_: Any, **__: Any) -> dict[str, Any]:
+    def note(part: Part, limit_s: float, *_: Any, **__: Any) -> list[Row]:
         given[part] = limit_s
-        return {"rows": [], "error": None}
+        return []
 
     monkeypatch.setattr(gpu_check, "run_part", note)
     monkeypatch.setattr(gpu_check, "time", STOPPED)
@@ -123,17 +125,54 @@ def test_what_needs_two_gpus_has_seconds_of_its_own_or_is_left_out(
     assert limits[others[-1]] == gpu_check.TOTAL_LIMIT_S
 
 
-def test_what_a_program_measures_is_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = {"rows": [{"what": "a node", "result": "slow", "ok": False}]}
+def in_place_of_programs(
+    monkeypatch: pytest.MonkeyPatch, code: int | None, write: Callable[[pathlib.Path], object]
+) -> list[list[str]]:
+    """Let programs end so, with what ``write`` writes; return their arguments."""
+    commands: list[list[str]] = []
 
-    def note(command: list[str], *_: object) -> tuple[int, str]:
-        pathlib.Path(command[command.index("--out") + 1]).write_text(json.dumps(found))
-        return 1, ""
+    def run(command: list[str], *_: object, **__: object) -> tuple[int | None, str]:
+        commands.append(command)
+        write(pathlib.Path(command[-1]))
+        return code, "said before\nCUDA error"
 
-    monkeypatch.setattr(gpu_check, "run_limited", note)
-    assert gpu_check.rows_part(["capture_nodes"], 40) == {**found, "error": None}
-    monkeypatch.setattr(gpu_check, "run_limited", lambda *_: (None, "began"))
-    assert gpu_check.rows_part(["capture_nodes"], 40)["error"] == "stopped after 40 s"
+    monkeypatch.setattr(gpu_check, "run_limited", run)
+    return commands
+
+
+def run_part(name: str, results: pathlib.Path, *, rehearses: bool = False) -> list[Row]:
+    part, cuda = gpu_check.PARTS[name], torch.device("cuda")
+    return gpu_check.run_part(part, 360, cuda, results, times=1.0, rehearses=rehearses)
+
+
+def nothing(_: pathlib.Path) -> None:
+    pass
+
+
+def test_what_a_program_measures_is_rows(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = [{"what": "a node", "result": "slow", "ok": False}]
+    in_place_of_programs(monkeypatch, 1, lambda path: path.write_text(json.dumps({"rows": rows})))
+    assert run_part("nodes", tmp_path) == rows
+
+
+@pytest.mark.parametrize("name", ["nodes", "bench"])
+@pytest.mark.parametrize(
+    ("code", "result"),
+    [(None, "stopped after 360 s"), (1, "the process ended with 1: CUDA error")],
+)
+def test_a_program_that_fails_is_a_row_with_all_that_it_said(
+    code: int | None,
+    result: str,
+    name: str,
+    tmp_path: pathlib.Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    in_place_of_programs(monkeypatch, code, nothing)
+    (row,) = run_part(name, tmp_path)
+    assert (row["result"], row["ok"]) == (result, False)
+    assert row["text"] == "said before\nCUDA error"
 
 
 def test_on_a_gpu_only_its_tests_run_and_on_several_processes(
@@ -141,44 +180,30 @@ def test_on_a_gpu_only_its_tests_run_and_on_several_processes(
 ) -> None:
     for index in range(8):
         (tmp_path / f"test_{index}.py").touch()
-    seen: list[tuple[list[str], float]] = []
-
-    def run_pytest(arguments: Any, limit_s: float) -> tuple[list[Any], str]:
-        seen.append((list(arguments), limit_s))
-        return [], ""
-
-    monkeypatch.setattr(gpu_check, "run_pytest", run_pytest)
+    commands = in_place_of_programs(monkeypatch, 0, nothing)
     monkeypatch.setattr(gpu_check, "time", STOPPED)
     monkeypatch.setattr("benchmarks.gpu_check.os.cpu_count", lambda: 16)
     part = Part(100, (str(tmp_path), "tests/x.py"))
     gpu_check.tests_part(part, 100, torch.device("cuda"), 1.0)
     files = [*(f"{tmp_path}/test_{index}.py" for index in range(8)), "tests/x.py"]
-    given = [arguments[2:] for arguments, _ in seen]
+    given = [command[command.index("gpu or multi_gpu") + 1 :] for command in commands]
     assert sorted(given) == sorted(files[index::6] for index in range(6))
-    marked = ["-m", "gpu or multi_gpu"]
-    assert all(arguments[:2] == marked and limit_s == 100 for arguments, limit_s in seen)
 
 
 def test_the_benchmark_is_a_part_whose_result_is_kept(
     tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Bad is a contender of ours that did not run, and no other one."""
-    calls: list[BenchOptions] = []
     made = bench_results.result()
     ours = {"contender": "forward_backward", "reason": "CaptureError: no"}
     made.rows.append({**bench_results.FACTS, **ours})
-    codes = iter((0, 0, 1))
 
-    def run(command: list[str], *_: object) -> tuple[int, str]:
-        calls.append(parse_bench_arguments(command[command.index("bench") + 1 :]))
-        made.write(pathlib.Path(command[command.index("--out") + 1]) / RESULT)
-        return next(codes), "said before\nCUDA error"
+    def write(out: pathlib.Path) -> None:
+        out.mkdir()
+        made.write(out / RESULT)
 
-    monkeypatch.setattr(gpu_check, "run_limited", run)
-    arguments = (gpu_check.PARTS["bench"], 360, torch.device("cuda"), tmp_path)
-    part = gpu_check.run_part(*arguments, times=1.0, rehearses=False)
-    assert part["error"] is None
-    rows = {row["what"]: row for row in part["rows"]}
+    commands = in_place_of_programs(monkeypatch, 0, write)
+    rows = {row["what"]: row for row in run_part("bench", tmp_path)}
     case = "gpt-tiny fp32, 4 x 32 tokens"
     captured = rows[f"{case}: full_iteration"]["result"]
     assert ", ms/step 1.500, p95 3.700, tokens/s 85,333, init s 0.02, " in captured
@@ -190,14 +215,11 @@ def test_the_benchmark_is_a_part_whose_result_is_kept(
     assert rows[bad]["result"] == "CaptureError: no"
     assert [what for what, row in rows.items() if not row["ok"]] == [bad]
     assert {path.name for path in tmp_path.iterdir()} == {"bench_cpu.jsonl"}
-    gpu_check.run_part(*arguments, times=1.0, rehearses=True)
-    whole, small = calls
+    run_part("bench", tmp_path, rehearses=True)
+    whole, small = (parse_bench_arguments(each[each.index("bench") + 1 :]) for each in commands)
     assert (whole.suite, small.suite, small.contender) == ("gpu", "quick", whole.contender)
     assert whole.budget is not None
     assert whole.budget * 60 < 360
-    failed = gpu_check.run_part(*arguments, times=1.0, rehearses=False)
-    error = "the process ended with 1\nsaid before\nCUDA error"
-    assert failed == {"rows": [], "error": error}
 
 
 def test_a_part_that_fails_does_not_stop_the_others(tmp_path: pathlib.Path) -> None:
@@ -214,20 +236,22 @@ def test_a_part_that_fails_does_not_stop_the_others(tmp_path: pathlib.Path) -> N
     assert json.loads(path.read_text()) == document
     assert not document["ok"]
     smoke, tests = document["parts"]
-    assert [row["result"] for row in smoke["rows"]] == [
+    rows = {row["result"]: row for row in smoke["rows"]}
+    assert list(rows) == [
         "0 passed, 1 failed, 0 skipped",
         "assert (1 + 1) == 3",
         "0 passed, 0 failed, 0 skipped",
+        "pytest ended with 7",
         "1 passed, 0 failed, 0 skipped",
     ]
-    assert "test_dies:\npytest ended with 7" in smoke["error"]
-    assert "def test_bad" in next(iter(smoke["failures"].values()))
+    assert rows["pytest ended with 7"]["what"].endswith("test_dies")
+    assert "def test_bad" in rows["assert (1 + 1) == 3"]["text"]
     assert tests["ok"]
-    missing = gpu_check.run_tests([f"{tmp_path}/missing.py"], 600, cpu)
-    assert missing["error"]
-    assert not missing["rows"][0]["ok"]
-    late = gpu_check.tests_part(parts["tests"], 0, cpu, 1.0)
-    assert late["rows"][0]["result"].startswith("left out")
+    counts, missing = gpu_check.run_tests([f"{tmp_path}/missing.py"], 600, cpu)
+    assert not counts["ok"]
+    assert (missing["result"], missing["ok"]) == ("pytest ended with 4", False)
+    (late,) = gpu_check.tests_part(parts["tests"], 0, cpu, 1.0)
+    assert late["result"].startswith("left out")
 
 
 def test_a_suite_that_takes_too_long_still_reports_what_it_ran(
@@ -240,24 +264,24 @@ def test_a_suite_that_takes_too_long_still_reports_what_it_ran(
         "    time.sleep(600)\n"
     )
     over_when(tmp_path / "long", monkeypatch)
-    part = gpu_check.run_tests([str(tmp_path)], 600, torch.device("cpu"))
-    assert part["rows"][0]["result"] == "1 passed, 0 failed, 0 skipped"
-    assert "stopped after 600 s" in part["error"]
-    assert "test_long.py:7: KeyboardInterrupt" in part["error"]
+    counts, late = gpu_check.run_tests([str(tmp_path)], 600, torch.device("cpu"))
+    assert counts["result"] == "1 passed, 0 failed, 0 skipped"
+    assert "stopped after 600 s" in late["result"]
+    assert "test_long.py:7: KeyboardInterrupt" in late["result"]
 
 
 def over_when(path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the first limit be over when the file is there."""
     first = [True]
 
-    def wait(process: subprocess.Popen[bytes], limit_s: float) -> int | None:
+    def wait(program: subprocess.Popen[bytes], limit_s: float) -> int | None:
         if first:
             first.clear()
             assert until(path.exists, 100)
             return None
-        return process.wait(100)
+        return program.wait(100)
 
-    monkeypatch.setattr(limited, "wait", wait)
+    monkeypatch.setattr(process, "wait", wait)
 
 
 def test_what_hangs_is_killed_with_all_that_it_has_started(
@@ -275,7 +299,7 @@ def test_what_hangs_is_killed_with_all_that_it_has_started(
     path = tmp_path / "child"
     over_when(path, monkeypatch)
     command = [sys.executable, "-c", program, str(path)]
-    code, output = limited.run_limited(command, 600, os.environ)
+    code, output = process.run_limited(command, 600, os.environ)
     assert code is None
     assert "hangs" in output
     child = int(path.read_text())
