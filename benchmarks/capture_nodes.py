@@ -18,7 +18,8 @@ import torch
 from torch import Tensor, nn
 
 import graphfsdp
-from benchmarks.rows import Row, parser_for, tell
+from benchmarks.rows import parser_for, tell
+from graphfsdp.bench.results import Row
 from graphfsdp.optim import FusedAdam
 
 SIZES = (1_000, 5_000, 20_000, 60_000)

@@ -8,27 +8,22 @@ the same model's forward and loss alone, without backward and optimizer: a call 
 return what they have returned before, and compute nothing.
 """
 
-import json
 import os
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
-from rich.table import Table
 from torch import Tensor
 
-from graphfsdp.bench.contenders import OwnContender, Setting, initial_model
-from graphfsdp.bench.machine import find_environment
-from graphfsdp.bench.workloads import Case, batch_source, suite
+from benchmarks.rows import CPU, tell_of_the_zoo
+from graphfsdp.bench.contenders import Setting, initial_model, own_contender
+from graphfsdp.bench.results import Row
+from graphfsdp.bench.workloads import Case, batch_source
 from graphfsdp.config import Scope
 from graphfsdp.training.ranks import Ranks
 
-RESULT = Path(__file__).parent / "results" / "guard_cost_cpu.json"
-CPU = torch.device("cpu")
 NUM_WARM_UPS = 8
 NUM_BATCHES = 20
 NUM_CALLS = 1_000
@@ -60,13 +55,14 @@ def without_computing(graph: torch.fx.GraphModule, _: Sequence[Tensor]) -> Calla
     return run
 
 
-def measure(case: Case) -> dict[str, Any]:
+def measure(case: Case) -> Row:
     setting = Setting(case, CPU)
-    contender = OwnContender(setting, Scope.FULL_ITERATION)
+    contender = own_contender(setting, Scope.FULL_ITERATION)
     batches = batch_source(case, CPU, Ranks()).take(0, NUM_BATCHES)
     for step in range(NUM_WARM_UPS):
         contender(batches[step], step)
-    recording = contender.step._runner._recordings.latest
+    assert contender.captured is not None
+    recording = contender.captured._runner._recordings.latest
     assert recording is not None
     graph: Any = recording.graph
     graph.replay = program = Stopwatch(graph.replay)
@@ -92,21 +88,20 @@ def measure(case: Case) -> dict[str, Any]:
 
 
 def main() -> None:
-    torch.set_num_threads(1)
     os.environ["GRAPHFSDP_AUDIT"] = "0"  # each call is to be a replay
-    results = [measure(case) for case in suite("zoo")]
-    table = Table(title="Around a replay, and around torch.compile's code of the forward alone")
-    table.add_column("architecture")
-    for heading in ("parameters", "step us", "around us", "share", "torch.compile us"):
-        table.add_column(heading, justify="right")
-    for row in results:
-        table.add_row(
-            *(row["name"], str(row["num_params"]), f"{row['step_us']:.0f}"),
-            *(f"{row['around_us']:.0f}", f"{row['share']:.1%}", f"{row['torch_compile_us']:.0f}"),
-        )
-    Console(width=100).print(table)
-    record = {"environment": find_environment(CPU), "architectures": results}
-    RESULT.write_text(json.dumps(record, indent=1) + "\n")
+    tell_of_the_zoo(
+        "guard_cost_cpu",
+        "Around a replay, and around torch.compile's code of the forward alone",
+        measure,
+        {
+            "architecture": "{name}",
+            "parameters": "{num_params}",
+            "step us": "{step_us:.0f}",
+            "around us": "{around_us:.0f}",
+            "share": "{share:.1%}",
+            "torch.compile us": "{torch_compile_us:.0f}",
+        },
+    )
 
 
 if __name__ == "__main__":

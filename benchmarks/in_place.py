@@ -5,26 +5,19 @@ the same with ``graphfsdp.capture_in_place`` before it. Ten iterations of one, t
 so on: the ratio of each pair is of processor time. Losses must be equal, bit for bit.
 """
 
-import json
-import math
 import statistics
 import time
-from pathlib import Path
-from typing import Any
 
 import torch
-from rich.console import Console
-from rich.table import Table
 from torch import Tensor, nn
 
 import graphfsdp
+from benchmarks.rows import CPU, tell_of_the_zoo
 from graphfsdp.bench.contenders import MAX_GRAD_NORM, Setting, initial_model
-from graphfsdp.bench.machine import find_environment
-from graphfsdp.bench.workloads import Case, batch_source, suite
+from graphfsdp.bench.results import Row
+from graphfsdp.bench.workloads import Case, batch_source
 from graphfsdp.training.ranks import Ranks
 
-RESULT = Path(__file__).parent / "results" / "in_place_cpu.json"
-CPU = torch.device("cpu")
 NUM_BATCHES = 32
 NUM_FIRST = 80  # iterations in which it is decided what stays
 NUM_PAIRS, NUM_TOGETHER = 40, 10
@@ -57,7 +50,7 @@ def seconds(loop: Loop) -> float:
     return time.process_time() - began
 
 
-def measure(case: Case) -> dict[str, Any]:
+def measure(case: Case) -> Row:
     plain, in_place = Loop(case, in_place=False), Loop(case, in_place=True)
     losses = []
     for loop in (plain, in_place):
@@ -84,21 +77,18 @@ def measure(case: Case) -> dict[str, Any]:
 
 
 def main() -> None:
-    torch.set_num_threads(1)
-    results = [measure(case) for case in suite("zoo")]
-    table = Table(title="A loop with capture_in_place, beside the loop as it is written")
-    table.add_column("architecture")
-    for heading in ("plain us", "ratio"):
-        table.add_column(heading, justify="right")
-    table.add_column("its model")
-    for row in results:
-        numbers = f"{row['plain_us']:.0f}", f"{row['ratio']:.2f}"
-        table.add_row(row["name"], *numbers, row["model"])
-    mean = math.exp(statistics.fmean(math.log(row["ratio"]) for row in results))
-    table.caption = f"geometric mean {mean:.2f}"
-    Console(width=100).print(table)
-    record = {"environment": find_environment(CPU), "mean": mean, "architectures": results}
-    RESULT.write_text(json.dumps(record, indent=1) + "\n")
+    tell_of_the_zoo(
+        "in_place_cpu",
+        "A loop with capture_in_place, beside the loop as it is written",
+        measure,
+        {
+            "architecture": "{name}",
+            "plain us": "{plain_us:.0f}",
+            "ratio": "{ratio:.2f}",
+            "its model": "{model}",
+        },
+        lambda rows: {"mean": statistics.geometric_mean(row["ratio"] for row in rows)},
+    )
 
 
 if __name__ == "__main__":

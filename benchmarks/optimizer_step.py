@@ -16,9 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from benchmarks.rows import Row, parser_for, tell
+from benchmarks.rows import parser_for, tell
 from graphfsdp.base.collector import without_collector
 from graphfsdp.bench.clock import Window, time_window
+from graphfsdp.bench.results import Row
 from graphfsdp.bench.workloads import find_workload, make_model
 from graphfsdp.optim import FusedAdam
 from graphfsdp.training.gpt import GPTConfig

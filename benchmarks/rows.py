@@ -1,14 +1,22 @@
-"""What a measuring program tells ``benchmarks.gpu_check``: rows that say what, and if it is ok."""
+"""What measuring programs tell: rows for ``benchmarks.gpu_check``, or of the small architectures.
+
+Those for the check say what was measured, and if it is ok.
+"""
 
 import argparse
 import json
 import pathlib
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
+from rich.console import Console
 
-Row = dict[str, Any]
+from graphfsdp.bench.machine import find_environment
+from graphfsdp.bench.results import Row, Table
+from graphfsdp.bench.workloads import Case, suite
+
+RESULTS = pathlib.Path(__file__).resolve().parent / "results"
+CPU = torch.device("cpu")
 
 
 def parser_for(module: str, about: str | None) -> argparse.ArgumentParser:
@@ -31,3 +39,22 @@ def tell(rows: Sequence[Row], out: pathlib.Path | None) -> int:
     if out is not None:
         out.write_text(json.dumps({"rows": rows}, indent=1) + "\n")
     return 0 if all(row["ok"] for row in rows) else 1
+
+
+def tell_of_the_zoo(
+    name: str,
+    title: str,
+    measure: Callable[[Case], Row],
+    columns: Mapping[str, str],
+    facts: Callable[[Sequence[Row]], Row] = lambda _: {},
+) -> None:
+    """Measure twelve small architectures on a CPU, print a table, and keep it in the results.
+
+    ``columns`` are formats of rows by their headings; ``facts`` are of all rows together.
+    """
+    torch.set_num_threads(1)
+    rows = [measure(case) for case in suite("zoo")]
+    cells = [tuple(column.format_map(row) for column in columns.values()) for row in rows]
+    Console(width=100).print(Table(title, tuple(columns), cells).rich())
+    record = {"environment": find_environment(CPU), **facts(rows), "architectures": rows}
+    (RESULTS / f"{name}.json").write_text(json.dumps(record, indent=1) + "\n")

@@ -3,7 +3,6 @@
 A contender is a model and an optimizer that train one step per call without a host sync.
 """
 
-import abc
 import contextlib
 import functools
 import math
@@ -60,34 +59,34 @@ class Setting:
         return self.case.torch_dtype == torch.bfloat16
 
 
-class Contender(abc.ABC):
-    """A model and an optimizer that train one step per call."""
+@dataclass
+class Contender:
+    """A model and an optimizer that train one step per call, without a host sync."""
 
+    train: Callable[[Batch], Tensor]  # returns the [] float32 loss, the caller's to keep
     optimizer: torch.optim.Optimizer
-
-    @abc.abstractmethod
-    def train(self, batch: Batch) -> Tensor:  # [] float32 loss, the caller's to keep
-        """Train one step without a host sync."""
+    captured: graphfsdp.CapturedStep | None = None
+    notes: Callable[[], Sequence[str]] = tuple
 
     def __call__(self, batch: Batch, step: int) -> Tensor:  # [] float32 loss
         """Train one step at the learning rate of that step, without a host sync."""
-        self.set_lr(learning_rate(step))
-        return self.train(batch)
-
-    def set_lr(self, rate: float) -> None:
+        rate = learning_rate(step)
         for group in self.optimizer.param_groups:
-            group["lr"] = rate
+            if isinstance(group["lr"], Tensor):
+                group["lr"].fill_(rate)
+            else:
+                group["lr"] = rate
+        return self.train(batch)
 
     def report(self) -> graphfsdp.CaptureReport | None:
         """Tell of its graph, after warm-up."""
-        return None
-
-    def notes(self) -> tuple[str, ...]:
-        return ()
+        report = None if self.captured is None else self.captured.report()
+        return report if report is not None and report.num_captures else None
 
     def close(self) -> None:
-        """Free what outlives the object; the default has nothing."""
-        return
+        """Free what outlives the object."""
+        if self.captured is not None:
+            self.captured.close()
 
 
 @dataclass(frozen=True)
@@ -128,111 +127,98 @@ def to_bf16(model: nn.Module) -> None:
         param.data = param.data.bfloat16()
 
 
-class OwnContender(Contender):
-    """``graphfsdp.capture`` with FusedAdam; on several ranks the model is sharded."""
+def own_contender(setting: Setting, scope: Scope, *, compiled: bool = False) -> Contender:
+    """Return ``graphfsdp.capture`` with FusedAdam; on several ranks the model is sharded."""
+    model = initial_model(setting)
+    policy: MixedPrecisionPolicy | None = None
+    if setting.ranks.launched:
+        if setting.bf16:
+            policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+        for module in (*model.get_submodule("blocks").children(), model):  # what FSDP2 cuts
+            graphfsdp.fully_shard(
+                module,
+                strategy=ShardingStrategy.OPTIM_GRADS_PARAMS,
+                mp_policy=policy or MixedPrecisionPolicy(),
+            )
+    elif setting.bf16:
+        to_bf16(model)
+    optimizer = FusedAdam(
+        model.parameters(),
+        master_weights=setting.bf16 and not setting.ranks.launched,
+        **ADAM,
+    )
+    on_gpu = setting.device.type == "cuda"
+    step = graphfsdp.capture(
+        model,
+        optimizer,
+        scope=scope,
+        warmup_steps=WARMUP_STEPS,
+        max_grad_norm=MAX_GRAD_NORM,
+        mp_policy=policy,
+        compile=compiled and (on_gpu or setting.compile),
+    )
 
-    def __init__(
-        self,
-        setting: Setting,
-        scope: Scope,
-        *,
-        compiled: bool = False,
-    ) -> None:
-        model = initial_model(setting)
-        policy: MixedPrecisionPolicy | None = None
-        if setting.ranks.launched:
-            if setting.bf16:
-                policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
-            _shard(model, policy or MixedPrecisionPolicy())
-        elif setting.bf16:
-            to_bf16(model)
-        self.optimizer = FusedAdam(
-            model.parameters(),
-            master_weights=setting.bf16 and not setting.ranks.launched,
-            **ADAM,
-        )
-        on_gpu = setting.device.type == "cuda"
-        self.step = graphfsdp.capture(
-            model,
-            self.optimizer,
-            scope=scope,
-            warmup_steps=WARMUP_STEPS,
-            max_grad_norm=MAX_GRAD_NORM,
-            mp_policy=policy,
-            compile=compiled and (on_gpu or setting.compile),
-        )
-
-    def train(self, batch: Batch) -> Tensor:  # [] float32 loss
-        loss: Tensor = self.step(*batch)
-        return loss
-
-    def report(self) -> graphfsdp.CaptureReport | None:
-        report = self.step.report()
-        return report if report.num_captures else None
-
-    def close(self) -> None:
-        self.step.close()
+    return Contender(lambda batch: step(*batch), optimizer, step)
 
 
-def _shard(model: nn.Module, policy: MixedPrecisionPolicy) -> None:
-    """Cut what FSDP2 cuts."""
-    for module in (*model.get_submodule("blocks").children(), model):
-        graphfsdp.fully_shard(
-            module, strategy=ShardingStrategy.OPTIM_GRADS_PARAMS, mp_policy=policy
-        )
+def tutorial_loop(
+    forward: Callable[..., Any],
+    params: Sequence[nn.Parameter],
+    optimizer: torch.optim.Optimizer,
+    *,
+    precision: Callable[[], contextlib.AbstractContextManager[object]] = contextlib.nullcontext,
+    optimizer_step: Callable[[], object] | None = None,
+) -> Contender:
+    """Return the loop that PyTorch's tutorials teach: backward, clip, step, zero_grad."""
+    take_step = optimizer_step or optimizer.step
 
-
-class TorchLoop(Contender):
-    """The loop that PyTorch's tutorials teach: backward, clip, AdamW(fused=True), zero_grad."""
-
-    def __init__(
-        self, forward: Callable[..., Any], model: nn.Module, *, autocast: torch.device | None
-    ) -> None:
-        self._forward = forward
-        self._params = list(model.parameters())
-        self._autocast = autocast
-        self.optimizer = torch.optim.AdamW(self._params, fused=True, **ADAM)
-        self._step: Callable[[], object] = lambda: self.optimizer.step()
-
-    def train(self, batch: Batch) -> Tensor:  # [] float32 loss
-        with self._precision():
-            loss: Tensor = self._forward(*batch)
+    def train(batch: Batch) -> Tensor:  # [] float32 loss
+        with precision():
+            loss: Tensor = forward(*batch)
         loss.backward()
-        torch.nn.utils.clip_grad_norm_(self._params, MAX_GRAD_NORM)
-        self._step()
-        self.optimizer.zero_grad(set_to_none=True)
+        torch.nn.utils.clip_grad_norm_(params, MAX_GRAD_NORM)
+        take_step()
+        optimizer.zero_grad(set_to_none=True)
         return loss.detach()
 
-    def _precision(self) -> contextlib.AbstractContextManager[object]:
-        if self._autocast is None:
-            return contextlib.nullcontext()
-        return torch.autocast(self._autocast.type, dtype=torch.bfloat16)
+    return Contender(train, optimizer)
 
 
-class CompiledOptimizerLoop(TorchLoop):
-    """The loop with the step of torch's AdamW compiled, as PyTorch's recipe has it."""
+def adamw(params: Sequence[nn.Parameter]) -> torch.optim.AdamW:
+    return torch.optim.AdamW(params, fused=True, **ADAM)
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
+
+def torch_loop(
+    setting: Setting, *, compile_mode: str | None = None, compile_optimizer: bool = False
+) -> Contender:
+    """Return a loop around a model, which is compiled if a mode is given."""
+    model = initial_model(setting)
+    if setting.ranks.launched:
+        devices = [setting.device] if setting.device.type == "cuda" else None
+        model = DistributedDataParallel(model, device_ids=devices)
+    params = list(model.parameters())
+    optimizer, step = adamw(params), None
+    if compile_optimizer:  # as PyTorch's recipe has it
         # A tensor: a number would be part of the code, which each change would compile anew.
-        options = {**ADAM, "lr": torch.tensor(PEAK_LR, device=self._params[0].device)}
-        self.optimizer = torch.optim.AdamW(self._params, **options)
-        self._step = torch.compile(self.optimizer.step)
+        rate = torch.tensor(PEAK_LR, device=params[0].device)
+        optimizer = torch.optim.AdamW(params, **{**ADAM, "lr": rate})
+        step = torch.compile(optimizer.step)
+    precision: Callable[[], Any] = contextlib.nullcontext
+    if setting.bf16:
+        precision = functools.partial(torch.autocast, setting.device.type, dtype=torch.bfloat16)
+    forward = model if compile_mode is None else torch.compile(model, mode=compile_mode)
+    return tutorial_loop(forward, params, optimizer, precision=precision, optimizer_step=step)
 
-    def set_lr(self, rate: float) -> None:
-        for group in self.optimizer.param_groups:
-            group["lr"].fill_(rate)
 
+def reduce_overhead(setting: Setting) -> Contender:
+    """Return a loop around ``mode="reduce-overhead"``, with CUDA graphs of torch's own."""
+    loop = torch_loop(setting, compile_mode="reduce-overhead")
 
-class ReduceOverheadLoop(TorchLoop):
-    """The loop around ``torch.compile(mode="reduce-overhead")``, with CUDA graphs of its own."""
-
-    def train(self, batch: Batch) -> Tensor:  # [] float32 loss
-        """Train one step; the loss is copied, since the next step overwrites it."""
+    def train(batch: Batch) -> Tensor:  # [] float32 loss, a copy: the next step overwrites it
         torch.compiler.cudagraph_mark_step_begin()
-        return super().train(batch).clone()
+        return loop.train(batch).clone()
 
-    def notes(self) -> tuple[str, ...]:
+    def notes() -> Sequence[str]:
         from torch._dynamo.utils import counters
 
         skips = counters["inductor"]["cudagraph_skips"]
@@ -243,20 +229,7 @@ class ReduceOverheadLoop(TorchLoop):
             "plain torch.compile",
         )
 
-
-def torch_loop(
-    setting: Setting,
-    *,
-    compile_mode: str | None = None,
-    kind: type[TorchLoop] = TorchLoop,
-) -> Contender:
-    """Return a loop around a model, which is compiled if a mode is given."""
-    model = initial_model(setting)
-    if setting.ranks.launched:
-        devices = [setting.device] if setting.device.type == "cuda" else None
-        model = DistributedDataParallel(model, device_ids=devices)
-    forward = model if compile_mode is None else torch.compile(model, mode=compile_mode)
-    return kind(forward, model, autocast=setting.device if setting.bf16 else None)
+    return Contender(train, loop.optimizer, notes=notes)
 
 
 def fsdp2(setting: Setting, *, compile_blocks: bool = False) -> Contender:
@@ -274,7 +247,8 @@ def fsdp2(setting: Setting, *, compile_blocks: bool = False) -> Contender:
             blocks[index] = torch.compile(block)
         fully_shard(blocks[index], mesh=mesh, mp_policy=policy)
     fully_shard(model, mesh=mesh, mp_policy=policy)
-    return TorchLoop(model, model, autocast=None)
+    params = list(model.parameters())
+    return tutorial_loop(model, params, adamw(params))
 
 
 def megatron_fsdp(setting: Setting) -> Contender:
@@ -290,16 +264,15 @@ def megatron_fsdp(setting: Setting) -> Contender:
     sharded: nn.Module = fully_shard_model(
         module=model, fsdp_unit_modules=kinds, zero_dp_strategy=3, device=device
     )
-    loop = TorchLoop(sharded, sharded, autocast=None)
-    loop.optimizer = fully_shard_optimizer(loop.optimizer)
-    return loop
+    params = list(sharded.parameters())
+    return tutorial_loop(sharded, params, fully_shard_optimizer(adamw(params)))
 
 
 CONTENDERS = (
     ContenderSpec(
         REFERENCE,
         "graphfsdp with scope none: the captured code, run eagerly, with FusedAdam; the reference",
-        functools.partial(OwnContender, scope=Scope.NONE),
+        functools.partial(own_contender, scope=Scope.NONE),
     ),
     ContenderSpec(
         "pytorch",
@@ -316,13 +289,13 @@ CONTENDERS = (
     ContenderSpec(
         "compile_optimizer",
         "the same with the optimizer's step compiled as well",
-        functools.partial(torch_loop, compile_mode="default", kind=CompiledOptimizerLoop),
+        functools.partial(torch_loop, compile_mode="default", compile_optimizer=True),
         compiles=True,
     ),
     ContenderSpec(
         "reduce_overhead",
         'the plain loop around torch.compile(model, mode="reduce-overhead")',
-        functools.partial(torch_loop, compile_mode="reduce-overhead", kind=ReduceOverheadLoop),
+        reduce_overhead,
         compiles=True,
     ),
     ContenderSpec(
@@ -347,17 +320,17 @@ CONTENDERS = (
     ContenderSpec(
         "forward_backward",
         "graphfsdp with forward and backward in the graph, FusedAdam eager",
-        functools.partial(OwnContender, scope=Scope.FORWARD_BACKWARD),
+        functools.partial(own_contender, scope=Scope.FORWARD_BACKWARD),
     ),
     ContenderSpec(
         "full_iteration",
         "graphfsdp with the whole iteration in one graph",
-        functools.partial(OwnContender, scope=Scope.FULL_ITERATION),
+        functools.partial(own_contender, scope=Scope.FULL_ITERATION),
     ),
     ContenderSpec(
         "compiled_recording",
         "graphfsdp with the whole iteration in one graph, compiled: capture(compile=...)",
-        functools.partial(OwnContender, scope=Scope.FULL_ITERATION, compiled=True),
+        functools.partial(own_contender, scope=Scope.FULL_ITERATION, compiled=True),
         compiles=True,
     ),
 )

@@ -5,6 +5,7 @@ import pickle
 import signal
 import time
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -31,11 +32,10 @@ def setting_on(device: torch.device, *contenders: str) -> Setting:
     return Setting(Case(find_workload("gpt-tiny"), "fp32", 1, contenders), device, seconds=0.2)
 
 
-class Faulty(Contender):
+class Faulty:
     """Fails in one of its steps."""
 
     def __init__(self, last_step: int) -> None:
-        self.optimizer = torch.optim.SGD([torch.zeros(1)], lr=1.0)
         self.steps_left = last_step
         self.closed = False
 
@@ -47,6 +47,11 @@ class Faulty(Contender):
 
     def close(self) -> None:
         self.closed = True
+
+    def contender(self, _: Setting) -> Contender:
+        optimizer = torch.optim.SGD([torch.zeros(1)], lr=1.0)
+        captured: Any = self
+        return Contender(self.train, optimizer, captured)
 
 
 def faulty(name: str, contender: Callable[[Setting], Contender]) -> ContenderSpec:
@@ -67,8 +72,8 @@ def measured() -> tuple[list[Row], list[Faulty]]:
     specs = [
         *find_contenders(("pytorch", "full_iteration")),
         faulty("never", refuse),
-        faulty("in warm-up", lambda _: broken[0]),
-        faulty("in a window", lambda _: broken[1]),
+        faulty("in warm-up", broken[0].contender),
+        faulty("in a window", broken[1].contender),
         *find_contenders(("forward_backward",))[1:],
     ]
     setting = setting_on(torch.device("cpu"))
@@ -118,7 +123,7 @@ def test_the_captured_iteration_trains_the_same_losses_and_its_facts_are_told(
 
 
 def test_without_the_reference_there_is_no_case(device: torch.device) -> None:
-    specs = [faulty(REFERENCE, lambda _: Faulty(0))]
+    specs = [faulty(REFERENCE, Faulty(0).contender)]
     with pytest.raises(ConfigError, match=r"reference \(eager\) cannot run .* broken on purpose"):
         measure_case(setting_on(device), specs=specs)
 
@@ -175,7 +180,9 @@ def test_a_schedule_has_enough_rounds_and_fits_where_it_can(
 def fail_on_last(setting: Setting) -> Contender:
     if setting.ranks.rank == setting.ranks.size - 1:
         raise RuntimeError("this rank alone")
-    return Faulty(0)  # which asks no other rank for anything, and is never asked for a step
+    return Faulty(0).contender(
+        setting
+    )  # which asks no other rank for anything, and is never asked for a step
 
 
 def measure_on_rank() -> list[Row]:
@@ -267,8 +274,7 @@ def hang_in_a_turn(folder: str) -> None:
         turn("pytorch")
         time.sleep(600)
 
-    process.SILENCE_LIMIT_S = 1
-    process.measure_case = hang  # type: ignore[assignment]
+    vars(process).update(SILENCE_LIMIT_S=1, measure_case=hang)
     process.child_main(folder)
 
 

@@ -2,7 +2,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from graphfsdp.bench.contenders import OwnContender, Setting, initial_model
+from graphfsdp.bench.contenders import Setting, initial_model, own_contender
 from graphfsdp.bench.machine import COUNTED, PALM_FORMULA, model_flops, num_parameters
 from graphfsdp.bench.workloads import (
     BatchSource,
@@ -28,7 +28,7 @@ def source_of(
 
 def losses_of(name: str, dtype: DtypeName, scope: Scope, device: torch.device) -> Tensor:
     setting, source = source_of(name, device, dtype=dtype)
-    contender = OwnContender(setting, scope)
+    contender = own_contender(setting, scope)
     try:
         batches = source.take(0, NUM_STEPS)
         return torch.stack([contender(batch, step) for step, batch in enumerate(batches)])
