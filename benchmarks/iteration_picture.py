@@ -8,28 +8,31 @@ is the median without it, since it makes whatever it looks at slower.
 import pathlib
 import statistics
 import sys
-import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
 from typing import NamedTuple
 from xml.sax.saxutils import escape
 
 import torch
-from torch import Tensor
 from torch.autograd.profiler_util import FunctionEvent
 from torch.profiler import ProfilerActivity, profile, record_function
 
-import graphfsdp
+from benchmarks.rows import CPU
+from graphfsdp.bench.clock import time_window
+from graphfsdp.bench.contenders import Contender, Setting, own_contender, torch_loop
 from graphfsdp.bench.machine import find_environment
 from graphfsdp.bench.results import environment_text
-from graphfsdp.bench.zoo import ROWS, TOKENS, architectures
-from graphfsdp.optim import FusedAdam
+from graphfsdp.bench.workloads import Case, batch_source, find_workload
+from graphfsdp.bench.zoo import ROWS, TOKENS
+from graphfsdp.config import Scope
+from graphfsdp.data import Batch
+from graphfsdp.training.ranks import Ranks
 
 PICTURE = pathlib.Path(__file__).resolve().parent.parent / "docs" / "pictures" / "iteration.svg"
 PHASES = ("forward", "backward", "optimizer")
 COLOURS = ("#3b7dd8", "#d9822b", "#2e8b57")
 WIDTH, LEFT, TOP, HEIGHT, GAP = 860, 20, 70, 44, 34
 ROUNDS, STEPS = 40, 10
-Step = Callable[[tuple[Tensor, ...]], object]
 
 
 class Operator(NamedTuple):
@@ -44,44 +47,6 @@ class Row(NamedTuple):
     operators: Sequence[Operator]
 
 
-def plain_step(model: torch.nn.Module) -> Step:
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
-
-    def step(batch: tuple[Tensor, ...]) -> object:
-        with record_function("iteration"):
-            with record_function("forward"):
-                loss = model(*batch)
-            with record_function("backward"):
-                optimizer.zero_grad()
-                loss.backward()
-            with record_function("optimizer"):
-                torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-                optimizer.step()
-        return loss
-
-    return step
-
-
-def captured_step(model: torch.nn.Module) -> tuple[Step, graphfsdp.CapturedStep]:
-    optimizer = FusedAdam(model.parameters(), lr=1e-3)
-    captured = graphfsdp.capture(model, optimizer, max_grad_norm=1.0)
-
-    def step(batch: tuple[Tensor, ...]) -> object:
-        with record_function("iteration"):
-            return captured(*batch)
-
-    return step, captured
-
-
-def milliseconds(step: Step, batches: Iterable[tuple[Tensor, ...]]) -> list[float]:
-    times = []
-    for batch in batches:
-        before = time.perf_counter()
-        step(batch)
-        times.append((time.perf_counter() - before) * 1e3)
-    return times
-
-
 def is_operator(event: FunctionEvent) -> bool:
     return event.name.startswith(("aten::", "graphfsdp::"))
 
@@ -92,27 +57,36 @@ def parents(event: FunctionEvent) -> Iterator[FunctionEvent]:
         yield event
 
 
-def profiled(step: Step, batches: Iterable[tuple[Tensor, ...]]) -> list[Operator]:
-    """Return the operators that no other one has called, of an iteration of median length."""
+def profiled(contender: Contender, batches: Iterable[Batch]) -> list[Operator]:
+    """Return the operators that no other one has called, of an iteration of median length.
+
+    A phase is an operator's name until it is known; of a loop, autograd's engine tells them apart.
+    """
     with profile(activities=[ProfilerActivity.CPU]) as found:
         for batch in batches:
-            step(batch)
+            with record_function("iteration"):
+                contender.train(batch)
     events = list(found.events() or ())
     iterations = sorted(
         (event for event in events if event.name == "iteration"),
         key=lambda event: event.time_range.elapsed_us(),
     )
-    whole = iterations[len(iterations) // 2]
-    length = whole.time_range.elapsed_us()
+    whole = iterations[len(iterations) // 2].time_range
+    inside = [each for each in events if whole.start <= each.time_range.start < whole.end]
+    backward = [each.time_range for each in inside if each.name.startswith("autograd::engine")]
     operators = []
-    for event in events:
-        above = list(parents(event)) if is_operator(event) else []
-        if whole not in above or any(map(is_operator, above)):
+    for event in filter(is_operator, inside):
+        if any(map(is_operator, parents(event))):
             continue
-        phase = next((outer.name for outer in above if outer.name in PHASES), event.name)
         start, end = event.time_range.start, event.time_range.end
-        begin = whole.time_range.start
-        operators.append(Operator((start - begin) / length, (end - begin) / length, phase))
+        phase = event.name
+        if backward:
+            began, ended = min(e.start for e in backward), max(e.end for e in backward)
+            phase = PHASES[(start >= began) + (start > ended)]
+        length = whole.elapsed_us()
+        operators.append(
+            Operator((start - whole.start) / length, (end - whole.start) / length, phase)
+        )
     return sorted(operators)
 
 
@@ -129,37 +103,34 @@ def with_phases(operators: Iterable[Operator], nodes: Sequence[tuple[str, str]])
     return result
 
 
-def measure(device: torch.device) -> tuple[list[Row], str]:
-    architecture = architectures()["gpt"]
-    generator = torch.Generator().manual_seed(0)
-    torch.manual_seed(0)
-    plain = plain_step(architecture.make())
-    replay, captured = captured_step(architecture.make())
-
-    def batches() -> list[tuple[Tensor, ...]]:
-        return [architecture.batch(generator, ROWS) for _ in range(STEPS)]
-
-    times: dict[Step, list[float]] = {plain: [], replay: []}
-    for step in (plain, replay):
-        milliseconds(step, batches())  # warm-ups, and the capture
-    environment = find_environment(device)
+def measure() -> tuple[list[Row], str]:
+    case = Case(find_workload("zoo-gpt"), "fp32", ROWS)
+    setting, source = Setting(case, CPU), batch_source(case, CPU, Ranks())
+    plain, ours = torch_loop(setting), own_contender(setting, Scope.FULL_ITERATION)
+    times: dict[str, list[float]] = {"plain": [], "ours": []}
+    environment = find_environment(CPU)
     for number in range(ROUNDS):
-        for step in (plain, replay) if number % 2 else (replay, plain):
-            times[step] += milliseconds(step, batches())
+        batches = source.take(number * STEPS, STEPS)
+        turns = [("plain", plain), ("ours", ours)]
+        for name, contender in turns if number % 2 else turns[::-1]:
+            window = time_window([partial(contender.train, batch) for batch in batches], CPU)
+            times[name] += window.step_ms if number else ()  # the first ones are warm-ups
+    assert ours.captured is not None
     nodes = [
         (node.op.split(".")[1], node.site.phase.value)
-        for node in captured.report().nodes()
+        for node in ours.captured.report().nodes()
         if node.called
     ]
+    loop, replay = (profiled(contender, batches) for contender in (plain, ours))
+    ours.close()
     rows = [
-        Row("a plain PyTorch loop", statistics.median(times[plain]), profiled(plain, batches())),
+        Row("a plain PyTorch loop", statistics.median(times["plain"]), loop),
         Row(
             "the same iteration, captured: one call",
-            statistics.median(times[replay]),
-            with_phases(profiled(replay, batches()), nodes),
+            statistics.median(times["ours"]),
+            with_phases(replay, nodes),
         ),
     ]
-    captured.close()
     what = f"GPT of 4 layers, width 32, {ROWS} x {TOKENS} tokens, float32, AdamW, clipping"
     return rows, f"Milliseconds. {what}.\n{environment_text(environment)}"
 
@@ -215,7 +186,7 @@ def svg(rows: Sequence[Row], caption: str) -> str:
 def main() -> int:
     torch.set_num_threads(1)
     PICTURE.parent.mkdir(exist_ok=True)
-    PICTURE.write_text(svg(*measure(torch.device("cpu"))), encoding="utf-8")
+    PICTURE.write_text(svg(*measure()), encoding="utf-8")
     return 0
 
 
