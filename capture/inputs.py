@@ -406,7 +406,8 @@ def _check_plain(name: str, leaf: object) -> None:
         raise ConfigError(
             f"batch leaf {name} is a {type(leaf).__name__}, whose tensors cannot be seen: a graph "
             "would go on with those of this batch. Remedy: pass its tensors, in a dict, list, "
-            "tuple or dataclass (**batch), or register the class with torch.utils._pytree"
+            "tuple or dataclass (**batch), and make it of them in the iteration (a BlockMask by "
+            "create_block_mask), or register the class with torch.utils._pytree"
         )
 
 

@@ -4,6 +4,7 @@ import numpy
 import torch
 from torch import Tensor
 from torch.nn import functional
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 
 from mid_forward import Inner, Program
 
@@ -49,6 +50,18 @@ def literal_that_is_written(self: Inner, h: Tensor, x: Tensor) -> Tensor:
     return h * total
 
 
+def block_mask(starts: Tensor) -> BlockMask:
+    """Let nothing attend to another document; FlexAttention's own kernels are for a GPU."""
+    documents, size = starts.cumsum(0), len(starts)
+
+    def allows(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return (documents[query] == documents[key]) & (query >= key)
+
+    return create_block_mask(
+        allows, None, None, size, size, device=str(starts.device), BLOCK_SIZE=2
+    )
+
+
 def contents_that_no_operator_wrote(self: Inner, h: Tensor, x: Tensor) -> Tensor:
     filled = torch.empty(4)
     filled.untyped_storage()  # harmless
@@ -60,6 +73,7 @@ def contents_that_no_operator_wrote(self: Inner, h: Tensor, x: Tensor) -> Tensor
 ALLOWED_ON_A_CPU: dict[str, Program] = {
     "nonzero_static": lambda self, h, x: h * torch.nonzero_static(x[0] > 0, size=4).sum(),
     "permutation": lambda self, h, x: h[torch.randperm(8)],
+    "block_mask": lambda self, h, x: h * block_mask(x[:, 0] > 0).to_dense().float().mean(),
     "multinomial": lambda self, h, x: h[torch.multinomial(x.abs() + 1, 2)[:, 0]],
     "literal_that_is_written": literal_that_is_written,
     "contents_that_no_operator_wrote": contents_that_no_operator_wrote,
