@@ -1,6 +1,7 @@
 """Evaluation between training steps: right numbers, and training as if it had not been."""
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -11,14 +12,15 @@ from torch import Tensor, nn
 import graphfsdp
 from graphfsdp import Phase
 from graphfsdp.optim import FusedAdam
-from helpers import assert_same_state, assert_same_states, count_forwards, snapshot
+from helpers import Case, assert_same_run, assert_same_state, count_forwards, run, snapshot
 from ranks import on_ranks
 from sharding_helpers import batches as token_batches
 from sharding_helpers import make_net, my_part
+from zoo import features
 
-NUM_STEPS = 18
 # How many evaluations follow each training step, in turn: none, several, several kinds.
 PATTERN = ((), ("a",), ("a", "a", "b"), ("b",), (), ("c", "a"), ("a", "b"))
+ROWS = {"a": 6, "b": 4, "c": 1}
 
 
 class Model(nn.Module):
@@ -38,97 +40,75 @@ class Model(nn.Module):
         return out.square().mean(), out
 
 
-def batches(device: torch.device) -> dict[str, Tensor]:
-    generator = torch.Generator().manual_seed(5)
-    sizes = {"a": 6, "b": 4, "c": 1}
-    return {key: torch.randn(n, 5, generator=generator).to(device) for key, n in sizes.items()}
+Loss = Callable[..., Any]
 
 
-def expected_evaluation(model: nn.Module, x: Tensor) -> list[Tensor]:
-    """What users write by hand; leaves modes as they were."""
+def loss_with_draws(model: nn.Module, x: Tensor) -> Any:
+    return model(x + torch.rand_like(x))
+
+
+def evaluated_by_hand(model: nn.Module, x: Tensor, loss_fn: Loss = nn.Module.__call__) -> Any:
+    """What users write; leaves modes and generators as they were."""
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
-    with torch.no_grad():
-        loss, out = model(x)
+    with torch.no_grad(), torch.random.fork_rng():
+        result = loss_fn(model, x)
     for module, training in modes:
         module.training = training
-    return [loss, out]
+    return result
 
 
-def train(
-    device: torch.device, *, evaluates: bool, scope: str = "full_iteration", **options: Any
-) -> list[dict[str, Tensor]]:
-    """Return everything after each step; check every evaluation on the way."""
-    torch.manual_seed(0)
-    model = Model().to(device)
-    optimizer = FusedAdam(model.parameters(), lr=1e-2)
-    others = batches(device)
-    states = []
-    with graphfsdp.capture(model, optimizer, scope=scope, **options) as step:
-        for index in range(NUM_STEPS):
-            loss, _ = step(torch.randn(6, 5).to(device))
-            states.append({"loss": loss, **snapshot(model, optimizer)})
-            for key in PATTERN[index % len(PATTERN)] if evaluates else ():
-                got = step.evaluate(others[key])
-                want = expected_evaluation(model, others[key])
-                assert all(torch.equal(a, b) for a, b in zip(want, got, strict=True))
-                assert not got[0].requires_grad
-                assert not model.frozen.training
-                assert model.drop.training
-                assert_same_state(states[-1], {"loss": loss, **snapshot(model, optimizer)})
-        if evaluates and scope != "none":
-            assert step._runner._evaluations.num_graphs == 3
-    return states
+@pytest.fixture
+def model(device: torch.device) -> Model:
+    return Model().to(device)
+
+
+@pytest.fixture
+def x(device: torch.device) -> Tensor:
+    return torch.randn(6, 5, device=device)
+
+
+def captured(model: nn.Module, **options: Any) -> graphfsdp.CapturedStep:
+    return graphfsdp.capture(model, FusedAdam(model.parameters(), lr=0.1), **options)
 
 
 @pytest.mark.parametrize("scope", ["full_iteration", "forward_backward", "none"])
 def test_training_is_bit_for_bit_that_without_evaluation(scope: str, device: torch.device) -> None:
-    expected = train(device, evaluates=False, scope="none", max_grad_norm=1.0)
-    got = train(device, evaluates=True, scope=scope, max_grad_norm=1.0)
-    assert_same_states(expected, got)
+    """Also where evaluation draws: the generator is left alone."""
+    others = {key: torch.randn(rows, 5).to(device) for key, rows in ROWS.items()}
+
+    def evaluate(step: Any, model: Any, index: int) -> None:
+        for key in PATTERN[index % len(PATTERN)]:
+            got = step.evaluate(others[key])
+            want = evaluated_by_hand(model, others[key], loss_with_draws)
+            assert all(torch.equal(a, b) for a, b in zip(want, got, strict=True))
+            assert not got[0].requires_grad
+            assert not model.frozen.training
+            assert model.drop.training
+
+    case = Case(Model, features(5), loss_with_draws)
+    options: dict[str, Any] = {"max_grad_norm": 1.0, "num_steps": 18}
+    expected = run(case, "none", device, **options)
+    assert_same_run(expected, run(case, scope, device, between=evaluate, **options))
 
 
-def loss_with_draws(model: nn.Module, x: Tensor) -> Tensor:
-    loss: Tensor = model(x + torch.rand_like(x))[0]
-    return loss
-
-
-def test_evaluation_that_draws_leaves_the_generator_alone(device: torch.device) -> None:
-    def run(evaluates: bool) -> list[Tensor]:
-        torch.manual_seed(0)
-        model = Model().to(device)
-        optimizer = FusedAdam(model.parameters(), lr=1e-2)
-        losses = []
-        with graphfsdp.capture(model, optimizer, loss_fn=loss_with_draws) as step:
-            for _ in range(16):
-                losses.append(step(torch.randn(6, 5).to(device)))
-                if evaluates:
-                    step.evaluate(torch.ones(6, 5, device=device))
-        return losses
-
-    assert all(torch.equal(a, b) for a, b in zip(run(False), run(True), strict=True))
-
-
-def test_evaluation_before_the_first_step_and_by_replay(device: torch.device) -> None:
-    model = Model().to(device)
+def test_evaluation_before_the_first_step_and_by_replay(model: Model, x: Tensor) -> None:
     num_forwards = count_forwards(model)
-    x = torch.randn(6, 5, device=device)
-    with graphfsdp.capture(model, FusedAdam(model.parameters())) as step:
-        results = [step.evaluate(x)[1] for _ in range(12)]
-        assert num_forwards() == 2  # eagerly once, recorded once
+    with captured(model) as step:
+        for num_kinds, rows in enumerate(ROWS.values(), start=1):
+            results = [step.evaluate(x[:rows])[1] for _ in range(12)]
+            assert num_forwards() == 2 * num_kinds  # of each kind eagerly once, recorded once
+            assert all(torch.equal(results[0], result) for result in results)
+            assert len({result.data_ptr() for result in results}) == len(results)
         assert step.phase is Phase.WARMUP
         assert all(param.grad is None for param in model.parameters())
-    assert all(torch.equal(results[0], result) for result in results)
-    assert len({result.data_ptr() for result in results}) == len(results)
 
 
-def test_microbatches_of_an_evaluation_give_the_mean_loss(device: torch.device) -> None:
-    model = Model().to(device)
-    x = torch.randn(6, 5, device=device)
-    with graphfsdp.capture(model, FusedAdam(model.parameters()), microbatches=3) as step:
+def test_microbatches_of_an_evaluation_give_the_mean_loss(model: Model, x: Tensor) -> None:
+    with captured(model, microbatches=3) as step:
         for _ in range(3):
             loss, out = step.evaluate(x)
-            want, rows = expected_evaluation(model, x)
+            want, rows = evaluated_by_hand(model, x)
             torch.testing.assert_close(loss, want)
             torch.testing.assert_close(out.flatten(0, 1), rows)
 
@@ -144,32 +124,26 @@ def replace_a_module(model: Model) -> None:
 
 @pytest.mark.parametrize("change", [move_buffers, replace_a_module])
 def test_evaluation_follows_a_model_that_has_changed(
-    change: Callable[[Model], None], device: torch.device
+    change: Callable[[Model], None], model: Model, x: Tensor
 ) -> None:
-    model = Model().to(device)
-    x = torch.randn(6, 5, device=device)
-    with graphfsdp.capture(model, FusedAdam(model.parameters())) as step:
+    with captured(model) as step:
         for index in range(9):
             if index == 4:
                 change(model)
             if index == 6:
                 model.eval()  # as before an evaluation by hand
-            got = step.evaluate(x)
-            want = expected_evaluation(model, x)
+            got, want = step.evaluate(x), evaluated_by_hand(model, x)
             assert all(torch.equal(a, b) for a, b in zip(want, got, strict=True)), index
 
 
 def test_an_evaluation_that_cannot_be_captured_is_refused_and_leaves_no_trace(
-    device: torch.device,
+    model: Model, x: Tensor
 ) -> None:
-    model = Model().to(device)
-    optimizer = FusedAdam(model.parameters())
-
     def loss_fn(model: nn.Module, x: Tensor) -> Tensor:
         loss: Tensor = model(x)[0]
         return loss if model.training else loss * loss.item()
 
-    x = torch.randn(6, 5, device=device)
+    optimizer = FusedAdam(model.parameters())
     with graphfsdp.capture(model, optimizer, loss_fn=loss_fn) as step:
         for _ in range(5):
             step(x)
@@ -184,52 +158,52 @@ def test_an_evaluation_that_cannot_be_captured_is_refused_and_leaves_no_trace(
         step.evaluate(x)
 
 
-def weighted(model: nn.Module, optimizer: FusedAdam, numbers: list[float]) -> Any:
-    """Return a step whose evaluation takes a number from Python."""
+def weighted_by(number: Callable[[], float]) -> Loss:
+    """Return a loss function that takes a number from Python when it evaluates."""
 
-    def loss_fn(model: nn.Module, x: Tensor) -> Tensor:
-        out: Tensor = model(x).square().mean()
-        return out if model.training else out * numbers[0]
+    def loss_fn(model: nn.Module, *batch: Tensor) -> Tensor:
+        out: Tensor = model(*batch)
+        loss = out.square().mean()
+        return loss if model.training else loss * number()
 
-    return graphfsdp.capture(model, optimizer, loss_fn=loss_fn, warmup_steps=1)
-
-
-def linear(device: torch.device) -> tuple[nn.Module, FusedAdam, Tensor]:
-    torch.manual_seed(0)
-    model = nn.Linear(5, 1).to(device)
-    x = torch.randn(4, 5, device=device)
-    return model, FusedAdam(model.parameters(), lr=0.1), x
+    return loss_fn
 
 
-def test_a_number_that_differs_in_each_evaluation_is_refused(device: torch.device) -> None:
-    """A replay would freeze it; training goes on."""
-    model, optimizer, x = linear(device)
-    numbers = [2.0]
-    with weighted(model, optimizer, numbers) as step:
-        step(x)
-        plain = model(x).square().mean().detach()
-        assert torch.equal(step.evaluate(x), plain * 2)
+@pytest.mark.parametrize(
+    ("given", "refused_at"),
+    [
         # The second differs from the first, and is taken for a warm-up; the third, too, is refused.
-        numbers[0] = 4.0
-        assert torch.equal(step.evaluate(x), plain * 4)
-        numbers[0] = 5.0
-        with pytest.raises(graphfsdp.CaptureError, match="mul"):
-            step.evaluate(x)
-        assert model.training
+        ([2.0, 4.0, 5.0], 2),
+        # Refused and run eagerly, captured, replayed.
+        ([2.0] + 13 * [3.0], None),
+    ],
+)
+def test_a_number_that_differs_in_each_evaluation_is_refused_and_may_change_once(
+    given: list[float], refused_at: int | None, x: Tensor
+) -> None:
+    """A replay would freeze it; training goes on."""
+    model = nn.Linear(5, 1).to(x.device)
+    numbers = [0.0]
+    with captured(model, loss_fn=weighted_by(lambda: numbers[0]), warmup_steps=1) as step:
+        for index, number in enumerate(given):
+            x = torch.randn_like(x)
+            numbers[0] = number
+            is_refused = index == refused_at
+            with (
+                pytest.raises(graphfsdp.CaptureError, match="mul") if is_refused else nullcontext()
+            ):
+                assert torch.equal(step.evaluate(x), model(x).square().mean() * number)
+            assert model.training
         for _ in range(3):
             step(x)
         assert step.phase is Phase.REPLAY
 
 
-def test_numbers_that_evaluations_take_off_a_list_are_refused(device: torch.device) -> None:
-    model, optimizer, x = linear(device)
+def test_numbers_that_evaluations_take_off_a_list_are_refused(x: Tensor) -> None:
+    model = nn.Linear(5, 1).to(x.device)
     numbers = [3.0] * 20
-
-    def loss_fn(model: nn.Module, x: Tensor) -> Tensor:
-        out: Tensor = model(x).square().mean()
-        return out if model.training else out * numbers.pop(0)
-
-    with graphfsdp.capture(model, optimizer, loss_fn=loss_fn, warmup_steps=1) as step:
+    loss_fn = weighted_by(lambda: numbers.pop(0))
+    with captured(model, loss_fn=loss_fn, warmup_steps=1) as step:
         step.evaluate(x)
         with pytest.raises(graphfsdp.CaptureError, match="closure variable 'numbers'"):
             step.evaluate(x)
@@ -237,33 +211,13 @@ def test_numbers_that_evaluations_take_off_a_list_are_refused(device: torch.devi
         assert len(numbers) == 19
 
 
-def test_a_number_that_was_changed_once_costs_one_more_eager_evaluation(
-    device: torch.device,
-) -> None:
-    model, optimizer, x = linear(device)
-    numbers = [2.0]
-    with weighted(model, optimizer, numbers) as step:
-        plain = model(x).square().mean().detach()
-        assert torch.equal(step.evaluate(x), plain * 2)
-        numbers[0] = 3.0
-        for _ in range(3):  # refused and run eagerly, captured, replayed
-            assert torch.equal(step.evaluate(x), plain * 3)
-        for _ in range(10):
-            x = torch.randn_like(x)
-            assert torch.equal(step.evaluate(x), model(x).square().mean() * 3)
-
-
 @on_ranks("ranks2")
 def test_ranks_warm_an_evaluation_up_together() -> None:
     model = make_net("optim_grads_params")
-    optimizer = FusedAdam([p for p in model.parameters() if p.requires_grad], lr=0.1)
     numbers = [2.0 if dist.get_rank() else 3.0]
     batch = my_part(token_batches(1)[0])
-
-    def loss_fn(model: nn.Module, *batch: Tensor) -> Tensor:
-        out: Tensor = model(*batch)
-        return out if model.training else out * numbers[0]
-
+    loss_fn = weighted_by(lambda: numbers[0])
+    optimizer = FusedAdam([p for p in model.parameters() if p.requires_grad], lr=0.1)
     with graphfsdp.capture(model, optimizer, loss_fn=loss_fn, warmup_steps=1) as step:
         first = step.evaluate(*batch)
         numbers[0] = 3.0

@@ -208,11 +208,13 @@ def run(
     optimizer: str = "fused_adam",
     num_steps: int = NUM_STEPS,
     seed: int = 0,
+    between: Callable[[Any, nn.Module, int], object] | None = None,
     **options: Any,
 ) -> Trace:
     """Train a case for some calls; batch, learning rate and generators change between them.
 
-    The scope "plain" is a loop without graphfsdp.
+    The scope "plain" is a loop without graphfsdp. ``between`` is called after each call, with the
+    step, the model, and how many calls there were before.
     """
     torch.manual_seed(seed)
     model = case.make().to(device)
@@ -237,6 +239,8 @@ def run(
             trace.outputs.append([leaf for leaf in leaves if leaf is not None])
             if after_call is not None:
                 after_call()
+            if between is not None:
+                between(step, model, index)
             state = snapshot(model, optim)
             if step.grad_norm is not None:
                 state["norm of the gradients"] = step.grad_norm
