@@ -275,11 +275,15 @@ class Runner:
         recording = self._recordings.latest
         assert recording is not None
         refuse(self._engine.changes(recording.guards))
-        with self._together("verification"), self._verifier.undone(recording):
-            for _ in range(num_iterations):
-                self._before_replay(recording)
-                self._verifier.replay(recording)
-                self._after_replay()
+        grad_norm = self._engine.grad_norm
+        try:
+            with self._together("verification"), self._verifier.undone(recording):
+                for _ in range(num_iterations):
+                    self._before_replay(recording)
+                    self._verifier.replay(recording)
+                    self._after_replay()
+        finally:  # a step outside of the graph has taken one as well
+            self._engine.grad_norm = grad_norm
 
     def report(self, *, measure: bool) -> CaptureReport:
         return make_report(

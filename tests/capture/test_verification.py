@@ -1,5 +1,6 @@
 """verify: an honest graph passes without a trace; a wrong one is named, to the operator."""
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -9,38 +10,24 @@ from torch import Tensor, nn
 import graphfsdp
 from graphfsdp._capture.verify import _Noise, first_difference
 from graphfsdp.optim import FusedAdam
-from helpers import assert_same_state, assert_same_states, snapshot
+from helpers import Case, assert_same_run, assert_same_state, run, snapshot
+from iterations import steps_once
+from zoo import features
 from zoo_models import Statistical
 
-
-def make(
-    device: torch.device, **options: Any
-) -> tuple[graphfsdp.CapturedStep, Statistical, FusedAdam]:
-    torch.manual_seed(0)
-    model = Statistical().to(device)
-    optimizer = FusedAdam(model.parameters(), lr=1e-2)
-    return graphfsdp.capture(model, optimizer, max_grad_norm=1.0, **options), model, optimizer
+CASE = Case(Statistical, features(5))
 
 
 @pytest.mark.parametrize("scope", ["full_iteration", "forward_backward"])
 def test_training_is_the_same_with_verification(scope: str, device: torch.device) -> None:
-    def run(verify: int, by_hand: int) -> list[dict[str, Tensor]]:
-        step, model, optimizer = make(device, verify=verify, scope=scope)
-        states = []
-        with step:
-            for index in range(14):
-                optimizer.param_groups[0]["lr"] = 1e-2 / (1 + index)
-                loss = step(torch.randn(6, 5).to(device))
-                states.append({"loss": loss, **snapshot(model, optimizer)})
-                if by_hand and index in (3, 7):
-                    step.verify(by_hand)
-                    after = {"loss": loss, **snapshot(model, optimizer)}
-                    assert_same_state(states[-1], after, f"verified after call {index}")
-        return states
+    def verify(step: Any, model: nn.Module, index: int) -> None:
+        if index in (3, 7):
+            step.verify(3)
 
-    expected = run(0, 0)
-    for verify, by_hand in ((4, 0), (0, 3)):
-        assert_same_states(expected, run(verify, by_hand))
+    options: dict[str, Any] = {"scope": scope, "max_grad_norm": 1.0}
+    expected = run(CASE, device=device, **options)
+    assert_same_run(expected, run(CASE, device=device, verify=4, **options))
+    assert_same_run(expected, run(CASE, device=device, between=verify, **options))
 
 
 NAME = ("name", "less")
@@ -52,19 +39,24 @@ class Hidden:
     def __init__(self) -> None:
         self.nameless = 1.0
 
+    def scales(self, loss_fn: Callable[..., Tensor] = nn.Module.__call__) -> Callable[..., Tensor]:
+        """Return a loss function that no guard knows to depend on the number."""
+        return lambda *batch: loss_fn(*batch) * float(getattr(self, "".join(NAME)))
+
+
+def assert_named(error: graphfsdp.VerificationError, op: str) -> None:
+    """On a CPU."""
+    assert error.op == op
+    assert error.source is not None
+    assert 'getattr(self, "".join(NAME))' in error.source.text
+
 
 def test_a_number_that_the_graph_cannot_see_is_named_to_the_line(device: torch.device) -> None:
     """A number that no name in the code leads to: no guard can know of it, verification does."""
     factor = Hidden()
-    torch.manual_seed(0)
     model = Statistical().to(device)
     optimizer = FusedAdam(model.parameters())
-
-    def loss_fn(model: nn.Module, x: Tensor) -> Tensor:
-        loss: Tensor = model(x)
-        return loss * float(getattr(factor, "".join(NAME)))
-
-    with graphfsdp.capture(model, optimizer, loss_fn=loss_fn, verify=8) as step:
+    with graphfsdp.capture(model, optimizer, loss_fn=factor.scales(), verify=8) as step:
         for _ in range(6):
             step(torch.randn(6, 5).to(device))
         factor.nameless = 1.5
@@ -75,9 +67,7 @@ def test_a_number_that_the_graph_cannot_see_is_named_to_the_line(device: torch.d
         assert_same_state(before, snapshot(model, optimizer))
         assert info.value.max_difference > 0
         if device.type == "cpu":
-            assert info.value.op == "aten.mul.Tensor"
-            assert info.value.source is not None
-            assert 'getattr(factor, "".join(NAME))' in info.value.source.text
+            assert_named(info.value, "aten.mul.Tensor")
         factor.nameless = 1.0
         step(x)  # the step is as it was
 
@@ -87,27 +77,20 @@ def test_a_number_behind_the_optimizer_is_named_to_the_line(device: torch.device
     factor = Hidden()
     model = nn.Sequential(*(nn.Linear(5, 5) for _ in range(5))).to(device)
     model.register_buffer("average", torch.ones(3, device=device))
-    optimizer = FusedAdam(model.parameters())
+    scaled = factor.scales(lambda: model.get_buffer("average").add_(2.0))
 
-    def iteration(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor) -> Tensor:
-        optimizer.zero_grad()
-        loss: Tensor = model(x).sum()
-        loss.backward()
-        optimizer.step()
-        model.get_buffer("average").add_(2.0).mul_(float(getattr(factor, "".join(NAME))))
-        return loss
+    def behind() -> None:
+        model.get_buffer("average").copy_(scaled())
 
-    options: dict[str, Any] = {"iteration": iteration, "warmup_steps": 1, "verify": 8}
-    with graphfsdp.capture(model, optimizer, **options) as step:
+    options: dict[str, Any] = {"iteration": steps_once(behind=behind), "warmup_steps": 1}
+    with graphfsdp.capture(model, FusedAdam(model.parameters()), verify=8, **options) as step:
         for _ in range(3):
             step(torch.randn(6, 5, device=device))
         factor.nameless = 0.5
         with pytest.raises(graphfsdp.VerificationError, match="'average'") as info:
             step(torch.randn(6, 5, device=device))
         if device.type == "cpu":
-            assert info.value.op == "aten.mul_.Tensor"
-            assert info.value.source is not None
-            assert 'getattr(factor, "".join(NAME))' in info.value.source.text
+            assert_named(info.value, "aten.mul.Tensor")
 
 
 @pytest.mark.parametrize("how", ["verified", "captured ahead"])
@@ -147,8 +130,8 @@ def test_what_an_iteration_writes_beside_the_model_is_put_back(
 
 
 def test_there_must_be_a_graph(device: torch.device) -> None:
-    step, _, _ = make(device)
-    with step:
+    model = Statistical().to(device)
+    with graphfsdp.capture(model, FusedAdam(model.parameters())) as step:
         step(torch.randn(6, 5, device=device))
         with pytest.raises(graphfsdp.PhaseError, match="no graph to verify"):
             step.verify()
@@ -203,14 +186,8 @@ def test_an_iteration_that_differs_from_itself_is_named_and_passes(
     torch.manual_seed(0)
     model = Unordered(attends=attends).cuda()
     factor = Hidden()
-
-    def loss_fn(model: nn.Module, x: Tensor, index: Tensor) -> Tensor:
-        loss: Tensor = model(x, index)
-        return loss * float(getattr(factor, "".join(NAME)))
-
-    with graphfsdp.capture(
-        model, FusedAdam(model.parameters(), lr=1e-3), loss_fn=loss_fn, verify=6
-    ) as step:
+    optimizer = FusedAdam(model.parameters(), lr=1e-3)
+    with graphfsdp.capture(model, optimizer, loss_fn=factor.scales(), verify=6) as step:
         generator = torch.Generator().manual_seed(1)
         for _ in range(9):
             x = torch.randn(400, 64, generator=generator)

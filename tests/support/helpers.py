@@ -205,7 +205,7 @@ def run(
     scope: str,
     device: torch.device,
     *,
-    optimizer: str = "fused_adam",
+    optimizer: str | Callable[[list[nn.Parameter]], torch.optim.Optimizer] = "fused_adam",
     num_steps: int = NUM_STEPS,
     seed: int = 0,
     between: Callable[[Any, nn.Module, int], object] | None = None,
@@ -218,7 +218,12 @@ def run(
     """
     torch.manual_seed(seed)
     model = case.make().to(device)
-    optim = make_optimizer(optimizer, [p for p in model.parameters() if p.requires_grad], device)
+    params = [param for param in model.parameters() if param.requires_grad]
+    optim = (
+        make_optimizer(optimizer, params, device)
+        if isinstance(optimizer, str)
+        else optimizer(params)
+    )
     generator = torch.Generator().manual_seed(seed + 1)
     after_call = None if case.setup is None else case.setup(model, optim)
     trace = Trace()
