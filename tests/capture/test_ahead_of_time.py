@@ -51,7 +51,8 @@ def fused_adam(params: Params) -> torch.optim.Optimizer:
 
 def muon(params: Params) -> torch.optim.Optimizer:
     matrices, others = ([p for p in params if (p.dim() == 2) is kind] for kind in (True, False))
-    return Muon([{"params": matrices}, {"params": others, "use_muon": False}], lr=1e-2)
+    groups: list[dict[str, Any]] = [{"params": matrices}, {"params": others, "use_muon": False}]
+    return Muon(groups, lr=1e-2)
 
 
 def adamw(params: Params) -> torch.optim.Optimizer:

@@ -78,8 +78,10 @@ def test_a_change_by_hand_takes_effect_in_the_next_replay(name: str, device: tor
 
 
 def test_baked_values_are_free_while_the_optimizer_is_eager(device: torch.device) -> None:
-    change: Any = (lambda index: {"lr": 0.1 / (index + 1), "weight_decay": 0.1 * index}, SECOND)
-    runs = (train(scope, device, *change, "adamw") for scope in ("none", "forward_backward"))
+    def change(index: int) -> dict[str, Any]:
+        return {"lr": 0.1 / (index + 1), "weight_decay": 0.1 * index}
+
+    runs = [train(scope, device, change, SECOND, "adamw") for scope in ("none", "forward_backward")]
     assert_same_run(*runs)
 
 

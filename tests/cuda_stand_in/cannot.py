@@ -24,13 +24,7 @@ CANNOT: Mapping[str, str] = MappingProxyType(
             "inductor's kernels belong to no operator, and only operators compute; "
             "test_stand_in.py runs these tests where no kernel computes"
         ),
-        **{
-            f"test_evaluation.py::test_a_number_that_{name}": _COMPARES_NOTHING
-            for name in (
-                "differs_in_each_evaluation_is_refused[cuda]",
-                "was_changed_once_costs_one_more_eager_evaluation[cuda]",
-            )
-        },
+        "test_evaluation.py::test_a_number_may_change_once": _COMPARES_NOTHING,
         **{
             f"{_KEPT}[cuda-{name}-1]": _COMPARES_NOTHING
             for name in ("of_a_list", "of_a_long_queue", "of_the_one_before_last")
