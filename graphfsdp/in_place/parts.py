@@ -42,6 +42,7 @@ _LOG = logging.getLogger("graphfsdp")
 # Whether the part is on. Each quarter has as many of both, and so has, as near as can be, whatever
 # comes each second to fifth time: an epoch of three batches with its end, say.
 _TURNS = tuple(bool(int(turn)) for turn in "00011101010111001010101000100111")
+_COMPILED = "it is compiled"
 _PAYS = 0.97  # of the time without it
 _TAKEN_BY = "_graphfsdp_taken_by"  # whose a step is that stands in the place of the optimizer's
 _NUM_STEPS_UNCALLED = 3  # until the children of a module that is never called are looked at
@@ -113,7 +114,8 @@ class Parts:
         if isinstance(other, _Call):
             other.parts.close()  # of a cell that was run again
             other = vars(module).get(COMPILED_CALL)
-        why = "it is compiled" if other is not None else _why_not(module)
+        is_compiled = other is not None or type(module).__name__ == "OptimizedModule"
+        why = _COMPILED if is_compiled else _why_not(module)
         device = next((param.device for param in nn.Module.parameters(module)), None)
         if device is None or device.type not in ("cpu", "cuda"):
             return
@@ -154,7 +156,9 @@ class Parts:
         if self._trial is not None and self._trial.part is part:
             self._trial = None
         _LOG.info("%s runs as written: %s", part.name, part.why)
-        if not part.why.startswith(SLOW) and not units_of(part.module):
+        # What is put in place of a module's call, torch.compile would trace as well.
+        is_whole = part.why.startswith(SLOW) or part.why == _COMPILED or units_of(part.module)
+        if not is_whole:
             self._add_children(part.name, part.module)
 
     def _add_children(self, name: str, module: nn.Module) -> None:

@@ -2,7 +2,6 @@
 
 import copy
 from collections.abc import Callable
-from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,20 +11,19 @@ from torch import Tensor, nn
 from torch.overrides import _get_current_function_mode
 
 import graphfsdp
-from loops import JUDGED, LOOPS, accumulates, make_adam, make_net
-from loops_that_look import KEEPING
-from parts_helpers import check, replays
+from loops import JUDGED, LOOPS, accumulates
+from parts_helpers import Net, check, make_adam, make_net, replays
 
 REPLAYED = (
-    *("accumulation, clipping", "a closure", "autocast, accuracy", "another shape", "a scaler"),
-    "autocast, twice",
+    *("accumulation, clipping", "a closure", "another shape", "autocast, twice"),
+    "gradients by hand, schedule, evaluation",
 )
 
 
-@pytest.mark.parametrize("name", [*LOOPS, *JUDGED, *KEEPING])
+@pytest.mark.parametrize("name", [*LOOPS, *JUDGED])
 def test_a_loop_trains_the_same_with_the_line_and_without(name: str) -> None:
-    loop, options = {**LOOPS, **KEEPING}.get(name) or (JUDGED[name][0], {})
-    with check(loop, **{"make": make_net, **options}) as parts:
+    loop, options = LOOPS.get(name) or (JUDGED[name][0], {})
+    with check(loop, **options) as parts:
         assert name not in REPLAYED or replays(parts) >= 4
     assert _get_current_function_mode() is None
 
@@ -40,12 +38,13 @@ LEFT_BY: dict[str, Callable[[Tensor], object]] = {
 def test_a_loop_that_an_error_has_left_is_over_when_the_next_one_begins(name: str) -> None:
     """As in a notebook, where nobody holds the first one to close it."""
 
-    def train(model: nn.Module, fails_at: int) -> list[float]:
+    def train(model: nn.Module, fails_at: int = 10, *, captured: bool = True) -> list[float]:
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        graphfsdp.capture_in_place(model, optimizer, keep="all")
+        if captured:
+            graphfsdp.capture_in_place(model, optimizer, keep="all")
         losses = []
         for index in range(10):
-            loss = model(torch.full((8, 4), index / 10)).square().mean()
+            loss = model(torch.full((8, 6), index / 10)).square().mean()
             if index == fails_at:
                 LEFT_BY[name](loss)
             loss.backward()
@@ -54,38 +53,36 @@ def test_a_loop_that_an_error_has_left_is_over_when_the_next_one_begins(name: st
             losses.append(loss.item())
         return losses
 
-    kept, models = [], [make_net(0.0), make_net(0.0)]
+    kept, models = [], [make_net(), make_net()]
     for fails_at in (1, 6):
         with pytest.raises((ZeroDivisionError, RuntimeError)) as caught:
             train(models[0], fails_at)
         kept.append(caught.value)  # and with it all that the loop has made
         models[0].zero_grad()
     models[1].load_state_dict(models[0].state_dict())
-    losses = train(models[0], 10)
-    optimizer = torch.optim.SGD(models[1].parameters(), lr=0.1)
-    for index, expected in enumerate(losses):
-        loss = models[1](torch.full((8, 4), index / 10)).square().mean()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        assert loss.item() == expected
+    losses = []
+    for model in models:
+        torch.manual_seed(1)
+        losses.append(train(model, captured=model is models[0]))
+    assert losses[0] == losses[1]
     assert _get_current_function_mode() is None
 
 
-def test_a_model_that_torch_compiles_runs_as_it_is() -> None:
-    losses = []
-    for captured in (False, True):
-        model = make_net()
-        optimizer = make_adam(model)
-        wrapper: Any = torch.compile(model, backend="eager")
-        torch.manual_seed(7)
-        loop: Any = nullcontext()
-        if captured:
-            loop = graphfsdp.capture_in_place(wrapper, optimizer)
-        with loop:
-            losses.append([float(loss) for loss in accumulates(wrapper, optimizer)])
-    assert losses[0] == losses[1]
-    assert loop.phase is graphfsdp.Phase.CLOSED
+class CompiledAtOnce(Net):
+    """Compiled by ``module.compile()``, which leaves it in its place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.compile(backend="eager")
+
+
+@pytest.mark.parametrize(
+    "make", [lambda: torch.compile(make_net(), backend="eager"), CompiledAtOnce]
+)
+def test_a_model_that_torch_compiles_runs_as_it_is(make: Any) -> None:
+    with check(accumulates, make=make) as parts:
+        (model, _) = parts.report().parts
+        assert (model.state, model.why) == ("as written", "it is compiled")
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {

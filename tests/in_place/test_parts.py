@@ -18,7 +18,7 @@ from torch.nn.utils import parametrizations, parametrize
 from torch.utils.checkpoint import checkpoint
 
 import graphfsdp
-import loops
+from loops import has_other_shapes
 from parts_helpers import (
     Loop,
     Net,
@@ -27,43 +27,19 @@ from parts_helpers import (
     iterates,
     make_adam,
     make_net,
+    of_logits,
     replays,
     states,
     trains,
+    trains_by,
 )
 
 
-def looks_at_everything(model: Net, optimizer: torch.optim.Optimizer) -> Iterator[Any]:
-    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 12)
-    for index, x, y in batches():
-        optimizer.zero_grad()
-        logits = model(x)
-        yield logits.mean().item()
-        loss = cross_entropy(logits, y)
-        yield loss.item()
-        noise = torch.randn(3)
-        loss.backward()
-        yield nn.utils.clip_grad_norm_(model.parameters(), 0.5)
-        optimizer.step()
-        schedule.step()
-        yield noise.sum()
-        if index % 4 == 3:
-            model.eval()
-            with torch.no_grad():
-                yield cross_entropy(model(x), y)
-            model.train()
-
-
-def calls_twice(model: Net, optimizer: torch.optim.Optimizer) -> Iterator[Any]:
+def calls_twice(model: Net, _: int, x: Tensor, y: Tensor) -> Tensor:
     """Weights that both calls and the loop use twice: last bits depend on the order of sums."""
-    for _, x, y in batches():
-        optimizer.zero_grad()
-        one, other = model(x), model(x * 2)
-        loss = cross_entropy(one, y) + mse_loss(one, other)
-        loss = loss + 0.1 * model.embed.weight.pow(2).sum() + model.embed.weight.abs().sum()
-        loss.backward()
-        optimizer.step()
-        yield loss
+    one, other = model(x), model(x * 2)
+    loss = cross_entropy(one, y) + mse_loss(one, other)
+    return loss + 0.1 * model.embed.weight.pow(2).sum() + model.embed.weight.abs().sum()
 
 
 def goes_backward_twice(model: Net, optimizer: torch.optim.Optimizer) -> Iterator[Any]:
@@ -86,38 +62,26 @@ def goes_backward_in_another_order(model: Net, optimizer: torch.optim.Optimizer)
         yield torch.stack(losses)
 
 
-def penalizes_gradients(model: Net, optimizer: torch.optim.Optimizer) -> Iterator[Any]:
+def penalizes_gradients(model: Net, index: int, x: Tensor, y: Tensor) -> Tensor:
     """Goes backward through a backward pass, at first seldom."""
-    for index, x, y in batches(16):
-        optimizer.zero_grad()
-        x.requires_grad_(index % 5 == 4 or index > 11)
-        loss = cross_entropy(model(x), y)
-        if x.requires_grad:
-            (grad,) = torch.autograd.grad(loss, x, create_graph=True)
-            loss = loss + grad.pow(2).sum()
-        loss.backward()
-        optimizer.step()
-        yield loss
-
-
-def attacks_its_input(model: Net, optimizer: torch.optim.Optimizer) -> Iterator[Any]:
-    for _, x, y in batches():
-        x.requires_grad_()
-        (grad,) = torch.autograd.grad(cross_entropy(model(x), y), x)
-        x = (x + 0.1 * grad.sign()).detach()
-        yield iterates(model, optimizer, x, y)
+    x.requires_grad_(index % 5 == 4 or index > 11)
+    loss = cross_entropy(model(x), y)
+    if x.requires_grad:
+        (grad,) = torch.autograd.grad(loss, x, create_graph=True)
+        loss = loss + grad.pow(2).sum()
+    return loss
 
 
 def sharpens(model: Net, optimizer: torch.optim.Optimizer) -> Iterator[Any]:
     """SAM: moves the weights between two passes, and back."""
-    for _, x, y in batches():
-        cross_entropy(model(x), y).backward()
+    for index, x, y in batches():
+        of_logits(model, index, x, y).backward()
         with torch.no_grad():
             moves = [(p, 0.05 * p.grad) for p in model.parameters() if p.grad is not None]
             for param, move in moves:
                 param.add_(move)
         optimizer.zero_grad()
-        loss = cross_entropy(model(x), y)
+        loss = of_logits(model, index, x, y)
         loss.backward()
         with torch.no_grad():
             for param, move in moves:
@@ -127,16 +91,11 @@ def sharpens(model: Net, optimizer: torch.optim.Optimizer) -> Iterator[Any]:
         yield loss
 
 
-def writes_into_results(model: Net, optimizer: torch.optim.Optimizer) -> Iterator[Any]:
-    for _, x, y in batches():
-        optimizer.zero_grad()
-        logits = model(x)
-        logits[:, 0] = 0
-        logits += 1
-        loss = cross_entropy(logits.exp_(), y)
-        loss.backward()
-        optimizer.step()
-        yield loss
+def writes_into_results(model: Net, _: int, x: Tensor, y: Tensor) -> Tensor:
+    logits = model(x)
+    logits[:, 0] = 0
+    logits += 1
+    return cross_entropy(logits.exp_(), y)
 
 
 def steps_in_hooks(model: Net, optimizer: torch.optim.Optimizer) -> Iterator[Any]:
@@ -147,20 +106,15 @@ def steps_in_hooks(model: Net, optimizer: torch.optim.Optimizer) -> Iterator[Any
 
     for param in model.parameters():
         param.register_post_accumulate_grad_hook(step)
-    for _, x, y in batches():
-        loss = cross_entropy(model(x), y)
-        loss.backward()
-        yield loss
-
-
-def recomputes(model: Net, optimizer: torch.optim.Optimizer) -> Iterator[Any]:
     for index, x, y in batches():
-        optimizer.zero_grad()
-        x.requires_grad_()
-        loss = cross_entropy(checkpoint(model, x, use_reentrant=index % 2 == 0), y)
+        loss = of_logits(model, index, x, y)
         loss.backward()
-        optimizer.step()
         yield loss
+
+
+def recomputes(model: Net, index: int, x: Tensor, y: Tensor) -> Any:
+    logits: Any = checkpoint(model, x.requires_grad_(), use_reentrant=index % 2 == 0)
+    return cross_entropy(logits, y)
 
 
 def transforms(model: Net, optimizer: torch.optim.Optimizer) -> Iterator[Any]:
@@ -197,10 +151,6 @@ def leaves_calls_alone(model: Net, optimizer: torch.optim.Optimizer) -> Iterator
         yield logits.sum()
 
 
-def anneals(model: Net, optimizer: torch.optim.Optimizer, index: int) -> None:
-    model.scale = 1.0 if index < 8 else 0.5
-
-
 def freezes_all_for_other_calls(model: Net, optimizer: torch.optim.Optimizer) -> Iterator[Any]:
     """Such calls are seen first once others are captured."""
     for index, x, y in batches(20):
@@ -211,14 +161,6 @@ def freezes_all_for_other_calls(model: Net, optimizer: torch.optim.Optimizer) ->
             model(x).sum().backward()
             model.requires_grad_(True)
             yield x.grad
-
-
-def anneals_all_the_time(model: Net, optimizer: torch.optim.Optimizer, index: int) -> None:
-    model.scale = 1 / (1 + index)
-
-
-def freezes(model: Net, optimizer: torch.optim.Optimizer, index: int) -> None:
-    model.embed.weight.requires_grad_(index // 6 % 2 == 0)
 
 
 def loads(model: Any, optimizer: torch.optim.Optimizer, index: int) -> None:
@@ -239,11 +181,7 @@ def replaces_a_layer(model: Net, optimizer: torch.optim.Optimizer, index: int) -
         optimizer.add_param_group({"params": model.head.parameters()})
 
 
-def trains_in_eval_mode(model: Net, optimizer: torch.optim.Optimizer, index: int) -> None:
-    model.train(index % 8 < 4)
-
-
-def fails_now_and_then(model: Net, optimizer: torch.optim.Optimizer, index: int) -> None:
+def fails_now_and_then(model: Net, _: torch.optim.Optimizer, index: int) -> None:
     if index % 5 == 1:
         with suppress(RuntimeError):
             model(torch.ones(8, 3))
@@ -286,32 +224,23 @@ def exports(model: Net, optimizer: torch.optim.Optimizer) -> Iterator[Any]:
 
 
 def keeps_what_is_made_of_weights(model: Net, optimizer: torch.optim.Optimizer) -> Iterator[Any]:
-    parametrizations.spectral_norm(model.embed)
-    for index, x, y in batches():
+    def loss_of(model: Net, index: int, x: Tensor, y: Tensor) -> Tensor:
         with parametrize.cached() if index % 4 else nullcontext():
-            logits = model(x)
-            loss = cross_entropy(logits, y) + 0.1 * model.embed.weight.pow(2).sum()
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        yield loss
+            return of_logits(model, index, x, y) + 0.1 * model.embed.weight.pow(2).sum()
+
+    parametrizations.spectral_norm(model.embed)
+    yield from trains_by(loss_of)(model, optimizer)
 
 
-def casts_weights_itself(
-    model: Net, optimizer: torch.optim.Optimizer, begin: int = 0
-) -> Iterator[Any]:
+def casts_weights_itself(model: Net, index: int, x: Tensor, y: Tensor, *, begin: int = 0) -> Tensor:
     """In the block in which the model casts them, which is done once."""
-    for index, x, y in batches():
-        with torch.autocast("cpu", torch.bfloat16):
-            weight = model.head.weight
-            loss = (weight @ weight.t()).pow(2).sum() if begin <= index < 9 else 0
-            loss = loss + cross_entropy(model(x), y)
-            if index >= begin:
-                loss = loss + model.embed(x).pow(2).mean() + mse_loss(model(x * 2), model(x * 3))
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        yield loss
+    with torch.autocast("cpu", torch.bfloat16):
+        weight = model.head.weight
+        loss = (weight @ weight.t()).pow(2).sum() if begin <= index < 9 else 0
+        loss = loss + cross_entropy(model(x), y)
+        if index >= begin:
+            loss = loss + model.embed(x).pow(2).mean() + mse_loss(model(x * 2), model(x * 3))
+    return loss
 
 
 def keeps_the_graph_of_gradients(model: Net, optimizer: torch.optim.Optimizer) -> Iterator[Any]:
@@ -319,7 +248,7 @@ def keeps_the_graph_of_gradients(model: Net, optimizer: torch.optim.Optimizer) -
     params = list(model.parameters())
     for index, x, y in batches():
         with torch.autocast("cpu", torch.bfloat16):
-            loss = cross_entropy(model(x), y)
+            loss = of_logits(model, index, x, y)
         grads = torch.autograd.grad(loss, params, create_graph=index == 9)
         for param, grad in zip(params, grads, strict=True):
             param.grad = grad.detach()
@@ -337,7 +266,21 @@ def prints_results(model: Net, optimizer: torch.optim.Optimizer) -> Iterator[Any
         optimizer.step()
 
 
-def before_each(change: Callable[[Any, torch.optim.Optimizer, int], None]) -> Loop:
+def scales(model: Net, optimizer: torch.optim.Optimizer) -> Iterator[Any]:
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=3)
+    for index, x, y in batches():
+        optimizer.zero_grad()
+        loss = of_logits(model, index, x, y) * (float("inf") if index == 8 else 1)
+        scaler.scale(loss).backward()
+        scaler.unscale_(optimizer)
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        scaler.step(optimizer)
+        scaler.update()
+        yield loss.isfinite()
+        yield scaler.get_scale()
+
+
+def before_each(change: Callable[[Any, torch.optim.Optimizer, int], object]) -> Loop:
     def loop(model: Net, optimizer: torch.optim.Optimizer) -> Iterator[Any]:
         for index, x, y in batches(30):
             change(model, optimizer, index)
@@ -346,39 +289,43 @@ def before_each(change: Callable[[Any, torch.optim.Optimizer, int], None]) -> Lo
     return loop
 
 
-REPLAYED: dict[str, Loop] = (
-    {
-        loop.__name__: loop
-        for loop in (
-            *(
-                looks_at_everything,
-                calls_twice,
-                goes_backward_twice,
-                goes_backward_in_another_order,
-            ),
-            *(penalizes_gradients, sharpens, writes_into_results, wraps_a_function),
-            *(copies_by_dict, exports, prints_results, freezes_all_for_other_calls),
-            *(casts_weights_itself, keeps_the_graph_of_gradients),
-        )
-    }
-    | {"casts_weights_itself_later": partial(casts_weights_itself, begin=5)}
-    | {change.__name__: before_each(change) for change in (anneals, freezes, loads)}
-)
-LOOPS = {
+REPLAYED: dict[str, Loop] = {
+    "several calls": trains_by(calls_twice),
+    "two backward passes": goes_backward_twice,
+    "backward in another order": goes_backward_in_another_order,
+    "a penalty of gradients": trains_by(penalizes_gradients, 16),
+    "weights that move between two passes": sharpens,
+    "results that are written": trains_by(writes_into_results),
+    "a function of torch that is wrapped": wraps_a_function,
+    "copies of dicts": copies_by_dict,
+    "exports": exports,
+    "results that are printed": prints_results,
+    "all frozen for other calls": freezes_all_for_other_calls,
+    "casts of the loop": trains_by(casts_weights_itself),
+    "casts of the loop, later": trains_by(partial(casts_weights_itself, begin=5)),
+    "the graph of gradients": keeps_the_graph_of_gradients,
+    "a scaler": scales,
+    "a number that changes once": before_each(
+        lambda model, _, index: setattr(model, "scale", 1.0 if index < 8 else 0.5)
+    ),
+    "a weight that freezes": before_each(
+        lambda model, _, index: model.embed.weight.requires_grad_(index // 6 % 2 == 0)
+    ),
+    "states that are loaded": before_each(loads),
+}
+LOOPS: dict[str, Loop] = {
     **REPLAYED,
-    **{
-        loop.__name__: loop
-        for loop in (
-            *(attacks_its_input, steps_in_hooks, recomputes, transforms, leaves_calls_alone),
-            keeps_what_is_made_of_weights,
-        )
-    },
-    **{
-        change.__name__: before_each(change)
-        for change in (
-            *(anneals_all_the_time, replaces_a_layer, trains_in_eval_mode, fails_now_and_then),
-        )
-    },
+    "steps in hooks": steps_in_hooks,
+    "recomputation": trains_by(recomputes),
+    "transforms": transforms,
+    "calls without a backward pass": leaves_calls_alone,
+    "what is made of weights": keeps_what_is_made_of_weights,
+    "a number that goes on changing": before_each(
+        lambda model, _, index: setattr(model, "scale", 1 / (1 + index))
+    ),
+    "a layer that is replaced": before_each(replaces_a_layer),
+    "training in eval mode": before_each(lambda model, _, index: model.train(index % 8 < 4)),
+    "calls that fail": before_each(fails_now_and_then),
 }
 
 
@@ -490,10 +437,10 @@ def test_other_kinds_of_calls_run_as_written_where_memory_is_short(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("graphfsdp.in_place.module_part.room_on", lambda device: 4096)
-    parts = check(loops.has_other_shapes, make=loops.make_net)
+    parts = check(has_other_shapes)
     found = replays(parts)
     monkeypatch.undo()
-    assert 0 < found < replays(check(loops.has_other_shapes, make=loops.make_net))
+    assert 0 < found < replays(check(has_other_shapes))
 
 
 def test_parts_that_do_not_pay_are_given_up_and_cost_nothing() -> None:
@@ -504,22 +451,17 @@ def test_parts_that_do_not_pay_are_given_up_and_cost_nothing() -> None:
     assert line.why == "" if line.state == "captured" else line.why.startswith("it does not pay")
 
 
-def learns_to_learn(model: Net, optimizer: torch.optim.Optimizer) -> Iterator[Any]:
+def learns_to_learn(model: Net, index: int, x: Tensor, y: Tensor) -> Tensor:
     """Goes backward through the backward pass of each call."""
-    for _, x, y in batches(40):
-        optimizer.zero_grad()
-        params = list(model.parameters())
-        grads = torch.autograd.grad(
-            cross_entropy(model(x), y), params, create_graph=True, allow_unused=True
-        )
-        loss = torch.stack([g.pow(2).sum() for g in grads if g is not None]).sum()
-        loss.backward()
-        optimizer.step()
-        yield loss
+    params = list(model.parameters())
+    grads = torch.autograd.grad(
+        of_logits(model, index, x, y), params, create_graph=True, allow_unused=True
+    )
+    return torch.stack([g.pow(2).sum() for g in grads if g is not None]).sum()
 
 
 def test_a_module_of_whose_calls_no_graph_holds_any_is_given_its_own_call_back() -> None:
-    parts = check(learns_to_learn)
+    parts = check(trains_by(learns_to_learn, 40))
     (line,) = (part for part in parts.report().parts if part.name == "model")
     assert line.why == "it does not pay: no graph holds any of its last 32 calls"
     assert line.state == "as written"

@@ -3,9 +3,11 @@
 import io
 import itertools
 import os
+import random
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -26,6 +28,7 @@ from parts_helpers import (
     replays,
     states,
     trains,
+    trains_by,
 )
 
 START = time.monotonic()
@@ -48,9 +51,12 @@ class Around(nn.Module):
         return self.what(self, x)
 
 
-def reads(module: Any, x: Tensor) -> Any:
-    logits = module.net(x)
-    return logits if logits.sum().item() > 0 else logits * 0.5
+def returns_an_object(logits: Tensor) -> Any:
+    class Output:
+        def __getitem__(self, index: int) -> Tensor:
+            return logits
+
+    return Output()
 
 
 def counts(module: Any, x: Tensor) -> Any:
@@ -58,19 +64,14 @@ def counts(module: Any, x: Tensor) -> Any:
     return module.net(x) * module.count
 
 
-def appends(module: Any, x: Tensor) -> Any:
-    logits = module.net(x)
-    module.seen.append(logits)
-    return logits
-
-
 def keeps(module: Any, x: Tensor) -> Any:
     module.kept = module.net(x)
     return module.kept
 
 
-def returns_its_input(module: Any, x: Tensor) -> Any:
-    return module.net(x), x
+def appends(module: Any, x: Tensor) -> Any:
+    module.seen.append(module.net(x))
+    return module.seen[-1]
 
 
 def writes_its_input(module: Any, x: Tensor) -> Any:
@@ -78,46 +79,9 @@ def writes_its_input(module: Any, x: Tensor) -> Any:
     return module.net(x)
 
 
-def returns_two_looks(module: Any, x: Tensor) -> Any:
-    logits = module.net(x)
-    return logits[:, :4], logits[:, 2:]
-
-
-def returns_what_it_makes_a_result_of(module: Any, x: Tensor) -> Any:
-    logits = module.net(x)
-    return logits.sin(), logits
-
-
-def returns_an_object(module: Any, x: Tensor) -> Any:
-    class Output:
-        def __init__(self, logits: Tensor) -> None:
-            self.logits = logits
-
-        def __getitem__(self, index: int) -> Tensor:
-            return self.logits
-
-    return Output(module.net(x))
-
-
-def differs_in_shape(module: Any, x: Tensor) -> Any:
-    logits = module.net(x)
-    return logits + logits[logits > 0].mean()
-
-
 def draws_in_python(module: Any, x: Tensor) -> Any:
-    import random
-
     random.seed(module.count)
     return module.net(x) if random.random() < 2 else x
-
-
-def asks_for_the_time(module: Any, x: Tensor) -> Any:
-    logits = module.net(x)
-    return logits if time.monotonic() < START + 1e6 else logits * 0
-
-
-def asks_for_a_file(module: Any, x: Tensor) -> Any:
-    return module.net(x) * (0.5 if os.path.exists(SWITCH) else 1.0)
 
 
 def opens_a_file(module: Any, x: Tensor) -> Any:
@@ -125,22 +89,42 @@ def opens_a_file(module: Any, x: Tensor) -> Any:
         return module.net(x) * (0.5 if file.readline() == "" else 1.0)
 
 
-def reads_on(module: Any, x: Tensor) -> Any:
-    return module.net(x) * (0.5 if LINES.readline() == "" else 1.0)
+def of_net(what: Callable[[Tensor], Any]) -> Callable[[Any, Tensor], Any]:
+    """Return a forward that makes its result of the logits alone."""
+    return lambda module, x: what(module.net(x))
 
 
-@pytest.mark.parametrize(
-    "what",
-    [
-        *(reads, counts, appends, keeps, returns_its_input, writes_its_input),
-        *(returns_two_looks, returns_an_object, differs_in_shape, draws_in_python),
-        *(returns_what_it_makes_a_result_of, asks_for_the_time, asks_for_a_file),
-        *(opens_a_file, reads_on),
-    ],
-    ids=lambda what: what.__name__,
-)
-def test_what_no_graph_can_hold_runs_as_written_and_the_net_in_it_is_captured(what: Any) -> None:
-    parts = check(trains, lambda: Around(what))
+def returns_what_it_makes_a_result_of(module: Any, x: Tensor) -> Any:
+    logits = module.net(x)
+    return logits.sin(), logits
+
+
+AS_WRITTEN: dict[str, Callable[[Any, Tensor], Any]] = {
+    "a read": of_net(lambda logits: logits if logits.sum().item() > 0 else logits * 0.5),
+    "a count": counts,
+    "a result that is kept": keeps,
+    "a list that grows": appends,
+    "its input": lambda module, x: (module.net(x), x),
+    "an input that is written": writes_its_input,
+    "two looks": of_net(lambda logits: (logits[:, :4], logits[:, 2:])),
+    "an object": of_net(returns_an_object),
+    "what a result is made of": returns_what_it_makes_a_result_of,
+    "another shape": of_net(lambda logits: logits + logits[logits > 0].mean()),
+    "a draw in Python": draws_in_python,
+    "the time": of_net(lambda logits: logits if time.monotonic() < START + 1e6 else logits * 0),
+    "whether a file is there": of_net(
+        lambda logits: logits * (0.5 if os.path.exists(SWITCH) else 1.0)
+    ),
+    "a file that is opened": opens_a_file,
+    "a file that is read on": of_net(
+        lambda logits: logits * (0.5 if LINES.readline() == "" else 1.0)
+    ),
+}
+
+
+@pytest.mark.parametrize("what", AS_WRITTEN)
+def test_what_no_graph_can_hold_runs_as_written_and_the_net_in_it_is_captured(what: str) -> None:
+    parts = check(trains, lambda: Around(AS_WRITTEN[what]))
     assert states(parts)["model"] == "as written"
     assert states(parts)["model.net"] == "captured"
     (why,) = (part.why for part in parts.report().parts if part.name == "model")
@@ -170,18 +154,6 @@ def advances_an_iterator(module: Any, x: Tensor) -> Any:
     return module.net(x)
 
 
-def advances_a_generator(module: Any, x: Tensor) -> Any:
-    return module.net(x) * next(module.made)
-
-
-def reads_a_file(module: Any, x: Tensor) -> Any:
-    return module.net(x), int(module.lines.readline())
-
-
-def draws_from_a_generator_of_its_own(module: Any, x: Tensor) -> Any:
-    return module.net(x) * float(module.drawn.random())
-
-
 def counts_in_its_class(module: Any, x: Tensor) -> Any:
     Telling.num_calls += 1
     return module.net(x)
@@ -203,16 +175,20 @@ def gives_an_object_another_tensor(module: Any, x: Tensor) -> Any:
     return module.held.state * 2
 
 
-@pytest.mark.parametrize(
-    "what",
-    [
-        *(gives_an_object_another_tensor, hooks_its_weight),
-        *(advances_an_iterator, advances_a_generator, reads_a_file, counts_in_its_class),
-        *(draws_from_a_generator_of_its_own, turns_its_keys_over),
-    ],
-    ids=lambda what: what.__name__,
-)
-def test_what_a_call_does_in_python_is_done_once(what: Any) -> None:
+TOLD: dict[str, Callable[[Any, Tensor], Any]] = {
+    "another tensor of an object": gives_an_object_another_tensor,
+    "a hook of a weight": hooks_its_weight,
+    "an iterator": advances_an_iterator,
+    "a generator": lambda module, x: module.net(x) * next(module.made),
+    "a file": lambda module, x: (module.net(x), int(module.lines.readline())),
+    "a count in a class": counts_in_its_class,
+    "a generator of random numbers": lambda module, x: module.net(x) * float(module.drawn.random()),
+    "the order of keys": turns_its_keys_over,
+}
+
+
+@pytest.mark.parametrize("what", TOLD)
+def test_what_a_call_does_in_python_is_done_once(what: str) -> None:
     def loop(model: Any, optimizer: torch.optim.Optimizer) -> Iterator[Any]:
         for _, x, y in batches():
             optimizer.zero_grad()
@@ -228,7 +204,7 @@ def test_what_a_call_does_in_python_is_done_once(what: Any) -> None:
             yield Telling.num_calls
             yield list(model.recent)
 
-    parts = check(loop, lambda: Telling(what))
+    parts = check(loop, lambda: Telling(TOLD[what]))
     assert states(parts)["model.net"] == "captured"
 
 
@@ -263,24 +239,14 @@ def test_a_dict_of_tensors_and_numbers_is_made_anew() -> None:
             logits = super().forward(x)
             return {"logits": (logits, 3), "none": None, "index": logits.argmax(1), "unused": x * 2}
 
-    def loop(model: Any, optimizer: torch.optim.Optimizer) -> Iterator[Any]:
-        for _, x, y in batches():
-            optimizer.zero_grad()
-            output = model(x)
-            assert output["none"] is None
-            assert output["logits"][1] == 3
-            assert not output["index"].requires_grad
-            loss = cross_entropy(output["logits"][0], y)
-            loss.backward()
-            optimizer.step()
-            yield loss
-            yield output["index"].sum()
+    def loss_of(model: Any, _: int, x: Tensor, y: Tensor) -> Tensor:
+        output = model(x)
+        assert output["none"] is None
+        assert output["logits"][1] == 3
+        assert not output["index"].requires_grad
+        return cross_entropy(output["logits"][0], y) + output["index"].sum()
 
-    def make() -> Net:
-        torch.manual_seed(0)
-        return Many()
-
-    assert replays(check(loop, make)) >= 4
+    assert replays(check(trains_by(loss_of), Many)) >= 4
 
 
 @pytest.mark.parametrize("way", ["an attribute", "a buffer"])
@@ -297,22 +263,12 @@ def test_what_comes_with_an_input_is_seen(way: str) -> None:
             logits = logits * getattr(x, "factor", 1.0)
             return logits if queue is None else logits + queue.mean(0)
 
-    def loop(model: Any, optimizer: torch.optim.Optimizer) -> Iterator[Any]:
-        for index, x, y in batches():
-            given: Any = (x, model.queue) if way == "a buffer" else (x,)
-            if way == "an attribute" and index > 6:
-                given[0].factor = 0.5
-            loss = cross_entropy(model(*given), y)
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-            yield loss
+    def loss_of(model: Any, index: int, x: Any, y: Tensor) -> Tensor:
+        if way == "an attribute" and index > 6:
+            x.factor = 0.5
+        return cross_entropy(model(x, model.queue) if way == "a buffer" else model(x), y)
 
-    def make() -> Net:
-        torch.manual_seed(0)
-        return Queue()
-
-    check(loop, make)
+    check(trains_by(loss_of), Queue)
 
 
 def hooks_its_input(module: Any, x: Tensor) -> Tensor:
@@ -321,37 +277,29 @@ def hooks_its_input(module: Any, x: Tensor) -> Tensor:
     return logits
 
 
-def keeps_the_gradient_of_its_input(module: Any, x: Tensor) -> Tensor:
+def keeps_the_gradient_of_its_input(module: Any, x: Tensor) -> Any:
     x.retain_grad()
-    logits: Tensor = module.net(x)
-    return logits
+    return module.net(x)
 
 
-def marks_its_input(module: Any, x: Tensor) -> Tensor:
-    logits: Tensor = module.net(x)
-    x.factor = 2.0  # type: ignore[attr-defined]
-    return logits
-
-
-def keeps_the_gradient_of_its_result(module: Any, x: Tensor) -> Tensor:
-    logits: Tensor = module.net(x)
+def keeps_the_gradient_of_its_result(module: Any, x: Tensor) -> Any:
+    logits = module.net(x)
     logits.retain_grad()
     return logits
 
 
-def marks_its_result(module: Any, x: Tensor) -> Tensor:
-    logits: Tensor = module.net(x)
-    logits.factor = 2.0  # type: ignore[attr-defined]
+def marks(module: Any, x: Tensor, *, result: bool) -> Any:
+    logits = module.net(x)
+    vars(logits if result else x)["factor"] = 2.0
     return logits
 
 
 @pytest.mark.parametrize(
     "what",
     [
-        *(hooks_its_input, keeps_the_gradient_of_its_input, marks_its_input),
-        *(keeps_the_gradient_of_its_result, marks_its_result),
+        *(hooks_its_input, keeps_the_gradient_of_its_input, keeps_the_gradient_of_its_result),
+        *(partial(marks, result=False), partial(marks, result=True)),
     ],
-    ids=lambda what: what.__name__,
 )
 def test_what_a_call_writes_on_tensors_is_found_there(what: Any) -> None:
     def loop(model: Any, optimizer: torch.optim.Optimizer) -> Iterator[Any]:
@@ -415,17 +363,12 @@ def test_what_lies_anywhere_or_is_given_twice_may_be_an_input(way: str) -> None:
             yield loss
             yield 0.0 if scale.grad is None else scale.grad.sum()
 
-    def make() -> nn.Module:
-        torch.manual_seed(0)
-        return Language()
-
-    found = replays(check(loop, make))
+    found = replays(check(loop, Language))
     assert found == 0 if way == "expanded" else found >= 8
 
 
 def test_several_models_and_gradients_between_them() -> None:
     def make() -> list[nn.Module]:
-        torch.manual_seed(0)
         return [nn.Sequential(nn.Linear(6, 6), nn.Tanh()), make_net()]
 
     def loop(models: Any, optimizer: torch.optim.Optimizer) -> Iterator[Any]:
@@ -454,37 +397,28 @@ def test_recurrent_layers_are_captured_with_their_list_of_weights() -> None:
             out, state = self.lstm(x[:, None].expand(-1, 3, -1).contiguous(), state)
             return self.head(out[:, -1]), state
 
-    def make() -> nn.Module:
-        torch.manual_seed(0)
-        return Recurrent()
+    def loss_of(model: Any, index: int, x: Tensor, y: Tensor) -> Tensor:
+        if not index:
+            held["state"] = None
+        logits, state = model(x, held["state"])
+        held["state"] = tuple(each.detach() for each in state)
+        return cross_entropy(logits, y)
 
-    def loop(model: Any, optimizer: torch.optim.Optimizer) -> Iterator[Any]:
-        state = None
-        for _, x, y in batches(16):
-            optimizer.zero_grad()
-            logits, state = model(x, state)
-            state = tuple(each.detach() for each in state)
-            loss = cross_entropy(logits, y)
-            loss.backward()
-            optimizer.step()
-            yield loss
-
-    assert replays(check(loop, make)) >= 4
+    held: dict[str, Any] = {}
+    assert replays(check(trains_by(loss_of, 16), Recurrent)) >= 4
 
 
 def test_a_method_of_the_loop_has_the_modules_in_it_captured() -> None:
+    def loop(model: Any, optimizer: torch.optim.Optimizer) -> Iterator[Any]:
+        for _, x, y in batches():
+            yield iterates(model.act, optimizer, x, y)
+
     class Agent(nn.Module):
         def __init__(self) -> None:
             super().__init__()
             self.net = make_net()
 
-        def act(self, x: Tensor) -> Tensor:
-            logits: Tensor = self.net(x)
-            return logits
+        def act(self, x: Tensor) -> Any:
+            return self.net(x)
 
-    def loop(model: Any, optimizer: torch.optim.Optimizer) -> Iterator[Any]:
-        for _, x, y in batches():
-            yield iterates(model.act, optimizer, x, y)
-
-    parts = check(loop, Agent)
-    assert states(parts)["model.net"] == "captured"
+    assert states(check(loop, Agent))["model.net"] == "captured"

@@ -10,6 +10,7 @@ from torch.nn.functional import cross_entropy
 import graphfsdp
 
 Loop = Callable[[Any, Any], Iterable[Any]]
+Loss = Callable[[Any, int, Tensor, Tensor], Any]  # of a model, an iteration and its batch
 Parts = Any  # what capture_in_place returns
 
 
@@ -44,11 +45,14 @@ def batches(count: int = 12, device: str = "cpu") -> Iterator[tuple[int, Tensor,
         yield index, torch.randn(8, 6).to(device), torch.randint(4, (8,)).to(device)
 
 
+def of_logits(model: Any, _: int, x: Tensor, y: Tensor) -> Tensor:
+    output = model(x)
+    return cross_entropy(output if isinstance(output, Tensor) else output[0], y)
+
+
 def iterates(model: Any, optimizer: torch.optim.Optimizer, x: Tensor, y: Tensor) -> Tensor:
     optimizer.zero_grad()
-    output = model(x)
-    logits = output if isinstance(output, Tensor) else output[0]
-    loss = cross_entropy(logits, y)
+    loss = of_logits(model, 0, x, y)
     loss.backward()
     optimizer.step()
     return loss
@@ -57,6 +61,20 @@ def iterates(model: Any, optimizer: torch.optim.Optimizer, x: Tensor, y: Tensor)
 def trains(model: Any, optimizer: torch.optim.Optimizer, count: int = 12) -> Iterator[Any]:
     for _, x, y in batches(count):
         yield iterates(model, optimizer, x, y)
+
+
+def trains_by(loss_of: Loss, count: int = 12) -> Loop:
+    """Return a loop over a loss of its own."""
+
+    def loop(model: Any, optimizer: torch.optim.Optimizer) -> Iterator[Any]:
+        for index, x, y in batches(count):
+            optimizer.zero_grad()
+            loss = loss_of(model, index, x, y)
+            loss.backward()
+            optimizer.step()
+            yield loss
+
+    return loop
 
 
 def listed(value: Any) -> list[Any]:
@@ -83,6 +101,7 @@ def run(
     loop: Loop, captured: bool, make: Any = make_net, optim: Any = make_adam, **options: Any
 ) -> tuple[list[Any], Parts]:
     """Return what a loop gives and leaves, and its parts."""
+    torch.manual_seed(0)
     models = make()
     optimizers = optim(models)
     torch.manual_seed(7)
