@@ -12,7 +12,19 @@ from torch.nn.functional import cross_entropy
 from torch.utils.checkpoint import checkpoint
 
 import graphfsdp
-from parts_helpers import Net, Parts, batches, check, make_adam, make_net, replays, states, trains
+from parts_helpers import (
+    Net,
+    Parts,
+    batches,
+    check,
+    iterates,
+    make_adam,
+    make_net,
+    of_logits,
+    replays,
+    states,
+    trains,
+)
 from zoo import ZOO
 
 FACTOR = 1.0
@@ -32,20 +44,8 @@ class Pass(torch.autograd.Function):
         return ctx.function(grad), None
 
 
-def scaled(grad: Tensor) -> Tensor:
-    return grad * FACTOR
-
-
-def noisy(grad: Tensor) -> Tensor:
-    return grad + 0.1 * torch.randn_like(grad)
-
-
-def judged(grad: Tensor) -> Tensor:
-    return grad if grad.sum().item() > 0 else grad * 0.5
-
-
 def counted(grad: Tensor) -> Tensor:
-    SEEN["calls"] = SEEN.get("calls", 0) + 1
+    SEEN["calls"] += 1
     times: int = SEEN["calls"]
     return grad * times
 
@@ -65,16 +65,22 @@ def written(grad: Tensor) -> Tensor:
     return grad
 
 
-def constant(grad: Tensor) -> Tensor:
-    return torch.full_like(grad, 0.25)
-
-
 def same_memory(grad: Tensor) -> Tensor:
     ones: Tensor = SEEN["ones"]
     return ones[: len(grad)]
 
 
-FUNCTIONS = (scaled, noisy, judged, counted, kept, left, written, constant, same_memory)
+FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "scaled": lambda grad: grad * FACTOR,
+    "noisy": lambda grad: grad + 0.1 * torch.randn_like(grad),
+    "judged": lambda grad: grad if grad.sum().item() > 0 else grad * 0.5,
+    "counted": counted,
+    "kept": kept,
+    "left": left,
+    "written": written,
+    "constant": lambda grad: torch.full_like(grad, 0.25),
+    "same memory": same_memory,
+}
 
 
 class Passing(Net):
@@ -97,53 +103,38 @@ class Passing(Net):
 
 def trains_by_factors(model: Any, optimizer: torch.optim.Optimizer) -> Iterator[Any]:
     """What functions read changes now and then, and what they leave is read."""
-    SEEN.clear()
-    SEEN.update(gradients=[], mean=torch.zeros(()), ones=torch.ones(8, 16), gradient=torch.zeros(1))
+    SEEN.update(calls=0, gradients=[], mean=torch.zeros(()))
+    SEEN.update(ones=torch.ones(8, 16), gradient=torch.zeros(1))
     held = []
     for index, x, y in batches(20):
         globals()["FACTOR"] = 1.0 + (index // 7)
-        optimizer.zero_grad()
-        loss = cross_entropy(model(x), y)
-        loss.backward()
-        optimizer.step()
+        yield iterates(model, optimizer, x, y)
         held.append(SEEN["gradient"])
-        yield loss
         yield SEEN["mean"]
         yield SEEN["gradient"]
     yield from (each.clone() for each in (*SEEN["gradients"], *held, SEEN["ones"]))
-    yield SEEN.get("calls", 0)
+    yield SEEN["calls"]
 
 
 @pytest.mark.parametrize("by_hook", [False, True], ids=["a_function_of_autograd", "a_hook"])
-@pytest.mark.parametrize("function", FUNCTIONS, ids=lambda each: each.__name__)
+@pytest.mark.parametrize("name", FUNCTIONS)
 def test_what_python_does_on_the_way_back_it_does_in_each_iteration(
-    function: Any, by_hook: bool
+    name: str, by_hook: bool
 ) -> None:
-    def make() -> nn.Module:
-        torch.manual_seed(0)
-        return Passing(function, by_hook=by_hook)
-
-    check(trains_by_factors, make)
+    check(trains_by_factors, lambda: Passing(FUNCTIONS[name], by_hook=by_hook))
 
 
 class Recomputing(Net):
     def forward(self, x: Tensor) -> Tensor:
-        def inner(x: Tensor) -> Tensor:
-            hidden: Tensor = self.drop(nn.functional.gelu(self.embed(x)))
-            return hidden
-
-        hidden = checkpoint(inner, x, use_reentrant=False)
-        assert isinstance(hidden, Tensor)
+        hidden: Any = checkpoint(
+            lambda x: self.drop(nn.functional.gelu(self.embed(x))), x, use_reentrant=False
+        )
         out: Tensor = self.head(hidden)
         return out
 
 
 def test_a_recomputation_draws_what_it_drew_before() -> None:
-    def make() -> nn.Module:
-        torch.manual_seed(0)
-        return Recomputing()
-
-    check(trains, make)
+    check(trains, Recomputing)
 
 
 class Sharing(nn.Module):
@@ -151,7 +142,6 @@ class Sharing(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        torch.manual_seed(0)
         self.one = nn.Parameter(torch.ones(8, 6))
         self.other = nn.Parameter(torch.ones(8, 6))
         self.unused = nn.Parameter(torch.ones(3))
@@ -205,9 +195,8 @@ def in_forms(model: Any, optimizer: torch.optim.Optimizer) -> Iterator[Any]:
 
 
 def asks_for_some(model: Net, optimizer: torch.optim.Optimizer) -> Iterator[Any]:
-    for _, x, y in batches():
-        x.requires_grad_()
-        loss = cross_entropy(model(x), y)
+    for index, x, y in batches():
+        loss = of_logits(model, index, x.requires_grad_(), y)
         by_input, by_head = torch.autograd.grad(loss, [x, model.head.weight])
         yield by_input
         model.head.weight.grad = by_head
@@ -252,11 +241,7 @@ def test_every_kind_of_model_trains_as_without_the_line(name: str) -> None:
             optimizer.step()
             yield loss
 
-    def make() -> nn.Module:
-        torch.manual_seed(0)
-        return case.make()
-
-    parts = check(loop, make)
+    parts = check(loop, case.make)
     assert (states(parts)["model"], backward_graphs(parts)) == HELD.get(name, ("captured", 1))
 
 
@@ -312,7 +297,6 @@ def test_a_backward_pass_reads_what_was_written_before_it(way: str, which: str, 
     """Or refuses it, as torch does."""
 
     def make() -> nn.Module:
-        torch.manual_seed(0)
         first = [nn.Linear(6, 8)] if last is nn.Tanh else [nn.Embedding(6, 8), nn.Flatten()]
         return nn.Sequential(*first, nn.GELU(), nn.LazyLinear(4), last())
 
