@@ -1,14 +1,13 @@
 """Odd training programs that a graph can hold: models, hooks, batches, outputs, schedules."""
 
-from collections import OrderedDict
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call, grad, jvp, vmap
 from torch.nn import functional
-from torch.nn.utils import parametrizations, parametrize
+from torch.nn.utils import parametrize
 
 from helpers import Batch, Case
 
@@ -58,14 +57,9 @@ def write_through_a_view(net: Any, x: Tensor) -> Any:
     middle = h[1:5].view(2, 2, WIDTH)[1]
     middle.mul_(2)
     middle[:, ::2] = 0.5
+    middle.diagonal().fill_(0.25)
+    h.as_strided((2, 2), (1, WIDTH), 2).add_(0.125)
     return mean_square(net.second(h)) + middle.sum()
-
-
-def diagonal_write(net: Any, x: Tensor) -> Any:
-    square = (net.first(x).t() @ x).clone()
-    square.diagonal().fill_(0.25)
-    square.as_strided((2, 2), (1, WIDTH), 2).add_(0.125)
-    return mean_square(net.second(square))
 
 
 def out_arguments(net: Any, x: Tensor) -> Any:
@@ -82,12 +76,6 @@ def zero_sized(net: Any, x: Tensor) -> Any:
     return mean_square(joined) + none.sum() + net.empty.sum()
 
 
-def complex_numbers(net: Any, x: Tensor) -> Any:
-    spectrum = torch.fft.rfft(net.first(x)) * net.phase
-    back = torch.fft.irfft(spectrum.conj(), n=WIDTH) + torch.view_as_real(spectrum).sum()
-    return mean_square(net.second(back)) + (spectrum.abs() ** 2).mean()
-
-
 def integer_state(net: Any, x: Tensor) -> Any:
     net.seen.add_(x.shape[0])
     net.histogram.scatter_add_(0, x.argmax(dim=1), torch.ones(ROWS, dtype=torch.int64))
@@ -95,17 +83,13 @@ def integer_state(net: Any, x: Tensor) -> Any:
     return mean_square(net.first(x) * net.flags) + net.second(x).mean() / net.seen
 
 
-def named_generators(net: Any, x: Tensor) -> Any:
-    noise = torch.randn(ROWS, WIDTH, generator=net.generator)
-    mask = torch.bernoulli(torch.full((WIDTH,), 0.5))
-    return mean_square(net.first(x) + noise * mask + functional.gumbel_softmax(net.second(x)))
-
-
 def random_of_many_kinds(net: Any, x: Tensor) -> Any:
-    h = net.first(x)
+    noise = torch.randn(ROWS, WIDTH, generator=net.generator)
+    h = net.first(x) + noise * torch.bernoulli(torch.full((WIDTH,), 0.5))
     h = h + torch.empty_like(h).exponential_() + torch.zeros_like(h).normal_(0, 0.1).uniform_(-1, 1)
     h = functional.alpha_dropout(functional.feature_alpha_dropout(h, 0.1), 0.2)
-    return mean_square(net.second(functional.rrelu(h, training=True))[torch.randperm(ROWS)])
+    h = functional.gumbel_softmax(functional.rrelu(h, training=True))
+    return mean_square(net.second(h)[torch.randperm(ROWS)])
 
 
 # torch.func and double backward.
@@ -127,50 +111,6 @@ def forward_mode(net: Any, x: Tensor) -> Any:
     return mean_square(value) + mean_square(tangent) + net.second(x).mean()
 
 
-def inner_step(net: Any, x: Tensor) -> Any:
-    """One step of gradient descent inside the forward pass (MAML)."""
-    names = dict(net.first.named_parameters())
-    loss = mean_square(functional_call(net.first, names, (x,)))
-    grads = torch.autograd.grad(loss, list(names.values()), create_graph=True)
-    moved = {n: p - 0.1 * g for (n, p), g in zip(names.items(), grads, strict=True)}
-    return mean_square(net.second(functional_call(net.first, moved, (x,))))
-
-
-class ScaledGradient(torch.autograd.Function):
-    """Identity whose gradient is a tenth, with saved tensors and a mutated context."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-        ctx.save_for_backward(x, weight)
-        ctx.factor = 0.1
-        twice = x * 2
-        ctx.mark_non_differentiable(twice)
-        return x * weight, twice
-
-    @staticmethod
-    def backward(ctx: Any, grad_out: Tensor, unused: Tensor) -> tuple[Tensor, Tensor]:
-        x, weight = ctx.saved_tensors
-        return ctx.factor * grad_out * weight, (grad_out * x).sum(dim=0)
-
-
-class InPlaceFunction(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        ctx.mark_dirty(x)
-        return x.mul_(3.0)
-
-    @staticmethod
-    def backward(ctx: Any, grad_out: Tensor) -> Tensor:
-        return grad_out * 3.0
-
-
-def custom_functions(net: Any, x: Tensor) -> Any:
-    scale: Any = ScaledGradient.apply
-    triple: Any = InPlaceFunction.apply
-    h, other = scale(net.first(x), net.second.bias)
-    return mean_square(net.second(triple(h + 0))) + other.mean()
-
-
 def saved_tensor_hooks(net: Any, x: Tensor) -> Any:
     with torch.autograd.graph.saved_tensors_hooks(lambda t: t.half(), lambda t: t.float()):
         h = net.first(x).tanh()
@@ -186,22 +126,17 @@ def activation_hooks(net: Any, x: Tensor) -> Any:
 
 PROGRAMS: dict[str, Case] = {
     "write_through_a_view": odd(write_through_a_view),
-    "diagonal_write": odd(diagonal_write),
     "out_arguments": odd(out_arguments),
     "zero_sized": odd(zero_sized, empty=torch.zeros(0, 1)),
-    "complex_numbers": odd(complex_numbers, phase=torch.tensor([1 + 1j, 0.5j, -1 + 0j])),
     "integer_state": odd(
         integer_state,
         seen=torch.tensor(1),
         histogram=torch.zeros(WIDTH, dtype=torch.int64),
         flags=torch.ones(WIDTH, dtype=torch.bool),
     ),
-    "named_generators": odd(named_generators),
     "random_of_many_kinds": odd(random_of_many_kinds),
     "per_sample_gradients": odd(per_sample_gradients),
     "forward_mode": odd(forward_mode),
-    "inner_step": odd(inner_step),
-    "custom_functions": odd(custom_functions),
     "saved_tensor_hooks": odd(saved_tensor_hooks),
     "activation_hooks": odd(activation_hooks),
 }
@@ -242,27 +177,6 @@ class SharedStorage(nn.Module):
         return mean_square(x * self.low + self.high * self.rest)
 
 
-class Symmetric(nn.Module):
-    def forward(self, weight: Tensor) -> Tensor:
-        return weight.triu() + weight.triu(1).transpose(-1, -2)
-
-
-class KeptActivations(nn.Module):
-    """Keeps what it computed, counts in Python, and reuses the kept one in the same pass."""
-
-    kept: Tensor
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(WIDTH, WIDTH)
-        self.calls = 0
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.calls += 1
-        self.kept = self.layer(x).detach()
-        return mean_square(self.layer(x) - 0.5 * self.kept)
-
-
 class Wrapped(torch.Tensor):
     """A tensor subclass that handles operators itself, as DTensor does."""
 
@@ -299,25 +213,6 @@ class WithWrapper(nn.Module):
         loss: Tensor = (self.layer(x) * hidden.inner).square().mean()
         self.scale.inner.mul_(1.01)
         return loss
-
-
-class Pair(NamedTuple):
-    x: Tensor
-    scale: Tensor
-
-
-def nested_batch(generator: torch.Generator) -> Batch:
-    x = torch.randn(ROWS, WIDTH, generator=generator)
-    scale = torch.rand(ROWS, 1, generator=generator)
-    nested = {"pair": Pair(x, scale), "list": [x.flip(0), (None, 3, "mean")]}
-    return Batch((OrderedDict(nested), ()), {"mask": x > 0, "extra": {}})
-
-
-def nested_loss(model: Any, batch: Any, nothing: Any, *, mask: Tensor, extra: Any) -> Any:
-    pair, (other, (_, power, reduction)) = batch["pair"], batch["list"]
-    assert reduction == "mean"
-    h = model.first(pair.x * pair.scale).masked_fill(mask, 0.0) + model.second(other)
-    return h.pow(2).mean() * power, {"hidden": [h, (h.sum(dim=0),)], "none": None}
 
 
 def aliasing_outputs(model: Any, x: Tensor) -> Any:
@@ -400,23 +295,13 @@ def noisy_weights(net: nn.Module, optim: torch.optim.Optimizer) -> Callable[[], 
     return disturb
 
 
-def normalized(kind: str) -> Callable[[], nn.Module]:
-    def make() -> nn.Module:
-        net = Net(plain)
-        if kind == "orthogonal":
-            parametrizations.orthogonal(net.first, orthogonal_map="cayley")
-        else:
-            parametrize.register_parametrization(net.first, "weight", Symmetric())
-            parametrize.register_parametrization(net.first, "weight", nn.Tanh())
-        return net
+def symmetric(net: Any) -> None:
+    class Symmetric(nn.Module):
+        def forward(self, weight: Tensor) -> Tensor:
+            return weight.triu() + weight.triu(1).transpose(-1, -2)
 
-    return make
-
-
-def old_spectral_norm() -> nn.Module:
-    net = Net(plain)
-    nn.utils.spectral_norm(net.second)
-    return net
+    parametrize.register_parametrization(net.first, "weight", Symmetric())
+    parametrize.register_parametrization(net.first, "weight", nn.Tanh())
 
 
 def cached_parametrization(model: Any, x: Tensor) -> Tensor:
@@ -426,18 +311,17 @@ def cached_parametrization(model: Any, x: Tensor) -> Tensor:
 
 MODELS: dict[str, Case] = {
     "shared_storage": Case(SharedStorage, default_batch),
-    "kept_activations": Case(KeptActivations, default_batch),
     "wrapper_subclass": Case(WithWrapper, default_batch),
     "ctc": Case(lambda: nn.Linear(6, 5), of_sequences, ctc_loss),
     "packed": Case(PackedLSTM, of_sequences),
-    "nested_batch": Case(plain_net, nested_batch, nested_loss),
     "aliasing_outputs": Case(plain_net, default_batch, aliasing_outputs),
     "hooks_on_modules": Case(net_with(hooks_on_modules), default_batch),
     "hooks_on_parameters": Case(net_with(hooks_on_parameters), default_batch),
     "step_hooks": Case(plain_net, default_batch, setup=step_hooks),
     "averaged_model": Case(plain_net, default_batch, setup=averaged),
     "written_weights": Case(plain_net, default_batch, setup=noisy_weights),
-    "orthogonal": Case(normalized("orthogonal"), default_batch),
-    "cached_parametrization": Case(normalized("both"), default_batch, cached_parametrization),
-    "old_spectral_norm": Case(old_spectral_norm, default_batch),
+    "cached_parametrization": Case(net_with(symmetric), default_batch, cached_parametrization),
+    "old_spectral_norm": Case(
+        net_with(lambda net: nn.utils.spectral_norm(net.second)), default_batch
+    ),
 }

@@ -228,17 +228,6 @@ class Told:
         return cls.weight
 
 
-class Own(dict[str, int]):
-    """A dict of somebody's own."""
-
-
-class Missing(dict[str, int]):
-    held: ClassVar = types.SimpleNamespace(weight=1)
-
-    def __missing__(self, key: str) -> Any:
-        return self.held.weight
-
-
 class Made:
     """Makes its attributes up, as configurations of libraries do."""
 
@@ -430,11 +419,13 @@ def learning_rate_of_others() -> Way:
     return Way(lambda: other.param_groups[0]["lr"], lambda n: put(n), "'lr' of group 0 of")
 
 
-def of_a_scheduler(name: str, make: Callable[[int], Any], read: Callable[[Any], Any]) -> Way:
+def last_learning_rate() -> Way:
     optimizer = torch.optim.SGD([nn.Parameter(torch.ones(2))], lr=0.1)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
-    named = f"'{name}' of closure variable 'scheduler'"
-    return Way(lambda: read(scheduler), lambda n: setattr(scheduler, name, make(n)), named)
+    put = lambda n: setattr(scheduler, "_last_lr", [n])  # noqa: E731
+    return Way(
+        lambda: scheduler.get_last_lr()[0], put, "'_last_lr' of closure variable 'scheduler'"
+    )
 
 
 WAYS: dict[str, Callable[[], Way]] = {
@@ -488,8 +479,6 @@ WAYS: dict[str, Callable[[], Way]] = {
     "singledispatchmethod": lambda: of(
         Inner.held, lambda: Inner().dispatched(1), r"'weight' of Inner\.held"
     ),
-    "missing_key": lambda: of(Missing.held, lambda: Missing()["weight"], "'weight' of Missing"),
-    "product": lambda: by(lambda owner: 1 * owner, Special()),
     "length": lambda: by(len, Special()),
     "match": lambda: by(by_match, Data()),
     "match, by position": lambda: by(by_position, Data()),
@@ -508,8 +497,7 @@ WAYS: dict[str, Callable[[], Way]] = {
     "context_variable": of_context,
     "item": lambda: of_item({}, "'weight' of closure variable 'table'"),
     "user_dict": lambda: of_item(collections.UserDict(), "closure variable 'table'"),
-    "own_dict": lambda: of_item(Own(), "'weight' of closure variable 'table'"),
-    "counter": lambda: of_item(collections.Counter(), "'weight' of closure variable"),
+    "dict_of_another_class": lambda: of_item(collections.Counter(), "'weight' of closure variable"),
     "list_item": lambda: of_item([1], "0 of closure variable 'table'", 0),
     "deque_item": lambda: of_item(collections.deque([1, 1]), "1 of closure variable 'table'", 1),
     "array_of_numpy": lambda: of_item(np.ones(3, dtype=np.int64), "the values of closure", 1),
@@ -545,18 +533,6 @@ WAYS: dict[str, Callable[[], Way]] = {
         lambda items: items.get(),
         lambda items: 1 + items.qsize(),
     ),
-    "length_of_a_bytearray": lambda: of_length(
-        bytearray(1), lambda items: items.append(1), bytearray.pop
-    ),
-    "last_of_a_deque": lambda: of_length(
-        collections.deque([1], maxlen=3),
-        lambda items: items.append(items[-1] + 1),
-        collections.deque.pop,
-        lambda items: int(items[-1]),
-    ),
     "learning_rate_of_others": learning_rate_of_others,
-    "last_epoch": lambda: of_a_scheduler("last_epoch", int, lambda scheduler: scheduler.last_epoch),
-    "last_learning_rate": lambda: of_a_scheduler(
-        "_last_lr", lambda n: [n], lambda scheduler: scheduler.get_last_lr()[0]
-    ),
+    "last_learning_rate": last_learning_rate,
 }
