@@ -15,10 +15,8 @@ from torch import Tensor, nn
 from torch.distributed._composable.replicate import replicate
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import (
-    CPUOffloadPolicy,
     FSDPModule,
     MixedPrecisionPolicy,
-    OffloadPolicy,
     fully_shard,
     register_fsdp_forward_method,
     share_comm_ctx,
@@ -59,12 +57,24 @@ def show(*values: Any) -> None:
         print(value)
 
 
-def train(model: Any, steps: int = NUM_STEPS, **options: Any) -> Any:
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, **options)
+def one_pass(model: Any, index: int) -> None:
+    model(batch(index)).square().mean().backward()
+
+
+def train(
+    model: Any,
+    backward: Callable[[Any, int], object] = one_pass,
+    *,
+    steps: int = NUM_STEPS,
+    optim: Any = torch.optim.AdamW,
+    to_none: bool = True,
+    **options: Any,
+) -> Any:
+    optimizer = optim(model.parameters(), **{"lr": 0.1, **options})
     for index in range(steps):
-        model(batch(index)).square().mean().backward()
+        backward(model, index)
         optimizer.step()
-        optimizer.zero_grad()
+        optimizer.zero_grad(set_to_none=to_none)
     show(*model.parameters())
     return model
 
@@ -138,6 +148,7 @@ def what_other_libraries_ask_for() -> None:
     words: Any = fully_shard
     states = [words.state(module) for module in (model, *model)]
     show(len(set(map(id, states))), states[0] is model._get_fsdp_state())
+    show(words.state(model) is states[0], words.state(nn.Linear(1, 1)))
     show(model._is_fsdp_managed_module, hasattr(states[0], "no_such_thing"))
 
 
@@ -282,16 +293,15 @@ def several_modules_in_one_unit() -> None:
     show(type(fully_shard([model.norm, model.head])).__name__, isinstance(model.head, FSDPModule))
     fully_shard(model)
     train(model)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for index in range(NUM_STEPS):  # the head for a part of the sequence at a time
+
+    def in_parts(model: Any, index: int) -> None:  # the head for a part of the sequence at a time
         hidden = model(batch(index), has_head=False)
         leaf = hidden.detach().requires_grad_()
         for rows in leaf.chunk(2):
             model.head(rows).square().mean().backward()
         hidden.backward(leaf.grad)
-        optimizer.step()
-        optimizer.zero_grad()
-    show(*model.parameters())
+
+    train(model, in_parts, optim=torch.optim.SGD)
 
 
 def ignored_parameters() -> None:
@@ -300,12 +310,6 @@ def ignored_parameters() -> None:
     sharded(model, ignored_params=ignored)
     show([isinstance(param, DTensor) for param in model.parameters()])
     train(model, foreach=False)
-
-
-def offloading() -> None:
-    for policy in (OffloadPolicy(), CPUOffloadPolicy(pin_memory=False)):
-        model = train(sharded(whole_model(), offload_policy=policy))
-        show({param.device.type for param in model.parameters()})
 
 
 class Encoder(nn.Linear):
@@ -347,13 +351,10 @@ def kinds_of_resharding() -> None:
         train(model)
 
 
-def states_and_streams() -> None:
+def streams_that_models_share() -> None:
     models = [sharded(whole_model()) for _ in range(2)]
     share_comm_ctx(models)
     share_comm_ctx([])
-    state: Any = fully_shard
-    show(state.state(models[0]) is state.state(models[0]), state.state(nn.Linear(1, 1)))
-    show(state.state(models[0]) is None, *(isinstance(model, FSDPModule) for model in models))
     for model in models:
         train(model)
 
@@ -387,25 +388,21 @@ def tower(*, freezes: bool = False) -> Any:
 
 
 def layers_that_freeze_and_thaw() -> None:
+    def backward(model: Any, index: int) -> None:
+        model.requires_grad_(True)
+        model.blocks[0].requires_grad_(index % 3 == 1)
+        model.blocks[1][2].weight.requires_grad_(index % 2 == 0)
+        model.head.bias.requires_grad_(index >= 2)
+        one_pass(model, index)
+        show([param.grad is not None for param in model.parameters()])
+
     for freezes in (False, True):
         model = tower(freezes=freezes)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-        for index in range(2 * NUM_STEPS):
-            model.requires_grad_(True)
-            model.blocks[0].requires_grad_(index % 3 == 1)
-            model.blocks[1][2].weight.requires_grad_(index % 2 == 0)
-            model.head.bias.requires_grad_(index >= 2)
-            model(batch(index)).square().mean().backward()
-            show([param.grad is not None for param in model.parameters()])
-            optimizer.step()
-            optimizer.zero_grad()
-        show(*model.parameters())
+        train(model, backward, steps=2 * NUM_STEPS, optim=torch.optim.SGD, momentum=0.9)
 
 
 def unsharded_ahead_and_never_resharded() -> None:
-    model = tower()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
-    for index in range(2 * NUM_STEPS):
+    def backward(model: Any, index: int) -> None:
         for block in model.blocks:
             block.unshard()
         if index % 2:
@@ -413,41 +410,35 @@ def unsharded_ahead_and_never_resharded() -> None:
         model(batch(index), skipped=[index % 3]).square().mean().backward()
         show(all(isinstance(param, DTensor) for param in model.parameters()))
         show(nn.utils.clip_grad_norm_(model.parameters(), 0.1))
-        optimizer.step()
-        optimizer.zero_grad()
-    show(*model.parameters())
+
+    train(tower(), backward, steps=2 * NUM_STEPS, lr=0.05)
 
 
 def one_forward_one_backward() -> None:
+    def backward(model: Any, index: int) -> None:
+        for block in model.blocks if unshards else ():
+            block.unshard()
+        for part in range(3):
+            model.set_requires_gradient_sync(part == 2)
+            model.set_reshard_after_backward(part == 2)
+            one_pass(model, 3 * index + part)
+        show(all(isinstance(param, DTensor) for param in model.parameters()))
+
     for unshards in (False, True):
-        model = tower()
-        optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
-        for index in range(NUM_STEPS):
-            for block in model.blocks if unshards else ():
-                block.unshard()
-            for part in range(3):
-                model.set_requires_gradient_sync(part == 2)
-                model.set_reshard_after_backward(part == 2)
-                model(batch(3 * index + part)).square().mean().backward()
-            show(all(isinstance(param, DTensor) for param in model.parameters()))
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=unshards)
-        show(*model.parameters())
+        train(tower(), backward, to_none=unshards, lr=0.05)
 
 
 def units_that_the_last_microbatch_skips() -> None:
+    def backward(last: Sequence[int], model: Any, index: int) -> None:
+        for part in range(3):
+            model.set_requires_gradient_sync(part == 2)
+            skipped = last if part == 2 else ()
+            model(batch(3 * index + part), skipped=skipped).square().mean().backward()
+        show(all(param.grad is not None for param in model.parameters()))
+
     for last in ([0], [0, 1, 2]):
-        model = tower()
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        for index in range(2 * NUM_STEPS):
-            for part in range(3):
-                model.set_requires_gradient_sync(part == 2)
-                skipped = last if part == 2 else ()
-                model(batch(3 * index + part), skipped=skipped).square().mean().backward()
-            show(all(param.grad is not None for param in model.parameters()))
-            optimizer.step()
-            optimizer.zero_grad()
-        show(*model.parameters())
+        backward_of = functools.partial(backward, last)
+        train(tower(), backward_of, steps=2 * NUM_STEPS, optim=torch.optim.SGD)
 
 
 class Generating(nn.Module):
@@ -482,25 +473,24 @@ def words_of_mixed_precision() -> None:
         {"param_dtype": bf16, "reduce_dtype": fp32, "output_dtype": torch.float64},
         {"reduce_dtype": fp32, "cast_forward_inputs": False, "output_dtype": bf16},
     ]
+
+    def backward(model: Any, index: int) -> None:
+        model.set_modules_to_forward_prefetch(list(model.blocks))
+        model.set_modules_to_backward_prefetch(list(model.blocks))
+        model.set_unshard_in_backward(True)
+        model.set_is_last_backward(True)
+        model.unshard(async_op=True).wait()
+        output = model(batch(index))
+        show(output.dtype, output)
+        output.square().mean().backward()
+
     for words in several:
         torch.manual_seed(0)
         model: Any = Tower()
         for block in model.blocks:
             fully_shard(block, mp_policy=MixedPrecisionPolicy(**words | {"output_dtype": None}))
         fully_shard(model, mp_policy=MixedPrecisionPolicy(**words))
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        for index in range(NUM_STEPS):
-            model.set_modules_to_forward_prefetch(list(model.blocks))
-            model.set_modules_to_backward_prefetch(list(model.blocks))
-            model.set_unshard_in_backward(True)
-            model.set_is_last_backward(True)
-            model.unshard(async_op=True).wait()
-            output = model(batch(index))
-            show(output.dtype, output)
-            output.square().mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        show(*model.parameters())
+        train(model, backward, optim=torch.optim.SGD)
 
 
 def pipelines() -> None:
@@ -513,8 +503,8 @@ def pipelines() -> None:
     fully_shard(model, mesh=mesh["dp"])
     stage = PipelineStage(model, place, 2, torch.device("cpu"), group=mesh["pp"].get_group())
     schedule = Schedule1F1B(stage, 4, loss_fn=nn.functional.mse_loss)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-    for index in range(NUM_STEPS):
+
+    def backward(model: Any, index: int) -> None:
         x = torch.cat((batch(index, part), batch(index + 9, part)))
         losses: list[Tensor] = []
         if place == 0:
@@ -522,22 +512,19 @@ def pipelines() -> None:
         else:
             schedule.step(target=x.flip(0), losses=losses)
         show(*losses)
-        optimizer.step()
-        optimizer.zero_grad()
-    show(*model.parameters())
+
+    train(model, backward)
 
 
 def uneven_tensor_parallelism() -> None:
     shape = (dist.get_world_size() // 2, 2)
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=("dp", "tp"))
     columns = ColwiseParallel(output_layouts=Replicate())
+
+    def backward(model: Any, index: int) -> None:
+        model(batch(index, mesh["dp"].get_local_rank())).square().mean().backward()
+
     for hidden in (3, 5, 17):
         model = whole_model(hidden=hidden)
         parallelize_module(model, mesh["tp"], {"0.0": columns, "1.0": columns})
-        sharded(model, mesh=mesh["dp"])
-        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, foreach=False)
-        for index in range(NUM_STEPS):
-            model(batch(index, mesh["dp"].get_local_rank())).square().mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        show(*model.parameters())
+        train(sharded(model, mesh=mesh["dp"]), backward, foreach=False)
