@@ -15,8 +15,10 @@ from torch import Tensor, nn
 from torch.distributed._composable.replicate import replicate
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
     FSDPModule,
     MixedPrecisionPolicy,
+    OffloadPolicy,
     fully_shard,
     register_fsdp_forward_method,
     share_comm_ctx,
@@ -310,6 +312,12 @@ def ignored_parameters() -> None:
     sharded(model, ignored_params=ignored)
     show([isinstance(param, DTensor) for param in model.parameters()])
     train(model, foreach=False)
+
+
+def offloading() -> None:
+    for policy in (OffloadPolicy(), CPUOffloadPolicy(pin_memory=False)):
+        model = train(sharded(whole_model(), offload_policy=policy))
+        show({param.device.type for param in model.parameters()})
 
 
 class Encoder(nn.Linear):

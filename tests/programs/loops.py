@@ -154,7 +154,7 @@ def fails_by_itself(model: nn.Module, optimizer: torch.optim.Optimizer) -> Itera
             yield loss.item()
 
 
-def casts_twice(model: nn.Module, _: int, x: Tensor, y: Tensor) -> Tensor:
+def casts_twice(model: nn.Module, _: int, x: Tensor, y: Tensor) -> Any:
     with torch.autocast("cpu", torch.bfloat16):
         loss = cross_entropy(model(x), y)
         with torch.autocast("cpu", enabled=False):
