@@ -26,38 +26,27 @@ def time_window(steps: Sequence[Callable[[], object]], device: torch.device) -> 
 
     The event before the first step is recorded on an idle GPU.
     """
-    if device.type == "cuda":
-        return _cuda_window(steps, device)
+    events: list[torch.cuda.Event] = []
     marks = [0] * (len(steps) + 1)
+    if device.type == "cuda":
+        events = [torch.cuda.Event(enable_timing=True) for _ in marks]
+        torch.cuda.synchronize(device)
+        events[0].record()
     cpu_start = time.process_time_ns()
     marks[0] = time.perf_counter_ns()
     for index, step in enumerate(steps, start=1):
         step()
+        if events:
+            events[index].record()
         marks[index] = time.perf_counter_ns()
     cpu_ns = time.process_time_ns() - cpu_start
     step_ms = [(end - start) / 1e6 for start, end in itertools.pairwise(marks)]
-    return _window(step_ms, (marks[-1] - marks[0]) / 1e6, cpu_ns)
-
-
-def _cuda_window(steps: Sequence[Callable[[], object]], device: torch.device) -> Window:
-    events = [torch.cuda.Event(enable_timing=True) for _ in range(len(steps) + 1)]
-    torch.cuda.synchronize(device)
-    cpu_start, start = time.process_time_ns(), time.perf_counter_ns()
-    events[0].record()
-    for index, step in enumerate(steps, start=1):
-        step()
-        events[index].record()
-    host_ms = (time.perf_counter_ns() - start) / 1e6
-    cpu_ns = time.process_time_ns() - cpu_start
-    events[-1].synchronize()
-    pairs = itertools.pairwise(events)
-    return _window([before.elapsed_time(after) for before, after in pairs], host_ms, cpu_ns)
-
-
-def _window(step_ms: Sequence[float], host_ms: float, cpu_ns: int) -> Window:
-    num_steps = len(step_ms)
+    if events:
+        events[-1].synchronize()
+        step_ms = [before.elapsed_time(after) for before, after in itertools.pairwise(events)]
     rounded = tuple(float(f"{value:.6g}") for value in step_ms)
-    return Window(rounded, host_ms / num_steps, cpu_ns / 1e6 / num_steps)
+    host_ms, cpu_ms = (ns / 1e6 / len(steps) for ns in (marks[-1] - marks[0], cpu_ns))
+    return Window(rounded, host_ms, cpu_ms)
 
 
 MIN_ROUNDS, MAX_ROUNDS = 5, 100

@@ -5,7 +5,7 @@ import datetime
 import shlex
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 from typing import Annotated, Literal
@@ -153,7 +153,6 @@ def make_parser() -> Parser:
     return parser
 
 
-_BUSY = 0.5
 _WIDTH = 160  # of a file or a pipe, whose tables would be narrow
 # No case ends in less: Python and torch have to start.
 SHORTEST_CASE_S = 20.0
@@ -175,7 +174,9 @@ def run_bench(arguments: Sequence[str], console: Console) -> int:
         result = Result({"environment": environment, "options": asked, "command": command})
         width = None if console.is_terminal else max(console.width, _WIDTH)
         console = Console(file=console.file, width=width, quiet=not ranks.is_first)
-        return _Bench(options, ranks, device, console, result).run()
+        limit_s = _NO_LIMIT_S if options.budget is None else options.budget * 60
+        deadline = time.monotonic() + limit_s
+        return _Bench(options, ranks, device, console, result, deadline).run()
 
 
 @dataclass
@@ -187,15 +188,18 @@ class _Bench:
     _device: torch.device
     _console: Console
     _result: Result  # so far
+    _deadline: float
     _folder: Path | None = None  # on rank 0
-    _started: float = field(default_factory=time.monotonic)
 
     def run(self) -> int:
         cases = self._options.cases(self._device.type)
+        new = Path("runs") / f"bench-{datetime.datetime.now():%Y%m%d-%H%M%S}"
+        out = self._options.out or str(new)
+        # An impossible one is refused before anything is measured.
         self._folder = self._ranks.members.together(
-            lambda: _make_directory(self._options.out) if self._ranks.is_first else None
+            lambda: make_new_directory(out) if self._ranks.is_first else None
         )
-        self._greet()
+        self._line(environment_text(self._result.head["environment"]))
         self._measure_all(cases)
         if not self._result.cases:
             return 1
@@ -222,7 +226,7 @@ class _Bench:
 
     def _measure(self, case: Case, num_left: int) -> list[Row]:
         """The case may take three times its share of the time left."""
-        left_s = self._ranks.members.gather(self._left_s())[0]
+        left_s = self._ranks.members.gather(self._deadline - time.monotonic())[0]
         if left_s < SHORTEST_CASE_S:
             raise CaseFailedError(f"the budget of {self._options.budget:g} min was spent")
         limit_s = min(left_s, max(3 * left_s / num_left, SHORTEST_CASE_S))
@@ -236,21 +240,6 @@ class _Bench:
         except ConfigError as error:
             raise CaseFailedError(str(error)) from error
 
-    def _left_s(self) -> float:
-        if self._options.budget is None:
-            return _NO_LIMIT_S
-        return self._options.budget * 60 - (time.monotonic() - self._started)
-
-    def _greet(self) -> None:
-        environment = self._result.head["environment"]
-        load = environment["load_average"]
-        self._line(environment_text(environment))
-        if load is not None and load > _BUSY and self._device.type == "cpu":
-            self._line(
-                f"something else runs on this machine (load average {load:.1f}); the pairs will "
-                "scatter", "yellow",
-            )  # fmt: skip
-
     def _show(self, case: str) -> None:
         self._console.print(case_table(self._result, case).rich())
         for row in self._result.of(case):
@@ -261,10 +250,3 @@ class _Bench:
 
     def _line(self, text: str, style: str | None = None) -> None:
         print_line(self._console, text, style)
-
-
-def _make_directory(out: str | None) -> Path:
-    """Refuses an impossible one (ConfigError) before anything is measured."""
-    if out is None:
-        out = str(Path("runs") / f"bench-{datetime.datetime.now():%Y%m%d-%H%M%S}")
-    return make_new_directory(out)

@@ -101,10 +101,9 @@ def run_record(path: Path, *, seed: int, complaint: str, failure: str = "") -> R
     stop = lines.get("run_stop")
     status = None if stop is None else stop.value["metadata"].get("status")
     reason = failure
-    if not reason and status != "success":
-        reason = "the target was not reached"
-    if not reason and complaint:
-        reason = f"the compliance checker: {complaint}"
+    if not reason and (complaint or status != "success"):
+        judged = f"the compliance checker: {complaint}"
+        reason = judged if status == "success" else "the target was not reached"
     return {
         "log": path.name,
         "seed": seed,

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import training_helpers
 from training_helpers import (
     DROPOUT,
     SMALL,
@@ -22,7 +23,6 @@ from training_helpers import (
     started,
     train,
 )
-from training_helpers import numbers as all_numbers
 
 # Clipping, schedule, dropout and several micro-batches, each of which a capture could freeze.
 RUN = [*DROPOUT, "--train-iters", "20", "--eval-interval", "6"]
@@ -34,7 +34,7 @@ def run(device: torch.device, out: Path, *flags: str) -> Lines:
 
 
 def numbers(lines: Lines) -> list[tuple[float, ...]]:
-    return all_numbers(lines, validated=False)
+    return training_helpers.numbers(lines, validated=False)
 
 
 @pytest.fixture(scope="module")
@@ -129,33 +129,24 @@ def test_training_learns_what_comes_next(device: torch.device, tmp_path: Path) -
 
 
 def test_the_console_says_what_ran_and_how_it_ended(
-    device: torch.device, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    lines = run(device, tmp_path / "run", "--log-interval", "10")
-    shown = capsys.readouterr().out
-    for expected in (
-        torch.__version__,
-        "full_iteration",
-        "64 tokens (4 x 16 tokens in 2 micro-batches)",
-        "fp32 model weights",
-        f"step 20/20  loss {lines[-1]['loss']:.4f}",
-        f"validation loss {lines[-1]['val_loss']:.4f} nats per token; unigram entropy",
-        "captured step",
-        "kept in",
-    ):
-        assert expected in shown
-    assert "parameters" in shown
-
-
-def test_without_out_nothing_is_written(
     device: torch.device,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.chdir(tmp_path)
+    lines = run(device, tmp_path / "run", "--log-interval", "10")
+    shown = capsys.readouterr().out
+    for expected in (
+        *(torch.__version__, "full_iteration", "64 tokens (4 x 16 tokens in 2 micro-batches)"),
+        *("fp32 model weights", "parameters", "captured step", "kept in"),
+        f"step 20/20  loss {lines[-1]['loss']:.4f}",
+        f"validation loss {lines[-1]['val_loss']:.4f} nats per token; unigram entropy",
+    ):
+        assert expected in shown
+    (tmp_path / "empty").mkdir()
+    monkeypatch.chdir(tmp_path / "empty")
     assert train(device, *RUN) == 0
-    assert list(tmp_path.iterdir()) == []
+    assert list((tmp_path / "empty").iterdir()) == []
     assert "nothing of this run is kept" in capsys.readouterr().out
 
 

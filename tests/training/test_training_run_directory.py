@@ -4,10 +4,9 @@ import dataclasses
 import json
 import math
 import sys
-import types
 from contextlib import closing
 from pathlib import Path
-from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -109,27 +108,19 @@ def test_peak_depends_on_gpu_and_dtype(monkeypatch: pytest.MonkeyPatch) -> None:
     assert peak_tflops("NVIDIA H200", torch.float32) == 494.0
 
 
-@pytest.fixture
-def _without_safetensors(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A machine on which nothing can be installed."""
+def test_without_safetensors_a_run_keeps_its_model_as_torch_saves_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for name in ("safetensors", "safetensors.torch"):
         monkeypatch.setitem(sys.modules, name, None)
-
-
-@pytest.mark.usefixtures("_without_safetensors")
-def test_without_safetensors_a_run_keeps_its_model_as_torch_saves_it(tmp_path: Path) -> None:
     model, other = nn.Linear(3, 2), nn.Linear(3, 2)
     with closing(RunDirectory(str(tmp_path / "run"), {})) as run:
         run.write_model(model.state_dict())
     assert not (tmp_path / "run" / "model.safetensors").exists()
     other.load_state_dict(torch.load(tmp_path / "run" / "model.pt"))
     assert torch.equal(other.weight, model.weight)
-
-
-@pytest.mark.usefixtures("_without_safetensors")
-def test_a_checkpoint_says_that_safetensors_is_missing(tmp_path: Path) -> None:
     with pytest.raises(graphfsdp.CheckpointError, match="Remedy: pip install safetensors"):
-        graphfsdp.save(tmp_path / "saved", nn.Linear(2, 2))
+        graphfsdp.save(tmp_path / "saved", model)
 
 
 SHORT = ("--train-iters", "8", "--lr-warmup-iters", "1")
@@ -152,44 +143,20 @@ def test_tensorboard_shows_what_the_run_has_logged(tmp_path: Path) -> None:
     assert "phase" not in events.Tags()["scalars"]
 
 
-class Run:
-    def __init__(self, **settings: Any) -> None:
-        self.settings = settings
-        self.logged: dict[int, dict[str, float]] = {}
-        self.is_over = False
-
-    def log(self, values: dict[str, float], *, step: int) -> None:
-        self.logged[step] = values
-
-    def __enter__(self) -> "Run":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.is_over = True
-
-
 def test_weights_and_biases_gets_settings_and_each_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    runs: list[Run] = []
-
-    def init(**settings: Any) -> Run:
-        runs.append(Run(**settings))
-        return runs[-1]
-
-    library = types.ModuleType("wandb")
-    monkeypatch.setattr(library, "init", init, raising=False)
+    library, run = MagicMock(), MagicMock()
+    library.init.return_value.__enter__.return_value = run
     monkeypatch.setitem(sys.modules, "wandb", library)
     flags = (*SHORT, "--out", str(tmp_path), "--wandb", "a-project")
     assert train(torch.device("cpu"), *flags) == 0
-    (run,) = runs
-    assert run.settings["project"] == "a-project"
-    assert run.settings["config"]["train_iters"] == 8
-    lines = lines_of(tmp_path)
-    assert {step: values["loss"] for step, values in run.logged.items()} == {
-        line["step"]: line["loss"] for line in lines
-    }
-    assert run.is_over
+    (settings,) = [call.kwargs for call in library.init.call_args_list]
+    assert settings["project"] == "a-project"
+    assert settings["config"]["train_iters"] == 8
+    logged = [(call.kwargs["step"], call.args[0]["loss"]) for call in run.log.call_args_list]
+    assert logged == [(line["step"], line["loss"]) for line in lines_of(tmp_path)]
+    library.init.return_value.__exit__.assert_called_once()
 
 
 @pytest.mark.parametrize("flags", [("--wandb", "a-project"), ("--tensorboard",)])
