@@ -49,6 +49,12 @@ class Bound(NamedTuple):
         return max(self.arithmetic, self.memory, self.links, CALL_S)
 
 
+def arithmetic_s(flops: float, dtype: torch.dtype, device: Gpu) -> float:
+    peak = peak_tflops(device.name, dtype)
+    assert peak is not None
+    return flops / (peak * 1e12)
+
+
 _TOKEN_BYTES, _NORM_BYTES = 8, 8
 _STATE_BYTES = 8  # FusedAdam's two moments of an element, in float32
 
@@ -127,10 +133,8 @@ class TrainingPlan:
         """
         num_bytes = self.total_bytes + self.saved_bytes * (self.batch.num_microbatches - 1)
         gaps = self.num_kernels * NODE_S
-        peak = peak_tflops(device.name, self.config.param_dtype)
-        assert peak is not None
         return Bound(
-            self.flops / (peak * 1e12) + gaps,
+            arithmetic_s(self.flops, self.config.param_dtype, device) + gaps,
             2 * num_bytes / device.memory_rate + gaps,
             sum(call.wire_bytes for call in self.collectives) / device.link_rate,
             self.num_kernels * CALL_S,

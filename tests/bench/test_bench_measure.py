@@ -58,12 +58,15 @@ def faulty(name: str, contender: Callable[[Setting], Contender]) -> ContenderSpe
     return ContenderSpec(name, "fails", contender)
 
 
+Measured = tuple[list[Row], list[Faulty]]
+
+
 def ran(rows: list[Row]) -> list[Row]:
     return [row for row in rows if "step_ms" in row]
 
 
 @pytest.fixture(scope="module")
-def measured() -> tuple[list[Row], list[Faulty]]:
+def measured() -> Measured:
     broken = [Faulty(2), Faulty(NUM_WARMUP_STEPS + 3)]
 
     def refuse(setting: Setting) -> Contender:
@@ -81,9 +84,7 @@ def measured() -> tuple[list[Row], list[Faulty]]:
     return measure_case(setting, specs=specs), broken
 
 
-def test_whatever_cannot_run_is_listed_with_its_reason(
-    measured: tuple[list[Row], list[Faulty]],
-) -> None:
+def test_whatever_cannot_run_is_listed_with_its_reason(measured: Measured) -> None:
     rows, broken = measured
     case = Result({}, rows)
     assert [row["contender"] for row in ran(rows)] == ["eager", "pytorch", "full_iteration"]
@@ -97,9 +98,7 @@ def test_whatever_cannot_run_is_listed_with_its_reason(
     assert [contender.closed for contender in broken] == [True, True]
 
 
-def test_the_windows_of_all_contenders_are_pairs(
-    measured: tuple[list[Row], list[Faulty]],
-) -> None:
+def test_the_windows_of_all_contenders_are_pairs(measured: Measured) -> None:
     rows = ran(measured[0])
     shapes = {tuple(len(window) for window in row["step_ms"]) for row in rows}
     assert len(shapes) == 1
@@ -112,7 +111,7 @@ def test_the_windows_of_all_contenders_are_pairs(
 
 
 def test_the_captured_iteration_trains_the_same_losses_and_its_facts_are_told(
-    measured: tuple[list[Row], list[Faulty]],
+    measured: Measured,
 ) -> None:
     eager, _, captured = ran(measured[0])
     assert captured["bit_exact"]

@@ -121,24 +121,20 @@ def test_of_a_huge_file_a_part_is_counted(tmp_path: Path, monkeypatch: pytest.Mo
     assert corpus.unigram_entropy == pytest.approx(math.log(20))
 
 
-def _floats(folder: Path) -> str:
-    np.save(folder / "x.npy", np.ones(4))
-    return str(folder / "x.npy")
-
-
-def _negative(folder: Path) -> str:
-    np.save(folder / "x.npy", np.array([3, -1]))
-    return str(folder / "x.npy")
-
-
 @pytest.mark.parametrize(
-    ("make", "said"),
+    ("tokens", "said"),
     [
-        (_floats, r"holds float64 of shape \(4,\); expected tokens as integers"),
-        (_negative, r"has numbers from -1 to 3; expected tokens in 0\.\."),
-        (lambda folder: write(folder / "x.npy", b"no"), r"is no .npy file that can be mapped"),
+        (np.ones(4), r"holds float64 of shape \(4,\); expected tokens as integers"),
+        (np.array([3, -1]), r"has numbers from -1 to 3; expected tokens in 0\.\."),
+        (None, r"is no .npy file that can be mapped"),
     ],
+    ids=["floats", "negative", "text"],
 )
-def test_what_is_no_file_of_tokens_is_said(make: Any, said: str, tmp_path: Path) -> None:
+def test_what_is_no_file_of_tokens_is_said(tokens: Any, said: str, tmp_path: Path) -> None:
+    path = tmp_path / "x.npy"
+    if tokens is None:
+        path.write_bytes(b"no")
+    else:
+        np.save(path, tokens)
     with pytest.raises(ConfigError, match=said):
-        load_corpus(make(tmp_path))
+        load_corpus(str(path))

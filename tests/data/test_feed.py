@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader
 
 import graphfsdp
 from forked_programs import run_source
@@ -110,11 +110,10 @@ def test_it_says_how_long_it_made_one_wait(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_an_ordinary_loader_begins_anew_each_time(device: torch.device) -> None:
-    loader = DataLoader(TensorDataset(torch.arange(6.0)), batch_size=2)
-    feed = Feed(loader, device)
+    feed = Feed(DataLoader(torch.arange(6.0), batch_size=2), device)  # type: ignore[arg-type]
     assert len(feed) == 3
     for _ in range(2):
-        assert [batch[0].tolist() for batch in feed] == [[0, 1], [2, 3], [4, 5]]
+        assert [batch.tolist() for batch in feed] == [[0, 1], [2, 3], [4, 5]]
 
 
 @pytest.mark.parametrize("scope", ["none", "full_iteration"])
@@ -156,14 +155,6 @@ def test_a_loader_may_fill_the_same_tensor_anew(
     assert [batch.tolist() for batch in batches] == [[number] * 4 for number in range(12)]
 
 
-class Samples(torch.utils.data.Dataset[torch.Tensor]):
-    def __len__(self) -> int:
-        return 24
-
-    def __getitem__(self, index: int) -> torch.Tensor:
-        return torch.tensor(float(index))
-
-
 @pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")  # torchdata's own call
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_torchdata_s_loader_resumes_in_the_middle_of_an_epoch(
@@ -174,10 +165,9 @@ def test_torchdata_s_loader_resumes_in_the_middle_of_an_epoch(
 
     def make() -> Feed:
         generator = torch.Generator().manual_seed(7)
-        loader = StatefulDataLoader(
-            Samples(), batch_size=4, shuffle=True, generator=generator, num_workers=num_workers
-        )
-        return Feed(loader, device)
+        options = {"batch_size": 4, "shuffle": True, "generator": generator}
+        samples = torch.arange(24.0)
+        return Feed(StatefulDataLoader(samples, num_workers=num_workers, **options), device)
 
     whole = [batch.tolist() for batch in make()]
     first = make()

@@ -1,5 +1,6 @@
 """Batches: their order, ranks, packed documents, validation."""
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -12,19 +13,16 @@ from graphfsdp.data.order import EpochOrder
 from graphfsdp.errors import ConfigError
 
 
-def counting_corpus(num_tokens: int, **more: Any) -> Corpus:
+def counting_corpus(**changes: Any) -> Corpus:
     """Each token is its own position, so that a batch tells where it was cut."""
-    tokens = np.arange(num_tokens, dtype=np.uint16)
-    border = num_tokens * 9 // 10
-    train, validation = tokens[:border], tokens[border:]
-    return Corpus("counting", train, validation, num_tokens, 1.0, is_bytes=False, **more)
+    tokens = np.arange(1000, dtype=np.uint16)
+    corpus = Corpus("counting", tokens[:900], tokens[900:], 1000, 1.0, is_bytes=False)
+    return dataclasses.replace(corpus, **changes)
 
 
-def make_batches(
-    *, seed: int = 1, seq_length: int = 8, batch_size: int = 6, **part: Any
-) -> TokenBatches:
-    corpus = counting_corpus(1000)
-    return TokenBatches(corpus, seq_length=seq_length, batch_size=batch_size, seed=seed, **part)
+def make_batches(**options: Any) -> TokenBatches:
+    usual = {"seq_length": 8, "batch_size": 6, "seed": 1}
+    return TokenBatches(counting_corpus(), **{**usual, **options})
 
 
 def take(batches: TokenBatches, count: int) -> torch.Tensor:
@@ -120,14 +118,21 @@ def test_the_longest_possible_sequence_works() -> None:
     (tokens, _), *_ = batches.validation_batches(1, 1)
     assert tokens[0, 0] == 900
     next(batches)
-    with pytest.raises(ConfigError, match=r"--seq-length 100 needs .*held-out part"):
-        make_batches(seq_length=100)
 
 
-def test_a_token_beyond_the_vocabulary_is_refused() -> None:
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"seq_length": 100}, r"--seq-length 100 needs .*held-out part"),
+        ({"vocab_size": 5}, r"has a token \d+, the vocabulary has 5; give a larger"),
+        ({"positions": True}, r"does not say where documents end; give eod_token"),
+        ({"mask_first": True}, r"does not say where documents end; give eod_token"),
+    ],
+)
+def test_what_does_not_fit_a_corpus_is_refused(options: dict[str, Any], message: str) -> None:
     next(make_batches(vocab_size=1000))
-    with pytest.raises(ConfigError, match=r"has a token \d+, the vocabulary has 5; give a larger"):
-        next(make_batches(vocab_size=5))
+    with pytest.raises(ConfigError, match=message):
+        next(make_batches(**options))
 
 
 def test_a_prompt_starts_with_a_line(tmp_path: Path) -> None:
@@ -147,12 +152,11 @@ def test_packed_documents_have_positions_and_no_target_in_the_next(
     by_token: bool, part: str
 ) -> None:
     """The last token before each start ends a document; here it can be told by its number."""
+    tokens = np.arange(1000, dtype=np.uint16)
+    tokens[np.array(STARTS[1:]) - 1] = 5000
+    corpus = counting_corpus(document_starts=np.array(STARTS))
     if by_token:
-        tokens = np.arange(1000, dtype=np.uint16)
-        tokens[np.array(STARTS[1:]) - 1] = 5000
-        corpus = Corpus("counting", tokens[:900], tokens[900:], 5001, 1.0, is_bytes=False)
-    else:
-        corpus = counting_corpus(1000, document_starts=np.array(STARTS))
+        corpus = counting_corpus(train=tokens[:900], validation=tokens[900:])
     batches = TokenBatches(
         corpus,
         seq_length=9,
@@ -178,9 +182,3 @@ def test_packed_documents_have_positions_and_no_target_in_the_next(
             expected = IGNORED_TARGET if masked else whole[place + index + 1]
             assert targets_of[index] == expected
     assert num_masked == (4 if part == "training" else 1)
-
-
-def test_documents_that_nobody_knows_are_said() -> None:
-    for flags in ({"positions": True}, {"mask_first": True}):
-        with pytest.raises(ConfigError, match=r"does not say where documents end; give eod_token"):
-            TokenBatches(counting_corpus(1000), seq_length=8, batch_size=1, **flags)

@@ -28,10 +28,6 @@ def parse(line: str) -> TrainConfig:
     return parse_train_arguments(line.split())
 
 
-def test_no_flag_gives_the_default_preset() -> None:
-    assert parse("") == TrainConfig() == find_preset("default")
-
-
 def test_every_flag_has_help_and_a_field() -> None:
     actions = {action.dest: action for action in make_parser()._actions}
     assert actions.keys() == {"help", "config", *TrainConfig().settings()}
@@ -79,13 +75,9 @@ def test_a_file_that_holds_no_settings_is_refused(text: str, message: str, tmp_p
         parse(f"--config {tmp_path}/run.json")
 
 
-def test_a_file_that_is_not_there_is_named() -> None:
-    with pytest.raises(ConfigError, match=r"--config none.toml: cannot be read as TOML"):
-        parse("--config none.toml")
-
-
 def test_presets_are_found_by_name_and_shown_in_help() -> None:
     text = make_parser().format_help()
+    assert parse("") == TrainConfig() == find_preset("default")
     for config, about in PRESETS:
         assert parse(f"--preset {config.preset}") == config
         assert re.search(rf"\n  {config.preset} +{about[:9]}", text)
@@ -157,6 +149,9 @@ def test_who_has_run_it_is_told_by_key() -> None:
     ("line", "message"),
     [
         ("--preset huge", "--preset huge: there is no such preset; choose one of default, tiny"),
+        ("--config none.toml", "--config none.toml: cannot be read as TOML"),
+        ("--num-layers 0", "--num-layers must be at least 1, got 0"),
+        ("--hidden-size 20 --num-attention-heads 4", "rope rotates .* a head has 5 of them"),
         ("--swiglu", "unrecognized arguments: --swiglu"),
         ("--lr-decay-style WSD", "argument --lr-decay-style: invalid choice"),
         ("--mllog-submission org", "--mllog-submission org must be some of org=NAME, platform="),
