@@ -98,7 +98,7 @@ def same_layout(tensor: Tensor, other: Tensor) -> bool:
     return tensor.shape == other.shape and all(
         a == b
         for a, b, size in zip(tensor.stride(), other.stride(), tensor.shape, strict=True)
-        if size != 1
+        if size != 1 and tensor.numel()
     )
 
 

@@ -1,8 +1,9 @@
-"""State of FusedAdam: saved, loaded in place, copied, replaced; states of other Adams."""
+"""State of FusedAdam: saved, loaded in place, copied; states of other Adams."""
 
 import copy
 import io
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -14,60 +15,69 @@ from adam_helpers import (
     copies_of,
     copy_weights,
     load_in_place,
+    make_groups,
     make_params,
-    make_twins,
     params_of,
-    set_grads,
     state_addresses,
     take_steps,
 )
 from graphfsdp.errors import ConfigError
-from graphfsdp.optim import FusedAdam
+from graphfsdp.optim import FusedAdam, Muon
 from helpers import same_bits
 
+Change = Callable[..., None]  # of a state dict, parameters beside it, and its optimizer
 FP32, BF16 = torch.float32, torch.bfloat16
-NARROW = {"exp_avg_dtype": BF16, "exp_avg_sq_dtype": BF16}
-# The dtype of the parameters, and settings of FusedAdam beside main weights.
-ADAMS: dict[str, tuple[torch.dtype, dict[str, Any]]] = {
-    "float32": (FP32, {}),
-    "bfloat16": (BF16, {}),
-    "float16": (torch.float16, {}),
-    "narrow float32": (FP32, NARROW),
-    "narrow bfloat16": (BF16, NARROW),
-}
 SHAPES: list[tuple[int, ...]] = [(20, 100), (100,), (3, 16, 5, 5), (0, 40), (), (6, 3)]
 
 
-def make_optimizer(kind: str, params: list[nn.Parameter], lr: float = 0.1) -> FusedAdam:
-    return FusedAdam(params, lr=lr, weight_decay=0.1, master_weights=True, **ADAMS[kind][1])
+def make_muon(params: list[nn.Parameter], lr: float) -> Muon:
+    groups = {is_matrix: [p for p in params if (p.dim() == 2) == is_matrix] for is_matrix in (1, 0)}
+    rest = {"params": groups[0], "use_muon": False}
+    return Muon(make_groups({"params": groups[1]}, rest), lr=lr)
 
 
-@pytest.mark.parametrize("kind", ADAMS)
+def make_adam(params: list[nn.Parameter], lr: float = 0.1, **settings: Any) -> FusedAdam:
+    return FusedAdam(params, lr=lr, weight_decay=0.1, master_weights=True, **settings)
+
+
+make_narrow = partial(make_adam, exp_avg_dtype=BF16, exp_avg_sq_dtype=BF16)
+
+
+@pytest.mark.parametrize(
+    ("make", "dtype"),
+    [
+        (make_adam, FP32),
+        (make_adam, BF16),
+        (make_adam, torch.float16),
+        (make_narrow, FP32),
+        (make_narrow, BF16),
+        (make_muon, FP32),
+    ],
+)
 def test_a_state_loads_in_place_or_into_a_fresh_optimizer_and_goes_on(
-    device: torch.device, kind: str
+    device: torch.device, make: Callable[..., Any], dtype: torch.dtype
 ) -> None:
-    dtype, settings = ADAMS[kind]
     params = make_params(SHAPES, dtype, device)
-    optimizer = make_optimizer(kind, params)
+    optimizer = make(params, lr=0.1)
     take_steps(3, optimizer)
     optimizer.step(found_inf=torch.ones((), device=device))
-    fresh, existing = (make_optimizer(kind, copies_of(params), lr=0.3) for _ in range(2))
+    fresh, existing = (make(copies_of(params), lr=0.3) for _ in range(2))
     file = io.BytesIO()
     torch.save(optimizer.state_dict(), file)
     file.seek(0)
     fresh.load_state_dict(torch.load(file))
     load_in_place(optimizer, existing)
+    copied = copy.deepcopy(existing)
     for num_steps in (0, 3):
-        take_steps(num_steps, optimizer, fresh, existing)
-        for other in (fresh, existing):
+        take_steps(num_steps, optimizer, fresh, existing, copied)
+        for other in (fresh, existing, copied):
             assert other.param_groups[0]["lr"] == 0.1
             assert other.control.skipped_steps.item() == 1
-            assert_equal(params, params_of(other))
-            for state, loaded in zip(optimizer.state.values(), other.state.values(), strict=True):
+            assert_equal(params_of(optimizer), params_of(other))
+            for param, twin in zip(params_of(optimizer), params_of(other), strict=True):
+                state, loaded = optimizer.state[param], other.state[twin]
                 assert state.keys() == loaded.keys()
                 assert all(map(same_bits, state.values(), loaded.values()))
-                if not settings:
-                    assert {tensor.dtype for tensor in loaded.values()} == {FP32}
 
 
 @pytest.mark.parametrize(
@@ -108,21 +118,6 @@ def test_states_go_both_ways_between_torch_and_ours(make: Any, settings: dict[st
     torch.testing.assert_close(back, twins, rtol=1e-6, atol=1e-6)
 
 
-def test_loading_a_state_without_main_weights_takes_them_from_the_parameters() -> None:
-    params = make_params(dtype=BF16)
-    ours = FusedAdam(params, master_weights=True)
-    take_steps(1, ours)
-    state = copy.deepcopy(ours.state_dict())
-    for entries in state["state"].values():
-        del entries["master_param"]
-    with torch.no_grad():
-        for param in params:
-            param.fill_(0.5)
-    ours.load_state_dict(state)
-    for param in params:
-        assert torch.equal(ours.state[param]["master_param"], param.float())
-
-
 def test_loading_the_state_before_the_first_step_starts_anew_in_place() -> None:
     params = make_params()
     optimizer = FusedAdam(params)
@@ -154,7 +149,11 @@ def _group(**settings: Any) -> Callable[[dict[str, Any]], None]:
             r"groups of \[4\] parameters, this optimizer of \[5\]",
         ),
         (lambda saved: saved["state"][0].pop("exp_avg_sq"), "no 'exp_avg_sq'"),
-        (_group(amsgrad=True), "amsgrad=True.*construct FusedAdam with amsgrad=True"),
+        (
+            lambda saved: saved["state"][0].pop("max_exp_avg_sq"),
+            "parameter 0 of group 0 has no 'max_exp_avg_sq'",
+        ),
+        (_group(amsgrad=False), "amsgrad=False.*construct FusedAdam with amsgrad=False"),
         (_group(maximize=True), "maximize=True.*construct FusedAdam with maximize=True"),
         (_group(bias_correction=False), "construct FusedAdam with bias_correction=False"),
         (_group(decoupled_weight_decay=False, weight_decay=0.1), "adam_w_mode=False"),
@@ -164,7 +163,7 @@ def test_a_state_that_does_not_fit_is_refused_and_changes_nothing(
     damage: Callable[[dict[str, Any]], None], words: str
 ) -> None:
     params = make_params()
-    optimizer = FusedAdam(params)
+    optimizer = FusedAdam(params, amsgrad=True)
     take_steps(1, optimizer)
     before = copy.deepcopy(optimizer.state_dict())
     broken = copy.deepcopy(before)
@@ -198,108 +197,76 @@ def test_a_loaded_lr_goes_into_the_lr_tensor() -> None:
     assert lr.item() == 0.25
 
 
-def test_state_that_was_taken_away_starts_anew() -> None:
-    params, twins = make_twins()
-    optimizer = FusedAdam(params)
-    set_grads(params, twins)
-    optimizer.step()
-    copy_weights(twins, params)
-    optimizer.state.clear()
-    optimizer.step()
-    FusedAdam(twins).step()
-    assert_equal(params, twins)
-    assert {state["step"].item() for state in optimizer.state.values()} == {1}
+def counts_in_groups(step: Any) -> Change:
+    """As the FusedAdam of Transformer Engine or apex saves it."""
+
+    def change(saved: dict[str, Any], *_: object) -> None:
+        for entries in saved["state"].values():
+            del entries["step"]
+        for group in saved["param_groups"]:
+            group.update(step=step, bias_correction=True)
+
+    return change
 
 
-def test_a_state_tensor_that_was_replaced_is_used() -> None:
-    params, twins = make_twins()
-    ours, theirs = FusedAdam(params), torch.optim.AdamW(twins, weight_decay=0, fused=True)
-    for _ in range(2):
-        take_steps(1, ours, theirs)
-        for param, twin in zip(params, twins, strict=True):
-            moment = torch.randn_like(param)
-            ours.state[param]["exp_avg"] = moment
-            theirs.state[twin]["exp_avg"] = moment.clone()
-    assert_equal(params, twins)
+def in_two_halves(saved: dict[str, Any], params: list[nn.Parameter], *_: object) -> None:
+    """As Transformer Engine and graphfsdp 0.1 save it with store_param_remainders."""
+    for param, entries in zip(params, saved["state"].values(), strict=True):
+        bits = entries["master_param"].view(torch.int32)
+        low = bits.to(torch.int16)  # signed: the upper half is the float32 rounded to the nearest
+        param.data.view(torch.int16).copy_((bits - low) >> 16)
+        entries["master_param"] = low
 
 
-def te_state_of(optimizer: FusedAdam, step: Any) -> dict[str, Any]:
-    """Return a state as the FusedAdam of Transformer Engine or apex saves it: step per group."""
-    state = copy.deepcopy(optimizer.state_dict())
-    for entries in state["state"].values():
-        del entries["step"]
-    for group in state["param_groups"]:
-        group.update(step=step, bias_correction=True)
-    return state
+def with_old_main_weights(saved: dict[str, Any], params: list[nn.Parameter], *_: object) -> None:
+    """Transformer Engine keeps some beside float32 parameters; its kernel never updates them."""
+    counts_in_groups(torch.tensor([3], dtype=torch.int32))(saved)
+    for param, entries in zip(params, saved["state"].values(), strict=True):
+        entries["master_param"] = torch.zeros_like(param)
 
 
-@pytest.mark.parametrize("step", [3, torch.tensor([3], dtype=torch.int32)], ids=["apex", "te"])
-@pytest.mark.parametrize("dtype", [FP32, BF16])
-def test_a_step_count_of_the_group_becomes_that_of_each_parameter(
-    step: Any, dtype: torch.dtype
-) -> None:
+def without_main_weights(saved: dict[str, Any], _: object, source: FusedAdam) -> None:
+    """They begin as the parameters."""
+    for (param, state), entries in zip(source.state.items(), saved["state"].values(), strict=True):
+        copy_weights([param], [state["master_param"]])
+        del entries["master_param"]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "change"),
+    [
+        *((dtype, counts_in_groups(3)) for dtype in (FP32, BF16)),
+        *((dtype, counts_in_groups(torch.tensor([3]).int())) for dtype in (FP32, BF16)),
+        (FP32, with_old_main_weights),
+        (BF16, without_main_weights),
+        (BF16, in_two_halves),
+    ],
+)
+def test_what_others_save_stands_for_the_same(dtype: torch.dtype, change: Change) -> None:
     params = make_params(dtype=dtype)
-    theirs = FusedAdam(params, lr=0.1, weight_decay=0.1, master_weights=True)
-    take_steps(3, theirs)
-    twins = copies_of(params)
-    ours = FusedAdam(twins, master_weights=True)
-    ours.load_state_dict(te_state_of(theirs, step))
-    assert "bias_correction" not in ours.param_groups[0]
-    take_steps(2, theirs, ours)
-    assert_equal(params, twins)
-    assert {state["step"].item() for state in ours.state.values()} == {5}
+    source = make_adam(params)
+    take_steps(3, source)
+    twins, saved = copies_of(params), copy.deepcopy(source.state_dict())
+    change(saved, twins, source)
+    target = FusedAdam(twins, master_weights=True)
+    target.load_state_dict(saved)
+    assert "bias_correction" not in target.param_groups[0]
+    for num_steps in (0, 2):
+        take_steps(num_steps, source, target)
+        for param, twin in zip(params, twins, strict=True):
+            state, loaded = source.state[param], target.state[twin]
+            assert state.keys() == loaded.keys()
+            assert all(torch.equal(state[key], loaded[key]) for key in state)
+            assert num_steps == 0 or torch.equal(param, twin)
 
 
 def test_the_state_of_a_group_that_has_not_stepped_is_empty() -> None:
-    params = make_params()
-    ours = FusedAdam(params)
-    state = te_state_of(ours, 0)
+    ours = FusedAdam(make_params())
+    state = ours.state_dict()
+    counts_in_groups(0)(state)
     del state["param_groups"][0]["step"]
     ours.load_state_dict(state)
     assert not ours.state
-
-
-def test_a_main_weight_that_was_saved_in_two_halves_loads_exactly() -> None:
-    """As Transformer Engine and graphfsdp 0.1 save it with store_param_remainders."""
-    params = make_params(dtype=BF16)
-    source = FusedAdam(params, lr=1e-3, master_weights=True)
-    take_steps(5, source)
-    twins, saved = copies_of(params), copy.deepcopy(source.state_dict())
-    for twin, entries in zip(twins, saved["state"].values(), strict=True):
-        bits = entries["master_param"].view(torch.int32)
-        low = bits.to(torch.int16)  # signed: the upper half is the float32 rounded to the nearest
-        twin.data.view(torch.int16).copy_((bits - low) >> 16)
-        entries["master_param"] = low
-    target = FusedAdam(twins, master_weights=True)
-    target.load_state_dict(saved)
-    for param, twin in zip(params, twins, strict=True):
-        assert torch.equal(source.state[param]["master_param"], target.state[twin]["master_param"])
-
-
-def test_an_amsgrad_state_without_its_largest_moments_is_refused() -> None:
-    params = make_params()
-    plain = FusedAdam(params)
-    take_steps(1, plain)
-    with pytest.raises(ConfigError, match="parameter 0 of group 0 has no 'max_exp_avg_sq'"):
-        FusedAdam(params, amsgrad=True).load_state_dict(plain.state_dict())
-
-
-def test_a_main_weight_that_transformer_engine_keeps_beside_float32_parameters_is_not_read() -> (
-    None
-):
-    """Its capturable kernel never updates that one, so it is old."""
-    params = make_params()
-    theirs = FusedAdam(params, lr=0.1, master_weights=True)
-    take_steps(1, theirs)
-    state = te_state_of(theirs, torch.tensor([1], dtype=torch.int32))
-    for param, entries in zip(params, state["state"].values(), strict=True):
-        entries["master_param"] = torch.zeros_like(param)
-    twins = copies_of(params)
-    ours = FusedAdam(twins, master_weights=True)
-    ours.load_state_dict(state)
-    assert_equal(params, twins)
-    take_steps(1, theirs, ours)
-    assert_equal(params, twins)
 
 
 def test_constructor_calls_for_transformer_engine_work_as_they_are() -> None:

@@ -1,16 +1,19 @@
 """Parameters, gradients and paths of a step for the tests of FusedAdam."""
 
 import copy
-from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 from unittest.mock import patch
 
+import numpy as np
+import pytest
 import torch
 from torch import Tensor, nn
 
-from graphfsdp.optim.fused import plan
+from graphfsdp.optim.fused import kernel, plan
 from graphfsdp.optim.fused.step import as_kernel, run_cuda
+from triton_helpers import use_interpreter
 
 SHAPES = [(20, 10), (10,), (3, 4, 5), (0, 4), ()]
 
@@ -65,7 +68,7 @@ def set_grads(*models: list[nn.Parameter]) -> None:
 def flatten(params: list[nn.Parameter]) -> None:
     """Make parameters and gradients slices of one buffer each."""
     sizes = [param.numel() for param in params]
-    buffers = [torch.zeros(sum(sizes), device=params[0].device).split(sizes) for _ in range(2)]
+    buffers = [params[0].new_zeros(sum(sizes)).split(sizes) for _ in range(2)]
     for param, weight, grad in zip(params, *buffers, strict=True):
         weight.copy_(param.detach().reshape(-1))
         if param.grad is not None:
@@ -124,9 +127,22 @@ def assert_equal(left: list[nn.Parameter], right: list[nn.Parameter]) -> None:
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 
-def by_kernels() -> AbstractContextManager[object]:
-    """Send CPU tensors through the tables and kernels that CUDA tensors take."""
+def as_on_cuda() -> AbstractContextManager[object]:
+    """Send CPU tensors the way that CUDA tensors take."""
     return patch.multiple(plan, _on_cuda=lambda _: True, fused_adam_=as_kernel(run_cuda))
+
+
+@contextmanager
+def by_kernels() -> Iterator[None]:
+    """Step on a CPU by tables and kernels of CUDA, in Triton's interpreter."""
+    with pytest.MonkeyPatch.context() as monkeypatch, np.errstate(all="ignore"), as_on_cuda():
+        use_interpreter(monkeypatch, kernel)
+        yield
+
+
+def cut_at(numel: int) -> AbstractContextManager[object]:
+    """Cut tensors that are widened or scaled, of which so many elements are few."""
+    return patch("graphfsdp.optim.fused.step._SMALLEST_CHUNK", numel)
 
 
 def by_tensor_code() -> AbstractContextManager[object]:

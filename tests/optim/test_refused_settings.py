@@ -1,0 +1,111 @@
+"""What optimizers refuse of settings, numbers, parameters and gradients, by name."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import graphfsdp
+from adam_helpers import make_params
+from graphfsdp.errors import ConfigError
+from graphfsdp.optim import FusedAdam, Muon
+
+COMPLEX = torch.zeros(2, dtype=torch.complex64)
+HERE, THERE = torch.zeros(4, 3), torch.empty(2, device="meta")
+BY_NAME = [("here", HERE), ("there", THERE)]
+ON_TWO_DEVICES = "'here' is on cpu and parameter 'there' on meta.* an optimizer for each device"
+
+
+def adam(params: Any = None, **settings: Any) -> FusedAdam:
+    return FusedAdam(make_params() if params is None else params, **settings)
+
+
+def muon(**settings: Any) -> Muon:
+    return Muon(make_params([(4, 3)]), **settings)
+
+
+def step_on(*grads: Tensor, dtype: torch.dtype = torch.float32, **settings: Any) -> None:
+    """Step with one gradient after the other; before the last one the model is cast."""
+    param = nn.Parameter(torch.zeros(4, 3))
+    optimizer = FusedAdam([("weight", param)], **settings)
+    for index, grad in enumerate(grads):
+        if index == len(grads) - 1:
+            param.data = param.to(dtype)
+        setattr(param, "decoupled_grad" if optimizer.use_decoupled_grad else "grad", grad)
+        optimizer.step()
+
+
+def capture(optimizer: Any, **options: Any) -> None:
+    graphfsdp.capture(nn.Linear(1, 1), optimizer, **options)
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (partial(adam, exp_avg_dtype=torch.float8_e4m3fn), "exp_avg_dtype .*bfloat16, got .*e4m3"),
+        (partial(adam, exp_avg_sq_dtype=torch.float16), "exp_avg_sq_dtype .*bfloat16, got .*float"),
+        (partial(adam, exp_avg_sq_dtype=torch.int8), "exp_avg_sq_dtype .* got torch.int8"),
+        (partial(adam, master_weight_dtype=torch.float16), "master_weight_dtype must"),
+        (partial(adam, max_grad_norm=0.0), "max_grad_norm must be a positive number"),
+        (partial(adam, lr=-1.0), "lr of parameter group 0"),
+        (partial(adam, lr=float("nan")), "lr of parameter group 0"),
+        (partial(adam, lr=torch.tensor([1.0, 2.0])), "one element"),
+        (partial(adam, betas=(1.0, 0.9)), r"betas\[0\] of parameter group 0"),
+        (partial(adam, betas=(0.9, -0.1)), r"betas\[1\] of parameter group 0"),
+        (partial(adam, betas=0.9), "pair"),
+        (partial(adam, betas=(torch.tensor(0.9), 0.9)), r"betas\[0\]"),
+        (partial(adam, eps=-1e-8), "eps of parameter group 0"),
+        (partial(adam, weight_decay=-0.1), "weight_decay of parameter group 0"),
+        (partial(adam, weight_decay="0.1"), "weight_decay of parameter group 0"),
+        (partial(adam, BY_NAME, max_grad_norm=1.0), ON_TWO_DEVICES),
+        (partial(adam, BY_NAME, skip_nonfinite=True), ON_TWO_DEVICES),
+        (partial(adam, [COMPLEX]), r"parameter 0 of group 0 .*complex64"),
+        (partial(adam, [("phase", COMPLEX)]), r"parameter 'phase' .*complex64"),
+        (partial(adam, [torch.zeros(1).expand(4)]), "expanded"),
+        (partial(Muon, [HERE, THERE]), r"parameter 1 of group 0 has the shape \(2,\).*use_muon"),
+        (partial(muon, momentum=1.0), "momentum of parameter group 0 must be"),
+        (partial(muon, adjust_lr_fn="none"), "adjust_lr_fn must be one of"),
+        (partial(muon, lr=-1.0), "lr of parameter group 0 must be"),
+        (partial(muon, ns_steps=0), r"from 1 to 99 ns_steps, got \(.*\) and 0"),
+        (partial(step_on, HERE.to_sparse()), "the gradient of parameter 'weight' .*sparse"),
+        (partial(step_on, HERE, HERE.to_sparse()), "the gradient of parameter 'weight' .*sparse"),
+        (
+            partial(step_on, HERE, torch.zeros(3, 3), use_decoupled_grad=True),
+            r"shape \(3, 3\); expected \(4, 3\)",
+        ),
+        (
+            partial(step_on, HERE, HERE.long(), use_decoupled_grad=True),
+            "dtype torch.int64; expected a real",
+        ),
+        (
+            partial(step_on, HERE, HERE.double(), dtype=torch.float64),
+            "state 'exp_avg' of parameter 'weight' .*float64",
+        ),
+        (partial(capture, 3), r"must be a torch\.optim\.Optimizer, got int"),
+        (
+            lambda: capture(torch.optim.RMSprop([HERE]), skip_nonfinite=True),
+            "skip_nonfinite=True.*FusedAdam",
+        ),
+    ],
+)
+def test_what_cannot_be_used_is_refused_by_name(call: Callable[[], object], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        call()
+
+
+@pytest.mark.parametrize(
+    ("group", "words"),
+    [
+        ({"params": [HERE], "lr": -1.0}, "lr of parameter group 1"),
+        ({"params": [THERE]}, "parameter 0 of group 1 on meta"),
+    ],
+)
+def test_a_refused_group_is_not_kept(group: dict[str, Any], words: str) -> None:
+    optimizer = adam(max_grad_norm=1.0)
+    with pytest.raises(ConfigError, match=words):
+        optimizer.add_param_group(group)
+    assert len(optimizer.param_groups) == 1
+    adam(BY_NAME)  # without a norm they may be on several devices
