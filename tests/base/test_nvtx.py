@@ -2,23 +2,12 @@
 
 import pytest
 import torch
-from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
-import graphfsdp
-from counting_net import mean_square
-from graphfsdp.optim import FusedAdam
+from make_step import make_step
 
+CPU = torch.device("cpu")
 RANGE_PREFIX = "graphfsdp: "
-
-
-def small_step(scope: str) -> tuple[graphfsdp.CapturedStep, torch.Tensor]:
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 1))
-    optimizer = FusedAdam(model.parameters(), lr=0.1)
-
-    step = graphfsdp.capture(model, optimizer, loss_fn=mean_square, scope=scope)
-    return step, torch.randn(4, 8)
 
 
 def profiler() -> profile:
@@ -35,13 +24,13 @@ def profiler() -> profile:
     ],
 )
 def test_a_profile_names_the_phases_of_every_step(scope: str, expected: set[str]) -> None:
-    step, batch = small_step(scope)
+    step, _, _, next_batch = make_step(CPU, scope=scope)
     with step:
         for _ in range(5):
-            step(batch)
+            step(*next_batch())
         with profiler() as found:
             for _ in range(2):
-                step(batch)
+                step(*next_batch())
     calls = {item.key: item.count for item in found.key_averages()}
     named = {name.removeprefix(RANGE_PREFIX) for name in calls if name.startswith(RANGE_PREFIX)}
     assert named == expected
@@ -49,14 +38,14 @@ def test_a_profile_names_the_phases_of_every_step(scope: str, expected: set[str]
 
 
 def test_ranges_are_there_under_a_profiler_alone_and_no_recording_holds_them() -> None:
-    step, batch = small_step("full_iteration")
-    plain, _ = small_step("full_iteration")
+    step, _, _, next_batch = make_step(CPU)
+    plain, *_ = make_step(CPU)
     with step, plain:
         with profiler() as found:
             for _ in range(5):
-                step(batch)
+                step(*next_batch())
         for _ in range(5):
-            plain(batch)
+            plain(*next_batch())
         assert step.report().op_counts == plain.report().op_counts
     seen = {item.name for item in found.events() or () if item.name.startswith(RANGE_PREFIX)}
     phases = {"warm-up", "capture", "forward", "backward", "optimizer", "replay", "copy-in"}

@@ -1,7 +1,9 @@
 """Recomputation with dropout: bit for bit the run without it, captured and eagerly."""
 
+import functools
 import weakref
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -97,17 +99,14 @@ def case(wrap: Wrap) -> Case:
     return Case(lambda: Blocks(wrap), batch)
 
 
-@pytest.mark.parametrize("wrap", [ours, nested, torch_with_our_contexts])
+@pytest.mark.parametrize(
+    ("wrap", "microbatches"), [(ours, 1), (ours, 3), (nested, 1), (torch_with_our_contexts, 1)]
+)
 def test_a_captured_run_with_recomputation_equals_the_eager_one_without(
-    wrap: Wrap, device: torch.device
+    wrap: Wrap, microbatches: int, device: torch.device
 ) -> None:
-    got = check_against_eager(case(wrap), device)
-    assert_same_run(run(case(plain), "none", device), got)
-
-
-def test_recomputation_in_every_microbatch(device: torch.device) -> None:
-    got = check_against_eager(case(ours), device, microbatches=3)
-    assert_same_run(run(case(plain), "none", device, microbatches=3), got)
+    got = check_against_eager(case(wrap), device, microbatches=microbatches)
+    assert_same_run(run(case(plain), "none", device, microbatches=microbatches), got)
 
 
 def attention(query: Tensor, *, heads: int, dropout: float) -> Tensor:
@@ -115,41 +114,36 @@ def attention(query: Tensor, *, heads: int, dropout: float) -> Tensor:
     return nn.functional.scaled_dot_product_attention(query, query, query, dropout_p=dropout)
 
 
+def assert_same_gradient(function: Callable[..., Tensor], x: Tensor, **options: Any) -> None:
+    gradients: list[Tensor] = []
+    for call in (function, functools.partial(graphfsdp.recompute, function)):
+        torch.manual_seed(0)
+        with torch.autocast(x.device.type, dtype=torch.bfloat16):
+            out = call(x * 2, **options)
+        gradients += torch.autograd.grad(out.float().square().sum(), x)
+    assert torch.equal(*gradients)
+
+
 def test_attention_dropout_keyword_arguments_and_autocast(device: torch.device) -> None:
     x = torch.randn(2, 5, 8, device=device, requires_grad=True)
-
-    def gradient(recomputed: bool) -> Tensor:
-        torch.manual_seed(0)
-        with torch.autocast(device.type, dtype=torch.bfloat16):
-            if recomputed:
-                out = graphfsdp.recompute(attention, x * 2, heads=2, dropout=0.5)
-            else:
-                out = attention(x * 2, heads=2, dropout=0.5)
-        return torch.autograd.grad(out.float().square().sum(), x)[0]
-
-    assert torch.equal(gradient(True), gradient(False))
+    assert_same_gradient(attention, x, heads=2, dropout=0.5)
 
 
 def test_a_random_operator_may_return_numbers_beside_tensors(device: torch.device) -> None:
     """As CUDA's flash attention does: its lengths are no numbers of arguments."""
+
+    def function(x: Tensor) -> Tensor:
+        noise, width, zero = torch.ops.graphfsdp_test.draw(x.detach())
+        assert (width, zero) == (3, 0)
+        out: Tensor = (x * noise).square() * width
+        return out
+
     with torch.library._scoped_library("graphfsdp_test", "FRAGMENT") as library:
         library.define(
             "draw(Tensor x) -> (Tensor, int, int)", tags=(torch.Tag.nondeterministic_seeded,)
         )
         library.impl("draw", lambda x: (torch.rand_like(x), 3, 0), "CompositeExplicitAutograd")
-
-        def function(x: Tensor) -> Tensor:
-            noise, width, zero = torch.ops.graphfsdp_test.draw(x.detach())
-            assert (width, zero) == (3, 0)
-            out: Tensor = (x * noise).square() * width
-            return out
-
-        x = torch.randn(8, device=device, requires_grad=True)
-        slopes: list[Tensor] = []
-        for call in (function, lambda x: graphfsdp.recompute(function, x)):
-            torch.manual_seed(0)
-            slopes += torch.autograd.grad(call(x).sum(), x)
-        assert torch.equal(*slopes)
+        assert_same_gradient(function, torch.randn(8, device=device, requires_grad=True))
 
 
 def test_two_backward_passes_repeat_the_same_draws(device: torch.device) -> None:
