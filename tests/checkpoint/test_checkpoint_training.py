@@ -8,7 +8,7 @@ import torch
 
 from graphfsdp.cli import main
 from ranks import RankPool
-from train_on_ranks import FORKS, Plan, Run, torchrun
+from train_on_ranks import FORKS, torchrun, train_both
 from training_helpers import DROPOUT, ROOT, SMALL, assert_same_run, lines_of, started
 from training_helpers import numbers as numbers_of
 
@@ -114,7 +114,7 @@ def test_ranks_resume_exactly(tmp_path: Path, launched2: RankPool) -> None:
 
     Norms of whole gradients are the same too, so that clipping may engage.
     """
-    plan, folder = Plan(tmp_path), tmp_path / "checkpoints"
+    folder, runs = tmp_path / "checkpoints", {}
     common = [*RUN, "--device", "cpu", "--train-iters", "16"]
     strategy = ["--data-parallel-sharding-strategy", "3"]
     for name, flags in (
@@ -124,11 +124,8 @@ def test_ranks_resume_exactly(tmp_path: Path, launched2: RankPool) -> None:
     ):
         if "--async-save" in flags:
             flags += ["--save", str(tmp_path / f"{name}-c")]
-        own = ["train", *common, *flags, "--out", str(tmp_path / name)]
-        plan.runs.append(Run(name, (own, own)))
-    plan.execute(launched2)
-    for name in ("whole", "resumed", "plain"):
-        assert [answer.code for answer in plan.answers(name)] == [0, 0], plan.answers(name)
+        runs[name] = ["train", *common, *flags, "--out", str(tmp_path / name)]
+    train_both(launched2, runs)
     assert numbers(tmp_path / "resumed") == numbers(tmp_path / "whole")[8:]
     assert weights(tmp_path / "resumed") == weights(tmp_path / "whole")
     last = str(tmp_path / "plain-c" / "step-00000008")
@@ -148,10 +145,7 @@ def test_torchrun_restarts_a_run_whose_rank_was_killed(tmp_path: Path, launched2
         folder = str(tmp_path / f"{name}-c")
         return [*common, "--out", str(tmp_path / name), "--save", folder, "--load", folder]
 
-    plan = Plan(tmp_path)
-    plan.runs.append(Run("undisturbed", (flags("undisturbed"),) * 2))
-    plan.execute(launched2)
-    assert [answer.code for answer in plan.answers("undisturbed")] == [0, 0]
+    train_both(launched2, {"undisturbed": flags("undisturbed")})
     program = [str(ROOT / "tests" / "support" / "kill_once.py"), str(4 * 16), *flags("killed")]
     options = ("--max-restarts=1", "--monitor-interval=0.1", *FORKS)
     with torchrun(*options, *program) as launcher:
@@ -182,21 +176,16 @@ def test_a_run_goes_on_on_two_ranks_and_back(
     def single(name: str, *more: str) -> None:
         assert main(flags(name, *more)) == 0
 
-    def on_two(*runs: tuple[str, ...]) -> None:
-        plan, cut = Plan(tmp_path), ("--data-parallel-sharding-strategy", "3")
-        plan.runs += [Run(name, (flags(name, *cut, *more),) * 2) for name, *more in runs]
-        plan.execute(launched2)
-        for name, *_ in runs:
-            assert [answer.code for answer in plan.answers(name)] == [0, 0], plan.answers(name)
-
     single("one", "--save", str(tmp_path / "one-c"), "--save-interval", "9")
     single("eager", "--cuda-graph-scope", "none")
     assert_same_run(tmp_path / "one", tmp_path / "eager")
     of_one, of_two = (str(tmp_path / f"{name}-c" / "step-00000009") for name in ("one", "two"))
-    on_two(
-        ("two", "--save", str(tmp_path / "two-c"), "--save-interval", "9"),
-        ("one-two", "--load", of_one),
-    )
+    runs = {
+        "two": ["--save", str(tmp_path / "two-c"), "--save-interval", "9"],
+        "one-two": ["--load", of_one],
+    }
+    cut = ("--data-parallel-sharding-strategy", "3")
+    train_both(launched2, {name: flags(name, *cut, *more) for name, more in runs.items()})
     single("two-one", "--load", of_two)
     for name in ("two", "two-one", "one-two"):
         expected = numbers(tmp_path / "one")[9 if "-" in name else 0 :]

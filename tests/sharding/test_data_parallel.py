@@ -8,17 +8,17 @@ import os
 import runpy
 import signal
 from pathlib import Path
-from typing import Any
+from typing import NamedTuple
 
 import pytest
 
 from graphfsdp.cli import main
 from ranks import RankPool
 from time_limits import until
-from train_on_ranks import FORKS, SMALL, TEXT, Answer, Plan, launchers_store, torchrun
+from train_on_ranks import FORKS, SMALL, Answer, launchers_store, run_both, torchrun
+from training_helpers import DROPOUT, TEXT, lines_of, numbers
 
 ROOT = Path(__file__).parents[2]
-DROPOUT = ["--hidden-dropout", "0.2", "--attention-dropout", "0.1"]
 ONE_LAYER = ["--num-layers", "1"]
 # By name and by number, each strategy once.
 IN_TWO = [("fp32", "no_shard"), ("fp32", "optim_grads_params"), ("meta", "3")]
@@ -36,30 +36,42 @@ PRECISIONS = {
 TOLERANCES = {"fp32": 5e-6, "meta": 5e-6, "bf16": 1e-2}
 
 
+class Done(NamedTuple):
+    folder: Path
+    answers: dict[str, list[Answer]]
+
+
 @pytest.fixture(scope="module")
-def plan(tmp_path_factory: pytest.TempPathFactory, launched2: RankPool) -> Plan:
-    """Every run of two ranks that a test here looks at, done."""
-    plan = Plan(tmp_path_factory.mktemp("two-ranks"))
-    (plan.folder / "used").mkdir()
-    (plan.folder / "used" / "config.json").write_text("precious")
-    plan.add("used", [])
-    plan.add("absent", [], of_rank_1=("--data", str(plan.folder / "nothing")))
-    plan.add("different", [], of_rank_1=("--lr", "0.5"))
-    for precision, strategy in IN_TWO:
-        flags = [*PRECISIONS[precision], "--data-parallel-sharding-strategy", strategy]
-        plan.add(f"{precision}-{strategy}", flags)
+def done(tmp_path_factory: pytest.TempPathFactory, launched2: RankPool) -> Done:
+    """Every run of two ranks that a test here looks at."""
+    folder = tmp_path_factory.mktemp("two-ranks")
+    (folder / "used").mkdir()
+    (folder / "used" / "config.json").write_text("precious")
+    (folder / "text").write_bytes(b"a" * 2000)
     number, outer = "--num-distributed-optimizer-instances", "--outer-dp-sharding-strategy"
-    plan.add("thirds", [number, "3"])
-    plan.add("fp32-instances", [*STAGE_3, number, "2", outer, "optim"])
-    (plan.folder / "text").write_bytes(b"a" * 2000)
-    for name, extra in (("same-dropout", DROPOUT), ("same", [])):
-        data = ["--data", str(plan.folder / "text"), "--train-iters", "5"]
-        plan.add(name, [*extra, *data, *ONE_LAYER, "--global-batch-size", "4"])
+    few = ["--data", str(folder / "text"), "--train-iters", "5", *ONE_LAYER]
+    few += ["--global-batch-size", "4"]
+    flags = {
+        "used": [],
+        "absent": [],
+        "different": [],
+        "thirds": [number, "3"],
+        "fp32-instances": [*STAGE_3, number, "2", outer, "optim"],
+        "same": few,
+        "same-dropout": [*DROPOUT, *few],
+    }
+    for precision, strategy in IN_TWO:
+        cut = ["--data-parallel-sharding-strategy", strategy]
+        flags[f"{precision}-{strategy}"] = [*PRECISIONS[precision], *cut]
     if HAS_MLLOG:
-        log = ["--data-parallel-sharding-strategy", "3", "--mllog", str(plan.folder / "ends.log")]
-        plan.add("mllog", log)
-    plan.execute(launched2)
-    return plan
+        flags["mllog"] = [*STAGE_3, "--mllog", str(folder / "ends.log")]
+    runs = {name: command(folder / name, *own) for name, own in flags.items()}
+    of_rank_1 = {"absent": ["--data", str(folder / "nothing")], "different": ["--lr", "0.5"]}
+    return Done(folder, run_both(launched2, runs, of_rank_1))
+
+
+def command(out: Path, *flags: str) -> list[str]:
+    return ["train", *SMALL, "--data", TEXT, "--out", str(out), *flags]
 
 
 def run_program(path: str, port: int) -> str:
@@ -70,18 +82,8 @@ def run_program(path: str, port: int) -> str:
 
 
 def single(out: Path, *flags: str) -> Path:
-    assert main(["train", *SMALL, "--data", TEXT, "--out", str(out), *flags]) == 0
+    assert main(command(out, *flags)) == 0
     return out
-
-
-def lines_of(out: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
-
-
-def numbers(lines: list[dict[str, Any]]) -> list[tuple[float, ...]]:
-    """What must be equal bit for bit: everything but speed, memory and phase."""
-    names = ("step", "loss", "lr", "grad_norm", "tokens", "val_loss")
-    return [tuple(line.get(name, -1.0) for name in names) for line in lines]
 
 
 def header_of(model: Path) -> bytes:
@@ -98,11 +100,11 @@ def references(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 @pytest.mark.parametrize(("precision", "strategy"), [*IN_TWO, ("fp32", "instances")])
 def test_two_ranks_train_as_one_process_does(
-    precision: str, strategy: str, plan: Plan, references: dict[str, Path]
+    precision: str, strategy: str, done: Done, references: dict[str, Path]
 ) -> None:
     name = f"{precision}-{strategy}"
-    assert [answer.code for answer in plan.answers(name)] == [0, 0], plan.answers(name)
-    ours, theirs = lines_of(plan.folder / name), lines_of(references[precision])
+    assert [answer.code for answer in done.answers[name]] == [0, 0], done.answers[name]
+    ours, theirs = lines_of(done.folder / name), lines_of(references[precision])
     assert [line["step"] for line in ours] == list(range(1, 11))
     assert [line["tokens"] for line in ours] == [128 * step for step in range(1, 11)]
     assert [line["phase"] for line in ours] == ["warmup"] * 3 + ["capture"] + ["replay"] * 6
@@ -115,24 +117,24 @@ def test_two_ranks_train_as_one_process_does(
 
 
 @pytest.mark.skipif(not HAS_MLLOG, reason="mlperf-logging is not installed")
-def test_a_log_of_two_ranks_is_written_once_and_changes_no_number(plan: Plan) -> None:
-    assert [answer.code for answer in plan.answers("mllog")] == [0, 0], plan.answers("mllog")
-    ours, plain = lines_of(plan.folder / "mllog"), lines_of(plan.folder / "fp32-optim_grads_params")
+def test_a_log_of_two_ranks_is_written_once_and_changes_no_number(done: Done) -> None:
+    assert [answer.code for answer in done.answers["mllog"]] == [0, 0], done.answers["mllog"]
+    ours, plain = lines_of(done.folder / "mllog"), lines_of(done.folder / "fp32-optim_grads_params")
     assert numbers(ours) == numbers(plain)
     assert {line["phase"] for line in ours} == {"replay"}
-    text = (plan.folder / "ends.log").read_text()
+    text = (done.folder / "ends.log").read_text()
     assert text.count('"run_start"') == text.count('"status": "success"') == 1
     assert '"global_batch_size", "value": 8' in text
 
 
 @pytest.mark.parametrize("name", ["fp32-no_shard", "fp32-optim_grads_params", "bf16-2", "meta-3"])
 def test_the_kept_parameters_are_whole_and_those_of_one_process(
-    name: str, plan: Plan, references: dict[str, Path]
+    name: str, done: Done, references: dict[str, Path]
 ) -> None:
     safetensors = pytest.importorskip("safetensors.torch")
     precision = name.partition("-")[0]
-    assert header_of(plan.folder / name) == header_of(references[precision])
-    ours = safetensors.load_file(plan.folder / name / "model.safetensors")
+    assert header_of(done.folder / name) == header_of(references[precision])
+    ours = safetensors.load_file(done.folder / name / "model.safetensors")
     theirs = safetensors.load_file(references[precision] / "model.safetensors")
     for key, tensor in ours.items():
         # A gradient near zero may change its sign, which moves a weight by all of lr a few times.
@@ -141,18 +143,18 @@ def test_the_kept_parameters_are_whole_and_those_of_one_process(
         assert (tensor.float() - theirs[key].float()).norm() <= 0.02 * scale, key
 
 
-def test_ranks_draw_different_dropout(plan: Plan, tmp_path: Path) -> None:
+def test_ranks_draw_different_dropout(done: Done, tmp_path: Path) -> None:
     """All sequences are equal, so only dropout can make two ranks differ from one process."""
-    flags = ["--data", str(plan.folder / "text"), "--train-iters", "5", *ONE_LAYER]
+    flags = ["--data", str(done.folder / "text"), "--train-iters", "5", *ONE_LAYER]
     flags += ["--global-batch-size", "2"]
     for name, extra in (("same", []), ("same-dropout", DROPOUT)):
         alone = lines_of(single(tmp_path / name, *flags, *extra))[0]["loss"]
-        both = lines_of(plan.folder / name)[0]["loss"]
+        both = lines_of(done.folder / name)[0]["loss"]
         assert (both == pytest.approx(alone, rel=1e-6)) == (name == "same")
 
 
-def test_only_the_first_rank_prints_and_writes(plan: Plan) -> None:
-    first, second = plan.answers("same")
+def test_only_the_first_rank_prints_and_writes(done: Done) -> None:
+    first, second = done.answers["same"]
     assert second == Answer(code=0, out="", err="")
     assert first.err == ""
     for expected in (
@@ -161,7 +163,7 @@ def test_only_the_first_rank_prints_and_writes(plan: Plan) -> None:
         "no_shard, 2 units",
     ):
         assert expected in first.out
-    out = plan.folder / "same"
+    out = done.folder / "same"
     kept = {path.name for path in out.iterdir()}
     assert {"config.json", "metrics.jsonl", "model.safetensors"} <= kept
     assert not {name for name in kept if name.endswith("unfinished")}
@@ -179,25 +181,27 @@ def test_only_the_first_rank_prints_and_writes(plan: Plan) -> None:
     ],
 )
 def test_what_one_rank_cannot_do_ends_all_with_one_message(
-    name: str, message: str, plan: Plan
+    name: str,
+    message: str,
+    done: Done,
 ) -> None:
-    first, second = plan.answers(name)
+    first, second = done.answers[name]
     assert (first.code, second.code) == (2, 2)
     assert second.err == second.out == first.out == ""
     assert message in first.err
     assert first.err.count("\n") == 1
-    assert name == "used" or not (plan.folder / name).exists()
+    assert name == "used" or not (done.folder / name).exists()
 
 
 def test_a_batch_that_cannot_be_divided_is_refused_once(tmp_path: Path) -> None:
     flags = [*SMALL, "--global-batch-size", "6", "--out", str(tmp_path / "run")]
     with torchrun(*FORKS, MAIN, "train", *flags) as launcher:
-        done = launcher.ended()
-    assert done.returncode != 0
-    assert "exitcode  : 2 " in done.stderr
+        ended = launcher.ended()
+    assert ended.returncode != 0
+    assert "exitcode  : 2 " in ended.stderr
     message = "--global-batch-size 6 is not divisible by --micro-batch-size 2 x 2 ranks = 4: "
-    assert done.stderr.count(f"error: {message}") == 1
-    assert done.stdout == ""
+    assert ended.stderr.count(f"error: {message}") == 1
+    assert ended.stdout == ""
     assert not (tmp_path / "run").exists()
 
 
@@ -225,10 +229,10 @@ def test_ctrl_c_ends_all_ranks_and_keeps_what_was_logged(tmp_path: Path) -> None
 
         assert until(trains, 60, pause_s=0.05)
         launcher.send_signal(signal.SIGINT)
-        done = launcher.ended()
-    assert done.returncode != 0
-    assert done.stderr.count("interrupted; what was logged so far is kept") == 1
-    assert "Error" not in done.stderr.replace("SignalException", "")
+        ended = launcher.ended()
+    assert ended.returncode != 0
+    assert ended.stderr.count("interrupted; what was logged so far is kept") == 1
+    assert "Error" not in ended.stderr.replace("SignalException", "")
     steps = [line["step"] for line in lines_of(out)]
     assert steps == list(range(1, len(steps) + 1))
     assert not (out / "model.safetensors").exists()

@@ -5,9 +5,9 @@ import gc
 import io
 import os
 import signal
-from collections.abc import Iterator
-from dataclasses import dataclass, field
-from pathlib import Path
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.distributed.run import main as torchrun_main
@@ -16,19 +16,10 @@ import forked_programs
 import training_helpers
 from graphfsdp import cli
 from ranks import RankPool
-from training_helpers import TEXT as TEXT
 
 # A global batch of 8 sequences: 4 micro-batches of one process, 2 of each of two.
 SMALL = [*training_helpers.SMALL, "--global-batch-size", "8", "--train-iters", "10", "--lr", "3e-3"]
 SMALL += ["--lr-warmup-iters", "4", "--eval-interval", "5", "--eval-iters", "3", "--device", "cpu"]
-
-
-@dataclass(frozen=True)
-class Run:
-    """One call of the command line on both ranks."""
-
-    name: str
-    arguments: tuple[list[str], list[str]]  # of each rank
 
 
 @dataclass(frozen=True)
@@ -38,30 +29,28 @@ class Answer:
     err: str
 
 
-@dataclass
-class Plan:
-    """Runs of two ranks, and what came of them."""
+def run_both(
+    launched: RankPool,
+    runs: Mapping[str, list[str]],
+    of_rank_1: Mapping[str, list[str]] = MappingProxyType({}),
+) -> dict[str, list[Answer]]:
+    """Call the command line on both ranks, run after run, each in a new process group.
 
-    folder: Path
-    runs: list[Run] = field(default_factory=list)
-    done: dict[str, list[Answer]] = field(default_factory=dict)
+    ``of_rank_1`` are flags that rank 1 alone gets. Returns what each rank printed and how it ended.
+    """
+    stores = [launchers_store() for _ in runs]
+    calls = [
+        (store.port, (flags, [*flags, *of_rank_1.get(name, ())]))
+        for store, (name, flags) in zip(stores, runs.items(), strict=True)
+    ]
+    answers = launched.run(_run_all, calls, limit_s=300)
+    return {name: both for name, *both in zip(runs, *answers, strict=True)}
 
-    def add(self, name: str, flags: list[str], *, of_rank_1: tuple[str, ...] = ()) -> None:
-        """Add a run of two ranks; ``of_rank_1`` are flags that rank 1 alone gets."""
-        own = ["train", *SMALL, "--data", TEXT, "--out", str(self.folder / name), *flags]
-        self.runs.append(Run(name, (own, [*own, *of_rank_1])))
 
-    def execute(self, launched: RankPool) -> None:
-        """Do the runs, each in a new process group."""
-        stores = [launchers_store() for _ in self.runs]
-        ports = [store.port for store in stores]
-        first, second = launched.run(_run_all, self.runs, ports, limit_s=300)
-        for run, *answers in zip(self.runs, first, second, strict=True):
-            self.done[run.name] = answers
-
-    def answers(self, name: str) -> list[Answer]:
-        """What each rank printed and how it ended."""
-        return self.done[name]
+def train_both(launched: RankPool, runs: Mapping[str, list[str]]) -> None:
+    """Do the same; all must end well."""
+    for name, answers in run_both(launched, runs).items():
+        assert [answer.code for answer in answers] == [0, 0], (name, answers)
 
 
 # Options of torchrun: its ranks are forked from it, and so need not import torch anew.
@@ -86,15 +75,15 @@ def launchers_store() -> TCPStore:
     return TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 
 
-def _run_all(runs: list[Run], ports: list[int]) -> list[Answer]:
+def _run_all(calls: list[tuple[int, tuple[list[str], list[str]]]]) -> list[Answer]:
     """Do the runs, as a rank."""
     cli._SAY_FIRST_S = 0.0  # no launcher acts on the end of a run here
     answers = []
-    for run, port in zip(runs, ports, strict=True):
+    for port, arguments in calls:
         os.environ["MASTER_PORT"] = str(port)
         shown, errors = io.StringIO(), io.StringIO()
         with contextlib.redirect_stdout(shown), contextlib.redirect_stderr(errors):
-            code = cli.main(run.arguments[int(os.environ["RANK"])])
+            code = cli.main(arguments[int(os.environ["RANK"])])
         answers.append(Answer(code, shown.getvalue(), errors.getvalue()))
         gc.collect()
         gc.freeze()  # each capture collects garbage; what is here now is none
