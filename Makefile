@@ -74,7 +74,7 @@ libraries-test: $(VENV_LIBRARIES)/.stamp  ## the tests of other libraries' loops
 	PYTHONPATH=. $(VENV_LIBRARIES)/bin/python -m pytest --nbmake examples/notebooks
 
 cuda-tables: $(VENV_CUDA)/.stamp  ## launches and memory of one iteration above that stand-in, into docs/emulated.md
-	$(VENV_CUDA)/bin/python tests/cuda_stand_in/tables.py
+	PYTHONPATH=.:tests:tests/support $(VENV_CUDA)/bin/python -m benchmarks.emulated
 
 lint: $(VENV)/.dev  ## ruff check, ruff format --check, mypy --strict
 	$(bin)/ruff check .

@@ -110,9 +110,6 @@ MODELS: dict[str, Callable[[], Any]] = {
     "recompute parts": functools.partial(recomputing, "part_ours"),
     "contexts, ZeRO-2": functools.partial(with_contexts, "optim_grads"),
     "contexts, ZeRO-3": functools.partial(with_contexts, "optim_grads_params"),
-}
-MODELS_OF_FOUR_RANKS: dict[str, Callable[[], Any]] = {
-    **MODELS,
     "hybrid": functools.partial(hybrid_net, "optim_grads_params", "no_shard", **OVERLAP),
     "hybrid, both axes cut": functools.partial(hybrid_net, "optim_grads", "optim", **OVERLAP),
     "tensor parallel": functools.partial(tensor_parallel, "optim_grads"),
@@ -135,7 +132,7 @@ def in_any_order(name: str) -> str:
     parts = [part_for(name, batch) for batch in batches(NUM_EAGER + 3)]
     library.take_races()
     for scope in ("none", "full_iteration"):
-        model = MODELS_OF_FOUR_RANKS[name]()
+        model = MODELS[name]()
         torch.manual_seed(10 + dist.get_rank())
         with graphfsdp.capture(
             model, adam(model), scope=scope, microbatches=3, max_grad_norm=MAX_NORM
@@ -148,14 +145,9 @@ def in_any_order(name: str) -> str:
     return library.take_races()
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_sharded_steps_replay_in_any_order(name: str, gpu_ranks: RankPool) -> None:
-    assert gpu_ranks.run(in_any_order, name) == [""] * gpu_ranks.num_ranks
-
-
 @pytest.mark.time_limit(300)
-@pytest.mark.parametrize("name", MODELS_OF_FOUR_RANKS)
-def test_steps_of_four_ranks_replay_in_any_order(name: str, gpu_ranks4: RankPool) -> None:
+@pytest.mark.parametrize("name", MODELS)
+def test_sharded_steps_replay_in_any_order(name: str, gpu_ranks4: RankPool) -> None:
     assert gpu_ranks4.run(in_any_order, name, limit_s=250) == [""] * 4
 
 
@@ -244,12 +236,9 @@ def issue_in_other_orders(folder: Path) -> None:
             dist.all_reduce(tensor)
 
 
-@pytest.mark.parametrize("pool", ["gpu_ranks", "gpu_ranks4"])
-def test_ranks_that_issue_other_collectives_are_named(
-    pool: str, tmp_path: Path, request: pytest.FixtureRequest
-) -> None:
+def test_ranks_that_issue_other_collectives_are_named(tmp_path: Path, gpu_ranks: RankPool) -> None:
     with pytest.raises(RankError):
-        request.getfixturevalue(pool).run(issue_in_other_orders, tmp_path)
+        gpu_ranks.run(issue_in_other_orders, tmp_path)
     said = "".join(file.read_text() for file in tmp_path.iterdir())
     assert "do not issue the same collectives" in said
     assert "AllReduce of 4 elements" in said

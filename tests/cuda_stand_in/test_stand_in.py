@@ -12,7 +12,6 @@ from torch import Tensor
 
 import graphfsdp
 from cuda_stand_in import library
-from cuda_stand_in.cannot import CANNOT, reasons_of
 from cuda_stand_in.orders import NUM_ORDERS, chosen
 from graphfsdp.optim import FusedAdam
 
@@ -88,12 +87,6 @@ def test_what_is_computed_in_float64_is_what_a_cpu_computes() -> None:
         torch.testing.assert_close(got, expected, rtol=1e-12, atol=1e-12)
 
 
-def test_reasons_belong_to_tests_by_the_beginning_of_their_names() -> None:
-    beginning = next(iter(CANNOT))
-    assert list(reasons_of(f"tests/optim/{beginning}[float32]")) == [CANNOT[beginning]]
-    assert list(reasons_of(f"tests/optim/other_{beginning}")) == []
-
-
 COMPILED = """
 import torch
 import graphfsdp
@@ -118,28 +111,27 @@ with graphfsdp.capture(model, FusedAdam(model.parameters())) as step:
 """
 
 
-# A pool of processes that compile may wait for ever for one of them when its program ends.
-ALONE = {"CUDA_STAND_IN_KERNELS": "none", "TORCHINDUCTOR_COMPILE_THREADS": "1"}
+def run_alone(*arguments: str) -> str:
+    """Run Python where kernels compute nothing: Inductor's belong to no operator."""
+    environment = {**os.environ, "CUDA_STAND_IN_KERNELS": "none"}
+    # A pool of processes that compile may wait for ever for one of them when its program ends.
+    environment["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
+    command = [sys.executable, *arguments]
+    found = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert found.returncode == 0, found.stdout + found.stderr
+    return found.stdout
 
 
 @pytest.mark.time_limit(300)
 def test_inductors_kernels_are_nodes_of_the_graph() -> None:
-    """In a process whose kernels compute nothing: these belong to no operator."""
-    environment = {**os.environ, **ALONE}
-    command = [sys.executable, "-c", COMPILED]
-    found = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
-    assert "triton_" in found.stdout
+    assert "triton_" in run_alone("-c", COMPILED)
 
 
 @pytest.mark.time_limit(300)
 def test_what_inductor_says_fails_no_test_for_a_gpu() -> None:
     """It warns, of a GPU's speed for one, and no other test above the stand-in has it compile."""
-    environment = {**os.environ, **ALONE}
     options = ["-q", "-k", "inductor and model", "-p", "no:cacheprovider"]
-    command = [sys.executable, "-m", "pytest", *options, str(COMPILED_TESTS)]
-    found = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    assert found.returncode == 0, found.stdout
-    assert "1 passed" in found.stdout
+    assert "1 passed" in run_alone("-m", "pytest", *options, str(COMPILED_TESTS))
 
 
 COPIES = """
@@ -155,10 +147,7 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
 
 
 def test_where_kernels_compute_nothing_large_copies_touch_no_memory() -> None:
-    environment = {**os.environ, **ALONE}
-    command = [sys.executable, "-c", COPIES]
-    found = subprocess.run(command, env=environment, check=True, capture_output=True, text=True)
-    assert int(found.stdout) < 100_000  # KiB
+    assert int(run_alone("-c", COPIES)) < 100_000  # KiB
 
 
 class Forked:
@@ -197,7 +186,7 @@ def captured(forked: Forked, x: Tensor) -> Callable[[], None]:
     return graph.replay
 
 
-def wrong_sums(forked: Forked, x: Tensor, run: Callable[[], None], **seeds: int) -> int:
+def wrong_sums(forked: Forked, x: Tensor, run: Callable[[], None]) -> int:
     """Count the runs, each on other numbers, that do not give eight times x."""
     count = 0
     for index in range(NUM_ORDERS):

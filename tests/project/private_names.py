@@ -7,9 +7,9 @@ is missing.
 
 import ast
 import functools
-import importlib
 import inspect
 import pathlib
+import pkgutil
 import re
 import warnings
 from collections import Counter
@@ -53,17 +53,10 @@ def is_private(name: str) -> bool:
 
 
 def resolve(name: str) -> Any:
-    """Return what a dotted name stands for; AttributeError if torch has no such thing."""
-    parts = name.split(".")
-    for end in range(len(parts), 0, -1):
-        try:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # of what is deprecated among torch's own modules
-                module = importlib.import_module(".".join(parts[:end]))
-        except ModuleNotFoundError:
-            continue
-        return functools.reduce(getattr, parts[end:], module)
-    raise AttributeError(name)
+    """Return what a dotted name stands for; ImportError or AttributeError if there is no such."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of what is deprecated among torch's own modules
+        return pkgutil.resolve_name(name)
 
 
 def has_attribute(owner: str, name: str) -> bool:
@@ -90,7 +83,7 @@ def exists(name: str) -> bool:
         return has_attribute(owner, last)
     try:
         resolve(name)
-    except AttributeError:
+    except (AttributeError, ImportError):
         return False
     return True
 
@@ -242,14 +235,9 @@ def read_section() -> tuple[str, str, str]:
 
 def main() -> None:
     rows = read_table()
-    found = uses(frozenset(rows))
     before, _, after = read_section()
-    PAGE.write_text(before + make_table(rows, found) + after, encoding="utf-8")
-    product = [
-        sum(n for path, n in places.items() if not path.startswith(("benchmarks", "examples")))
-        for places in found.values()
-    ]
-    print(f"{sum(map(bool, product))} names in {sum(product)} places of the product")
+    table = make_table(rows, uses(frozenset(rows)))
+    PAGE.write_text(before + table + after, encoding="utf-8")
 
 
 if __name__ == "__main__":

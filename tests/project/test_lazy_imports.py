@@ -5,7 +5,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor
 
 import graphfsdp
 from cpu_recording import record
@@ -20,30 +19,16 @@ def draw():
 """
 
 
-@pytest.fixture
-def library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+def test_a_module_may_draw_numbers_while_it_is_imported_and_its_functions_may_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     name = "library_that_draws_when_it_is_imported"
     (tmp_path / f"{name}.py").write_text(LIBRARY)
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, name, raising=False)
-    return name
-
-
-def test_a_module_may_draw_numbers_while_it_is_imported(library: str) -> None:
     x = torch.ones(3)
-
-    def iterate() -> list[Tensor]:
-        return [__import__(library).scale(x)]
-
-    graph, _ = record(iterate)
+    graph, _ = record(lambda: [__import__(name).scale(x)])
     assert torch.equal(graph.replay()[0], 2 * x)
-
-
-def test_a_function_of_an_imported_module_may_not(library: str) -> None:
-    x = torch.ones(3)
-
-    def iterate() -> list[Tensor]:
-        return [x * __import__(library).draw()]
-
+    monkeypatch.delitem(sys.modules, name)
     with pytest.raises(graphfsdp.CaptureError, match=r"random\.Random\.random"):
-        record(iterate)
+        record(lambda: [x * __import__(name).draw()])

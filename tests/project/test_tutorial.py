@@ -107,9 +107,3 @@ def test_the_captured_loop_has_the_losses_of_the_plain_one(losses: dict[str, lis
         pytest.skip("the pages have not run in this process")
     assert len(plain) == 4
     assert plain == captured
-
-
-def test_other_output_would_be_seen() -> None:
-    pattern = pattern_of("loss 2.10  (replay)\ncaptured in 108 ms\n...\n")
-    assert re.fullmatch(pattern, "loss 2.2  (replay)\ncaptured in 9 ms\nmore\n", re.S)
-    assert not re.fullmatch(pattern, "loss 2.2  (warmup)\ncaptured in 9 ms\nmore\n", re.S)

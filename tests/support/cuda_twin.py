@@ -4,10 +4,8 @@ A capture that the driver has broken leaves the process in a state that no other
 inherit: memory pools stay open, generators stay in capture mode.
 """
 
+import json
 import os
-import traceback
-from collections.abc import Callable
-from multiprocessing.connection import Connection
 
 import torch
 from torch import Tensor
@@ -130,16 +128,8 @@ def with_capture(program: Program) -> dict[str, object]:
     return {"errors": []}
 
 
-def answer(way: str, name: str, connection: Connection) -> None:
-    """Run the program of that name in one way, send what came of it, and end the process."""
-    run: Callable[[Program], dict[str, object]] = {
-        "without_rules": without_rules,
-        "with_capture": with_capture,
-    }[way]
-    try:
-        result = run({**REFUSED, **CONTROLS}[name])
-    except BaseException:
-        result = {"crash": traceback.format_exc()}
-    connection.send(result)
-    connection.close()
+def tell(way: str, name: str) -> None:
+    """Run the program of that name in one way, print what came of it, and end the process."""
+    run = {"without_rules": without_rules, "with_capture": with_capture}[way]
+    print(json.dumps(run({**REFUSED, **CONTROLS}[name])), flush=True)
     os._exit(0)  # a broken capture may make the ordinary way out hang

@@ -1,6 +1,6 @@
 """The CUDA backend, and that CUDA refuses what the rules refuse."""
 
-import multiprocessing
+import json
 import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -14,11 +14,10 @@ from torch import Tensor, nn
 import graphfsdp
 from cuda_stand_in import library
 from cuda_stand_in.orders import chosen
-from cuda_twin import CODES, CONTROLS, REFUSED, UNSEEN, answer
+from cuda_twin import CODES, CONTROLS, REFUSED, UNSEEN, tell
+from forked_programs import forked
 from graphfsdp.optim import FusedAdam
 from helpers import no_host_sync
-from ranks import PRELOADED
-from time_limits import until
 from zoo import ZOO
 from zoo_models import gpt
 
@@ -33,25 +32,12 @@ def twins() -> Results:
     """Run every program in a process of its own, some at a time."""
     wanted = [("without_rules", name) for name in (*REFUSED, *CONTROLS)]
     wanted += [("with_capture", name) for name in UNSEEN]
-    # One process imports torch; the twins are forked from it before it has asked for the device.
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["cuda_twin", *PRELOADED])
 
     def run_one(arguments: tuple[str, str]) -> dict[str, Any]:
-        ours, theirs = context.Pipe(duplex=False)
-        process = context.Process(target=answer, args=(*arguments, theirs), daemon=True)
-        process.start()
-        theirs.close()
-        result: dict[str, Any] = {"crash": "no answer"}
-        try:
-            if until(ours.poll, 100, pause_s=0.01):
-                result = ours.recv()
-        except EOFError:
-            process.join(10)
-            result = {"crash": f"exit status {process.exitcode}"}
-        process.kill()
-        process.join()
-        return result
+        with forked(tell, *arguments) as process:
+            done = process.ended()
+        found: dict[str, Any] = {"crash": f"{done.returncode}: {done.stderr}"}
+        return found if done.returncode else json.loads(done.stdout.splitlines()[-1])
 
     with ThreadPoolExecutor(max_workers=os.cpu_count()) as pool:
         return dict(zip(wanted, pool.map(run_one, wanted), strict=True))

@@ -1,8 +1,9 @@
 """Writes the tables of docs/emulated.md: what one iteration launches, and what memory it takes.
 
-``make cuda-tables`` runs each contender above the stand-in in a process of its own, with kernels
-that compute nothing, so that full sizes fit: memory is only reserved. What is counted is exact for
-torch's own launches and torch's own allocator; nothing here is a time.
+``make cuda-tables`` has tests/cuda_stand_in on its path and runs each contender above it, in a
+process of its own, with kernels that compute nothing, so that full sizes fit: memory is only
+reserved. What is counted is exact for torch's own launches and torch's own allocator; nothing here
+is a time.
 """
 
 import argparse
@@ -11,8 +12,6 @@ import functools
 import importlib.util
 import json
 import os
-import pathlib
-import re
 import socket
 import subprocess
 import sys
@@ -20,34 +19,31 @@ from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
-HERE = pathlib.Path(__file__).resolve().parent
-DOCS = HERE.parents[1] / "docs"
+import torch
+import torch.distributed as dist
+import torch.distributed.fsdp as torch_fsdp
+from torch import Tensor, nn
+from torch.distributed import HashStore  # type: ignore[attr-defined]
+from torch.distributed.device_mesh import init_device_mesh
+from torch.utils.flop_counter import flop_registry
+
+import graphfsdp
+from benchmarks.readme_table import ROOT, with_section
+from cuda_stand_in import above, library
+from graphfsdp.base.op_tensors import OpCall, OperatorMode, flat_tensors
+from graphfsdp.bench import contenders, workloads
+from graphfsdp.bench.results import Table
+from graphfsdp.bench.workloads import Case, find_workload
+from graphfsdp.config import ShardingStrategy
+from graphfsdp.optim import FusedAdam
+from graphfsdp.planning.plan import CALL_S, DEVICES, NODE_S, arithmetic_s
+from graphfsdp.training.arguments import find_preset
+from graphfsdp.training.build import make_model, make_optimizer
+from graphfsdp.training.ranks import Ranks
+from played_group import played_ranks
+
+DOCS = ROOT / "docs"
 PAGES = tuple(DOCS / name for name in ("emulated.md", "notes/2026-11-26_launches.md", "beside.md"))
-if __name__ == "__main__":  # a program has its own folder on the path, and not the package
-    sys.path[:1] = [str(HERE.parent), str(HERE.parent / "support")]
-
-import torch  # noqa: E402
-import torch.distributed as dist  # noqa: E402
-import torch.distributed.fsdp as torch_fsdp  # noqa: E402
-from torch import Tensor, nn  # noqa: E402
-from torch._C._distributed_c10d import HashStore  # noqa: E402
-from torch.distributed.device_mesh import init_device_mesh  # noqa: E402
-from torch.utils.flop_counter import flop_registry  # noqa: E402
-
-import graphfsdp  # noqa: E402
-from cuda_stand_in import above, library  # noqa: E402
-from graphfsdp.base.op_tensors import OpCall, OperatorMode, flat_tensors  # noqa: E402
-from graphfsdp.bench import contenders, workloads  # noqa: E402
-from graphfsdp.bench.results import Table  # noqa: E402
-from graphfsdp.bench.workloads import Case, find_workload  # noqa: E402
-from graphfsdp.config import ShardingStrategy  # noqa: E402
-from graphfsdp.optim import FusedAdam  # noqa: E402
-from graphfsdp.planning.plan import CALL_S, DEVICES, NODE_S, arithmetic_s  # noqa: E402
-from graphfsdp.training.arguments import find_preset  # noqa: E402
-from graphfsdp.training.build import make_model, make_optimizer  # noqa: E402
-from graphfsdp.training.ranks import Ranks  # noqa: E402
-from played_group import played_ranks  # noqa: E402
-
 WORKLOAD, BATCH_SIZE = "gpt2-124m", 8
 LARGE_MODEL, NUM_PLAYED = "llama3-8b", 8
 NUM_CALLS = 6  # three warm-ups, the capture, and two of what is counted
@@ -369,7 +365,7 @@ def measured(name: str) -> dict[str, float]:
         "CUDA_STAND_IN_MEMORY": str(DEVICE_BYTES),
         "GRAPHFSDP_AUDIT": "0",  # eleven of the first 2,048 iterations, and none of these
     }
-    command = [sys.executable, str(HERE / "tables.py"), "--measure", name]
+    command = [sys.executable, "-m", "benchmarks.emulated", "--measure", name]
     ranks = NUM_RANKS if name in RANKED else 1
     if ranks > 1:
         environment |= {"CUDA_STAND_IN_DEVICES": str(ranks), "WORLD_SIZE": str(ranks)}
@@ -449,14 +445,6 @@ def bounds(found: Mapping[str, Mapping[str, float]]) -> str:
     return Table("", heading, rows).markdown()
 
 
-def updated(text: str, sections: Mapping[str, str]) -> str:
-    for name, made in sections.items():
-        begin, end = f"<!-- {name}: begin -->", f"<!-- {name}: end -->"
-        pattern = re.compile(f"{re.escape(begin)}.*?{re.escape(end)}", re.DOTALL)
-        text = pattern.sub(lambda _, block=f"{begin}\n{made}\n{end}": block, text)  # type: ignore[misc]
-    return text
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("--measure", metavar="CONTENDER")
@@ -473,7 +461,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if all(numbers["operand_bytes"] for numbers in found.values()):
             sections[f"bounds_{kind}"] = bounds(found)
     for page in PAGES:
-        page.write_text(updated(page.read_text(encoding="utf-8"), sections), encoding="utf-8")
+        text = page.read_text(encoding="utf-8")
+        for section, table in sections.items():
+            text = with_section(text, section, lambda table=table: table)  # type: ignore[misc]
+        page.write_text(text, encoding="utf-8")
     return 0
 
 
