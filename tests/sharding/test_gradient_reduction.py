@@ -1,186 +1,55 @@
-"""How gradients are summed: in any order, on two axes, per token, by layers themselves."""
+"""How gradients are summed: in any order, on two axes, per token; padding."""
 
 import contextlib
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import graphfsdp
-from counting_net import mean_square
 from graphfsdp.base.collectives import all_reduce_
-from graphfsdp.optim import FusedAdam
-from helpers import set_lr
-from ranks import RankPool, on_ranks, rank_device, world_group
+from helpers import NUM_STEPS
+from overlap_helpers import Watch
+from ranks import on_ranks, rank_device, world_group
 from sharding_helpers import (
-    MAX_NORM,
-    STRATEGIES,
     Net,
-    adam,
-    assert_equal_tensors,
+    assert_trains_as_whole,
     batches,
     buffers,
     hybrid_mesh,
     hybrid_net,
-    learning_rate,
+    make_net,
     my_part,
     replayed_as_eager,
     shard,
-    train,
 )
 
-NUM_STEPS = 14
-NUM_SEQUENCES = 8
+
+def per_token(model: nn.Module, tokens: Tensor, targets: Tensor) -> Tensor:
+    """Give this rank's part of the mean loss over the tokens of all ranks."""
+    num_tokens = torch.full((), tokens.numel(), dtype=torch.float64, device=tokens.device)
+    of_all = num_tokens.clone()
+    all_reduce_(of_all, world_group(), reduction="sum")
+    loss: Tensor = model(tokens, targets) * num_tokens / of_all
+    return loss
 
 
-class TokenModel(nn.Module):
-    """A language model whose loss is a sum over the tokens that are not masked."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(11, 6)
-        self.inner = nn.Linear(6, 10)
-        self.head = nn.Linear(10, 11)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        hidden: Tensor = self.head(torch.tanh(self.inner(self.embedding(tokens))))
-        return hidden
-
-
-def token_batches(device: torch.device) -> list[tuple[Tensor, Tensor, Tensor]]:
-    generator = torch.Generator().manual_seed(4)
-    found = []
-    for _ in range(NUM_STEPS):
-        tokens = torch.randint(0, 11, (NUM_SEQUENCES, 5), generator=generator)
-        targets = torch.randint(0, 11, (NUM_SEQUENCES, 5), generator=generator)
-        # Ever more masked towards the end, so that ranks hold very different numbers of tokens.
-        rows = torch.arange(NUM_SEQUENCES)[:, None] / NUM_SEQUENCES
-        mask = (torch.rand(NUM_SEQUENCES, 5, generator=generator) > 0.9 * rows).float()
-        found.append((tokens.to(device), targets.to(device), mask.to(device)))
-    return found
-
-
-def summed_loss(model: nn.Module, tokens: Tensor, targets: Tensor, mask: Tensor) -> Tensor:
-    losses = nn.functional.cross_entropy(
-        model(tokens).flatten(0, 1), targets.flatten(), reduction="none"
-    )
-    return (losses * mask.flatten()).sum()
-
-
-def per_token_on_one(model: nn.Module, *batch: Tensor) -> Tensor:
-    return summed_loss(model, *batch) / batch[2].sum()
-
-
-def per_token_on_all(model: nn.Module, *batch: Tensor) -> Tensor:
-    num_tokens = batch[2].sum()
-    all_reduce_(num_tokens, world_group(), reduction="sum")
-    return summed_loss(model, *batch) / num_tokens
-
-
-def summing(strategy: str) -> nn.Module:
-    torch.manual_seed(0)
-    model = TokenModel().to(rank_device())
-    graphfsdp.fully_shard(model.inner, strategy=strategy, gradient_reduction="sum")
-    return graphfsdp.fully_shard(model, strategy=strategy, gradient_reduction="sum")
-
-
-def both_per_token(strategy: str) -> tuple[list[Tensor], dict[str, Tensor]]:
-    data = [*map(my_part, token_batches(rank_device()))]
-    replayed = replayed_as_eager(lambda: summing(strategy), data=data, loss_fn=per_token_on_all)
-    for loss in replayed.losses:
-        dist.all_reduce(loss)
-    whole = {name: param.cpu() for name, param in replayed.params.items()}
-    return [loss.cpu() for loss in replayed.losses], whole
-
-
-def test_a_per_token_loss_weighs_every_token_of_all_ranks_alike(ranks2: RankPool) -> None:
-    torch.manual_seed(0)
-    model = TokenModel()
-    optimizer = adam(model)
-    step = graphfsdp.capture(
-        model, optimizer, loss_fn=per_token_on_one, scope="none", max_grad_norm=MAX_NORM
-    )
-    losses = []
-    for index, batch in enumerate(token_batches(torch.device("cpu"))):
-        set_lr(optimizer, learning_rate(index))
-        losses.append(step(*batch))
-    for strategy in ("no_shard", "optim_grads_params"):
-        for rank_losses, whole in ranks2.run(both_per_token, strategy):
-            # About 100 summands of order 1 in another order, and Adam's quotient of them.
-            torch.testing.assert_close(rank_losses, losses, rtol=1e-5, atol=1e-5)
-            for name, param in model.named_parameters():
-                torch.testing.assert_close(whole[name], param.detach(), rtol=1e-4, atol=1e-5)
-
-
-class _OwnWeightGradient(torch.autograd.Function):
-    """A linear map whose backward adds to the weight's gradient buffer by itself."""
-
-    @staticmethod
-    def forward(ctx: Any, inputs: Tensor, weight: Tensor) -> Tensor:
-        ctx.save_for_backward(inputs, weight)
-        ctx.get_main_grad = weight.get_main_grad  # type: ignore[attr-defined]
-        assert weight.grad_added_to_main_grad is False  # type: ignore[attr-defined]
-        return inputs @ weight.t()
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
-        inputs, weight = ctx.saved_tensors
-        ctx.get_main_grad().addmm_(grads[0].t(), inputs)
-        # A dummy, as fused layers return one for autograd's sake.
-        return grads[0] @ weight, torch.full_like(weight, float("nan"))
-
-
-class OwnLinear(nn.Linear):
-    """A linear layer in the manner of a fused weight-gradient GEMM."""
-
-    def forward(self, input: Tensor) -> Tensor:  # noqa: A002
-        result: Tensor = _OwnWeightGradient.apply(input, self.weight)  # type: ignore[no-untyped-call]
-        return result
-
-
-def train_linear(kind: type[nn.Linear], strategy: str, scope: str) -> dict[str, Tensor]:
-    torch.manual_seed(0)
-    layers = [kind(6, 10, bias=False), kind(10, 6, bias=False)]
-    model = nn.Sequential(layers[0], nn.Tanh(), layers[1]).to(rank_device())
-    for layer in layers:
-        graphfsdp.fully_shard(layer, strategy=strategy)
-    graphfsdp.fully_shard(model, strategy=strategy)
-    optimizer = FusedAdam(model.parameters(), lr=1e-2)
-    generator = torch.Generator().manual_seed(dist.get_rank())
-    data = [(torch.randn(4, 6, generator=generator).to(rank_device()),) for _ in range(NUM_STEPS)]
-    options: dict[str, Any] = {"loss_fn": mean_square, "max_grad_norm": None, "microbatches": 2}
-    return train(model, optimizer, data=data, scope=scope, **options).tensors()
-
-
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("strategy", ["no_shard", "optim_grads_params"])
 @on_ranks("ranks2")
-def test_a_layer_may_add_to_the_gradient_buffer_by_itself(strategy: str) -> None:
-    eager = train_linear(OwnLinear, strategy, "none")
-    assert_equal_tensors(eager, train_linear(OwnLinear, strategy, "full_iteration"))
-    plain = train_linear(nn.Linear, strategy, "none")
-    # The same products, added in another order: a handful of roundings.
-    torch.testing.assert_close(eager, plain, rtol=1e-4, atol=1e-6)
-
-
-class Poison(TorchDispatchMode):
-    """Fills new memory with NaN, and keeps what is to be reduced."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.reduced: list[Tensor] = []
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        if str(func).startswith("graphfsdp.reduce_scatter_"):
-            self.reduced.append(args[1].clone())
-        result = func(*args, **(kwargs or {}))
-        if func is torch.ops.aten.empty.memory_format and result.is_floating_point():
-            result.fill_(float("nan"))
-        return result
+def test_a_per_token_loss_weighs_every_token_of_all_ranks_alike(strategy: str) -> None:
+    """Ranks have sequences in very different numbers."""
+    mine = slice(0, 2) if dist.get_rank() == 0 else slice(2, None)
+    data = [[part[mine].to(rank_device()) for part in batch] for batch in batches(NUM_STEPS)]
+    got = replayed_as_eager(
+        partial(make_net, strategy, dtype=torch.float64, gradient_reduction="sum"),
+        data=data,
+        loss_fn=per_token,
+    )
+    got.losses = [loss * dist.get_world_size() for loss in got.losses]  # whose mean is compared
+    assert_trains_as_whole(got)
 
 
 @pytest.mark.parametrize("strategy", ["optim_grads_params", "optim"])
@@ -190,12 +59,18 @@ def test_padding_is_reduced_as_zeros(strategy: str) -> None:
     model = nn.Sequential(nn.Linear(7, 5), nn.Tanh(), nn.Linear(5, 3)).to(rank_device())
     graphfsdp.fully_shard(model, strategy=strategy)
     assert sum(buffer.layout.num_padding for buffer in buffers(model)) > 0
+    reduced: list[Tensor] = []
     x = torch.ones(2, 7, device=rank_device())
-    for _ in range(2):
-        with Poison() as poison:
-            model(x).sum().backward()
-        assert poison.reduced
-        assert all(bool(each.isfinite().all()) for each in poison.reduced)
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(True)  # on a CPU new memory holds NaN then
+    try:
+        with Watch("reduce_scatter", lambda rows, whole: reduced.append(whole.clone())):
+            for _ in range(2):
+                model(x).sum().backward()
+    finally:
+        torch.use_deterministic_algorithms(before)
+    assert reduced
+    assert all(bool(each.isfinite().all()) for each in reduced)
 
 
 class Sometimes(Net):

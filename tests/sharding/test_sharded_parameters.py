@@ -109,39 +109,6 @@ def test_two_axes_hold_half_of_what_one_holds(ranks4: RankPool) -> None:
     assert both <= 0.5 * inside + 16 * 2 * 8
 
 
-class Recurrent(nn.Module):
-    """An LSTM as a unit: torch keeps a second list of its weights."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList([nn.LSTM(4, 5, batch_first=True)])
-        self.head = nn.Linear(5, 1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.head(self.blocks[0](x)[0])
-        return out
-
-
-@pytest.mark.parametrize("strategy", ["optim", "optim_grads_params"])
-@on_ranks("ranks2")
-def test_an_lstm_can_be_a_unit(strategy: str) -> None:
-    runs = []
-    for sharded in (False, True):
-        torch.manual_seed(0)
-        model: nn.Module = Recurrent().to(rank_device())
-        if sharded:
-            shard(model, strategy)
-        optim = adam(model, "adamw")
-        generator = torch.Generator().manual_seed(1)  # equal on all ranks: the mean is the same
-        for _ in range(5):
-            x = torch.randn(2, 3, 4, generator=generator).to(rank_device())
-            mean_square(model, x).backward()
-            optim.step()
-            optim.zero_grad()
-        runs.append(full_parameters(model))
-    torch.testing.assert_close(*runs, rtol=1e-5, atol=1e-6)
-
-
 @pytest.mark.parametrize("strategy", ["optim", "optim_grads_params"])
 @on_ranks("ranks2")
 def test_torch_never_takes_what_it_knows_of_plain_shards_for_theirs(strategy: str) -> None:
@@ -195,30 +162,3 @@ def test_a_penalty_on_sharded_parameters_is_refused() -> None:
         with graphfsdp.capture(model, optimizer, loss_fn=mean_square) as step:
             for _ in range(5):  # the model can be trained nevertheless
                 step(x)
-
-
-class Penalized(nn.Linear):
-    """Computes the penalty in its own forward, as the remedy says."""
-
-    penalty: Tensor
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.penalty = self.weight.square().sum()
-        return super().forward(x)
-
-
-@on_ranks("ranks2")
-def test_a_penalty_that_a_module_computes_is_right() -> None:
-    x = torch.ones(2, 8, device=rank_device(), dtype=torch.float64)
-    grads: list[dict[str, Tensor]] = []
-    for strategy in (None, *STRATEGIES):
-        torch.manual_seed(0)
-        model: Any = nn.Sequential(Penalized(8, 8), nn.Linear(8, 1))
-        model.to(rank_device(), torch.float64)
-        if strategy is not None:
-            for unit in (model[0], model):
-                graphfsdp.fully_shard(unit, strategy=strategy)
-        loss = mean_square(model, x)
-        (loss + 0.1 * model[0].penalty).backward()
-        grads.append(full_gradients(model))
-        torch.testing.assert_close(grads[-1], grads[0], rtol=1e-12, atol=1e-14)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 import graphfsdp
@@ -24,7 +24,6 @@ from ranks import on_ranks, rank_device
 from sharding_helpers import (
     HYBRID_AXES,
     STRATEGIES,
-    Block,
     adam,
     assert_equal_tensors,
     assert_replayed,
@@ -38,7 +37,6 @@ from sharding_helpers import (
     my_part,
     num_steps_of,
     replayed_as_eager,
-    shard,
     train,
 )
 
@@ -156,42 +154,6 @@ def test_no_shard_equals_ddp_bit_for_bit() -> None:
     # DDP gives an unused parameter a zero gradient, so its weight decays; ours has none.
     params["unused"] = got.params["unused"]
     assert_equal_tensors(params, got.params)
-
-
-class Twice(nn.Module):
-    """One unit that runs twice in a forward pass, and another that runs in training only."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inp = nn.Linear(4, 8)
-        self.blocks = nn.ModuleList([Block(8), nn.BatchNorm1d(8)])
-
-    def forward(self, x: Tensor) -> Tensor:
-        hidden = self.blocks[0](self.inp(x))
-        hidden = self.blocks[0](torch.relu(self.blocks[1](hidden)))
-        out: Tensor = hidden.square().mean()
-        return out
-
-
-@pytest.mark.parametrize("strategy", ["optim_grads", "optim_grads_params"])
-@on_ranks("ranks2")
-def test_a_unit_that_runs_twice_and_batch_norm(strategy: str) -> None:
-    """On the same batches on each rank, so that statistics are those of one process, too."""
-    num_steps = num_steps_of(strategy, "optim_grads_params")
-
-    def make(strategy: str | None = strategy) -> nn.Module:
-        torch.manual_seed(0)
-        model = Twice().to(rank_device())
-        return model if strategy is None else shard(model, strategy)
-
-    generator = torch.Generator().manual_seed(5)
-    draw = torch.randn(num_steps, 6, 4, generator=generator).to(rank_device())
-    options: dict[str, Any] = {"data": [(x,) for x in draw], "max_grad_norm": 1.0}
-    got = replayed_as_eager(make, num_steps=num_steps, **options)
-    plain = make(None)
-    expected = train(plain, adam(plain), scope="none", **options)
-    torch.testing.assert_close(got.params, expected.params, rtol=1e-4, atol=1e-5)
-    assert_equal_tensors(got.buffers, expected.buffers)
 
 
 @pytest.mark.parametrize("strategy", ["optim", "optim_grads_params"])

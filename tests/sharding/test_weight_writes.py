@@ -1,80 +1,20 @@
 """Weights that programs hold, replace or write by themselves: right, or refused by name."""
 
-import copy
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 import graphfsdp
 from counting_net import mean_square
 from everyday_scripts import Adapted
 from graphfsdp import PhaseError
-from graphfsdp.optim import FusedAdam
 from ranks import on_ranks, rank_device
 from sharding_helpers import STRATEGIES, adam, on_meta, raises_on_rank, train
 
 WIDTH, ROWS, NUM_STEPS = 8, 4, 14
-
-
-class Contrast(nn.Module):
-    """An encoder and its running average, which the forward pass updates."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.query = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, 4))
-        self.key = copy.deepcopy(self.query).requires_grad_(False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        with torch.no_grad():
-            for key, query in zip(self.key.parameters(), self.query.parameters(), strict=True):
-                key.mul_(0.9).add_(query, alpha=0.1)
-            target = self.key(x)
-        loss: Tensor = (self.query(x) - target - 1).square().mean()
-        return loss
-
-
-def train_contrast(
-    strategy: str | None, *, overlap: bool = True, scope: str = "none", microbatches: int = 1
-) -> list[Tensor]:
-    """Train on this rank's rows and return the mean losses and the whole weights."""
-    torch.manual_seed(0)
-    model = Contrast().to(rank_device(), torch.float64)
-    num_ranks = 1 if strategy is None else dist.get_world_size()
-    if strategy is not None:
-        for module in (model.query, model.key, model):
-            graphfsdp.fully_shard(module, strategy=strategy, overlap=overlap)
-    optimizer = FusedAdam([p for p in model.parameters() if p.requires_grad], lr=0.01)
-    generator = torch.Generator().manual_seed(1)
-    losses = []
-    with graphfsdp.capture(model, optimizer, scope=scope, microbatches=microbatches) as step:
-        for index in range(NUM_STEPS):
-            optimizer.param_groups[0]["lr"] = 0.02 / (1 + index)
-            x = torch.randn(ROWS, WIDTH, generator=generator, dtype=torch.float64)
-            # Interleaved, so that each microbatch has the same rows however many ranks there are.
-            first = dist.get_rank() if num_ranks > 1 else 0
-            loss = step(x[first::num_ranks].to(rank_device())).clone()
-            if num_ranks > 1:
-                dist.all_reduce(loss)
-            losses.append(loss / num_ranks)
-    whole = [p.full_tensor() if strategy else p.detach() for p in model.parameters()]  # type: ignore[attr-defined]
-    return [torch.stack(losses), *whole]
-
-
-@pytest.mark.parametrize(("strategy", "microbatches"), [("optim", 2), ("optim_grads_params", 1)])
-@on_ranks("ranks2")
-def test_an_average_that_the_forward_pass_updates(strategy: str, microbatches: int) -> None:
-    """The writes reach weights that were gathered ahead, or for the microbatch before."""
-    expected = train_contrast(None, microbatches=microbatches)
-    one_by_one = train_contrast(strategy, overlap=False, microbatches=microbatches)
-    for got, want in zip(one_by_one, expected, strict=True):
-        torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-13)
-    for scope in ("none", "full_iteration"):
-        overlapped = train_contrast(strategy, scope=scope, microbatches=microbatches)
-        assert all(map(torch.equal, overlapped, one_by_one)), scope
 
 
 class Writing(nn.Module):

@@ -326,6 +326,7 @@ def assert_trains_as_one(got: Training, plain: Training, group: dist.ProcessGrou
         if whole.numel():
             difference = float((got.params[name] - whole).abs().max())
             assert difference <= ATOL + RTOL * float(whole.abs().max()), f"{name}: {difference}"
+    torch.testing.assert_close(got.buffers, plain.buffers, rtol=RTOL, atol=ATOL)
 
 
 def assert_trains_as_whole(
@@ -333,15 +334,18 @@ def assert_trains_as_whole(
     optimizer: str = "fused_adam",
     *,
     whole: nn.Module | None = None,
+    data: Sequence[Sequence[Tensor]] | None = None,
     group: dist.ProcessGroup | None = None,
+    **options: Any,
 ) -> None:
     """Compare a run in float64 with that of one process, of whole batches.
 
     Its model is ``whole``, or a Net; ranks of ``group``, or all, have a part of each batch.
     """
     whole = make_net(None, dtype=torch.float64) if whole is None else whole
-    data = [tuple(part.to(rank_device()) for part in batch) for batch in batches(len(got.losses))]
-    expected = train(whole, adam(whole, optimizer), data=data, scope="none")
+    batches_of_all = data or batches(len(got.losses))
+    on_device = [tuple(part.to(rank_device()) for part in batch) for batch in batches_of_all]
+    expected = train(whole, adam(whole, optimizer), data=on_device, scope="none", **options)
     assert_trains_as_one(got, expected, group or world_group())
 
 
