@@ -1,6 +1,6 @@
 """Prefetch and reductions under way: in which order, how many whole buffers live, and the bits."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -138,42 +138,159 @@ def test_at_most_two_whole_gradient_buffers_are_alive() -> None:
 ORDERS = ([0, 1, 2, 3], [0, 2, 3], [3, 2, 1, 0], [0, 0, 1, 1], [2], [0, 1, 2, 3, 1])
 
 
-@on_ranks("ranks2")
-def test_a_changed_order_falls_back_and_is_right() -> None:
-    """Another order in each iteration, evaluation in between: as without overlap.
+def changes_its_order(model: Any, plain: bool) -> list[Tensor]:
+    """Another order in each iteration, evaluation in between; it falls back and is right.
 
     Whole weights that somebody keeps are never overwritten.
     """
-    seen = []
-    choices: list[dict[str, Any]] = [{"overlap": False}, {}]
-    for options in choices:
-        model = make_stack(**options)
-        optim = adam(model)
-        values: list[Tensor] = []
-        aliases: list[tuple[Tensor, Tensor]] = []
-        model.blocks[1].down.register_forward_hook(  # inside the unit: a whole weight
-            lambda module, args, out, kept=aliases: kept.append(
-                (module.weight.detach().t(), module.weight.detach().t().clone())
-            )
+    optim = adam(model)
+    values: list[Tensor] = []
+    aliases: list[tuple[Tensor, Tensor]] = []
+    model.blocks[1].down.register_forward_hook(  # inside the unit: a whole weight
+        lambda module, args, out: aliases.append(
+            (module.weight.detach().t(), module.weight.detach().t().clone())
         )
-        for index, x in enumerate(inputs(3 * len(ORDERS))):
-            # Each order twice, so that the second time goes by what the first has recorded.
-            model.order = ORDERS[(index // 2) % len(ORDERS)]
-            if index % 3 == 0:
-                with torch.no_grad():
-                    values.append(model(x))
-            loss = model(x)
-            loss.backward()
-            values += [loss.detach(), graphfsdp.clip_grad_norm_(model, 0.5)]
-            optim.step()
-            optim.zero_grad()
+    )
+    for index, x in enumerate(inputs(3 * len(ORDERS))):
+        # Each order twice, so that the second time goes by what the first has recorded.
+        model.order = ORDERS[(index // 2) % len(ORDERS)]
+        if index % 3 == 0:
+            with torch.no_grad():
+                values.append(model(x))
+        loss = model(x)
+        loss.backward()
+        values += [loss.detach(), graphfsdp.clip_grad_norm_(model, 0.5)]
+        optim.step()
+        optim.zero_grad()
+        assert not any(buffer.is_prefetched for buffer in buffers(model))
+        assert not any(buffer.full is not None for buffer in buffers(model))
+        assert all(torch.equal(alias, copy) for alias, copy in aliases)
+        del aliases[:-2]
+    return [*values, *full_parameters(model).values()]
+
+
+def gradients_of(model: nn.Module) -> list[Tensor]:
+    """Take this rank's gradients."""
+    grads: list[Any] = [param.grad for param in model.parameters()]
+    model.zero_grad()
+    return [grad.to_local() for grad in grads]
+
+
+def infers(model: Any, plain: bool) -> list[Tensor]:
+    """Its first passes are in torch.inference_mode, and others between those that train."""
+    values: list[Tensor] = []
+    for x in inputs(3):
+        with torch.inference_mode():
+            values += [model(x) for _ in range(2)]
+        model(x).backward()
+        values += gradients_of(model)
+    return values
+
+
+def writes_its_weights(model: Any, plain: bool) -> list[Tensor]:
+    """A hook writes weights after they were gathered ahead, which gathers them again."""
+
+    def write(change: Callable[[Any], object]) -> None:
+        with torch.no_grad():
+            for param in model.blocks[1].parameters():
+                change(param.to_local())
+
+    def clip(module: nn.Module, args: Any) -> None:
+        write(lambda local: local.clamp_(-0.05, 0.05))
+
+    model.blocks[0].norm.register_forward_pre_hook(clip)
+    values: list[Tensor] = []
+    for x in inputs(4):
+        loss = model(x)
+        loss.backward()
+        values += [loss.detach(), *gradients_of(model)]
+        write(lambda local: local.add_(0.3))
+    return values
+
+
+class BoomError(RuntimeError):
+    """What a model raises."""
+
+
+@contextmanager
+def failing(module: nn.Module, *, in_backward: bool) -> Iterator[None]:
+    def fail(*_: Any) -> None:
+        raise BoomError
+
+    if in_backward:
+        handle = module.register_full_backward_hook(fail)
+    else:
+        handle = module.register_forward_pre_hook(fail)
+    try:
+        with pytest.raises(BoomError):
+            yield
+    finally:
+        handle.remove()
+
+
+def fails(model: Any, plain: bool) -> list[Tensor]:
+    """Every rank fails in the middle, with gathers and reductions under way; then all goes on."""
+    values: list[Tensor] = []
+    for index, x in enumerate(inputs(8)):
+        if index in (2, 4) and not plain:
+            with failing(model.blocks[2].norm, in_backward=index == 4):
+                model(x.clone().requires_grad_()).backward()
+            model.abandon_iteration()
             assert not any(buffer.is_prefetched for buffer in buffers(model))
-            assert not any(buffer.full is not None for buffer in buffers(model))
-            assert all(torch.equal(alias, copy) for alias, copy in aliases)
-            del aliases[:-2]
-        values += full_parameters(model).values()
-        seen.append(values)
-    assert_equal_tensors(*seen)
+            model.zero_grad()
+        model(x).backward()
+        values += gradients_of(model)
+    return values
+
+
+def catches_an_error(model: Any, plain: bool) -> list[Tensor]:
+    """A plain loop that does so knows nothing of abandon_iteration."""
+    values: list[Tensor] = []
+    for index, x in enumerate(inputs(6)):
+        if index == 3 and not plain:
+            with failing(model.blocks[1].norm, in_backward=False):
+                model(x)
+        model(x).backward()
+        values += gradients_of(model)
+    return values
+
+
+def accumulates(model: Any, plain: bool) -> list[Tensor]:
+    """no_sync, two backward passes of one forward, a backward inside a forward."""
+    x, y, z = inputs(3)
+    values: list[Tensor] = []
+    for _ in range(3):
+        with model.no_sync():
+            model(x).backward()
+        model(y).backward()
+        loss = model(z)
+        loss.backward(retain_graph=True)
+        loss.backward()
+        probe = z.clone().requires_grad_()
+        values += [*torch.autograd.grad(model(probe), probe), *gradients_of(model)]
+    return values
+
+
+@pytest.mark.parametrize(
+    ("does", "gather_format"),
+    [
+        (changes_its_order, None),
+        (infers, None),
+        (infers, "float8"),
+        (writes_its_weights, None),
+        (fails, None),
+        (catches_an_error, None),
+        (accumulates, None),
+    ],
+)
+@on_ranks("ranks2")
+def test_numbers_are_those_without_overlap(
+    does: Callable[[Any, bool], list[Tensor]], gather_format: str | None
+) -> None:
+    """And a failure leaves none, beside a model that has not failed."""
+    policy = graphfsdp.MixedPrecisionPolicy(gather_format=gather_format)
+    runs = [does(make_stack(mp_policy=policy, overlap=not plain), plain) for plain in (True, False)]
+    assert_equal_tensors(*runs)
 
 
 def captured_after_failures(fails_at: Sequence[int], **options: Any) -> int:
@@ -206,22 +323,6 @@ def test_whatever_happened_before_a_capture_it_overlaps() -> None:
     assert captured_after_failures((), warmup_steps=1) == usual
 
 
-@pytest.mark.parametrize("gather_format", [None, "float8"])
-@on_ranks("ranks2")
-def test_inference_mode_before_and_between(gather_format: str | None) -> None:
-    """A model whose first passes are in torch.inference_mode trains as any other."""
-    policy = graphfsdp.MixedPrecisionPolicy(gather_format=gather_format)
-    model, plain = make_stack(mp_policy=policy), make_stack(mp_policy=policy, overlap=False)
-    for x in inputs(3):
-        with torch.inference_mode():
-            seen = [model(x) for _ in range(2)]
-            assert all(torch.equal(loss, plain(x)) for loss in seen)
-        for each in (model, plain):
-            each(x).backward()
-        for left, right in zip(model.parameters(), plain.parameters(), strict=True):
-            assert torch.equal(left.grad.to_local(), right.grad.to_local())
-
-
 @on_ranks("ranks2")
 def test_weights_that_backward_keeps_are_gathered_once() -> None:
     model = make_stack(reshard_after_forward=False)
@@ -233,109 +334,6 @@ def test_weights_that_backward_keeps_are_gathered_once() -> None:
             model(x).backward()
     gathers = [line for line in journal.lines if "all_gather" in line]
     assert len(gathers) == len(set(gathers)) == len(buffers(model))
-
-
-@on_ranks("ranks2")
-def test_weights_written_after_their_prefetch_are_seen() -> None:
-    """Weights that a hook writes after they were gathered ahead are gathered again."""
-    losses = []
-    for overlap in (False, True):
-        model = make_stack(overlap=overlap)
-
-        def clip(module: nn.Module, args: Any, model: Any = model) -> None:
-            with torch.no_grad():
-                for param in model.blocks[1].parameters():
-                    param.to_local().clamp_(-0.05, 0.05)
-
-        model.blocks[0].norm.register_forward_pre_hook(clip)
-        values = []
-        for x in inputs(4):
-            loss = model(x)
-            loss.backward()
-            values.append(loss.detach())
-            with torch.no_grad():
-                for param in model.blocks[1].parameters():
-                    param.to_local().add_(0.3)
-            for param in model.parameters():
-                param.grad = None
-        losses.append(values)
-    assert_equal_tensors(*losses)
-
-
-class BoomError(RuntimeError):
-    """What a model raises."""
-
-
-@contextmanager
-def failing(module: nn.Module, *, in_backward: bool) -> Iterator[None]:
-    def fail(*_: Any) -> None:
-        raise BoomError
-
-    if in_backward:
-        handle = module.register_full_backward_hook(fail)
-    else:
-        handle = module.register_forward_pre_hook(fail)
-    try:
-        yield
-    finally:
-        handle.remove()
-
-
-@on_ranks("ranks2")
-def test_an_exception_with_collectives_under_way() -> None:
-    """Every rank fails in the middle, with gathers and reductions under way; then all goes on."""
-    model, plain = make_stack(), make_stack(overlap=False)
-    for index, x in enumerate(inputs(8)):
-        if index in (2, 4):
-            with failing(model.blocks[2].norm, in_backward=index == 4), pytest.raises(BoomError):
-                model(x.requires_grad_()).backward()
-            model.abandon_iteration()
-            assert not any(buffer.is_prefetched for buffer in buffers(model))
-            for param in model.parameters():
-                param.grad = None
-        both = []
-        for each in (model, plain):
-            each(x).backward()
-            both.append([param.grad.to_local().clone() for param in each.parameters()])
-            for param in each.parameters():
-                param.grad = None
-        assert_equal_tensors(*both)
-
-
-@on_ranks("ranks2")
-def test_an_error_that_the_loop_catches() -> None:
-    """A plain loop that catches an error knows nothing of abandon_iteration."""
-    model, plain = make_stack(), make_stack(overlap=False)
-    for index, x in enumerate(inputs(6)):
-        for each in (model, plain):
-            if index == 3:
-                with failing(each.blocks[1].norm, in_backward=False), pytest.raises(BoomError):
-                    each(x)
-            each(x).backward()
-        grads = [[p.grad.to_local() for p in each.parameters()] for each in (model, plain)]
-        assert_equal_tensors(*grads)
-
-
-@on_ranks("ranks2")
-def test_accumulation_and_repeated_backward() -> None:
-    """no_sync, two backward passes of one forward, a backward inside a forward."""
-    results = []
-    for overlap in (False, True):
-        model = make_stack(overlap=overlap)
-        x, y, z = inputs(3)
-        for _ in range(3):
-            for param in model.parameters():
-                param.grad = None
-            with model.no_sync():
-                model(x).backward()
-            model(y).backward()
-            loss = model(z)
-            loss.backward(retain_graph=True)
-            loss.backward()
-            probe = z.clone().requires_grad_()
-            (slope,) = torch.autograd.grad(model(probe), probe)
-        results.append([slope, *(p.grad.to_local().clone() for p in model.parameters())])
-    assert_equal_tensors(*results)
 
 
 @on_ranks("ranks2")
