@@ -206,13 +206,7 @@ def casted() -> Any:
     return graphfsdp.fully_shard(everyday_scripts.whole_model().double()).float()
 
 
-def root_reshards() -> Any:
-    model = everyday_scripts.whole_model()
-    graphfsdp.fully_shard(model[0])
-    return graphfsdp.fully_shard(model, reshard_after_forward=True)
-
-
-MADE = (in_one_unit, divided, renamed, ignoring, casted, root_reshards)
+MADE = (in_one_unit, divided, renamed, ignoring, casted)
 
 
 @pytest.mark.parametrize("make", MADE)

@@ -11,7 +11,6 @@ import graphfsdp
 from graphfsdp.optim import FusedAdam
 from ranks import on_ranks, rank_device
 from sharding_helpers import (
-    STRATEGIES,
     Net,
     adam,
     assert_equal_tensors,
@@ -26,35 +25,6 @@ from sharding_helpers import (
 )
 
 NUM_STEPS = 5
-
-
-@pytest.mark.parametrize("strategy", STRATEGIES)
-@on_ranks("ranks2")
-def test_unshard_by_hand_and_reshard(strategy: str) -> None:
-    model = make_net(strategy)
-    assert isinstance(model, graphfsdp.FSDPModule)
-    plain = dict(make_net(None).named_parameters())
-    sharded = dict(model.named_parameters())
-    for unit in units(model):  # the root comes first
-        assert isinstance(unit.modules[0], graphfsdp.FSDPModule)
-        unit.modules[0].unshard()
-    for name, param in model.named_parameters():
-        assert not isinstance(param, DTensor)
-        assert torch.equal(param, plain[name]), name
-    batch = my_part(batches(1)[0])
-    model.set_reshard_after_backward(False)
-    by_hand = model(*batch)
-    by_hand.backward()
-    assert not any(isinstance(param, DTensor) for param in model.parameters())
-    for unit in units(model):
-        assert isinstance(unit.modules[0], graphfsdp.FSDPModule)
-        unit.modules[0].reshard()
-    assert all(param is sharded[name] for name, param in model.named_parameters())
-    other = make_net(strategy)
-    loss = other(*batch)
-    loss.backward()
-    assert torch.equal(loss, by_hand)
-    assert_equal_tensors(full_gradients(other), full_gradients(model))
 
 
 @on_ranks("ranks2")

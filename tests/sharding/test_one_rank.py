@@ -2,20 +2,15 @@
 
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 import graphfsdp
-import rank_steps
-from faults_at_operators import World
 from graphfsdp import CaptureError, Phase
 from graphfsdp.optim import FusedAdam
-from helpers import quick_garbage_collection
 from hidden_count import Unseen
-from rank_steps import WIDTH, batch
-from ranks import RankPool, on_ranks, rank_device
+from ranks import RankPool, rank_device
 
 
 class Scaled(nn.Module):
@@ -64,36 +59,3 @@ def test_a_number_that_one_rank_changes_before_the_capture_costs_all_one_more_wa
     assert first[:2] == second[:2] == ([False] * 8, 4)
     assert steady[:2] == ([False] * 8, 3)
     assert torch.equal(first[2], second[2])
-
-
-@pytest.mark.parametrize("strategy", ["no_shard", "optim_grads_params"])
-@on_ranks("ranks2")
-def test_what_all_ranks_refuse_ends_the_call_and_training_goes_on(strategy: str) -> None:
-    eager, *_ = rank_steps.build(strategy, "none", nn.BatchNorm1d(WIDTH))
-    expected = [eager(batch(index)) for index in range(5)]
-    step, model, optim = rank_steps.build(strategy, "full_iteration", nn.BatchNorm1d(WIDTH))
-
-    def train(index: int) -> None:
-        """Nothing that went wrong must have left a trace."""
-        assert torch.equal(step(batch(index)), expected[index]), index
-
-    def fail(kind: type[Exception], message: str, x: Tensor, without_gradients: bool) -> None:
-        quick_garbage_collection()
-        world = World(model, optim)
-        with pytest.raises(kind, match=message):
-            step(x)
-        world.assert_unchanged(message, without_gradients=without_gradients)
-
-    short = batch(101)[:2]
-    train(0)
-    fail(graphfsdp.BatchMismatchError, "^batch leaf", short, False)
-    train(1)
-    train(2)
-    assert step.phase is Phase.REPLAY
-    fail(graphfsdp.BatchMismatchError, "^batch leaf", short, True)
-    train(3)
-    model.eval()
-    fail(graphfsdp.GuardError, r"the model \(with .*was in train mode", batch(100), True)
-    model.train()
-    train(4)
-    step.close()
