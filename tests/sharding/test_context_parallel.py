@@ -19,7 +19,7 @@ import graphfsdp
 from graphfsdp import GuardError
 from graphfsdp.optim import FusedAdam
 from graphfsdp.training.gpt import GPT, GPTConfig
-from ranks import RankPool, rank_device
+from ranks import on_ranks, rank_device
 from sharding_helpers import full_parameters, hybrid_mesh, raises_on_rank
 
 NUM_STEPS = 7
@@ -56,7 +56,8 @@ def _parts(mesh: DeviceMesh, batch: Sequence[Tensor]) -> Iterator[None]:
         yield
 
 
-def _trains_as_a_plain_loop() -> None:
+@on_ranks("gpu_ranks")
+def test_captured_parts_of_sequences_train_as_a_plain_loop() -> None:
     mesh = hybrid_mesh((dist.get_world_size(),), ("cp",))
     model, optimizer = _model(mesh)
     cut, losses = [], []
@@ -83,7 +84,8 @@ def _trains_as_a_plain_loop() -> None:
             assert torch.equal(weight, expected[name]), name
 
 
-def _entered_in_each_iteration() -> None:
+@on_ranks("gpu_ranks")
+def test_attention_that_is_replaced_in_each_iteration_is_refused() -> None:
     mesh = hybrid_mesh((dist.get_world_size(),), ("cp",))
     model, optimizer = _model(mesh)
     with graphfsdp.capture(model, optimizer) as step:
@@ -93,11 +95,3 @@ def _entered_in_each_iteration() -> None:
                 step(*batch)
         with _parts(mesh, last), raises_on_rank(GuardError, "scaled_dot_product_attention"):
             step(*last)
-
-
-def test_captured_parts_of_sequences_train_as_a_plain_loop(gpu_ranks: RankPool) -> None:
-    gpu_ranks.run(_trains_as_a_plain_loop)
-
-
-def test_attention_that_is_replaced_in_each_iteration_is_refused(gpu_ranks: RankPool) -> None:
-    gpu_ranks.run(_entered_in_each_iteration)

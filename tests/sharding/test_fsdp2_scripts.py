@@ -250,7 +250,21 @@ def test_an_offloaded_model_trains_without_a_graph() -> None:
     assert losses[-1] < losses[0]
 
 
-def offloads_and_changes_no_bit(strategy: str, outer: str | None) -> None:
+@pytest.mark.parametrize(
+    ("ranks", "strategy", "outer"),
+    [
+        ("ranks4", "optim_grads_params", "optim"),
+        ("ranks4", "optim", "no_shard"),
+        *(
+            pytest.param("gpu_ranks", strategy, None, marks=pytest.mark.gpu)
+            for strategy in STRATEGIES
+        ),
+    ],
+)
+@on_ranks()
+def test_what_lies_in_the_cpus_memory_trains_as_it_does_elsewhere(
+    strategy: str, outer: str | None
+) -> None:
     losses: list[list[Tensor]] = []
     weights = []
     for policy in (
@@ -280,20 +294,3 @@ def offloads_and_changes_no_bit(strategy: str, outer: str | None) -> None:
     for at in (1, 2):
         assert_equal_tensors(losses[0], losses[at])
         assert_equal_tensors(weights[0], weights[at])
-
-
-@pytest.mark.parametrize(
-    ("ranks", "strategy", "outer"),
-    [
-        ("ranks4", "optim_grads_params", "optim"),
-        ("ranks4", "optim", "no_shard"),
-        *(
-            pytest.param("gpu_ranks", strategy, None, marks=pytest.mark.gpu)
-            for strategy in STRATEGIES
-        ),
-    ],
-)
-def test_what_lies_in_the_cpus_memory_trains_as_it_does_elsewhere(
-    request: pytest.FixtureRequest, ranks: str, strategy: str, outer: str | None
-) -> None:
-    request.getfixturevalue(ranks).run(offloads_and_changes_no_bit, strategy, outer)

@@ -4,6 +4,7 @@ import functools
 import warnings
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -59,9 +60,9 @@ def apply_tp(model: GPT, mesh: DeviceMesh) -> None:
     parallelize_module(model, mesh, plan)
 
 
-def parallelized(shard: Any, tp: int) -> tuple[Any, DeviceMesh]:
+def parallelized(shard: Any) -> tuple[Any, DeviceMesh]:
     size, where = torch.distributed.get_world_size(), rank_device()
-    mesh = init_device_mesh(where.type, (size // tp, tp), mesh_dim_names=("dp_shard", "tp"))
+    mesh = init_device_mesh(where.type, (size // 2, 2), mesh_dim_names=("dp_shard", "tp"))
     torch.manual_seed(0)
     model = GPT(LLAMA).to(where)
     apply_tp(model, mesh["tp"])
@@ -82,8 +83,8 @@ def next_batch(index: int, mesh: DeviceMesh) -> tuple[Tensor, Tensor]:
     return tokens[:, :-1], tokens[:, 1:]
 
 
-def losses_of(shard: Any, tp: int, accumulation: int) -> list[float]:
-    model, mesh = parallelized(shard, tp)
+def losses_of(shard: Any, accumulation: int) -> list[float]:
+    model, mesh = parallelized(shard)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=False, foreach=True)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / 5))
     losses = []
@@ -104,11 +105,14 @@ def losses_of(shard: Any, tp: int, accumulation: int) -> list[float]:
     return losses
 
 
-def compare(tp: int, accumulation: int) -> None:
+# On two ranks nothing is sharded but by tensor parallelism.
+@pytest.mark.parametrize(("ranks", "accumulation"), [("ranks2", 1), ("ranks4", 2)])
+@on_ranks()
+def test_losses_are_those_of_fsdp2_with_tensor_parallelism(accumulation: int) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # FSDP2's, of what its units return
         theirs, ours = (
-            losses_of(shard, tp, accumulation) for shard in (fully_shard, graphfsdp.fully_shard)
+            losses_of(shard, accumulation) for shard in (fully_shard, graphfsdp.fully_shard)
         )
     assert theirs[-1] < theirs[0] * 0.75, theirs  # it learns
     # Until the first step weights are the same, and so is what is computed of them.
@@ -120,18 +124,8 @@ def compare(tp: int, accumulation: int) -> None:
     torch.testing.assert_close(torch.tensor(ours), torch.tensor(theirs), rtol=bound, atol=0)
 
 
-@on_ranks("ranks2")
-def test_losses_are_those_of_fsdp2_where_nothing_is_sharded() -> None:
-    compare(2, 1)
-
-
-@on_ranks("ranks4")
-def test_losses_are_those_of_fsdp2_with_tensor_parallelism() -> None:
-    compare(2, 2)
-
-
 def captured(scope: str) -> Training:
-    model, mesh = parallelized(graphfsdp.fully_shard, 2)
+    model, mesh = parallelized(graphfsdp.fully_shard)
     data = [next_batch(index, mesh) for index in range(NUM_STEPS)]
     return train(model, adam(model), data=data, max_grad_norm=1.0, scope=scope, warmup_steps=1)
 

@@ -15,35 +15,13 @@ from sharding_helpers import (
     adam,
     assert_equal_tensors,
     batches,
-    buffers,
-    full_gradients,
     full_parameters,
     make_net,
     my_part,
     shard,
-    units,
 )
 
 NUM_STEPS = 5
-
-
-@on_ranks("ranks2")
-def test_reshard_after_forward_decides_what_is_held_until_backward() -> None:
-    found = []
-    for reshard in (False, True, None):
-        model = make_net("optim_grads_params", reshard_after_forward=reshard)
-        loss = model(*my_part(batches(1)[0]))
-        for unit in units(model):
-            keeps = unit.is_root if reshard is None else not reshard
-            assert all((buffer.full is not None) == keeps for buffer in unit.group.buffers)
-        loss.backward()
-        assert all(buffer.full is None for buffer in buffers(model, trainable=True))
-        with torch.no_grad():
-            model(*my_part(batches(1)[0]))
-        assert all(buffer.full is None for buffer in buffers(model))
-        found.append(full_gradients(model))
-    assert_equal_tensors(found[0], found[1])
-    assert_equal_tensors(found[0], found[2])
 
 
 def everything_between_steps(**options: Any) -> list[Tensor]:

@@ -7,12 +7,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import graphfsdp
 from graphfsdp.config import MixedPrecisionPolicy
 from graphfsdp.eight_bit.formats import from_float8, from_mxfp8, scales_of, to_float8, to_mxfp8
-from overlap_helpers import Stack
+from overlap_helpers import Stack, Watch
 from ranks import on_ranks, rank_device
 from sharding_helpers import (
     FEW_STEPS,
@@ -81,24 +80,17 @@ MAINS_IN_BF16 = {"param_dtype": torch.bfloat16, "main_params_dtype": torch.bfloa
         ),
     ],
 )
+@on_ranks()
 def test_replays_equal_eager(
-    request: pytest.FixtureRequest,
-    ranks: str,
-    gather_format: str,
-    microbatches: int,
-    options: dict[str, Any],
+    gather_format: str, microbatches: int, options: dict[str, Any]
 ) -> None:
     # Ten replays for each kind of weights.
-    is_long = (ranks == "ranks2" and microbatches == 2 and not options) or ranks == "gpu_ranks"
+    is_long = rank_device().type == "cuda" or (microbatches, options) == (2, {})
+    num_steps = num_steps_of(is_long, True)
     options = {"gather_format": gather_format} | options
-    request.getfixturevalue(ranks).run(replays_as_eager, microbatches, is_long, options)
-
-
-def replays_as_eager(microbatches: int, is_long: bool, options: dict[str, Any]) -> None:
     if "outer_strategy" in options:
         options = options | {"mesh": hybrid_mesh()}
     usual = {key: value for key, value in options.items() if key != "reshard_after_forward"}
-    num_steps = num_steps_of(is_long, True)
     run = replayed_as_eager(
         lambda: make(**options),
         eager=lambda: make(**usual),
@@ -107,7 +99,7 @@ def replays_as_eager(microbatches: int, is_long: bool, options: dict[str, Any]) 
     # Once an iteration, for all weights.
     counts = run.report.op_counts
     assert counts["graphfsdp.pack_.default"] == 1
-    assert counts.get("graphfsdp.find_amax_.default", 0) == (options["gather_format"] != "mxfp8")
+    assert counts.get("graphfsdp.find_amax_.default", 0) == (gather_format != "mxfp8")
 
 
 @on_ranks("ranks4")
@@ -172,46 +164,35 @@ def test_main_weights_in_other_memory_are_cast(gather_format: str) -> None:
     assert torch.equal(model(data(1)), fresh(data(1)))
 
 
-class Wire(TorchDispatchMode):
-    """Counts what an iteration gathers, and the all-reduces of largest magnitudes."""
+def wire(gather_format: str | None) -> tuple[int, list[int]]:
+    """Return what the third iteration of two microbatches sends, wide enough for a real ratio.
 
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.gathered_bytes = self.amax_bytes = self.num_amax = 0
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        if func is torch.ops.graphfsdp.all_gather_.default:
-            self.gathered_bytes += args[0].nbytes
-        elif func is torch.ops.graphfsdp.all_reduce_.default and "max" in args:
-            self.amax_bytes += args[0].nbytes
-            self.num_amax += 1
-        return func(*args, **(kwargs or {}))
-
-
-def wire(gather_format: str | None) -> Wire:
-    """Return what the third iteration of two microbatches sends, wide enough for a real ratio."""
+    In bytes: that gathers carry, and of largest magnitudes for each all-reduce of them.
+    """
     model = make(gather_format, width=256)
     optim = adam(model)
+    gathered: list[int] = []
+    magnitudes: list[int] = []
     with graphfsdp.capture(model, optim, scope="none", microbatches=2) as step:
         step(data(0, 256))
         step(data(1, 256))
-        counted = Wire()
-        with counted:
+        with (
+            Watch("all_gather", lambda whole, part: gathered.append(whole.nbytes)),
+            Watch("all_reduce", lambda amax, group: magnitudes.append(amax.nbytes)),
+        ):
             step(data(2, 256))
-    return counted
+    return sum(gathered), magnitudes
 
 
 @on_ranks("ranks2")
 def test_the_wire_carries_half() -> None:
-    plain = wire(None)
-    assert plain.num_amax == 0
+    plain, magnitudes = wire(None)
+    assert not magnitudes
     for gather_format, most in (("float8", 0.52), ("float8_rowwise", 0.52), ("mxfp8", 0.55)):
-        packed = wire(gather_format)
-        assert packed.num_amax == (gather_format != "mxfp8")  # one for all weights
-        sent = packed.gathered_bytes + 2 * packed.amax_bytes  # an all-reduce goes round twice
-        assert 0.5 < sent / plain.gathered_bytes <= most, gather_format
+        packed, magnitudes = wire(gather_format)
+        assert len(magnitudes) == (gather_format != "mxfp8")  # one for all weights
+        sent = packed + 2 * sum(magnitudes)  # an all-reduce goes round twice
+        assert 0.5 < sent / plain <= most, gather_format
 
 
 @pytest.mark.parametrize("gather_format", FORMATS)

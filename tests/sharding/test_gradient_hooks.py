@@ -36,14 +36,29 @@ def hooked_net(strategy: str | None, *, meta: bool = False, **options: Any) -> n
         model = shard(on_meta(lambda: Net().double()), strategy)
         model.to_empty(device=rank_device())
         model.load_state_dict(state)
+
+    def halve(param: Any) -> None:
+        param.grad.mul_(0.5)
+
     for param in model.parameters():
         if param.requires_grad:
             param.register_hook(lambda grad: torch.tanh(grad * 30))
-            param.register_post_accumulate_grad_hook(lambda p: p.grad.mul_(0.5))
+            param.register_post_accumulate_grad_hook(halve)
     return model
 
 
-def hooks_see_what_is_reduced(strategy: str, options: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    ("ranks", "strategy", "options"),
+    [
+        *(("ranks2", strategy, {}) for strategy in STRATEGIES),
+        ("ranks2", "optim_grads_params", {"overlap": False}),
+        *(("ranks2", strategy, {"meta": True}) for strategy in ("no_shard", "optim_grads_params")),
+        ("ranks4", "optim_grads_params", {"outer_strategy": "no_shard"}),
+        ("ranks4", "optim_grads_params", {"outer_strategy": "optim"}),
+    ],
+)
+@on_ranks()
+def test_hooks_see_what_all_ranks_have_reduced(strategy: str, options: dict[str, Any]) -> None:
     """As in one process, where each microbatch is reduced over all ranks, or there is but one."""
     num_steps = num_steps_of(strategy, "optim_grads_params")
     axes: dict[str, Any] = {"mesh": hybrid_mesh()} if "outer_strategy" in options else {}
@@ -58,22 +73,6 @@ def hooks_see_what_is_reduced(strategy: str, options: dict[str, Any]) -> None:
         )
         if microbatches == 1 or (strategy.startswith("optim_grads") and not axes):
             assert_trains_as_whole(got, whole=hooked_net(None), microbatches=microbatches)
-
-
-@pytest.mark.parametrize(
-    ("ranks", "strategy", "options"),
-    [
-        *(("ranks2", strategy, {}) for strategy in STRATEGIES),
-        ("ranks2", "optim_grads_params", {"overlap": False}),
-        *(("ranks2", strategy, {"meta": True}) for strategy in ("no_shard", "optim_grads_params")),
-        ("ranks4", "optim_grads_params", {"outer_strategy": "no_shard"}),
-        ("ranks4", "optim_grads_params", {"outer_strategy": "optim"}),
-    ],
-)
-def test_hooks_see_what_all_ranks_have_reduced(
-    request: pytest.FixtureRequest, ranks: str, strategy: str, options: dict[str, Any]
-) -> None:
-    request.getfixturevalue(ranks).run(hooks_see_what_is_reduced, strategy, options)
 
 
 def stepping_in_backward(model: Any, optimizers: Any, *batch: Tensor) -> Tensor:

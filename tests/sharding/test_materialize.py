@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import graphfsdp
 from graphfsdp.sharding.layout import plan_unit
-from helpers import NUM_STEPS
+from overlap_helpers import Stack
 from ranks import on_ranks, rank_device
 from sharding_helpers import (
     STRATEGIES,
@@ -119,18 +119,13 @@ MIXED = graphfsdp.MixedPrecisionPolicy(
     ("ranks", "strategy"),
     [*(("ranks2", strategy) for strategy in STRATEGIES), ("ranks4", "optim_grads_params")],
 )
-def test_a_model_from_meta_is_the_model_from_constructors(
-    request: pytest.FixtureRequest, ranks: str, strategy: str
-) -> None:
+@on_ranks()
+def test_a_model_from_meta_is_the_model_from_constructors(strategy: str) -> None:
     """Bit for bit: values of every kind, then captured training; ranks have other seeds.
 
     Of four ranks some hold no rows.
     """
-    trains = ranks == "ranks2" and strategy in ("optim_grads", "optim_grads_params")
-    request.getfixturevalue(ranks).run(trained_from_meta, strategy, NUM_STEPS if trains else 0)
-
-
-def trained_from_meta(strategy: str, num_steps: int) -> None:
+    trains = dist.get_world_size() == 2 and strategy in ("optim_grads", "optim_grads_params")
     policy = MIXED if strategy == "optim_grads" else graphfsdp.MixedPrecisionPolicy()
     early = strategy == "optim_grads_params"  # an optimizer that was made on meta goes on
     runs: list[Training] = []
@@ -155,10 +150,10 @@ def trained_from_meta(strategy: str, num_steps: int) -> None:
             shard(model, strategy, mp_policy=policy)
             optim = None
         initial.append(values_of(model))
-        if num_steps:
-            runs.append(train(model, optim or adam(model), num_steps=num_steps))
+        if trains:
+            runs.append(train(model, optim or adam(model)))
     assert_equal_tensors(*initial)
-    if num_steps:
+    if trains:
         assert_same_training(*runs)
         assert_replayed(runs[1])
 
@@ -303,25 +298,10 @@ class Peak(TorchDispatchMode):
         return result
 
 
-class Deep(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.inp = nn.Linear(16, 64)
-        self.blocks = nn.ModuleList(
-            [nn.Sequential(nn.Linear(64, 128), nn.Tanh(), nn.Linear(128, 64)) for _ in range(10)]
-        )
-        self.out = nn.Linear(64, 16)
-
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = block(x)
-        return x
-
-
 @on_ranks("ranks4")
 def test_never_more_is_whole_than_one_block_and_the_root() -> None:
     """Shards, and what is whole; beside them names of units that ranks compare, as bytes."""
-    model = on_meta(Deep)
+    model = on_meta(lambda: Stack(64, 10))
     shapes = unit_shapes(model)
     whole_bytes = 4 * sum(param.numel() for param in model.parameters())
     with Peak() as sharding:

@@ -146,11 +146,7 @@ def test_to_empty_works_as_in_fsdp2(root_is_unit: bool) -> None:
         for param in model.parameters():
             param.fill_(0.25)
         model.plain.zero_()
-    before = full_parameters(model)
-    assert all(torch.equal(value, torch.full_like(value, 0.25)) for value in before.values())
-    for index in range(2):
-        optim.zero_grad()
-        model(torch.full((2, 4), index + 1.0, device=rank_device())).sum().backward()
-        optim.step()
-    after = full_parameters(model)
-    assert all(not torch.equal(after[name], value) for name, value in before.items())
+    model(torch.full((2, 4), 1.0, device=rank_device())).sum().backward()
+    optim.step()
+    for name, value in full_parameters(model).items():
+        assert not torch.equal(value, torch.full_like(value, 0.25)), name

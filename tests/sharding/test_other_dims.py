@@ -23,6 +23,7 @@ from sharding_helpers import (
     STRATEGIES,
     adam,
     assert_equal_tensors,
+    assert_trains_as_whole,
     full_parameters,
     hybrid_mesh,
     on_meta,
@@ -79,12 +80,7 @@ def test_training_is_that_of_the_whole_model(strategy: str) -> None:
     """On the same batch on each rank; captured and eager agree bit for bit."""
     options: dict[str, Any] = {"data": data(), "loss_fn": mean_square}
     got = replayed_as_eager(lambda: make(strategy=strategy), num_steps=NUM_STEPS, **options)
-    whole = make(None)
-    expected = train(whole, adam(whole), scope="none", **options)
-    for name, tensor in expected.tensors().items():
-        torch.testing.assert_close(got.tensors()[name], tensor, rtol=1e-6, atol=1e-8, msg=name)
-        if not name.startswith("norm"):
-            torch.testing.assert_close(got.tensors()[name], tensor, rtol=1e-9, atol=1e-11)
+    assert_trains_as_whole(got, whole=make(None), **options)
 
 
 @on_ranks("ranks4")

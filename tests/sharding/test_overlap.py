@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import graphfsdp
 from overlap_helpers import NUM_BLOCKS, Journal, Watch, await_gloo_threads, inputs, make_stack
-from ranks import RankPool, on_ranks, rank_device
+from ranks import on_ranks, rank_device
 from sharding_helpers import (
     adam,
     assert_equal_tensors,
@@ -87,7 +87,9 @@ def test_the_leaf_of_a_backward_pass_lies_where_the_weights_do() -> None:
     assert first is second, "on a CPU there are no streams, and nothing is paid for them"
 
 
-def ends_of_backward() -> None:
+@pytest.mark.gpu
+@on_ranks("gpu_ranks")
+def test_a_backward_pass_ends_on_the_stream_that_it_was_called_on() -> None:
     model = make_stack()
     ends: list[torch.cuda.Stream] = []
     model.prepare_shards()
@@ -105,11 +107,6 @@ def ends_of_backward() -> None:
         loss.backward()
     assert ends
     assert set(ends) == {side}
-
-
-@pytest.mark.gpu
-def test_a_backward_pass_ends_on_the_stream_that_it_was_called_on(gpu_ranks: RankPool) -> None:
-    gpu_ranks.run(ends_of_backward)
 
 
 @on_ranks("ranks2")
@@ -157,6 +154,7 @@ def changes_its_order(model: Any, plain: bool) -> list[Tensor]:
         if index % 3 == 0:
             with torch.no_grad():
                 values.append(model(x))
+            assert not any(buffer.full is not None for buffer in buffers(model))
         loss = model(x)
         loss.backward()
         values += [loss.detach(), graphfsdp.clip_grad_norm_(model, 0.5)]

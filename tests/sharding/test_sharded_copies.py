@@ -3,7 +3,6 @@
 import copy
 import io
 import pickle
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -154,23 +153,10 @@ def test_copies_without_values_and_what_is_refused() -> None:
 
 
 @on_ranks("ranks2")
-def test_pickles_are_refused_and_what_the_error_says_instead_works(tmp_path: Path) -> None:
-    """Before the first forward pass, as after it."""
+def test_pickles_are_refused() -> None:
+    """Before the first forward pass, as after it; scripts of FSDP2 save what the error says."""
     model: Any = make_net("optim_grads_params")
-    expected = full_parameters(model)
     for pickled in (pickle.dumps, lambda value: torch.save(value, io.BytesIO())):
         for value in (model, [model], nn.Sequential(model)):
             with raises_on_rank(graphfsdp.NotCopyableError, "cannot be pickled", "Remedy"):
                 pickled(value)
-    file = io.BytesIO()
-    torch.save(model.state_dict(), file)
-    file.seek(0)
-    graphfsdp.save(str(tmp_path), model, step=1)
-    with torch.no_grad():
-        for param in model.parameters():
-            param.zero_()
-    model.load_state_dict(torch.load(file))
-    assert_equal_tensors(full_parameters(model), expected)
-    other = make_net("optim_grads_params")
-    graphfsdp.load(str(tmp_path), other)
-    assert_equal_tensors(full_parameters(other), expected)

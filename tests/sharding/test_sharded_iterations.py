@@ -19,20 +19,9 @@ from helpers import (
 )
 from iterations import gan, gradient_penalty, moving_average, train_by
 from ranks import on_ranks, rank_device
-from sharding_helpers import FEW_STEPS, hybrid_mesh, num_steps_of
+from sharding_helpers import FEW_STEPS, Block, hybrid_mesh, num_steps_of
 
 ROUNDING = 1e-6  # of a norm that is summed in parts, over some steps of 0.01 at most
-
-
-class Residual(nn.Module):
-    def __init__(self, width: int, dropout: float) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
-        self.dropout = nn.Dropout(dropout)
-
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = x + self.down(self.dropout(torch.tanh(self.up(x))))
-        return out
 
 
 class Net(nn.Sequential):
@@ -40,7 +29,7 @@ class Net(nn.Sequential):
 
     def __init__(self, num_in: int, num_out: int, dropout: float = 0.0) -> None:
         width = 7
-        blocks = [Residual(width, dropout), Residual(width, dropout)]
+        blocks = [Block(width, dropout), Block(width, dropout)]
         super().__init__(nn.Linear(num_in, width), *blocks, nn.Linear(width, num_out))
 
 
@@ -108,24 +97,6 @@ def alone(name: str) -> list[dict[str, Tensor]]:
     return train(name, None, FEW_STEPS, apart=False, options={})
 
 
-def agrees(name: str, options: dict[str, Any], num_steps: int) -> None:
-    if "outer_strategy" in options:
-        options = {**options, "mesh": hybrid_mesh((2, dist.get_world_size() // 2))}
-    # Ranks that do the same reduce to what one process has, so the plain loop is the reference.
-    sharded = train(name, None, FEW_STEPS, apart=False, options=options)
-    for index, (expected, got) in enumerate(zip(alone(name), sharded, strict=True)):
-        for key, value in expected.items():
-            largest = float((value - got[key]).abs().max())
-            assert largest <= ROUNDING, f"{key} after iteration {index}: {largest}"
-    plain = train(name, None, FEW_STEPS, apart=True, options=options)
-    eager, captured = (
-        train(name, scope, num_steps, apart=True, options=options)
-        for scope in ("none", "full_iteration")
-    )
-    assert_same_states(plain, eager[:FEW_STEPS])
-    assert_same_states(eager, captured)
-
-
 @pytest.mark.parametrize(
     ("ranks", "name", "options"),
     [
@@ -145,11 +116,26 @@ def agrees(name: str, options: dict[str, Any], num_steps: int) -> None:
         ),
     ],
 )
+@on_ranks()
 def test_iterations_train_sharded_models_as_one_process_and_replay_as_eager(
-    request: pytest.FixtureRequest, ranks: str, name: str, options: dict[str, Any]
+    name: str, options: dict[str, Any]
 ) -> None:
     num_steps = num_steps_of(options["strategy"], "optim_grads_params")
-    request.getfixturevalue(ranks).run(agrees, name, options, num_steps)
+    if "outer_strategy" in options:
+        options = {**options, "mesh": hybrid_mesh((2, dist.get_world_size() // 2))}
+    # Ranks that do the same reduce to what one process has, so the plain loop is the reference.
+    sharded = train(name, None, FEW_STEPS, apart=False, options=options)
+    for index, (expected, got) in enumerate(zip(alone(name), sharded, strict=True)):
+        for key, value in expected.items():
+            largest = float((value - got[key]).abs().max())
+            assert largest <= ROUNDING, f"{key} after iteration {index}: {largest}"
+    plain = train(name, None, FEW_STEPS, apart=True, options=options)
+    eager, captured = (
+        train(name, scope, num_steps, apart=True, options=options)
+        for scope in ("none", "full_iteration")
+    )
+    assert_same_states(plain, eager[:FEW_STEPS])
+    assert_same_states(eager, captured)
 
 
 @on_ranks("ranks2")

@@ -69,6 +69,9 @@ def test_what_is_refused_by_name() -> None:
         "overlap must be True": {"overlap": 1},
     }
     rows = sharding(options) | {
+        r"takes a torch.nn.Module or a list.*got function": lambda: fully_shard(normed),
+        "or a list of them, got list of Linear, int": lambda: fully_shard([layer, 3]),
+        "empty list": lambda: fully_shard([]),
         "'1.weight'.*another unit": lambda: fully_shard(tied()),
         "'1.0.weight' has a hook": lambda: fully_shard(hooked("register_hook")),
         "hook of its gradient": lambda: fully_shard(hooked("register_post_accumulate_grad_hook")),
@@ -205,15 +208,6 @@ def test_mistakes_raise_what_torch_raises() -> None:
         with pytest.raises(ConfigError, match=words) as found:
             ours[words]()
         assert isinstance(found.value, type(expected.value)), words
-
-
-def test_what_is_no_module() -> None:
-    wrong: list[Any] = [lambda: None, [nn.Linear(2, 2), 3]]
-    for given in wrong:
-        with pytest.raises(ConfigError, match=r"takes a torch.nn.Module or a list.*got (fun|list)"):
-            fully_shard(given)
-    with pytest.raises(ConfigError, match=r"empty list"):
-        fully_shard([])
 
 
 @on_ranks("ranks2")

@@ -2,12 +2,11 @@
 
 import functools
 import itertools
-from collections.abc import Mapping
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 import graphfsdp
@@ -40,27 +39,6 @@ from sharding_helpers import (
     train,
 )
 
-
-def net_like_one_rank(
-    strategy: str, microbatches: int, num_steps: int, options: Mapping[str, Any]
-) -> None:
-    """Train captured, with options that change no bit, as an eager run without them."""
-    faster = dict(options)
-    optimizer = faster.pop("optimizer", "fused_adam")
-    axes = {}
-    if "outer_strategy" in faster:
-        axes = {"mesh": hybrid_mesh(), "outer_strategy": faster.pop("outer_strategy")}
-    make = functools.partial(make_net, strategy, dtype=torch.float64, **axes)
-    got = replayed_as_eager(
-        functools.partial(make, **faster),
-        optimizer,
-        num_steps,
-        eager=functools.partial(make, overlap=False),
-        microbatches=microbatches,
-    )
-    assert_trains_as_whole(got, optimizer)
-
-
 TO_FEW: dict[str, Any] = {"reshard_after_forward": 2}  # of four ranks keep what they have gathered
 
 
@@ -85,16 +63,25 @@ TO_FEW: dict[str, Any] = {"reshard_after_forward": 2}  # of four ranks keep what
         ),
     ],
 )
+@on_ranks()
 def test_ranks_train_as_one_and_replay_as_eager(
-    request: pytest.FixtureRequest,
-    ranks: str,
-    strategy: str,
-    microbatches: int,
-    options: dict[str, Any],
+    strategy: str, microbatches: int, options: dict[str, Any]
 ) -> None:
-    num_steps = num_steps_of(ranks, "ranks2", "gpu_ranks")
-    pool = request.getfixturevalue(ranks)
-    pool.run(net_like_one_rank, strategy, microbatches, num_steps, options)
+    """Captured, with options that change no bit, as an eager run without them."""
+    faster = dict(options)
+    optimizer = faster.pop("optimizer", "fused_adam")
+    axes = {}
+    if "outer_strategy" in faster:
+        axes = {"mesh": hybrid_mesh(), "outer_strategy": faster.pop("outer_strategy")}
+    make = functools.partial(make_net, strategy, dtype=torch.float64, **axes)
+    got = replayed_as_eager(
+        functools.partial(make, **faster),
+        optimizer,
+        num_steps_of(dist.get_world_size(), 1, 2),
+        eager=functools.partial(make, overlap=False),
+        microbatches=microbatches,
+    )
+    assert_trains_as_whole(got, optimizer)
 
 
 @pytest.mark.parametrize(
@@ -128,29 +115,23 @@ def test_parallel_modules_train_as_one_rank_and_replay_as_eager(
     assert_trains_as_whole(got, whole=plain.to(rank_device()), group=group)
 
 
-def ddp_steps(num_steps: int) -> tuple[list[Tensor], dict[str, Tensor]]:
-    model = make_net(None)
-    optim = adam(model, "adamw")
-    wrapped = DistributedDataParallel(model, find_unused_parameters=True)
-    losses = []
-    for index, batch in enumerate(batches(num_steps)):
-        set_lr(optim, learning_rate(index))
-        optim.zero_grad()
-        loss = wrapped(*my_part(batch))
-        loss.backward()
-        optim.step()
-        losses.append(loss.detach())
-    return losses, full_parameters(model)
-
-
 @on_ranks("ranks2")
 def test_no_shard_equals_ddp_bit_for_bit() -> None:
     """Two ranks: a + b is b + a, and halving is exact, so the order of additions is no matter."""
     model = make_net("no_shard")
     got = train(model, adam(model, "adamw"), max_grad_norm=None)
     assert_replayed(got)
-    losses, params = ddp_steps(NUM_STEPS)
-    assert_equal_tensors(losses, got.losses)
+    model = make_net(None)
+    optim = adam(model, "adamw")
+    wrapped = DistributedDataParallel(model, find_unused_parameters=True)
+    for index, batch in enumerate(batches(NUM_STEPS)):
+        set_lr(optim, learning_rate(index))
+        optim.zero_grad()
+        loss = wrapped(*my_part(batch))
+        loss.backward()
+        optim.step()
+        assert torch.equal(loss, got.losses[index]), index
+    params = full_parameters(model)
     # DDP gives an unused parameter a zero gradient, so its weight decays; ours has none.
     params["unused"] = got.params["unused"]
     assert_equal_tensors(params, got.params)

@@ -343,18 +343,25 @@ def gpu_ranks4() -> Iterator[RankPool]:
     yield from _session(4, "cuda")
 
 
-def on_ranks(fixture: str) -> Callable[[Callable[..., Any]], Callable[..., None]]:
-    """Make a test of a function that every rank of a pool runs, and that checks by itself."""
+def on_ranks(fixture: str = "") -> Callable[[Callable[..., Any]], Callable[..., None]]:
+    """Make a test of a function that every rank of a pool runs, and that checks by itself.
+
+    Without a name of a pool, each row of the test's table begins with one, as ``ranks``.
+    """
 
     def decorate(body: Callable[..., Any]) -> Callable[..., None]:
         @functools.wraps(body)
         def test(request: pytest.FixtureRequest, **arguments: Any) -> None:
-            request.getfixturevalue(fixture).run(_run_body, test, arguments)
+            pool = fixture or arguments.pop("ranks")
+            request.getfixturevalue(pool).run(_run_body, test, arguments)
 
-        wanted = inspect.Parameter("request", inspect.Parameter.POSITIONAL_OR_KEYWORD)
+        names = ["request"] if fixture else ["request", "ranks"]
+        wanted = [
+            inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD) for name in names
+        ]
         own = inspect.signature(body).parameters.values()
         test.pool = fixture  # type: ignore[attr-defined]
-        test.__signature__ = inspect.Signature([wanted, *own])  # type: ignore[attr-defined]
+        test.__signature__ = inspect.Signature([*wanted, *own])  # type: ignore[attr-defined]
         return test
 
     return decorate
