@@ -7,14 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import graphfsdp
 from ranks import on_ranks, rank_device
 from sharding_helpers import (
     STRATEGIES,
     Net,
-    Training,
     adam,
     assert_equal_tensors,
     batches,
@@ -24,7 +23,6 @@ from sharding_helpers import (
     hybrid_net,
     make_net,
     my_part,
-    num_steps_of,
     on_meta,
     raises_on_rank,
     shard,
@@ -69,50 +67,19 @@ def test_a_copy_trains_as_the_original_would(strategy: str) -> None:
         assert_apart(model, twin)
 
 
-def bootstrapped(models: Any, optimizer: Any, x: Tensor, y: Tensor) -> Tensor:
-    """A student that follows a slow average of itself."""
-    student, target = models
-    with torch.no_grad():
-        wanted = target.logits_of(x, y)
-    loss: Tensor = (student.logits_of(x, y) - wanted).square().mean() + student(x, y)
-    loss.backward()
-    optimizer.step()
-    with torch.no_grad():
-        for slow, fast in zip(target.parameters(), student.parameters(), strict=True):
-            slow.lerp_(fast, 0.1)
-    return loss
-
-
-def student_and_target(strategy: str) -> tuple[Any, Any]:
-    model: Any = make_net(strategy)
-    kind: Any = type(model)
-    kind.logits_of = lambda self, x, _: self.logits(x)
-    graphfsdp.register_fsdp_forward_method(model, "logits_of")
-    return model, copy.deepcopy(model).requires_grad_(False)
-
-
-@pytest.mark.parametrize("strategy", STRATEGIES)
 @on_ranks("ranks2")
-def test_a_target_network_in_a_graph(strategy: str) -> None:
-    """Whose method that is a forward pass is its own, not the student's."""
-    runs = []
-    for scope in ("none", "full_iteration"):
-        models = student_and_target(strategy)
-        result = Training()
-        optimizer = adam(models[0])
-        options: Any = {"iteration": bootstrapped, "scope": scope}
-        with graphfsdp.capture(models, optimizer, **options) as step:
-            for batch in map(my_part, batches(num_steps_of(strategy, "optim_grads_params"))):
-                result.losses.append(step(*batch))
-        for prefix, model in zip(("student", "target"), models, strict=True):
-            result.params |= {f"{prefix} {n}": p for n, p in full_parameters(model).items()}
-        runs.append(result)
-    assert_equal_tensors(*(run.tensors() for run in runs))
-    params = runs[1].params
-    name = "blocks.0.up.weight"
-    assert not torch.equal(params[f"student {name}"], params[f"target {name}"])
-    start = full_parameters(make_net(strategy))[name]
-    assert not torch.equal(params[f"target {name}"], start)
+def test_a_method_that_is_a_forward_pass_is_that_of_the_copy() -> None:
+    """Target networks in a graph are trained in test_sharded_iterations.py."""
+    model: Any = make_net("optim_grads_params")
+    graphfsdp.register_fsdp_forward_method(model, "logits")
+    target = copy.deepcopy(model)
+    with torch.no_grad():
+        for param in model.parameters():
+            param.mul_(2)
+    tokens, _ = my_part(batches(1)[0])
+    plain: Any = make_net(None)
+    assert torch.equal(target.logits(tokens), plain.logits(tokens))
+    assert not torch.equal(model.logits(tokens), plain.logits(tokens))
 
 
 @on_ranks("ranks4")

@@ -19,9 +19,20 @@ from helpers import (
 )
 from iterations import gan, gradient_penalty, moving_average, train_by
 from ranks import on_ranks, rank_device
-from sharding_helpers import FEW_STEPS, Block, hybrid_mesh, num_steps_of
+from sharding_helpers import FEW_STEPS, hybrid_mesh, num_steps_of
 
 ROUNDING = 1e-6  # of a norm that is summed in parts, over some steps of 0.01 at most
+
+
+class Residual(nn.Module):
+    def __init__(self, width: int, dropout: float) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = x + self.down(self.dropout(torch.tanh(self.up(x))))
+        return out
 
 
 class Net(nn.Sequential):
@@ -29,7 +40,7 @@ class Net(nn.Sequential):
 
     def __init__(self, num_in: int, num_out: int, dropout: float = 0.0) -> None:
         width = 7
-        blocks = [Block(width, dropout), Block(width, dropout)]
+        blocks = [Residual(width, dropout), Residual(width, dropout)]
         super().__init__(nn.Linear(num_in, width), *blocks, nn.Linear(width, num_out))
 
 
