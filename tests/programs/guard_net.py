@@ -48,36 +48,52 @@ class Body(nn.Module):
         self.num_calls = 0
         self.calls_so_far = {"all": 0}
 
+    @classmethod
+    def scale(cls) -> float:
+        """Return a number; Python binds this anew each time that it is asked for."""
+        return 2.0
+
     def forward(self, x: Tensor) -> Tensor:
+        self.num_calls += 1
         for layer in self.layers:
             x = layer(x).clamp(*self.clip)
         x = x + torch.rand(x.shape, generator=self.noise)
         gain = self.numbers[0] * self.options["gain"] * self.data.gain * self.at_class
+        gain *= self.scale() * type(self).scale()
         x = self.function(x) * self.tensors[0] * (gain if self.nothing is None else self.nothing)
         out: Tensor = self.dropout(self.norm(x)) * self.table * self.plain
         return out
 
 
-class CountingBody(Body):
-    """Counts its calls."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.num_calls += 1
-        return super().forward(x)
-
-
 class GuardNet(nn.Module):
     """The body, a scale with a single element, a frozen weight."""
 
-    def __init__(self, body: type[Body] = Body) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.body = body()
+        self.body = Body()
         self.scale = nn.Parameter(torch.tensor(1.5))
         self.frozen = nn.Parameter(torch.linspace(1.0, 2.0, 4), requires_grad=False)
 
     def forward(self, x: Tensor) -> Tensor:
         hidden = self.body(x * self.frozen)
         loss: Tensor = (hidden / self.body.temperature).square().mean() * self.scale
+        return loss
+
+
+class Around:
+    """What a loss function uses beside the model, and what it does not."""
+
+    def __init__(self) -> None:
+        self.teacher = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5), nn.Linear(4, 1)).eval()
+        self.criterion = nn.BCEWithLogitsLoss(pos_weight=torch.full((1,), 2.0))
+        self.mask = torch.tensor([1.0, 0.0, 1.0, 1.0])
+        self.table = {"shift": torch.ones(4), "unused": torch.ones(2)}
+        self.unused = nn.Linear(4, 1)
+
+    def loss(self, model: nn.Module, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            wanted = self.teacher(x * self.mask + self.table["shift"])
+        loss: Tensor = model(x) + self.criterion(wanted, x[:, :1].sigmoid())
         return loss
 
 
@@ -88,7 +104,12 @@ class Guarded:
     step: CapturedStep
     model: GuardNet
     optim: torch.optim.Optimizer
+    around: Around
     batch: Callable[[], Tensor]
+
+    @property
+    def body(self) -> Any:
+        return self.model.body
 
     def train(self, x: Tensor) -> Tensor:
         """Call the step; the default generator, which twins share, starts anew."""
@@ -105,16 +126,15 @@ class Guarded:
 def start(
     optimizer: str = "fused_adam",
     num_calls: int = NUM_EAGER + 1,
-    body: type[Body] = Body,
     **options: Any,
 ) -> Guarded:
     torch.manual_seed(5)
-    model = GuardNet(body)
+    model, around = GuardNet(), Around()
     params = [param for param in model.parameters() if param.requires_grad]
     optim = make_optimizer(optimizer, params, torch.device("cpu"))
-    step = graphfsdp.capture(model, optim, **options)
+    step = graphfsdp.capture(model, optim, **{"loss_fn": around.loss} | options)
     generator = torch.Generator().manual_seed(6)
-    guarded = Guarded(step, model, optim, lambda: torch.randn(8, 4, generator=generator))
+    guarded = Guarded(step, model, optim, around, lambda: torch.randn(8, 4, generator=generator))
     for _ in range(num_calls):
         step(guarded.batch())
     return guarded

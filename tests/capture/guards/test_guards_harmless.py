@@ -2,6 +2,7 @@
 
 import argparse
 import copy
+import logging
 import pickle
 import types
 from collections.abc import Callable
@@ -12,32 +13,36 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import graphfsdp
 from footgun_net import inputs
 from footgun_net import start as start_net
-from graphfsdp.optim import FusedAdam
-from guard_net import CountingBody, Guarded, refused, start
-from helpers import same_bits
-from ways_to_a_value import Data, Special
+from guard_net import Around, Guarded, refused, start
+from helpers import Case, check_against_eager, same_bits
+from ways_to_a_value import Special
+from zoo import features
 
 CPU = torch.device("cpu")
 loss = UNUSED = 0.0
 
 
 def test_validation_between_steps_is_harmless() -> None:
-    """Eager forward passes in eval mode, also ones that count, between two replays."""
-    guarded, twin = start(body=CountingBody), start(body=CountingBody)
+    """Eager forward passes in eval mode, which count too, between two replays."""
+    guarded, twin = start(), start()
     for _ in range(2):
         guarded.model.eval()
-        generator = guarded.model.body.noise.get_state()
+        generator = guarded.body.noise.get_state()
         with torch.no_grad():
             guarded.model(torch.randn(3, 4))
-        guarded.model.body.noise.set_state(generator)
+        guarded.body.noise.set_state(generator)
         guarded.model.train()
         x = guarded.batch()
         twin.batch()
         assert same_bits(guarded.train(x), twin.train(x))
-    assert guarded.model.body.num_calls == twin.model.body.num_calls + 2
+    assert guarded.body.num_calls == twin.body.num_calls + 2
+
+
+def zeroed(tensor: Tensor) -> None:
+    with torch.no_grad():
+        tensor.zero_()
 
 
 HARMLESS: dict[str, Callable[[Guarded], Any]] = {
@@ -45,9 +50,9 @@ HARMLESS: dict[str, Callable[[Guarded], Any]] = {
         {name: value.clone() for name, value in g.model.state_dict().items()}
     ),
     "new_number": lambda g: setattr(g.model, "epoch", 3),
-    "unread_tensor": lambda g: setattr(g.model.body, "unused", torch.zeros(5)),
-    "private_number": lambda g: setattr(g.model.body, "_count", 1),
-    "container": lambda g: g.model.body.calls_so_far.update(all=7),
+    "unread_tensor": lambda g: setattr(g.body, "unused", torch.zeros(5)),
+    "private_number": lambda g: setattr(g.body, "_count", 1),
+    "container": lambda g: g.body.calls_so_far.update(all=7),
     "state_dict_hook": lambda g: g.model.register_state_dict_post_hook(  # type: ignore[no-untyped-call]
         lambda *a: None
     ),
@@ -56,12 +61,17 @@ HARMLESS: dict[str, Callable[[Guarded], Any]] = {
     "train_again": lambda g: g.model.train(),
     "scheduler": lambda g: torch.optim.lr_scheduler.ConstantLR(g.optim, 1.0, 5).step(),
     "num_threads": lambda g: torch.set_num_threads(torch.get_num_threads()),
-    "seed": lambda g: (torch.manual_seed(5), g.model.body.noise.manual_seed(5)),
-    "in_place_write": lambda g: g.model.body.table.data.fill_(1.0),
-    "in_place_write_in_a_list": lambda g: g.model.body.tensors[0].fill_(3.0),
+    "seed": lambda g: (torch.manual_seed(5), g.body.noise.manual_seed(5)),
+    "in_place_write": lambda g: g.body.table.data.fill_(1.0),
+    "in_place_write_in_a_list": lambda g: g.body.tensors[0].fill_(3.0),
     "looked_at": lambda g: (copy.deepcopy(g.model), repr(g.model), g.model.frozen.numpy()),
     "unhooked_in_time": lambda g: g.model.scale.register_hook(lambda grad: None).remove(),
     "detached_alias": lambda g: setattr(g.model, "_alias", g.model.scale.detach()),
+    "module_around": lambda g: g.around.unused.eval(),
+    "mode_around_that_nobody_reads": lambda g: g.around.criterion.eval(),
+    "item_around": lambda g: g.around.table.update(unused=torch.zeros(2)),
+    "in_place_write_around": lambda g: zeroed(g.around.mask),
+    "same_memory_around": lambda g: setattr(g.around, "mask", g.around.mask.view(4)),
 }
 
 
@@ -76,11 +86,53 @@ def test_what_a_replay_does_not_depend_on_is_allowed(optimizer: str) -> None:
     assert guarded.step.report().num_calls["replay"] == 2 + len(HARMLESS)
 
 
+def test_a_teacher_that_follows_in_place_is_seen_by_replays() -> None:
+    around = Around()
+
+    def follows(model: Any, optimizer: torch.optim.Optimizer) -> Callable[[], None]:
+        torch.manual_seed(11)
+        vars(around).update(vars(Around()))  # the same in both runs
+
+        def follow() -> None:
+            with torch.no_grad():
+                around.teacher[2].weight.lerp_(model[0].weight, 0.1)
+
+        return follow
+
+    def loss_fn(model: Any, x: Tensor) -> Tensor:
+        out = model(x)
+        with torch.no_grad():
+            wanted = around.teacher(x * around.mask)
+        loss: Tensor = around.criterion(out, wanted.sigmoid()) + nn.Softmax(-1)(x)[0, 0]
+        return loss
+
+    case = Case(lambda: nn.Sequential(nn.Linear(4, 1)), features(4), loss_fn, follows)
+    check_against_eager(case, CPU)
+
+
+def test_an_evaluation_follows_what_lies_around_the_model(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    around = Around()
+
+    def loss_fn(model: Any, x: Tensor) -> Any:
+        return around.criterion(model.layer(x), x.sigmoid())
+
+    step, model, _ = start_net(CPU, loss_fn)
+    x = inputs(CPU)
+    for _ in range(3):
+        step.evaluate(x)
+    around.criterion.reduction = "sum"
+    with caplog.at_level(logging.INFO, "graphfsdp"), torch.no_grad():
+        assert torch.equal(step.evaluate(x), loss_fn(model, x))
+    assert "BCEWithLogitsLoss.reduction" in caplog.text
+
+
 def test_what_changes_before_the_capture_is_no_change() -> None:
     guarded = start(num_calls=3)
-    guarded.model.body.temperature = 0.7
-    guarded.model.body.dropout.p = 0.1
-    guarded.model.body.norm.eval()
+    guarded.body.temperature = 0.7
+    guarded.body.dropout.p = 0.1
+    guarded.body.norm.eval()
     guarded.model.scale.register_hook(lambda grad: grad * 2)
     for _ in range(5):
         guarded.step(guarded.batch())
@@ -97,7 +149,7 @@ def test_an_attribute_that_the_iteration_assigns_is_not_guarded() -> None:
 
     guarded = start(loss_fn=loss_fn)
     guarded.model.train()
-    guarded.model.body.temperature = 7.0
+    guarded.body.temperature = 7.0
     guarded.step(guarded.batch())
     assert guarded.step.report().num_calls["replay"] == 2
 
@@ -125,35 +177,6 @@ def test_hooks_that_come_and_go_elsewhere_are_harmless() -> None:
     refused(guarded, "gradient hook .* of parameter 'scale'")
     handle.remove()
     guarded.step(guarded.batch())
-
-
-class WithClassMethod(nn.Module):
-    """Its forward calls what Python binds anew each time that it is asked for."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(4, 4)
-
-    @classmethod
-    def scale(cls) -> float:
-        return 2.0
-
-    def forward(self, x: Tensor) -> Tensor:
-        loss: Tensor = self.layer(x).square().mean() * self.scale() * type(self).scale()
-        return loss
-
-
-def test_a_class_method_that_forward_calls_is_the_same_one_each_time(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    model = WithClassMethod()
-    with graphfsdp.capture(model, FusedAdam(model.parameters())) as step:
-        for _ in range(6):
-            step(torch.randn(3, 4))
-        assert step.phase is graphfsdp.Phase.REPLAY
-        monkeypatch.setattr(WithClassMethod, "scale", classmethod(lambda cls: 3.0))
-        with pytest.raises(graphfsdp.GuardError, match=r"WithClassMethod\.scale was"):
-            step(torch.randn(3, 4))
 
 
 # What programs keep around a loss: the loss, and what the loop changes between two calls.
@@ -210,29 +233,12 @@ class Named(Loop):
 
     def goes_on(self, index: int, loss: Tensor) -> None:
         self.mean = self.loss = float(loss)
+        globals().update(loss=float(loss), UNUSED=float(index))
 
 
 def of(make: type[Loop]) -> Kept:
     loop = make()
     return loop.loss_fn, loop.goes_on
-
-
-def of_counters() -> Kept:
-    log, total = {"calls": 0.0}, 0
-
-    def loss_fn(model: nn.Module, x: Tensor) -> Tensor:
-        nonlocal total
-        total += 1
-        log["calls"] += 1
-        return Output(model(x)).loss
-
-    def between(index: int, value: Tensor) -> None:
-        nonlocal total
-        total = index * 10
-        log["calls"] = float(total)
-        globals().update(loss=float(value), UNUSED=float(index))
-
-    return loss_fn, between
 
 
 def of_objects(make: Callable[[], Any]) -> Callable[[], Kept]:
@@ -269,8 +275,6 @@ def that_make_up_others() -> Kept:
 KEPT: dict[str, Callable[[], Kept]] = {
     "loop": lambda: of(Loop),
     "names of the output": lambda: of(Named),
-    "counters": of_counters,
-    "object": of_objects(Data),
     "special methods": of_objects(Special),
     "namespace": of_objects(argparse.Namespace),
     "endless": that_make_up_others,
