@@ -1,7 +1,6 @@
 """Generators, iterators, clocks, files: refused or warned of, by name."""
 
 import datetime
-import enum
 import itertools
 import logging
 import os
@@ -80,17 +79,6 @@ def test_what_is_drawn_in_python_is_refused_by_name(name: str) -> None:
     assert error.source.file == (queue.__file__ if name == "queue" else __file__)
 
 
-def of_stages(kind: Any) -> Callable[[], bool]:
-    stages = list(kind)
-    state = types.SimpleNamespace(stage=stages[0])
-
-    def decide() -> bool:
-        state.stage = stages[min(stages.index(state.stage) + 1, 8)]
-        return state.stage is stages[7]
-
-    return decide
-
-
 def of_functions() -> Callable[[], bool]:
     state = types.SimpleNamespace()
 
@@ -128,35 +116,9 @@ def test_a_count_of_a_backward_pass_is_refused_by_name() -> None:
     assert "'calls' of global variable 'BACKWARDS'" in str(refusal_of(loss_fn))
 
 
-NAMES = [f"stage_{index}" for index in range(9)]
-# States without a number that moves, and what the refusal must name.
-STAGES: dict[str, tuple[Callable[[], Callable[[], bool]], str]] = {
-    "enum": (lambda: of_stages(enum.Enum("Stage", NAMES)), "<Stage.stage_3: 4> -> "),
-    "function": (of_functions, "'step' of closure variable 'state'"),
-}
-
-
-@pytest.mark.parametrize("name", STAGES)
-def test_a_state_that_decides_one_day_is_refused_by_name(name: str) -> None:
-    make, named = STAGES[name]
-    assert named in str(refusal_of(doubled_if(make())))
-
-
-class Watch:
-    def __init__(self) -> None:
-        self.now = time.perf_counter
-
-
-WATCH = Watch()
-
-
-def by_default(now: Callable[[], float] = time.monotonic) -> bool:
-    return now() > CLOCK_STARTED + 3_000
-
-
-def by_closure() -> Callable[[], bool]:
-    now = time.time
-    return lambda: now() - START > 60_000
+def test_a_state_that_decides_one_day_is_refused_by_name() -> None:
+    """One without a number that moves."""
+    assert "'step' of closure variable 'state'" in str(refusal_of(doubled_if(of_functions())))
 
 
 HERE = Path(__file__)
@@ -174,9 +136,6 @@ ASKS: dict[str, Callable[[], Any]] = {
     "Path.read_text": lambda: not HERE.read_text(),
     "os.listdir": lambda: not os.listdir(HERE.parent),
     "os.path.getmtime": lambda: os.path.getmtime(HERE) < 0,
-    "default": by_default,
-    "closure": by_closure(),
-    "attribute": lambda: WATCH.now() > PERF_STARTED / 10**9 + 3_000,
     "local_time": lambda: time.localtime() > time.localtime(START + 60_000),
     "text": lambda: time.strftime("%j") != TODAY,
     "time": lambda: time.time() - START > 60_000,
