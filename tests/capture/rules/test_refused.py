@@ -41,8 +41,10 @@ def test_capture_refuses_by_name_and_rolls_back(name: str, device: torch.device)
     case = REFUSED[name]
     if case.cpu_only and device.type != "cpu":
         pytest.skip("this program is legal on CUDA, or fails before it reaches a capture")
-    refuse = caught_by_capture if case.keeps_state else check_refused
-    error = refuse(case.program, device)
+    if case.keeps_state:
+        error = refusal_of(*make_probe(case.program, device), device)
+    else:
+        error = check_refused(case.program, device)
     assert_diagnosed(case, error.hazard)
     assert "Remedy: " in str(error)
     if case.op is not None and case.target == "cpu":
@@ -95,10 +97,6 @@ def checked(program: Program, target: str) -> graphfsdp.CheckReport:
     return report
 
 
-def caught_by_capture(program: Program, device: torch.device) -> graphfsdp.CaptureError:
-    return refusal_of(*make_probe(program, device), device)
-
-
 Made = dict[str, Any]
 
 
@@ -142,86 +140,58 @@ def unused() -> Made:
     return made(model=model, loss_fn=lambda model, x: model[0](x).mean())
 
 
-# name: (arguments, kind, part of what check says, error of capture or None, op or None)
+CONFIG, LOSS, OPTIMIZER = HazardKind.CONFIG, HazardKind.LOSS, HazardKind.OPTIMIZER
+# name: (arguments, kind, part of what check says, error of capture or None)
 Setting = tuple[Callable[[], Made], HazardKind, str, type[Exception] | None]
 SETTINGS: dict[str, Setting] = {
     "lbfgs": (
         lambda: with_optimizer(torch.optim.LBFGS),
-        HazardKind.OPTIMIZER,
-        "as often as it likes",
-        graphfsdp.ConfigError,
+        *(OPTIMIZER, "as often as it likes", graphfsdp.ConfigError),
     ),
     "adafactor_of_torch": (
         lambda: with_optimizer(torch.optim.Adafactor),
-        HazardKind.HOST_READ,
-        "reads a value of the iteration on the host",
-        graphfsdp.CaptureError,
+        *(HazardKind.HOST_READ, "reads a value of the iteration on", graphfsdp.CaptureError),
     ),
     "optimizer_that_counts": (
         lambda: with_optimizer(lambda params: _Counting(params, lr=0.1)),
-        HazardKind.OPTIMIZER,
-        "changed the number 'num_steps'",
-        graphfsdp.CaptureError,
+        *(OPTIMIZER, "changed the number 'num_steps'", graphfsdp.CaptureError),
     ),
     "float_lr": (
         lambda: with_optimizer(lambda params: _Own(params, lr=0.1)),
-        HazardKind.BAKED_NUMBER,
-        "lr=0.1 of group 0 of _Own is a Python number",
-        None,
+        *(HazardKind.BAKED_NUMBER, "lr=0.1 of group 0 of _Own is a Python number", None),
     ),
     "precision_clash": (
         lambda: made(mp_policy=graphfsdp.MixedPrecisionPolicy(main_grads_dtype=torch.bfloat16)),
-        HazardKind.PRECISION,
-        "bfloat16",
-        graphfsdp.PrecisionError,
+        *(HazardKind.PRECISION, "bfloat16", graphfsdp.PrecisionError),
     ),
-    "nothing_to_train": (
-        frozen,
-        HazardKind.CONFIG,
-        "there is nothing to train",
-        graphfsdp.ConfigError,
-    ),
+    "nothing_to_train": (frozen, CONFIG, "there is nothing to train", graphfsdp.ConfigError),
     "two_devices": (
         half_on_meta,
-        HazardKind.CONFIG,
-        "the model has '0.weight' on cpu, '1.weight' on meta",
-        graphfsdp.ConfigError,
+        *(CONFIG, "the model has '0.weight' on cpu, '1.weight' on meta", graphfsdp.ConfigError),
     ),
     "odd_microbatches": (
         lambda: made(microbatches=3),
-        HazardKind.CONFIG,
-        "cannot be split on dim 0 into 3",
-        graphfsdp.ConfigError,
+        *(CONFIG, "cannot be split on dim 0 into 3", graphfsdp.ConfigError),
     ),
     "loss_is_no_scalar": (
         lambda: made(loss_fn=lambda model, x: model(x)),
-        HazardKind.LOSS,
-        "a tensor of shape (8, 4)",
-        graphfsdp.InvalidLossError,
+        *(LOSS, "a tensor of shape (8, 4)", graphfsdp.InvalidLossError),
     ),
     "loss_without_gradient": (
         lambda: made(loss_fn=lambda model, x: model(x).detach().mean()),
-        HazardKind.LOSS,
-        "no trainable parameter contributed",
-        graphfsdp.InvalidLossError,
+        *(LOSS, "no trainable parameter contributed", graphfsdp.InvalidLossError),
     ),
     "number_beside_the_loss": (
         lambda: made(loss_fn=lambda model, x: (model(x).mean(), 3.0)),
-        HazardKind.LOSS,
-        "returned a float beside the loss",
-        graphfsdp.InvalidLossError,
+        *(LOSS, "returned a float beside the loss", graphfsdp.InvalidLossError),
     ),
     "parameter_without_gradient": (
         unused,
-        HazardKind.GRADIENT,
-        "'1.weight', '1.bias': no gradient",
-        None,
+        *(HazardKind.GRADIENT, "'1.weight', '1.bias': no gradient", None),
     ),
     "broken_loss_function": (
         lambda: made(loss_fn=lambda model, x: model(x[0, 0, 0])),
-        HazardKind.EXCEPTION,
-        "raises IndexError",
-        IndexError,
+        *(HazardKind.EXCEPTION, "raises IndexError", IndexError),
     ),
 }
 
@@ -241,20 +211,15 @@ def test_check_lists_wrong_settings(name: str) -> None:
         assert hazard.source.file == __file__
 
 
-def train(model: nn.Module, optimizer: torch.optim.Optimizer, **options: Any) -> None:
-    """Capture, and go on until the first replay."""
-    step = graphfsdp.capture(model, optimizer, warmup_steps=1, **options)
-    for _ in range(3):
-        step(torch.randn(8, 4))
-
-
 @pytest.mark.parametrize("name", [n for n, (*_, error) in SETTINGS.items() if error is not None])
 def test_capture_refuses_wrong_settings(name: str) -> None:
     make, kind, said, error = SETTINGS[name]
     assert error is not None
     arguments = make()
-    with pytest.raises(error) as caught:
-        train(**arguments)
+    with pytest.raises(error) as caught:  # noqa: PT012
+        step = graphfsdp.capture(**arguments, warmup_steps=1)
+        for _ in range(3):
+            step(torch.randn(8, 4))
     if kind is not HazardKind.EXCEPTION:
         assert said in str(caught.value)
         assert kind is HazardKind.PRECISION or "Remedy: " in str(caught.value)
