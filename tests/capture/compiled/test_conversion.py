@@ -46,6 +46,15 @@ def _without_inductor() -> Iterator[None]:
         yield
 
 
+def lines_of(
+    case: Case, compiler: Compiler = as_it_is, *, compiles: bool | str = True, **options: Any
+) -> list[str]:
+    """Compare compiled replays with eager bit for bit; return what the report says of pieces."""
+    with compiling_by(compiler):
+        trace = check_against_eager(case, CPU, compile=compiles, num_steps=NUM_STEPS, **options)
+    return list(trace.report.compiled)
+
+
 @pytest.mark.parametrize(
     ("name", "optimizer"),
     [
@@ -54,10 +63,7 @@ def _without_inductor() -> Iterator[None]:
     ],
 )
 def test_a_graph_computes_what_was_recorded(name: str, optimizer: str) -> None:
-    options: dict[str, Any] = {"microbatches": 2, "max_grad_norm": 0.05, "num_steps": NUM_STEPS}
-    trace = check_against_eager(ZOO[name], CPU, optimizer=optimizer, compile=True, **options)
-    lines = trace.report.compiled
-    assert lines
+    lines = lines_of(ZOO[name], optimizer=optimizer, microbatches=2, max_grad_norm=0.05)
     assert not [line for line in lines if "Error" in line or "what was recorded" in line]
     assert "in 0 pieces" not in lines[0]
 
@@ -108,14 +114,10 @@ def test_equal_layers_are_compiled_once_and_random_numbers_cut_nothing() -> None
         torch.manual_seed(0)
         return Stacked(nn.Sequential(*map(copy.deepcopy, [*layer, *more])) for _ in range(6))
 
-    with compiling_by(note):
-        trace = check_against_eager(
-            Case(make, features(WIDTH)), CPU, compile=True, num_steps=NUM_STEPS
-        )
-    num_pieces = int(trace.report.compiled[0].split(" pieces")[0].split()[-1])
+    first, *others = lines_of(Case(make, features(WIDTH)), note)
+    num_pieces = int(first.split(" pieces")[0].split()[-1])
     assert len({graph.text for graph in graphs}) == len(graphs) <= num_pieces - 5
-    ahead = [line for line in trace.report.compiled if "ahead" in line or "draws" in line]
-    assert ahead == [
+    assert [line for line in others if "ahead" in line or "draws" in line] == [
         "as today: aten.empty_strided.default makes memory ahead (6 times)",
         "as today: aten.bernoulli_.float draws random numbers (6 times)",
     ]
@@ -164,11 +166,7 @@ def test_memory_that_nobody_has_written_is_no_reason_to_drop_a_piece() -> None:
 
         return lambda inputs: list(Fills(nn.Module(), graph=graph._graph).run(*inputs))
 
-    with compiling_by(makes_other_memory):
-        trace = check_against_eager(
-            Case(Padded, features(WIDTH)), CPU, compile=True, num_steps=NUM_STEPS
-        )
-    first, *others = trace.report.compiled
+    first, *others = lines_of(Case(Padded, features(WIDTH)), makes_other_memory)
     assert " 0 pieces" not in first
     assert not any("something else" in line for line in others), others
 
@@ -206,10 +204,8 @@ doubled.register_autograd(lambda context, grad: grad * 2)
 
 
 def test_what_cannot_be_compiled_runs_as_recorded_and_is_named() -> None:
-    case = Case(Mixed, features(WIDTH), lambda model, x: model(x))
-    trace = check_against_eager(case, CPU, compile=True, num_steps=NUM_STEPS)
-    assert " 0 pieces" not in trace.report.compiled[0]
-    text = str(trace.report)
+    first, *others = lines_of(Case(Mixed, features(WIDTH), lambda model, x: model(x)))
+    assert " 0 pieces" not in first
     for name, reason in (
         ("tests_compiled.doubled.default", "is no operator of torch"),
         ("aten.view_as_complex.default", "computes with complex numbers"),
@@ -217,23 +213,7 @@ def test_what_cannot_be_compiled_runs_as_recorded_and_is_named() -> None:
         ("aten.normal_.default", "draws random numbers"),
         ("graphfsdp.fused_adam_.default", "is one kernel already"),
     ):
-        assert f"as today: {name} {reason}" in text
-
-
-def test_what_the_compiler_refuses_is_cut_out() -> None:
-    gelu = torch.ops.aten.gelu.default
-
-    def refuses(graph: StretchGraph) -> Compiled:
-        why = {at: "is refused" for at, node in enumerate(graph.nodes) if node.op is gelu}
-        if why:
-            raise RefusedError(why)
-        return as_it_is(graph)
-
-    with compiling_by(refuses):
-        trace = check_against_eager(ZOO["gpt"], CPU, compile=True, num_steps=NUM_STEPS)
-    first, *others = trace.report.compiled
-    assert " 0 pieces" not in first
-    assert any(line.startswith("as today: aten.gelu.default is refused") for line in others), others
+        assert any(line.startswith(f"as today: {name} {reason}") for line in others), others
 
 
 def raises(graph: StretchGraph) -> Compiled:
@@ -302,28 +282,43 @@ def test_a_wrong_piece_is_found_and_does_not_run(
 ) -> None:
     """It was tried on numbers that are put back, so training is eager's, bit for bit."""
     compiler, reason = WRONG[what]
-    with compiling_by(compiler):
-        trace = check_against_eager(ZOO["extras"], CPU, compile=True, num_steps=NUM_STEPS)
-    assert "0 of" in trace.report.compiled[0]
-    assert any(reason in line for line in trace.report.compiled)
+    first, *others = lines_of(ZOO["extras"], compiler)
+    assert "0 of" in first
+    assert any(reason in line for line in others)
     assert reason in caplog.text
 
 
-@pytest.mark.parametrize("first", [0, 1])
-def test_pieces_between_those_that_fail_hand_on_what_these_look_at(first: int) -> None:
+def every_other(first: int) -> Compiler:
     count = itertools.count(first)
+    return lambda graph: raises(graph) if next(count) % 2 else as_it_is(graph)
 
-    def every_other(graph: StretchGraph) -> Compiled:
-        return raises(graph) if next(count) % 2 else as_it_is(graph)
 
+def refuses_relu(graph: StretchGraph) -> Compiled:
+    relu = torch.ops.aten.relu.default
+    why = {at: "is refused" for at, node in enumerate(graph.nodes) if node.op is relu}
+    if why:
+        raise RefusedError(why)
+    return as_it_is(graph)
+
+
+@pytest.mark.parametrize(
+    ("compiler", "reason"),
+    [
+        (every_other(0), "RuntimeError"),
+        (every_other(1), "RuntimeError"),
+        (refuses_relu, "aten.relu.default is refused"),
+    ],
+)
+def test_pieces_between_those_that_fail_hand_on_what_these_look_at(
+    compiler: Compiler, reason: str
+) -> None:
     def make() -> nn.Module:
         torch.manual_seed(0)
         return Stacked(encoder_layer() for _ in range(4))
 
-    with compiling_by(every_other):
-        trace = check_against_eager(Case(make, sequences), CPU, compile=True, num_steps=NUM_STEPS)
-    assert " 0 pieces" not in trace.report.compiled[0]
-    assert any("as today: RuntimeError" in line for line in trace.report.compiled)
+    first, *others = lines_of(Case(make, sequences), compiler)
+    assert " 0 pieces" not in first
+    assert any(line.startswith(f"as today: {reason}") for line in others), others
 
 
 def test_a_compilation_that_is_ended_leaves_the_step_as_recorded() -> None:
@@ -387,11 +382,9 @@ def test_auto_drops_what_is_slower(monkeypatch: pytest.MonkeyPatch) -> None:
 
         return run
 
-    with compiling_by(slow):
-        trace = check_against_eager(ZOO["model_output"], CPU, compile="auto", num_steps=NUM_STEPS)
-        kept = check_against_eager(ZOO["model_output"], CPU, compile=True, num_steps=NUM_STEPS)
-    assert "as today: 1 pieces, which are no faster compiled" in trace.report.compiled
-    assert "in 1 pieces" in kept.report.compiled[0]
+    lines = lines_of(ZOO["model_output"], slow, compiles="auto")
+    assert "as today: 1 pieces, which are no faster compiled" in lines
+    assert "in 1 pieces" in lines_of(ZOO["model_output"], slow)[0]
 
 
 def test_auto_compiles_nothing_if_all_of_it_together_is_no_faster(
@@ -404,9 +397,9 @@ def test_auto_compiles_nothing_if_all_of_it_together_is_no_faster(
         return len(raced) == 1  # the only piece by itself
 
     monkeypatch.setattr(compiling, "_pays", pays)
-    trace = check_against_eager(ZOO["model_output"], CPU, compile="auto", num_steps=NUM_STEPS)
+    lines = lines_of(ZOO["model_output"], compiles="auto")
     assert raced == [7, 7]
-    assert "as today: 1 pieces, which are no faster compiled" in trace.report.compiled
+    assert "as today: 1 pieces, which are no faster compiled" in lines
 
 
 def test_a_replay_that_fails_is_undone_and_one_beyond_the_bound_is_found() -> None:
