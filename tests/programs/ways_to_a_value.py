@@ -228,6 +228,21 @@ class Told:
         return cls.weight
 
 
+class Own(dict[str, int]):
+    """A dict with methods of another form, as libraries have them."""
+
+    def get(self, owner: object) -> int:  # type: ignore[override]
+        return super().get(type(owner).__name__, 1)
+
+    def items(self, owner: object) -> Any:  # type: ignore[override]
+        return super().items()
+
+    def copy(self, owner: object) -> Any:  # type: ignore[override]
+        return self
+
+    values = items  # type: ignore[assignment]
+
+
 class Made:
     """Makes its attributes up, as configurations of libraries do."""
 
@@ -496,6 +511,7 @@ WAYS: dict[str, Callable[[], Way]] = {
     "deep_chain": of_deep_chain,
     "context_variable": of_context,
     "item": lambda: of_item({}, "'weight' of closure variable 'table'"),
+    "own_dict": lambda: of_item(Own(), "'weight' of closure variable 'table'"),
     "user_dict": lambda: of_item(collections.UserDict(), "closure variable 'table'"),
     "dict_of_another_class": lambda: of_item(collections.Counter(), "'weight' of closure variable"),
     "list_item": lambda: of_item([1], "0 of closure variable 'table'", 0),

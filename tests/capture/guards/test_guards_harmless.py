@@ -2,7 +2,6 @@
 
 import argparse
 import copy
-import logging
 import pickle
 import types
 from collections.abc import Callable
@@ -110,24 +109,6 @@ def test_a_teacher_that_follows_in_place_is_seen_by_replays() -> None:
     check_against_eager(case, CPU)
 
 
-def test_an_evaluation_follows_what_lies_around_the_model(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    around = Around()
-
-    def loss_fn(model: Any, x: Tensor) -> Any:
-        return around.criterion(model.layer(x), x.sigmoid())
-
-    step, model, _ = start_net(CPU, loss_fn)
-    x = inputs(CPU)
-    for _ in range(3):
-        step.evaluate(x)
-    around.criterion.reduction = "sum"
-    with caplog.at_level(logging.INFO, "graphfsdp"), torch.no_grad():
-        assert torch.equal(step.evaluate(x), loss_fn(model, x))
-    assert "BCEWithLogitsLoss.reduction" in caplog.text
-
-
 def test_what_changes_before_the_capture_is_no_change() -> None:
     guarded = start(num_calls=3)
     guarded.body.temperature = 0.7
@@ -179,15 +160,13 @@ def test_hooks_that_come_and_go_elsewhere_are_harmless() -> None:
     guarded.step(guarded.batch())
 
 
-# What programs keep around a loss: the loss, and what the loop changes between two calls.
-Kept = tuple[Callable[[Any, Tensor], Tensor], Callable[[int, Tensor], object]]
+class Endless:
+    """Makes up others."""
 
-
-class Output:
-    """What a model of another library returns."""
-
-    def __init__(self, loss: Tensor) -> None:
-        self.loss = loss
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return Endless()
 
 
 @dataclass(frozen=True)
@@ -204,6 +183,11 @@ class Loop:
     def __init__(self) -> None:
         self.config = {"weight": 1.0, "epoch": 0}
         self.settings = Settings()
+        self.arguments = argparse.Namespace(weight=1.0)
+        self.special, self.endless = Special(), Endless()
+        self.special.weight = 1
+        self.chain = types.SimpleNamespace(weight=1.0)
+        self.chain.next = self.chain
         self.history: list[Tensor] = []
         self.best = 0.0
         self.num_steps = self.num_calls = 0
@@ -211,7 +195,10 @@ class Loop:
 
     def loss_fn(self, model: nn.Module, x: Tensor) -> Tensor:
         self.num_calls += 1
-        loss: Tensor = model(x) * self.config["weight"] * self.settings.weight
+        assert self.endless.next.next.next is not None
+        weight = self.config["weight"] * self.settings.weight * self.special.weight
+        weight *= self.arguments.weight * self.chain.next.next.weight
+        loss: Tensor = model(x) * weight
         self.last = loss.detach()
         self.history.append(self.last)
         return loss
@@ -223,10 +210,18 @@ class Loop:
         self.history.append(loss)
         self.settings = replace(self.settings, epoch=index)
         self.config = dict(self.config)  # an equal one
+        self.arguments.epoch = self.special.epoch = index
+
+
+class Output:
+    """What a model of another library returns."""
+
+    def __init__(self, loss: Tensor) -> None:
+        self.loss = loss
 
 
 class Named(Loop):
-    """Keeps its last loss under the name that the model's output has, too."""
+    """Keeps its last loss under names that the model's output has, too."""
 
     def loss_fn(self, model: nn.Module, x: Tensor) -> Tensor:
         return Output(model(x) * self.settings.weight + x.mean()).loss
@@ -236,55 +231,10 @@ class Named(Loop):
         globals().update(loss=float(loss), UNUSED=float(index))
 
 
-def of(make: type[Loop]) -> Kept:
+@pytest.mark.parametrize("make", [Loop, Named])
+def test_what_nothing_reads_around_a_loss_may_change(make: type[Loop]) -> None:
     loop = make()
-    return loop.loss_fn, loop.goes_on
-
-
-def of_objects(make: Callable[[], Any]) -> Callable[[], Kept]:
-    def kept() -> Kept:
-        owner = make()
-        owner.weight = 1
-
-        def between(index: int, value: Tensor) -> None:
-            owner.unread = owner.epoch = index
-
-        return lambda model, x: model(x) * owner.weight, between
-
-    return kept
-
-
-def that_make_up_others() -> Kept:
-    class Endless:
-        def __getattr__(self, name: str) -> Any:
-            if name.startswith("__"):
-                raise AttributeError(name)
-            return Endless()
-
-    endless, loop = Endless(), types.SimpleNamespace(weight=1.0)
-    loop.next = loop
-
-    def loss_fn(model: Any, x: Tensor) -> Tensor:
-        assert endless.next.next.next is not None
-        loss: Tensor = model(x) * loop.next.next.weight
-        return loss
-
-    return loss_fn, lambda index, value: None
-
-
-KEPT: dict[str, Callable[[], Kept]] = {
-    "loop": lambda: of(Loop),
-    "names of the output": lambda: of(Named),
-    "special methods": of_objects(Special),
-    "namespace": of_objects(argparse.Namespace),
-    "endless": that_make_up_others,
-}
-
-
-@pytest.mark.parametrize("name", KEPT)
-def test_what_nothing_reads_around_a_loss_may_change(name: str) -> None:
-    loss_fn, between = KEPT[name]()
-    step, *_ = start_net(CPU, loss_fn, lr=0.1)
+    step, *_ = start_net(CPU, loop.loss_fn, lr=0.1)
     for index in range(8):
-        between(index, step(inputs(CPU)))
+        loop.goes_on(index, step(inputs(CPU)))
     assert step.report().num_calls["replay"] == 4
