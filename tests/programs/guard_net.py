@@ -84,7 +84,8 @@ class Around:
     """What a loss function uses beside the model, and what it does not."""
 
     def __init__(self) -> None:
-        self.teacher = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5), nn.Linear(4, 1)).eval()
+        layers = [nn.Linear(4, 4), nn.Dropout(0.5), nn.Linear(4, 1)]
+        self.teacher: Any = nn.Sequential(*layers).eval()
         self.criterion = nn.BCEWithLogitsLoss(pos_weight=torch.full((1,), 2.0))
         self.mask = torch.tensor([1.0, 0.0, 1.0, 1.0])
         self.table = {"shift": torch.ones(4), "unused": torch.ones(2)}

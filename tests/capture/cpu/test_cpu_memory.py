@@ -42,7 +42,8 @@ probe.register_autograd(lambda context, grad: probe(grad))
 
 class Probed(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
-        return probe(x).sin()
+        out: Tensor = probe(x).sin()
+        return out
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
