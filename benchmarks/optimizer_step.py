@@ -74,14 +74,9 @@ def bytes_per_param(
     return moved
 
 
-def captured(step: Step, device: torch.device) -> Step:
-    stream = torch.cuda.Stream(device)
-    stream.wait_stream(torch.cuda.current_stream(device))
-    with torch.cuda.stream(stream):
-        step()
-    torch.cuda.current_stream(device).wait_stream(stream)
+def captured(step: Step) -> Step:
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=stream):
+    with torch.cuda.graph(graph):
         step()
     return graph.replay
 
@@ -129,7 +124,7 @@ def measure(model: str, device: torch.device) -> list[Row]:
     ceiling = copy_bytes_per_s(device, min(round(plain), LARGEST_COPY_BYTES))
     ways = {"from Python": steps}
     if device.type == "cuda":
-        ways["from a CUDA graph"] = {name: captured(step, device) for name, step in steps.items()}
+        ways["from a CUDA graph"] = {name: captured(step) for name, step in steps.items()}
     judges = device.type == "cuda" and "CUDA_STAND_IN" not in os.environ
     rows = []
     for way, these in ways.items():
