@@ -2,7 +2,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from graphfsdp.bench.contenders import Setting, initial_model, own_contender
+from graphfsdp.bench.contenders import Setting, initial_model, learning_rate, own_contender
 from graphfsdp.bench.machine import COUNTED, PALM_FORMULA, model_flops, num_parameters
 from graphfsdp.bench.workloads import (
     BatchSource,
@@ -31,7 +31,9 @@ def losses_of(name: str, dtype: DtypeName, scope: Scope, device: torch.device) -
     contender = own_contender(setting, scope)
     try:
         batches = source.take(0, NUM_STEPS)
-        return torch.stack([contender(batch, step) for step, batch in enumerate(batches)])
+        losses = [contender(batch, step) for step, batch in enumerate(batches)]
+        assert contender.optimizer.param_groups[0]["lr"] == learning_rate(NUM_STEPS - 1)
+        return torch.stack(losses)
     finally:
         contender.close()
 

@@ -83,25 +83,25 @@ BALANCED = {"aux_loss_coeff": 0.1, "bias_update_rate": 0.01}
 
 
 @pytest.mark.parametrize(
-    ("strategy", "microbatches", "options"),
+    ("world", "num_expert_ranks", "strategy", "microbatches", "options"),
     [
-        ("optim", 2, {**BALANCED, "recomputes": True, "score_function": "sigmoid"}),
-        ("optim_grads_params", 1, {"capacity_factor": 1.0}),
+        ("ranks1", 1, "optim_grads_params", 1, {"bias_update_rate": 0.01}),  # all experts
+        ("ranks2", 2, "optim", 2, {**BALANCED, "recomputes": True, "score_function": "sigmoid"}),
+        ("ranks2", 2, "optim_grads_params", 1, {"capacity_factor": 1.0}),
+        ("ranks4", 2, "optim_grads_params", 1, BALANCED),
     ],
     ids=str,
 )
-def test_experts_on_two_ranks_train_as_in_one_process(
-    ranks2: RankPool, strategy: str, microbatches: int, options: dict[str, Any]
+def test_experts_on_ranks_train_as_in_one_process(
+    request: pytest.FixtureRequest,
+    world: str,
+    num_expert_ranks: int,
+    strategy: str,
+    microbatches: int,
+    options: dict[str, Any],
 ) -> None:
-    ranks2.run(trains_as_one, 2, strategy, microbatches, options)
-
-
-def test_experts_on_two_of_four_ranks_train_as_in_one_process(ranks4: RankPool) -> None:
-    ranks4.run(trains_as_one, 2, "optim_grads_params", 1, BALANCED)
-
-
-def test_a_group_of_one_rank_holds_all_experts(ranks1: RankPool) -> None:
-    ranks1.run(trains_as_one, 1, "optim_grads_params", 1, {"bias_update_rate": 0.01})
+    pool: RankPool = request.getfixturevalue(world)
+    pool.run(trains_as_one, num_expert_ranks, strategy, microbatches, options)
 
 
 def equals_dropless(dtype: torch.dtype, options: dict[str, Any]) -> None:
