@@ -16,7 +16,7 @@ from parts_helpers import Net, check, make_adam, make_net, replays
 
 REPLAYED = (
     *("accumulation, clipping", "a closure", "another shape", "autocast, twice"),
-    "gradients by hand, schedule, evaluation",
+    *("gradients by hand, schedule, evaluation", "two models and optimizers"),
 )
 
 

@@ -19,7 +19,6 @@ from sharding_helpers import hybrid_mesh
 
 NUM_ITERATIONS = NUM_STEPS + 1
 Loop = Callable[[Any, torch.optim.Optimizer], Iterator[Any]]
-LOOPS: dict[str, Loop] = {}
 
 
 class Net(nn.Module):
@@ -62,11 +61,6 @@ def make_adam(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), eps=1e-3, **options)
 
 
-def loop(function: Loop) -> Loop:
-    LOOPS[function.__name__] = function
-    return function
-
-
 def batches(count: int = NUM_ITERATIONS) -> Iterator[tuple[Tensor, Tensor]]:
     for _ in range(count):
         yield torch.randn(6, 8).to(rank_device()), torch.randint(3, (6,)).to(rank_device())
@@ -76,7 +70,6 @@ def loss_of(output: Tensor, y: Tensor) -> Tensor:
     return nn.functional.cross_entropy(output, y)
 
 
-@loop
 def accumulates_with_words(model: Any, optimizer: torch.optim.Optimizer) -> Iterator[Any]:
     """What three reductions round otherwise than one."""
     for index in range(NUM_ITERATIONS):
@@ -98,83 +91,43 @@ def accumulates_with_words(model: Any, optimizer: torch.optim.Optimizer) -> Iter
         yield loss.item()
 
 
-@loop
-def keeps_norms(model: Any, optimizer: torch.optim.Optimizer) -> Iterator[Any]:
+def looks_at_gradients_and_weights(model: Any, optimizer: torch.optim.Optimizer) -> Iterator[Any]:
+    """Gathers the first unit ahead, as FSDP2's tutorial does; calls another method than forward."""
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
     for x, y in batches():
-        optimizer.zero_grad()
-        loss_of(model(x), y).backward()
-        total: Any = nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        handle = model.unshard(async_op=True)
+        model.second.unshard()
+        handle.wait()
+        loss = loss_of(model.twice(x), y)
+        for param in model.parameters():
+            param.grad = None
+        loss.backward()
+        model.reshard()
+        total: Any = clip_grad_norm_(model.parameters(), 0.1)
         largest: Any = clip_grad_norm_(model.parameters(), 0.05, norm_type=float("inf"))
         each: list[Any] = [param.grad.norm() for param in model.parameters()]
         of_all: Any = nn.utils.get_total_norm([param.grad for param in model.parameters()])
         nn.utils.clip_grads_with_norm_(model.parameters(), 0.01, of_all.full_tensor())
-        optimizer.step()
-        assert total.device == rank_device()
-        yield from (norm.full_tensor() for norm in (total, largest, of_all, *each))
-
-
-@loop
-def follows_a_schedule_and_takes_gradients_off_by_hand(
-    model: Any, optimizer: torch.optim.Optimizer
-) -> Iterator[Any]:
-    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
-    for x, y in batches():
-        loss = loss_of(model(x), y)
-        for param in model.parameters():
-            param.grad = None
-        loss.backward()
-        optimizer.step()
-        scheduler.step()
-        yield loss.item()
-
-
-@loop
-def writes_gradients_and_keeps_one_and_looks_at_weights(
-    model: Any, optimizer: torch.optim.Optimizer
-) -> Iterator[Any]:
-    for x, y in batches():
-        optimizer.zero_grad()
-        loss_of(model(x), y).backward()
         for param in model.parameters():
             param.grad.mul_(0.5)
         nn.utils.clip_grad_value_(model.parameters(), 0.01)
-        gradient = model.first.weight.grad
         whole = model.second.weight.detach().full_tensor().clone()
         rows = model.first.weight.detach().to_local().norm()
         optimizer.step()
-        yield gradient.full_tensor()
-        yield whole
-        yield rows
-
-
-@loop
-def unshards_ahead(model: Any, optimizer: torch.optim.Optimizer) -> Iterator[Any]:
-    """As FSDP2's tutorial gathers the first unit ahead of the forward pass."""
-    for _ in range(NUM_ITERATIONS):
-        optimizer.zero_grad()
-        for x, y in batches(2):
-            handle = model.unshard(async_op=True)
-            model.second.unshard()
-            handle.wait()
-            loss = loss_of(model(x), y)
-            loss.backward()
-        model.reshard()
-        optimizer.step()
-        yield loss.item()
-
-
-@loop
-def calls_other_methods(model: Any, optimizer: torch.optim.Optimizer) -> Iterator[Any]:
-    for x, y in batches():
-        optimizer.zero_grad()
-        loss = loss_of(model.twice(x), y)
-        loss.backward()
-        optimizer.step()
-        yield loss.item()
+        scheduler.step()
+        assert total.device == rank_device()
+        yield from (norm.full_tensor() for norm in (total, largest, of_all, *each))
+        yield from (whole, rows, loss)
         model.eval()
         with torch.no_grad():
             yield model.twice(x[:2])
         model.train()
+
+
+LOOPS: dict[str, Loop] = {
+    "words": accumulates_with_words,
+    "looks": looks_at_gradients_and_weights,
+}
 
 
 def trained(name: str, *, captured: bool, **options: Any) -> list[Any]:
@@ -202,9 +155,8 @@ def test_a_loop_with_words_of_fsdp2_trains_as_without_the_line(name: str) -> Non
 
 @on_ranks("ranks4")
 def test_so_does_one_that_accumulates_on_two_axes() -> None:
-    name = "accumulates_with_words"
     plain, captured = (
-        trained(name, captured=flag, mesh=hybrid_mesh(), strategy="optim_grads")
+        trained("words", captured=flag, mesh=hybrid_mesh(), strategy="optim_grads")
         for flag in (False, True)
     )
     assert all(map(torch.equal, plain, captured))

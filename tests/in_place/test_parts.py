@@ -42,16 +42,6 @@ def calls_twice(model: Net, _: int, x: Tensor, y: Tensor) -> Tensor:
     return loss + 0.1 * model.embed.weight.pow(2).sum() + model.embed.weight.abs().sum()
 
 
-def goes_backward_twice(model: Net, optimizer: torch.optim.Optimizer) -> Iterator[Any]:
-    for index, x, y in batches():
-        optimizer.zero_grad(set_to_none=index % 4 < 2)
-        logits = model(x)
-        cross_entropy(logits, y).backward(retain_graph=True)
-        (logits.pow(2).mean() * 0.1).backward(retain_graph=index % 2 == 0)
-        optimizer.step()
-        yield logits.sum()
-
-
 def goes_backward_in_another_order(model: Net, optimizer: torch.optim.Optimizer) -> Iterator[Any]:
     for _, x, y in batches():
         optimizer.zero_grad()
@@ -72,44 +62,11 @@ def penalizes_gradients(model: Net, index: int, x: Tensor, y: Tensor) -> Tensor:
     return loss
 
 
-def sharpens(model: Net, optimizer: torch.optim.Optimizer) -> Iterator[Any]:
-    """SAM: moves the weights between two passes, and back."""
-    for index, x, y in batches():
-        of_logits(model, index, x, y).backward()
-        with torch.no_grad():
-            moves = [(p, 0.05 * p.grad) for p in model.parameters() if p.grad is not None]
-            for param, move in moves:
-                param.add_(move)
-        optimizer.zero_grad()
-        loss = of_logits(model, index, x, y)
-        loss.backward()
-        with torch.no_grad():
-            for param, move in moves:
-                param.sub_(move)
-        optimizer.step()
-        optimizer.zero_grad()
-        yield loss
-
-
 def writes_into_results(model: Net, _: int, x: Tensor, y: Tensor) -> Tensor:
     logits = model(x)
     logits[:, 0] = 0
     logits += 1
     return cross_entropy(logits.exp_(), y)
-
-
-def steps_in_hooks(model: Net, optimizer: torch.optim.Optimizer) -> Iterator[Any]:
-    def step(param: Tensor) -> None:
-        with torch.no_grad():
-            param.sub_(param.grad, alpha=0.01)  # type: ignore[arg-type]
-        param.grad = None
-
-    for param in model.parameters():
-        param.register_post_accumulate_grad_hook(step)
-    for index, x, y in batches():
-        loss = of_logits(model, index, x, y)
-        loss.backward()
-        yield loss
 
 
 def recomputes(model: Net, index: int, x: Tensor, y: Tensor) -> Any:
@@ -291,10 +248,8 @@ def before_each(change: Callable[[Any, torch.optim.Optimizer, int], object]) -> 
 
 REPLAYED: dict[str, Loop] = {
     "several calls": trains_by(calls_twice),
-    "two backward passes": goes_backward_twice,
     "backward in another order": goes_backward_in_another_order,
     "a penalty of gradients": trains_by(penalizes_gradients, 16),
-    "weights that move between two passes": sharpens,
     "results that are written": trains_by(writes_into_results),
     "a function of torch that is wrapped": wraps_a_function,
     "copies of dicts": copies_by_dict,
@@ -315,7 +270,6 @@ REPLAYED: dict[str, Loop] = {
 }
 LOOPS: dict[str, Loop] = {
     **REPLAYED,
-    "steps in hooks": steps_in_hooks,
     "recomputation": trains_by(recomputes),
     "transforms": transforms,
     "calls without a backward pass": leaves_calls_alone,

@@ -245,12 +245,6 @@ def test_every_kind_of_model_trains_as_without_the_line(name: str) -> None:
     assert (states(parts)["model"], backward_graphs(parts)) == HELD.get(name, ("captured", 1))
 
 
-def test_a_backward_pass_without_python_is_a_graph() -> None:
-    parts = check(trains)
-    assert backward_graphs(parts) == 1
-    assert replays(parts) == 9
-
-
 def test_no_gradient_of_a_pass_outlives_it() -> None:
     model = make_net()
     optimizer = make_adam(model)

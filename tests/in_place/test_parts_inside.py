@@ -3,7 +3,6 @@
 import io
 import itertools
 import os
-import random
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
@@ -23,7 +22,6 @@ from parts_helpers import (
     batches,
     check,
     iterates,
-    make_adam,
     make_net,
     replays,
     states,
@@ -79,11 +77,6 @@ def writes_its_input(module: Any, x: Tensor) -> Any:
     return module.net(x)
 
 
-def draws_in_python(module: Any, x: Tensor) -> Any:
-    random.seed(module.count)
-    return module.net(x) if random.random() < 2 else x
-
-
 def opens_a_file(module: Any, x: Tensor) -> Any:
     with open(__file__) as file:
         return module.net(x) * (0.5 if file.readline() == "" else 1.0)
@@ -109,8 +102,6 @@ AS_WRITTEN: dict[str, Callable[[Any, Tensor], Any]] = {
     "two looks": of_net(lambda logits: (logits[:, :4], logits[:, 2:])),
     "an object": of_net(returns_an_object),
     "what a result is made of": returns_what_it_makes_a_result_of,
-    "another shape": of_net(lambda logits: logits + logits[logits > 0].mean()),
-    "a draw in Python": draws_in_python,
     "the time": of_net(lambda logits: logits if time.monotonic() < START + 1e6 else logits * 0),
     "whether a file is there": of_net(
         lambda logits: logits * (0.5 if os.path.exists(SWITCH) else 1.0)
@@ -365,47 +356,6 @@ def test_what_lies_anywhere_or_is_given_twice_may_be_an_input(way: str) -> None:
 
     found = replays(check(loop, Language))
     assert found == 0 if way == "expanded" else found >= 8
-
-
-def test_several_models_and_gradients_between_them() -> None:
-    def make() -> list[nn.Module]:
-        return [nn.Sequential(nn.Linear(6, 6), nn.Tanh()), make_net()]
-
-    def loop(models: Any, optimizer: torch.optim.Optimizer) -> Iterator[Any]:
-        for index, x, y in batches():
-            optimizer.zero_grad()
-            hidden = models[0](x)
-            loss = cross_entropy(models[1](hidden), y)
-            loss = loss + cross_entropy(models[1](hidden.detach()), y)
-            loss.backward()
-            if index % 2:
-                optimizer.step()
-            yield loss
-
-    parts = check(loop, make, lambda models: make_adam(nn.ModuleList(models)))
-    assert set(states(parts).values()) == {"captured", "an operator for each group"}
-
-
-def test_recurrent_layers_are_captured_with_their_list_of_weights() -> None:
-    class Recurrent(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.lstm = nn.LSTM(6, 8, batch_first=True)
-            self.head = nn.Linear(8, 4)
-
-        def forward(self, x: Tensor, state: Any = None) -> Any:
-            out, state = self.lstm(x[:, None].expand(-1, 3, -1).contiguous(), state)
-            return self.head(out[:, -1]), state
-
-    def loss_of(model: Any, index: int, x: Tensor, y: Tensor) -> Tensor:
-        if not index:
-            held["state"] = None
-        logits, state = model(x, held["state"])
-        held["state"] = tuple(each.detach() for each in state)
-        return cross_entropy(logits, y)
-
-    held: dict[str, Any] = {}
-    assert replays(check(trains_by(loss_of, 16), Recurrent)) >= 4
 
 
 def test_a_method_of_the_loop_has_the_modules_in_it_captured() -> None:

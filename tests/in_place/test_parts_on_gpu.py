@@ -9,8 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-import graphfsdp
-from parts_helpers import Net, check, make_net, run
+from parts_helpers import Loop, Net, check, make_net, of_logits, trains_by
 from parts_helpers import batches as batches_on
 
 pytestmark = pytest.mark.gpu
@@ -32,25 +31,16 @@ def plain(model: Net, optimizer: torch.optim.Optimizer) -> Iterator[Any]:
         optimizer.step()
 
 
-def two_calls(model: Net, optimizer: torch.optim.Optimizer) -> Iterator[Any]:
-    for _, x, y in batches():
-        optimizer.zero_grad()
-        loss = cross_entropy(model(x), y) + cross_entropy(model(-x), y)
-        loss = loss + 0.1 * model.embed.weight.pow(2).sum() + model.embed.weight.abs().sum()
-        loss.backward()
-        optimizer.step()
-        yield loss.detach()
+def two_calls(model: Net, _: int, x: Tensor, y: Tensor) -> Tensor:
+    loss = cross_entropy(model(x), y) + cross_entropy(model(-x), y)
+    return loss + 0.1 * model.embed.weight.pow(2).sum() + model.embed.weight.abs().sum()
 
 
-def other_gradients(model: Net, optimizer: torch.optim.Optimizer) -> Iterator[Any]:
+def other_gradients(model: Net, index: int, x: Tensor, y: Tensor) -> Tensor:
     """Gradients that come in several forms, one of them without memory for each element."""
-    for index, x, y in batches(20):
-        optimizer.zero_grad()
-        logits = model(x)
-        loss = [logits.sum(), logits.t().contiguous().pow(2).sum(), cross_entropy(logits, y)]
-        loss[index % 3].backward()
-        optimizer.step()
-        yield loss[index % 3].detach()
+    logits = model(x)
+    found = [logits.sum(), logits.t().contiguous().pow(2).sum(), cross_entropy(logits, y)]
+    return found[index % 3]
 
 
 def casts(model: Net, optimizer: torch.optim.Optimizer) -> Iterator[Any]:
@@ -62,39 +52,36 @@ def casts(model: Net, optimizer: torch.optim.Optimizer) -> Iterator[Any]:
         scaler.scale(loss).backward()
         scaler.step(optimizer)
         scaler.update()
-        yield loss.detach()
+        yield loss
 
 
-def reads(model: Net, optimizer: torch.optim.Optimizer) -> Iterator[Any]:
+class Around(nn.Module):
     """A model that looks at its numbers, around one that does not."""
 
-    class Around(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.net = model
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = on_gpu()
 
-        def forward(self, x: Tensor) -> Tensor:
-            logits: Tensor = self.net(x)
-            return logits if logits.sum().item() > 0 else logits * 0.5
-
-    around = Around()
-    parts = graphfsdp.capture_in_place(around, optimizer, keep="all")
-    for _, x, y in batches():
-        optimizer.zero_grad()
-        loss = cross_entropy(around(x), y)
-        loss.backward()
-        optimizer.step()
-        yield loss.detach()
-    assert [part.state for part in parts.report().parts][:2] == ["as written", "captured"]
-    parts.close()
+    def forward(self, x: Tensor) -> Tensor:
+        logits: Tensor = self.net(x)
+        return logits if logits.sum().item() > 0 else logits * 0.5
 
 
-@pytest.mark.parametrize("loop", [plain, two_calls, other_gradients, casts])
-def test_a_loop_trains_as_without_it(loop: Any) -> None:
-    with check(loop, on_gpu) as parts:
+LOOPS: dict[str, Loop] = {
+    "plain": plain,
+    "two calls": trains_by(two_calls, device="cuda"),
+    "other gradients": trains_by(other_gradients, 20, device="cuda"),
+    "casts": casts,
+}
+
+
+@pytest.mark.parametrize("name", LOOPS)
+def test_a_loop_trains_as_without_it(name: str) -> None:
+    with check(LOOPS[name], on_gpu) as parts:
         assert parts.report().parts[0].num_replays >= 8
 
 
 def test_what_a_part_cannot_hold_leaves_the_loop_and_later_parts_as_they_are() -> None:
-    run(reads, False, on_gpu)
+    with check(trains_by(of_logits, device="cuda"), Around) as parts:
+        assert [part.state for part in parts.report().parts][:2] == ["as written", "captured"]
     check(plain, on_gpu).close()

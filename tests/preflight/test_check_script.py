@@ -14,7 +14,7 @@ import torch
 
 import graphfsdp
 from graphfsdp.cli import main
-from scripts_to_check import BAD_NEIGHBOUR, DOES, GAN, PLAIN, PROGRAMS
+from scripts_to_check import BAD_NEIGHBOUR, DOES, PLAIN, PROGRAMS
 
 ROOT = Path(__file__).parents[2]
 
@@ -109,7 +109,6 @@ SAID: dict[str, tuple[int, list[str]]] = {
         ],
     ),
     # Two optimizers are one iteration, which ends with the last one's step.
-    "gan.py": (0, ["graphfsdp.capture_in_place([D, G], [opt_d, opt_g])"]),
     "nets.py": (0, ["graphfsdp.capture_in_place(nets, [opt_d, opt_g])"]),
     "critic.py": (
         0,
@@ -160,7 +159,6 @@ SAID: dict[str, tuple[int, list[str]]] = {
 def test_what_a_program_is_told(
     folder: Path, capsys: pytest.CaptureFixture[str], line: str
 ) -> None:
-    (folder / "nets.py").write_text(GAN.replace("G, D =", "nets = G, D ="))
     cycle = PLAIN.replace("CosineAnnealingLR(optimizer, 10)", "OneCycleLR(optimizer, 0.1, 9)")
     (folder / "cycle.py").write_text(cycle.replace('"precious"', "str()"))
     (folder / "checkpoint.pt").touch()

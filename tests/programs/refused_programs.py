@@ -135,7 +135,7 @@ def in_backward(hook: Callable[[Tensor], Tensor], make: Any, *diagnosis: Any, **
 def behind_writes_that_overlap(self: Inner, h: Tensor, x: Tensor) -> Tensor:
     self.gate[2:].mul_(2)
     self.gate.add_(torch.rand(4, device=x.device))
-    self.gate[0] = 7
+    self.gate[0].fill_(7)
     return h * int(x[0, 0])  # refused
 
 

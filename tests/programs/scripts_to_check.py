@@ -112,10 +112,11 @@ class Trainer:
             self.optimizer.zero_grad(set_to_none=True)
 Trainer().run()
 """
-GAN = """
+# Nets in a tuple.
+NETS = """
 import torch
 from torch import nn
-G, D = nn.Linear(2, 4), nn.Linear(4, 1)
+nets = G, D = nn.Linear(2, 4), nn.Linear(4, 1)
 opt_g, opt_d = (torch.optim.Adam(net.parameters()) for net in (G, D))
 for _ in range(100):
     real, noise = torch.randn(3, 4), torch.randn(3, 2)
@@ -381,7 +382,7 @@ PROGRAMS = {
     "endless.py": HEAD + "while True: pass",
     "plain.py": PLAIN,
     "nanogpt.py": LIKE_NANOGPT,
-    "gan.py": GAN,
+    "nets.py": NETS,
     "critic.py": CRITIC,
     "lbfgs.py": LBFGS,
     "mine.py": MINE,

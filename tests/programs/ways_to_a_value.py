@@ -22,7 +22,7 @@ from array import array
 from collections.abc import Callable
 from dataclasses import dataclass
 from decimal import Decimal
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -182,14 +182,9 @@ class Data:
     weight: int = 1
 
 
-@dataclass(frozen=True)
-class Frozen:
-    weight: int
-
-
-class Pair(NamedTuple):
-    weight: int
-    name: str
+Frozen = dataclasses.make_dataclass("Frozen", ["weight"], frozen=True)
+Pair = collections.namedtuple("Pair", ["weight", "name"])
+Mode = enum.IntEnum("Mode", ["ONE", "TWO", "THREE", "FOUR", "FIVE", "SIX"])
 
 
 class Slots:
@@ -304,10 +299,6 @@ class Meter:
     def update(self) -> int:
         self.weight += 1
         return self.weight
-
-
-class Mode(enum.IntEnum):
-    ONE, TWO, THREE, FOUR, FIVE, SIX = range(1, 7)
 
 
 def by_match(data: Any) -> Any:
@@ -461,9 +452,6 @@ WAYS: dict[str, Callable[[], Way]] = {
     "object_of_a_module": lambda: held_by_a_module(
         Data(), lambda: SETTINGS.held.weight, "'weight' of 'held' of global variable 'SETTINGS'"
     ),
-    "class_of_a_module": lambda: held_by_a_module(
-        type("Kind", (), {}), lambda: SETTINGS.held.weight, r"Kind\.weight"
-    ),
     "inner_module": of_inner_module,
     "module_without_a_file": lambda: of(types.ModuleType("made")),
     "environment_variable": lambda: Way(
@@ -472,7 +460,6 @@ WAYS: dict[str, Callable[[], Way]] = {
         "environment variable 'WEIGHT_AROUND' was b'1' .* now b'2'",
     ),
     "typed_at_a_prompt": lambda: typed("<stdin>"),
-    "given_as_a_text": lambda: typed("<string>"),
     "typed_in_a_notebook": lambda: typed("<ipython-input-3-1a2b3c>"),
     "attribute": lambda: of(argparse.Namespace()),
     "attribute_of_a_module": lambda: of(nn.Identity(), None, "attribute 'Identity.weight'"),
@@ -532,7 +519,6 @@ WAYS: dict[str, Callable[[], Way]] = {
     "named_tuple": lambda: of_replaced(lambda n: Pair(n, "a"), lambda pair: pair.weight),
     "frozen": lambda: of_replaced(Frozen, lambda frozen: frozen.weight, "'value' of"),
     "text": lambda: of_replaced(lambda n: f"call {n}", lambda text: int(text.split()[-1])),
-    "length_of_a_list": lambda: of_length([0], lambda items: items.append(0), list.pop),
     "length_of_a_long_list": lambda: of_length(
         [0] * 20_000,
         lambda items: items.append(0),

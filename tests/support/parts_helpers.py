@@ -63,11 +63,11 @@ def trains(model: Any, optimizer: torch.optim.Optimizer, count: int = 12) -> Ite
         yield iterates(model, optimizer, x, y)
 
 
-def trains_by(loss_of: Loss, count: int = 12) -> Loop:
+def trains_by(loss_of: Loss, count: int = 12, device: str = "cpu") -> Loop:
     """Return a loop over a loss of its own."""
 
     def loop(model: Any, optimizer: torch.optim.Optimizer) -> Iterator[Any]:
-        for index, x, y in batches(count):
+        for index, x, y in batches(count, device):
             optimizer.zero_grad()
             loss = loss_of(model, index, x, y)
             loss.backward()
