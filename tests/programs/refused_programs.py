@@ -185,11 +185,6 @@ def values_under_a_mask(self: Inner, h: Tensor, x: Tensor) -> Tensor:
     return h
 
 
-def seeds_its_own_generator(self: Inner, h: Tensor, x: Tensor) -> Tensor:
-    OWN.manual_seed(3)  # refused
-    return h
-
-
 def checkpointed(self: Inner, h: Tensor, x: Tensor) -> Tensor:
     keeps = partial(create_selective_checkpoint_contexts, [torch.ops.aten.sin.default])
     out = checkpoint(torch.sin, h, use_reentrant=False, context_fn=keeps)  # refused
@@ -288,6 +283,7 @@ def written_by_numpy(self: Inner, h: Tensor, x: Tensor) -> Tensor:
 
 
 OWN = torch.Generator()
+HELD = OWN.get_state()
 AVERAGE = [torch.zeros(4)]
 _MEMORY = torch.ones(4)
 SHARED = (_MEMORY, _MEMORY.numpy())
@@ -375,7 +371,12 @@ REFUSED: dict[str, Refused] = {
     "turned_into_another_error": reads(turned_into_another_error),
     # Random numbers.
     "get_rng_state": sets(lambda self, h, x: h * len(torch.get_rng_state()), "get_state"),
-    "seeds_its_own_generator": sets(seeds_its_own_generator, "manual_seed"),
+    "state_of_its_own": sets(
+        lambda self, h, x: h * OWN.set_state(HELD).initial_seed(), "set_state"
+    ),
+    "seed_of_its_own": sets(
+        lambda self, h, x: h * OWN.manual_seed(3).initial_seed(), "manual_seed"
+    ),
     "checkpointed": sets(checkpointed, "get_state", "call graphfsdp.recompute, or"),
     "new_generator": on_recording(
         lambda self, h, x: h * torch.rand(4, generator=torch.Generator()),
