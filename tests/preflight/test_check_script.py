@@ -49,19 +49,7 @@ def test_a_script_runs_up_to_its_first_step_and_ends_well(
     assert isinstance(step, graphfsdp.CapturedStep)  # the hook is gone
 
 
-def test_hazards_are_exit_code_1_with_the_line_of_the_script(
-    folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (folder / "neighbour.py").write_text(BAD_NEIGHBOUR)
-    assert main(["check", "good.py", "5"]) == 1
-    out = capsys.readouterr().out
-    assert "cannot be captured: 1 hazard" in out
-    assert 'neighbour.py:4 print("loss", float(loss.detach()))  # read' in out
-    assert main(["check", "--ignore", "host-read", "good.py", "5"]) == 0
-    assert "1 ignored" in capsys.readouterr().out
-
-
-def test_json_goes_to_a_file_or_alone_to_the_standard_output(
+def test_hazards_are_exit_code_1_with_their_line_as_text_and_as_json(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (folder / "neighbour.py").write_text(BAD_NEIGHBOUR)
@@ -71,8 +59,12 @@ def test_json_goes_to_a_file_or_alone_to_the_standard_output(
     assert [(h["kind"], h["line"]) for h in report["hazards"]] == [("host-read", 4)]
     assert "iteration 0" in shown.err
     assert main(["check", "--json=found.json", "good.py", "5"]) == 1
-    assert "cannot be captured" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "cannot be captured: 1 hazard" in out
+    assert 'neighbour.py:4 print("loss", float(loss.detach()))  # read' in out
     assert json.loads((folder / "found.json").read_text()) == report
+    assert main(["check", "--ignore", "host-read", "good.py", "5"]) == 0
+    assert "1 ignored" in capsys.readouterr().out
 
 
 def test_an_unchanged_script_is_told_the_lines_to_add_and_writes_nothing(

@@ -6,7 +6,7 @@ one tolerance separates it from any mistake.
 Shapes: N = sequences, P = positions, H = width, E = experts.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -38,6 +38,7 @@ NUM_EXPERTS = 4
 NUM_STEPS = 15  # 4 that are not replays
 TP_AXES = ("dp", "tp")
 EP_AXES = ("edp", "ep")
+Exchange = Callable[[Tensor, dist.ProcessGroup], Tensor]
 
 
 class Experts(nn.Module):
@@ -57,39 +58,33 @@ class Experts(nn.Module):
         return torch.einsum("tek,te->tk", hidden, mine)
 
 
-class _Gather(torch.autograd.Function):
-    """The rows of all ranks; gradients are summed back to their owners."""
+class _Exchange(torch.autograd.Function):
+    """An exchange of rows; gradients go the other way round."""
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        return _gathered(rows, group)
+    def forward(ctx: Any, rows: Tensor, there: Exchange, back: Exchange, group: Any) -> Tensor:
+        ctx.back, ctx.group = back, group
+        return there(rows, group)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return _scattered(grads[0], ctx.group), None
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
+        return ctx.back(grads[0], ctx.group), None, None, None
 
 
-class _Scatter(torch.autograd.Function):
-    """The sum of all ranks' results, each rank's own rows; the other way round."""
-
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        return _scattered(rows, group)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return _gathered(grads[0], ctx.group), None
+def exchanged(rows: Tensor, there: Exchange, back: Exchange, group: Any) -> Tensor:
+    found: Tensor = _Exchange.apply(rows, there, back, group)  # type: ignore[no-untyped-call]
+    return found
 
 
 def _gathered(rows: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Return the rows of all ranks."""
     whole = rows.new_empty(group.size() * rows.shape[0], *rows.shape[1:])
     all_gather_(whole, rows.contiguous(), group)
     return whole
 
 
 def _scattered(whole: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Return this rank's rows of the sum of all ranks' results."""
     rows = whole.new_empty(whole.shape[0] // group.size(), *whole.shape[1:])
     reduce_scatter_(rows, whole.contiguous(), group, reduction="sum")
     return rows
@@ -115,12 +110,9 @@ class Mixture(nn.Module):
             alone: Tensor = x + self.experts(tokens, gate).view_as(x)
             return alone
         # Every rank's experts see the tokens of all ranks.
-        everyone: Any = _Gather.apply(tokens, self.group)  # type: ignore[no-untyped-call]
-        gates: Any = _Gather.apply(gate, self.group)  # type: ignore[no-untyped-call]
-        found = self.experts(everyone, gates)
-        out: Any = _Scatter.apply(found, self.group)  # type: ignore[no-untyped-call]
-        together: Tensor = x + out.view_as(x)
-        return together
+        both = (exchanged(each, _gathered, _scattered, self.group) for each in (tokens, gate))
+        together = exchanged(self.experts(*both), _scattered, _gathered, self.group)
+        return x + together.view_as(x)
 
 
 class Stack(nn.Module):
