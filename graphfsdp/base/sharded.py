@@ -8,13 +8,17 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from graphfsdp.base.dtensors import RankGroups
+from graphfsdp.errors import ConfigError
 
 # On a parameter that ``fully_shard`` was told to leave alone.
 IGNORED = "_graphfsdp_is_ignored"
+# On a whole parameter: its name in the unit that has taken it over.
+TAKEN_AS = "_graphfsdp_taken_as"
 
 
 @dataclass(frozen=True)
@@ -108,3 +112,16 @@ def main_grads_of(model: nn.Module) -> dict[nn.Parameter, MainGrad]:
         root.prepare_shards()  # before anything remembers an address
         found.update(root.main_grads())
     return found
+
+
+def refuse_old_parameters(optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
+    """Refuse a step that would train nothing; a hook of all optimizers' steps."""
+    held = [param for group in optimizer.param_groups for param in group["params"]]
+    old = [param for param in held if hasattr(param, TAKEN_AS)]
+    if old:
+        raise ConfigError(
+            f"{type(optimizer).__name__} holds {len(old)} parameters of {len(held)} that "
+            f"fully_shard has replaced since, {getattr(old[0], TAKEN_AS)!r} for one: they have no "
+            "gradients, and it would train nothing. Remedy: make the optimizer after fully_shard; "
+            "graphfsdp.capture and capture_in_place give one that was made before the new ones"
+        )

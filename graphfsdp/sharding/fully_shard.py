@@ -13,7 +13,7 @@ from torch.distributed.fsdp import OffloadPolicy as OffloadPolicy
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import _global_optimizer_pre_hooks, register_optimizer_step_pre_hook
 
-from graphfsdp.base.sharded import IGNORED
+from graphfsdp.base.sharded import IGNORED, refuse_old_parameters
 from graphfsdp.config import MixedPrecisionPolicy, ShardingStrategy
 from graphfsdp.errors import ConfigError
 from graphfsdp.sharding.arguments import (
@@ -22,7 +22,7 @@ from graphfsdp.sharding.arguments import (
     parse_offload,
     parse_reshard,
 )
-from graphfsdp.sharding.group import TAKEN_AS, ShardGroup, UnitOptions
+from graphfsdp.sharding.group import ShardGroup, UnitOptions
 from graphfsdp.sharding.mesh import find_axes
 from graphfsdp.sharding.module import FSDPModule as FSDPModule
 from graphfsdp.sharding.module import GradientReductionHandle as GradientReductionHandle
@@ -159,8 +159,8 @@ def fully_shard(
     if axes.gpu is not None:
         _move(modules, axes.gpu, ignored)
     group = ShardGroup(modules, options)
-    if _refuse_old_parameters not in _global_optimizer_pre_hooks.values():
-        register_optimizer_step_pre_hook(_refuse_old_parameters)
+    if refuse_old_parameters not in _global_optimizer_pre_hooks.values():
+        register_optimizer_step_pre_hook(refuse_old_parameters)
     unit = Unit(modules, group)
     group.bind_views()
     for each in modules:
@@ -204,18 +204,6 @@ def _outermost(given: nn.Module | Sequence[nn.Module]) -> list[nn.Module]:
 
 
 fully_shard.state = state_of  # type: ignore[attr-defined]
-
-
-def _refuse_old_parameters(optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
-    held = [param for group in optimizer.param_groups for param in group["params"]]
-    old = [param for param in held if hasattr(param, TAKEN_AS)]
-    if old:
-        raise ConfigError(
-            f"{type(optimizer).__name__} holds {len(old)} parameters of {len(held)} that "
-            f"fully_shard has replaced since, {getattr(old[0], TAKEN_AS)!r} for one: they have no "
-            "gradients, and it would train nothing. Remedy: make the optimizer after fully_shard; "
-            "graphfsdp.capture and capture_in_place give one that was made before the new ones"
-        )
 
 
 def _policy(given: MixedPrecisionPolicy | TorchPolicy | None) -> MixedPrecisionPolicy:

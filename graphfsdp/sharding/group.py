@@ -14,6 +14,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_common import _is_composable_with
 from torch.distributed.tensor import DTensor
 
 from graphfsdp.base.dtensors import local_part, unwrapped
+from graphfsdp.base.sharded import TAKEN_AS
 from graphfsdp.base.torch_internals import key_of, local_tensor_of, parameters_of
 from graphfsdp.config import MixedPrecisionPolicy, ShardingStrategy
 from graphfsdp.errors import ConfigError
@@ -50,8 +51,6 @@ from graphfsdp.sharding.rows.tensors import make_dtensor
 
 # On a parameter that a unit manages.
 _IS_SHARDED = "_graphfsdp_is_sharded"
-# On a whole parameter: its name in the unit that has taken it over.
-TAKEN_AS = "_graphfsdp_taken_as"
 
 
 @dataclass(eq=False)
