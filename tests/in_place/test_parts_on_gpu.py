@@ -31,14 +31,14 @@ def plain(model: Net, optimizer: torch.optim.Optimizer) -> Iterator[Any]:
         optimizer.step()
 
 
-def two_calls(model: Net, _: int, x: Tensor, y: Tensor) -> Any:
+def two_calls(model: Net, _: int, x: Tensor, y: Tensor) -> Tensor:
     loss = cross_entropy(model(x), y) + cross_entropy(model(-x), y)
     return loss + 0.1 * model.embed.weight.pow(2).sum() + model.embed.weight.abs().sum()
 
 
 def other_gradients(model: Net, index: int, x: Tensor, y: Tensor) -> Tensor:
     """Gradients that come in several forms, one of them without memory for each element."""
-    logits = model(x)
+    logits: Tensor = model(x)
     found = [logits.sum(), logits.t().contiguous().pow(2).sum(), cross_entropy(logits, y)]
     return found[index % 3]
 
