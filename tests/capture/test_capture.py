@@ -15,26 +15,11 @@ from helpers import (
     make_optimizer,
     no_host_sync,
     run,
-    run_as_eager,
     set_lr,
     snapshot,
 )
 from make_step import make_step
 from zoo import ZOO
-
-
-@pytest.mark.parametrize("max_grad_norm", [None, 0.05, float("inf")])
-def test_scope_none_equals_a_loop_written_by_hand(
-    max_grad_norm: float | None, device: torch.device
-) -> None:
-    run_as_eager(
-        ZOO["gpt"],
-        device,
-        scope="none",
-        beside="plain",
-        optimizer="adamw",
-        max_grad_norm=max_grad_norm,
-    )
 
 
 def test_recording_may_be_the_first_call_without_the_optimizer() -> None:

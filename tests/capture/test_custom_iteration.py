@@ -10,10 +10,12 @@ import torch
 from torch import Tensor, nn
 
 import graphfsdp
+from counting_net import mean_square
 from graphfsdp.optim import FusedAdam
-from helpers import assert_same_states, snapshot
+from helpers import Case, assert_same_states, run_as_eager, snapshot
 from hidden_count import Unseen
 from iterations import gan, gradient_penalty, moving_average, train_by
+from zoo import features
 
 NUM_STEPS = 16
 Optimizer = torch.optim.Optimizer
@@ -106,24 +108,16 @@ def test_gradients_of_another_dtype_are_bound_between_backwards(
         for part in x.chunk(2):
             optimizer.zero_grad()
             for row in part.chunk(2):
-                loss: Tensor = model(row).square().mean()
+                loss = mean_square(model, row.bfloat16())
                 loss.backward()
             optimizer.step()
         return loss
 
-    def run(scope: str) -> list[Tensor]:
-        torch.manual_seed(0)
-        model = nn.Linear(4, 4).to(device, torch.bfloat16)
-        optimizer = FusedAdam(
-            model.parameters(), lr=1e-2, master_weights=True, use_decoupled_grad=decoupled
-        )
-        with graphfsdp.capture(model, optimizer, iteration=iteration, scope=scope) as step:
-            found = [step(torch.randn(8, 4).to(device, torch.bfloat16)) for _ in range(16)]
-        return [*found, *(param.detach().clone() for param in model.parameters())]
+    def optimizer(params: list[nn.Parameter]) -> Optimizer:
+        return FusedAdam(params, lr=1e-2, master_weights=True, use_decoupled_grad=decoupled)
 
-    expected = run("none")
-    assert len({loss.item() for loss in expected[:16]}) > 8
-    assert all(torch.equal(a, b) for a, b in zip(expected, run("full_iteration"), strict=True))
+    case = Case(lambda: nn.Linear(4, 4, dtype=torch.bfloat16), features(4))
+    run_as_eager(case, device, optimizer=optimizer, iteration=iteration)
 
 
 def test_evaluation_and_verification_of_a_custom_iteration(device: torch.device) -> None:

@@ -39,6 +39,16 @@ def no_collector() -> Iterator[None]:
         gc.enable()
 
 
+def memory_of(step: CapturedStep) -> list[Callable[[], bool]]:
+    """Return what tells of the step's inputs and its graph, by and by, whether they are gone."""
+    recording = step._runner._recordings.latest
+    if recording is None:
+        return []
+    found = [StorageWeakRef(t.untyped_storage()).expired for t in recording.inputs.tensors()]
+    graph = None if recording.graph is None else weakref.ref(recording.graph)
+    return found if graph is None else [*found, lambda: graph() is None]
+
+
 @pytest.mark.parametrize("num_calls", [0, 2, 4, 6])
 def test_a_dropped_step_is_freed_at_once_without_the_collector(
     num_calls: int, device: torch.device
@@ -46,23 +56,18 @@ def test_a_dropped_step_is_freed_at_once_without_the_collector(
     step, model, _, next_batch = make_step(device, max_grad_norm=1.0)
     with no_collector():
         train(step, next_batch, num_calls)
-        runner = step._runner
-        held: list[weakref.ref[Any]] = [weakref.ref(o) for o in (step, runner, runner._engine)]
-        recording = runner._recordings.latest
-        storages = [] if recording is None else recording.inputs.tensors()
-        references = [StorageWeakRef(tensor.untyped_storage()) for tensor in storages]
-        if recording is not None and recording.graph is not None:
-            held.append(weakref.ref(recording.graph))
-        del step, runner, storages, recording
+        held: list[weakref.ref[Any]] = [
+            weakref.ref(each) for each in (step, step._runner, step._runner._engine)
+        ]
+        gone = memory_of(step)
+        del step
         assert [reference() for reference in held] == [None] * len(held)
-        assert all(reference.expired() for reference in references)
+        assert all(is_gone() for is_gone in gone)
     assert not any(param._post_accumulate_grad_hooks for param in model.parameters())
 
 
 class Trainer:
     """Holds its step, which holds the loss function, which is a method of it."""
-
-    step: CapturedStep
 
     def loss(self, model: nn.Module, x: Tensor) -> Tensor:
         loss: Tensor = model(x)
@@ -70,39 +75,31 @@ class Trainer:
 
 
 @pytest.mark.parametrize("num_calls", [0, 2, 4, 6])
-@pytest.mark.parametrize("cycle", ["model", "optimizer", "loss function"])
-def test_steps_that_what_they_train_refers_to_leave_no_model_behind(
+@pytest.mark.parametrize("cycle", ["model", "optimizer", "loss function", "in place", "none"])
+def test_what_is_trained_and_refers_to_its_step_leaves_no_model_behind(
     cycle: str, num_calls: int, device: torch.device
 ) -> None:
     held: list[weakref.ref[Any]] = []
     for _ in range(4):
         trainer = Trainer()
         options: dict[str, Any] = {"loss_fn": trainer.loss} if cycle == "loss function" else {}
-        step, model, optim, next_batch = make_step(device, **options)
-        owner: Any = {"model": model, "optimizer": optim, "loss function": trainer}[cycle]
-        owner.step_of_it = step
-        train(step, next_batch, num_calls)
-        held += map(weakref.ref, (step, step._runner, model, optim, next(model.parameters())))
-        del trainer, options, step, model, optim, owner
-    gc.collect()
-    assert [reference() for reference in held] == [None] * len(held)
-
-
-@pytest.mark.parametrize("num_steps", [0, 2, 8])
-def test_captures_in_place_leave_no_model_behind(num_steps: int, device: torch.device) -> None:
-    held: list[weakref.ref[Any]] = []
-    for refers in (False, True, False, True):
-        step, model, optim, next_batch = make_step(device, optimizer="adamw", scope="none")
-        step.close()
-        parts = graphfsdp.capture_in_place(model, optim, keep="all")
-        if refers:
-            model.parts = [parts]  # type: ignore[assignment]
-        for _ in range(num_steps):
+        step, model, optim, next_batch = make_step(device, optimizer="adamw", **options)
+        captured: Any = step
+        if cycle in ("in place", "none"):
+            step.close()
+            captured = graphfsdp.capture_in_place(model, optim, keep="all")
+        owners: dict[str, Any] = {"optimizer": optim, "loss function": trainer, "none": Trainer()}
+        owners.get(cycle, model).step_of_it = [captured]
+        for _ in range(num_calls):
+            if captured is step:
+                step(*next_batch())
+                continue
             optim.zero_grad()
             model(*next_batch()).backward()
             optim.step()
-        held += map(weakref.ref, (parts, model, optim, next(model.parameters())))
-        del step, parts, model, optim
+        held += map(weakref.ref, (captured, model, optim, next(model.parameters())))
+        held += map(weakref.ref, (step, step._runner))
+        del trainer, options, owners, captured, step, model, optim
     gc.collect()
     assert [reference() for reference in held] == [None] * len(held)
 
@@ -132,17 +129,10 @@ def test_a_closed_step_frees_its_memory_at_once(device: torch.device) -> None:
     step, _, _, next_batch = make_step(device, "gpt")
     with no_collector():
         train(step, next_batch, 5)
-        recording = step._runner._recordings.latest
-        assert recording is not None
-        graph = recording.graph
-        assert graph is not None
-        inputs = [StorageWeakRef(t.untyped_storage()) for t in recording.inputs.tensors()]
-        del recording
+        gone = memory_of(step)
         backend: Any = step._runner._backend
         step.close()
-        assert all(reference.expired() for reference in inputs)
-        with pytest.raises(graphfsdp.CaptureError, match="closed"):
-            graph.replay()
+        assert all(is_gone() for is_gone in gone)
     assert device.type == "cuda" or backend.arena.num_bytes == 0
 
 
@@ -213,53 +203,37 @@ def test_copies_of_a_step_are_refused(num_calls: int, device: torch.device) -> N
     train(step, next_batch, 3)
 
 
-def test_a_step_inside_its_own_loss_is_refused_in_every_phase(device: torch.device) -> None:
-    recursion = {"on": False}
-
-    def loss_fn(model: nn.Module, x: Tensor) -> Tensor:
-        if recursion["on"]:
-            step(x)
-        loss: Tensor = model(x)
-        return loss
-
-    step, model, optim, next_batch = make_step(device, loss_fn=loss_fn)
-    for num_calls in (0, 1, 2):
-        train(step, next_batch, num_calls)
-        recursion["on"] = True
-        batch = next_batch()
-        before = snapshot(model, optim)
-        with pytest.raises(graphfsdp.PhaseError, match="must not call the step"):
-            step(*batch)
-        assert_same_state(before, snapshot(model, optim))
-        recursion["on"] = False
-    train(step, next_batch, 3)
-    assert step.phase is Phase.REPLAY
+# Whose step the loss function calls, how far that is, and how far the one is that calls it.
+NESTED = [
+    *(("its own", 0, num_calls, "must not call the step") for num_calls in range(4)),
+    *(("another", num_inner, 3, "cannot hold another") for num_inner in (0, 3, 6)),
+]
 
 
-@pytest.mark.parametrize("num_calls", [0, 3, 6])
-def test_a_step_inside_the_recording_of_another_is_refused(
-    num_calls: int, device: torch.device
+@pytest.mark.parametrize(("whose", "num_inner", "num_calls", "words"), NESTED)
+def test_a_step_inside_an_iteration_is_refused(
+    whose: str, num_inner: int, num_calls: int, words: str, device: torch.device
 ) -> None:
-    inner, _, _, next_inner = make_step(device)
-    train(inner, next_inner, num_calls)
-
     def loss_fn(model: nn.Module, x: Tensor) -> Tensor:
         if inside["on"]:
-            inner(x)
+            (step if whose == "its own" else other)(x)
         loss: Tensor = model(x)
         return loss
 
     inside = {"on": False}
-    outer, model, optim, next_batch = make_step(device, loss_fn=loss_fn)
-    train(outer, next_batch, 3)
+    other, _, _, next_other = make_step(device)
+    train(other, next_other, num_inner)
+    step, model, optim, next_batch = make_step(device, loss_fn=loss_fn)
+    train(step, next_batch, num_calls)
     inside["on"] = True
+    batch = next_batch()
     before = snapshot(model, optim)
-    with pytest.raises(graphfsdp.PhaseError, match="cannot hold another"):
-        outer(*next_batch())
+    with pytest.raises(graphfsdp.PhaseError, match=words):
+        step(*batch)
     assert_same_state(before, snapshot(model, optim))
     inside["on"] = False
-    train(outer, next_batch, 2)
-    train(inner, next_inner, 2)
+    train(step, next_batch, 3)
+    train(other, next_other, 2)
 
 
 def test_a_second_thread_is_refused(device: torch.device) -> None:
@@ -272,24 +246,18 @@ def test_a_second_thread_is_refused(device: torch.device) -> None:
         return loss
 
     step, _, _, next_batch = make_step(device, loss_fn=loss_fn)
-    errors: list[BaseException] = []
     first = threading.Thread(target=lambda: train(step, next_batch, 1))
     first.start()
     try:
         entered.wait()
-        for use in ("call", "close"):
-            try:
-                if use == "call":
-                    step(*next_batch())
-                step.close()
-            except graphfsdp.PhaseError as error:
-                errors.append(error)
+        for use in (lambda: step(*next_batch()), step.close):
+            with pytest.raises(
+                graphfsdp.PhaseError, match="on one thread while it runs on another"
+            ):
+                use()
     finally:
         leave.set()
         first.join()
-    assert ["on one thread while it runs on another" in str(error) for error in errors] == [
-        True
-    ] * 2
     train(step, next_batch, 4)
     assert step.report().num_calls == {"warmup": 3, "capture": 1, "replay": 1}
 
@@ -325,7 +293,6 @@ def test_closing_leaves_gradients_and_optimizer_as_they_are(device: torch.device
     step.close()
     assert_same_state(before, snapshot(model, optim))
     assert all(p.grad is g for p, g in zip(model.parameters(), bound, strict=True))
-    assert not any(param._post_accumulate_grad_hooks for param in model.parameters())
     optim.zero_grad()
     assert all(param.grad is None for param in model.parameters())
     model(*next_batch()).backward()

@@ -1,6 +1,7 @@
 """torch's pipeline schedules as captured iterations, on ranks of a pipeline."""
 
 import pathlib
+from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
 
@@ -36,14 +37,19 @@ from sharding_helpers import ADAM_EPS, assert_equal_tensors, learning_rate
 NUM_STEPS = 14
 
 
+def given(optim: torch.optim.Optimizer, num_steps: int = NUM_STEPS) -> Iterator[Any]:
+    """Yield batches with their numbers; the learning rate changes with each."""
+    torch.manual_seed(7)
+    for index in range(num_steps):
+        set_lr(optim, learning_rate(index))
+        yield index, *batch(index)
+
+
 def trained(schedule: Any, optim: torch.optim.Optimizer, **options: Any) -> dict[str, Tensor]:
     """Train; return losses, norms and parameters of this rank."""
     found: dict[str, Tensor] = {}
-    torch.manual_seed(7)
     with graphfsdp.capture(schedule, optim, **options) as step:
-        for index in range(NUM_STEPS):
-            set_lr(optim, learning_rate(index))
-            x, target = batch(index)
+        for index, x, target in given(optim):
             found[f"loss {index}"] = step(x, target=target)
             if step.grad_norm is not None:
                 found[f"norm {index}"] = step.grad_norm
@@ -58,20 +64,20 @@ def trained(schedule: Any, optim: torch.optim.Optimizer, **options: Any) -> dict
     }
 
 
-def eagerly_by_torch(schedule: Any, optim: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """Train with torch's schedule alone; the last rank of a loop has the losses."""
-    found: dict[str, Tensor] = {}
-    torch.manual_seed(7)
-    for index in range(NUM_STEPS):
-        set_lr(optim, learning_rate(index))
-        x, target = batch(index)
-        losses: list[Tensor] = []
-        args = (x,) if dist.get_rank() == 0 else ()
-        schedule.step(*args, target=target, losses=losses)
-        if losses:
-            found[f"loss {index}"] = torch.stack(losses).detach().mean()
-        optim.step()
-        optim.zero_grad()
+def by_hand(schedule: Any, optim: Any, x: Tensor, target: Tensor) -> Tensor | None:
+    """Train on a batch with torch's schedule alone; the last rank of a loop has the losses."""
+    losses: list[Tensor] = []
+    args = (x,) if dist.get_rank() == 0 else ()
+    schedule.step(*args, target=target, losses=losses)
+    optim.step()
+    optim.zero_grad()
+    return torch.stack(losses).detach().mean() if losses else None
+
+
+def eagerly_by_torch(schedule: Any) -> dict[str, Tensor]:
+    optim = adam(schedule)
+    losses = {f"loss {i}": by_hand(schedule, optim, *each) for i, *each in given(optim)}
+    found = {name: loss for name, loss in losses.items() if loss is not None}
     return found | {name: p.detach().clone() for name, p in parameters_of(schedule).items()}
 
 
@@ -79,17 +85,13 @@ def eagerly_by_torch(schedule: Any, optim: torch.optim.Optimizer) -> dict[str, T
 @on_ranks("ranks2")
 def test_it_trains_as_torchs_own_loop_whatever_is_evaluated_between_steps(name: str) -> None:
     kind = KINDS[name]
-    theirs = schedule_of(kind, dropout=0.2)
-    expected = eagerly_by_torch(theirs, adam(theirs))
+    expected = eagerly_by_torch(schedule_of(kind, dropout=0.2))
     schedule = schedule_of(kind, dropout=0.2)
     optim = adam(schedule)
     is_last = dist.get_rank() == (0 if kind.style == "v" else 1)
     got: dict[str, Tensor] = {}
-    torch.manual_seed(7)
     with graphfsdp.capture(schedule, optim) as step:
-        for index in range(NUM_STEPS):
-            set_lr(optim, learning_rate(index))
-            x, target = batch(index)
+        for index, x, target in given(optim):
             got[f"loss {index}"] = step(x, target=target)
             if index % 2:  # others go straight on
                 continue
@@ -152,9 +154,8 @@ def test_it_trains_as_one_process(name: str) -> None:
             model, optim, scope="none", loss_fn=_whole_loss, microbatches=count, max_grad_norm=0.5
         ) as step,
     ):
-        for index in range(NUM_STEPS):
-            set_lr(optim, learning_rate(index))
-            alone[f"loss {index}"] = step(*batch(index))
+        for index, x, target in given(optim):
+            alone[f"loss {index}"] = step(x, target)
             assert step.grad_norm is not None
             alone[f"norm {index}"] = step.grad_norm
     assert max(float(value) for key, value in alone.items() if "norm" in key) > 0.5  # is clipped
@@ -247,63 +248,67 @@ def test_ranks_that_fail_alike_go_on() -> None:
         pool.close()
 
 
-REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any], str]] = {
-    "no loss": ({"loss_fn": None}, {}, {}, "no loss_fn"),
-    "another loss": ({}, {}, {"loss_fn": loss_of}, "loss_fn of its own"),
-    "microbatches": ({}, {}, {"microbatches": 2}, "n_microbatches of the Schedule1F1B"),
-    "clips": ({}, {"max_grad_norm": 1.0}, {}, "max_grad_norm and skip_nonfinite of graphfsdp"),
-    "skips": ({}, {"skip_nonfinite": True}, {}, "max_grad_norm and skip_nonfinite of graphfsdp"),
+def captured(
+    kind: str = "1f1b", optimizer: Any = None, of_capture: Any = None, **of_schedule: Any
+) -> None:
+    schedule = schedule_of(KINDS[kind], **of_schedule)
+    graphfsdp.capture(schedule, adam(schedule, **(optimizer or {})), **(of_capture or {}))
+
+
+def clip() -> None:
+    graphfsdp.clip_grad_norm_(schedule_of(KINDS["1f1b"]), 1.0)
+
+
+def check() -> None:
+    schedule = schedule_of(KINDS["1f1b"])
+    graphfsdp.check(schedule, adam(schedule), batch(0)[0])
+
+
+def save() -> None:
+    """Save stages that are called alike."""
+    stage = pipelining.PipelineStage(nn.Linear(3, 3), dist.get_rank(), 2, rank_device())
+    graphfsdp.save("nowhere", pipelining.ScheduleGPipe(stage, 2, loss_of))
+
+
+def unsharded(module: nn.Module) -> None:
+    graphfsdp.fully_shard(module, strategy="no_shard")
+
+
+IN_OPTIMIZER = "max_grad_norm and skip_nonfinite of graphfsdp"
+UNLIKE = "Remedy: Schedule1F1B"  # zero bubbles take gradients that they find
+REFUSED: dict[str, tuple[Callable[[], object], str]] = {
+    "no loss": (lambda: captured(loss_fn=None), "no loss_fn"),
+    "another loss": (lambda: captured(of_capture={"loss_fn": loss_of}), "loss_fn of its own"),
+    "microbatches": (
+        lambda: captured(of_capture={"microbatches": 2}),
+        "n_microbatches of the Schedule1F1B",
+    ),
+    "clips": (lambda: captured(optimizer={"max_grad_norm": 1.0}), IN_OPTIMIZER),
+    "skips": (lambda: captured(optimizer={"skip_nonfinite": True}), IN_OPTIMIZER),
+    "decoupled": (lambda: captured("zero bubble", {"use_decoupled_grad": True}), UNLIKE),
+    "sharded": (lambda: captured("zero bubble", shard=unsharded), UNLIKE),
+    "clip_grad_norm_": (clip, "a pipeline's schedule, max_grad_norm of"),
+    "check": (check, "check a stage's module with a loss of its own; or capt"),
+    "save": (save, "two stages of the pipeline call a part 'bias'"),
 }
 
 
 @pytest.mark.parametrize("case", REFUSED)
 @on_ranks("ranks2")
 def test_what_a_pipeline_cannot_do_is_refused(case: str) -> None:
-    of_schedule, of_optimizer, of_capture, words = REFUSED[case]
-    schedule = schedule_of(KINDS["1f1b"], **of_schedule)
+    refused, words = REFUSED[case]
     with pytest.raises(ConfigError, match=words):
-        graphfsdp.capture(schedule, adam(schedule, **of_optimizer), **of_capture)
-
-
-@on_ranks("ranks2")
-def test_what_takes_no_schedule_names_the_remedy() -> None:
-    schedule = schedule_of(KINDS["1f1b"])
-    with pytest.raises(ConfigError, match="a pipeline's schedule, max_grad_norm of"):
-        graphfsdp.clip_grad_norm_(schedule, 1.0)
-    with pytest.raises(ConfigError, match="check a stage's module with a loss of its own; or capt"):
-        graphfsdp.check(schedule, adam(schedule), batch(0)[0])
-
-
-@on_ranks("ranks2")
-def test_zero_bubble_takes_gradients_that_it_finds() -> None:
-    def shard(module: nn.Module) -> None:
-        graphfsdp.fully_shard(module, strategy="no_shard")
-
-    for options, shards in (({"use_decoupled_grad": True}, lambda module: None), ({}, shard)):
-        schedule = schedule_of(KINDS["zero bubble"], shard=shards)
-        with pytest.raises(ConfigError, match="Remedy: Schedule1F1B"):
-            graphfsdp.capture(schedule, adam(schedule, **options))
-
-
-def by_hand(schedule: Any, optim: Any, x: Tensor, target: Tensor) -> Tensor | None:
-    losses: list[Tensor] = []
-    schedule.step(*([x] if dist.get_rank() == 0 else []), target=target, losses=losses)
-    optim.step()
-    optim.zero_grad()
-    return torch.stack(losses).mean() if losses else None
+        refused()
 
 
 @on_ranks("ranks2")
 def test_an_iteration_of_ones_own_runs_a_schedule() -> None:
-    expected = schedule_of(KINDS["1f1b"], dropout=0.2)
-    losses = eagerly_by_torch(expected, adam(expected))
+    losses = eagerly_by_torch(schedule_of(KINDS["1f1b"], dropout=0.2))
     schedule = schedule_of(KINDS["1f1b"], dropout=0.2)
     optim = adam(schedule)
-    torch.manual_seed(7)
     with graphfsdp.capture(schedule, optim, iteration=by_hand) as step:
-        for index in range(NUM_STEPS):
-            set_lr(optim, learning_rate(index))
-            loss = step(*batch(index))
+        for index, x, target in given(optim):
+            loss = step(x, target)
             assert (loss is None) == (dist.get_rank() == 0)
             assert loss is None or torch.equal(loss, losses[f"loss {index}"])
         assert step.report().num_calls["replay"] == NUM_STEPS - 4
@@ -363,12 +368,3 @@ def test_checkpoints_know_of_no_stages(tmp_path: pathlib.Path) -> None:
     optim = adam(third)
     got = trained_on(third, optim, range(8), folder=folder, at=4)[4:]
     assert_equal_tensors(expected, got)
-
-
-@on_ranks("ranks2")
-def test_a_checkpoint_of_stages_that_share_names_is_refused(tmp_path: pathlib.Path) -> None:
-    rank = dist.get_rank()
-    stage = pipelining.PipelineStage(nn.Linear(3, 3), rank, 2, rank_device())
-    schedule = pipelining.ScheduleGPipe(stage, 2, loss_of)
-    with pytest.raises(ConfigError, match="two stages of the pipeline call a part 'bias'"):
-        graphfsdp.save(str(tmp_path), schedule)

@@ -1,11 +1,17 @@
 """What an iteration swaps or counts on the host is refused with the line that does it."""
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import Tensor, nn
 
 import graphfsdp
 from graphfsdp.optim import FusedAdam
+from helpers import Case, line_of, run
+from zoo import features
+
+CPU = torch.device("cpu")
 
 
 class Base(nn.Module):
@@ -16,71 +22,57 @@ class Base(nn.Module):
         self.linear = nn.Linear(3, 1)
         self.register_buffer("average", torch.zeros(3))
 
-
-class Swaps(Base):
-    def reset(self) -> None:
-        self.average = torch.zeros(3)
-
     def forward(self, x: Tensor) -> Tensor:
         y: Tensor = self.linear(x + self.average)
-        self.average = 0.9 * self.average + 0.1 * x.detach().mean(0)
+        self.swap(x.detach().mean(0))
         return y.sum()
+
+    def swap(self, mean: Tensor) -> None:
+        raise NotImplementedError
+
+
+class Swaps(Base):
+    def swap(self, mean: Tensor) -> None:
+        self.average = 0.9 * self.average + 0.1 * mean  # swapped
 
 
 class GivesNewMemory(Base):
-    def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.linear(x + self.average)
-        self.average.data = self.average + x.mean(0)
-        return y.sum()
+    def swap(self, mean: Tensor) -> None:
+        self.average.data = self.average + mean  # swapped
 
 
 class SetsMemory(Base):
-    def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.linear(x + self.average)
+    def swap(self, mean: Tensor) -> None:
         with torch.no_grad():
-            self.average.set_((self.average + x.mean(0)).clone())  # type: ignore[call-overload]
-        return y.sum()
+            other = (self.average + mean).clone()
+            self.average.set_(other)  # type: ignore[call-overload] # swapped
 
 
-class Outer(nn.Module):
-    """Its child's attribute is assigned here, in a method that forward calls."""
+class Outer(Base):
+    """Its child's attribute is assigned here, in a function of a method that forward calls."""
 
     def __init__(self) -> None:
         super().__init__()
         self.inner = Base()
 
-    def update(self, x: Tensor) -> None:
+    def swap(self, mean: Tensor) -> None:
         def inside() -> None:
-            self.inner.average = self.inner.average + x.detach().mean(0)
+            self.inner.average = self.inner.average + mean  # swapped
 
         inside()
 
-    def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.inner.linear(x + self.inner.average)
-        self.update(x)
-        return y.sum()
 
-
-CASES: dict[type[nn.Module], tuple[str, str]] = {
-    Swaps: ("self.average = 0.9", "Swaps.forward"),
-    GivesNewMemory: ("self.average.data =", "GivesNewMemory.forward"),
-    SetsMemory: ("self.average.set_(", "SetsMemory.forward"),
-    Outer: ("self.inner.average =", "Outer.update.<locals>.inside"),
-}
-
-
-@pytest.mark.parametrize("kind", CASES)
-def test_the_line_that_swaps_a_buffer_is_named(kind: type[nn.Module]) -> None:
+@pytest.mark.parametrize("kind", [Swaps, GivesNewMemory, SetsMemory, Outer])
+def test_the_line_that_swaps_a_buffer_is_named(kind: type[Base]) -> None:
     model = kind()
     step = graphfsdp.capture(model, FusedAdam(model.parameters()), warmup_steps=1)
     step(torch.randn(4, 3))
     with pytest.raises(graphfsdp.CaptureError) as caught:
         step(torch.randn(4, 3))
-    text, function = CASES[kind]
     source = caught.value.source
     assert source is not None
-    assert text in source.text
-    assert function in str(source)
+    assert source.line == line_of(kind.swap, "# swapped")
+    assert f"{kind.__name__}.swap" in str(source)
     assert source.file == __file__
 
 
@@ -102,36 +94,29 @@ class Spiking(nn.Module):
         return spikes.square().mean()
 
 
-def from_rest(model: nn.Module, x: Tensor) -> Tensor:
+def rest(model: nn.Module) -> None:
     model.potential = 0.0  # type: ignore[assignment]
+
+
+def from_rest(model: nn.Module, x: Tensor) -> Tensor:
+    rest(model)
     loss: Tensor = model(x)
     return loss
 
 
 def test_a_number_that_becomes_a_tensor_is_refused_and_a_reset_at_the_beginning_captured() -> None:
-    generator = torch.Generator().manual_seed(3)
-    batches = [torch.randn(5, 4, generator=generator) for _ in range(14)]
+    def resets(model: nn.Module, optimizer: object) -> Callable[[], object]:
+        return lambda: rest(model)
 
-    def trained(scope: str, *, resets_behind: bool) -> list[Tensor]:
-        torch.manual_seed(1)
-        model = Spiking()
-        loss_fn = None if resets_behind else from_rest
-        optimizer = FusedAdam(model.parameters(), lr=0.01)
-        seen = []
-        with graphfsdp.capture(model, optimizer, loss_fn=loss_fn, scope=scope) as step:
-            for x in batches:
-                seen.append(step(x))
-                assert isinstance(model.potential, Tensor)
-                seen.append(model.potential.detach().clone())
-                if resets_behind:
-                    model.potential = 0.0
-        return seen
-
+    behind = Case(Spiking, features(4), setup=resets)
     with pytest.raises(graphfsdp.CaptureError, match=r"'potential', which was 0\.0") as caught:
-        trained("full_iteration", resets_behind=True)
+        run(behind, "full_iteration", CPU)
     assert "beginning of the iteration" in str(caught.value)
     assert caught.value.source is not None
     assert "self.potential = potential - spike.detach()" in caught.value.source.text
-    expected = trained("none", resets_behind=True)
-    got = trained("full_iteration", resets_behind=False)
-    assert all(torch.equal(one, other) for one, other in zip(expected, got, strict=True))
+    at_first = Case(Spiking, features(4), from_rest, setup=lambda model, optimizer: None)
+    expected, got = run(behind, "none", CPU), run(at_first, "full_iteration", CPU)
+    assert got.report.num_calls["replay"] == 10
+    for (one,), (other,) in zip(expected.outputs, got.outputs, strict=True):
+        assert torch.equal(one, other)
+    assert isinstance(got.snapshots[-1]["attribute .potential"], Tensor)
