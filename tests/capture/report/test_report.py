@@ -2,36 +2,29 @@
 
 import dataclasses
 import itertools
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 import graphfsdp
-from graphfsdp.optim import FusedAdam
 from helpers import line_of
-from ranks import RankPool
+from make_step import make_step
+from ranks import on_ranks
 from sharding_helpers import adam, batches, full_parameters, make_net, my_part
-from zoo import ZOO
-from zoo_models import gpt
 
 CPU = torch.device("cpu")
 
 
-def start(device: torch.device, **options: object) -> tuple[graphfsdp.CapturedStep, nn.Module]:
-    model = gpt().to(device)
-    return graphfsdp.capture(model, FusedAdam(model.parameters()), **options), model  # type: ignore[arg-type]
-
-
-def call(step: graphfsdp.CapturedStep, device: torch.device, count: int) -> None:
-    generator = torch.Generator().manual_seed(0)
-    for _ in range(count):
-        step(*ZOO["gpt"].batch(generator).to(device).args)
+def captured(device: torch.device = CPU, num_calls: int = 5) -> graphfsdp.CapturedStep:
+    step, _, _, next_batch = make_step(device, "gpt", max_grad_norm=1.0)
+    for _ in range(num_calls):
+        step(*next_batch())
+    return step
 
 
 def test_report_of_a_step_that_has_not_run(device: torch.device) -> None:
-    step, model = start(device)
+    step, model, _, _ = make_step(device, "gpt")
     report = step.report()
     assert report.backend == device.type
     assert report.scope == "full_iteration"
@@ -46,12 +39,12 @@ def test_report_of_a_step_that_has_not_run(device: torch.device) -> None:
     assert 4 * numel <= report.gradient_bytes < 4 * numel + 16 * len(list(model.parameters()))
     assert "none yet" in str(report)
     assert "graph:" not in str(report)
+    with pytest.raises(graphfsdp.PhaseError, match=r"no graph to measure in phase warmup.*4 calls"):
+        step.report(measure=True)
 
 
 def test_report_of_a_captured_step(device: torch.device) -> None:
-    step, _ = start(device, max_grad_norm=1.0)
-    call(step, device, 9)
-    report = step.report()
+    report = captured(device, 9).report()
     assert report.phase == "replay"
     assert report.num_calls == {"warmup": 3, "capture": 1, "replay": 5}
     assert report.num_captures == 1
@@ -62,8 +55,9 @@ def test_report_of_a_captured_step(device: torch.device) -> None:
     assert report.num_ops is not None
     assert report.num_ops > 50
     assert report.static_input_bytes == 2 * 12 * 6 * 8
+    its_device = torch.empty(0, device=device).device
     assert report.inputs == {
-        f"args[{index}]": f"a torch.int64 tensor of shape (12, 6) on {next_device(step)}"
+        f"args[{index}]": f"a torch.int64 tensor of shape (12, 6) on {its_device}"
         for index in range(2)
     }
     assert report.num_escapes == 0
@@ -79,42 +73,29 @@ def test_report_of_a_captured_step(device: torch.device) -> None:
         assert f"graph:             {report.num_nodes} nodes" in text
     assert report.pool_bytes > 0
     assert "private pool" in text
+    again = captured(device, 4).report()
+    assert (again.num_nodes, again.num_ops) == (report.num_nodes, report.num_ops)
 
 
-def next_device(step: graphfsdp.CapturedStep) -> torch.device:
-    return step._runner._backend.device
-
-
-def test_a_graph_has_the_same_nodes_whoever_records_it(device: torch.device) -> None:
-    counts = []
-    for _ in range(2):
-        step, _ = start(device)
-        call(step, device, 4)
-        counts.append((step.report().num_nodes, step.report().num_ops))
-    assert counts[0] == counts[1]
-
-
-def test_a_report_is_frozen_and_of_its_moment(device: torch.device) -> None:
-    step, _ = start(device)
+def test_a_report_is_frozen_of_its_moment_and_outlives_its_step() -> None:
+    step, _, _, next_batch = make_step(CPU, "gpt")
     early = step.report()
-    call(step, device, 2)
+    for _ in range(5):
+        step(*next_batch())
     assert early.num_calls == {}
     with pytest.raises(dataclasses.FrozenInstanceError):
         early.phase = "replay"  # type: ignore[misc]
+    report = step.report()
+    text = report.to_json()
     step.close()
-    assert step.report().num_calls == {"warmup": 2}
+    assert step.report().num_calls == {"warmup": 3, "capture": 1, "replay": 1}
     assert step.report().phase == "closed"
-
-
-def captured(**options: object) -> graphfsdp.CapturedStep:
-    step, _ = start(CPU, max_grad_norm=1.0, **options)
-    call(step, CPU, 5)
-    return step
+    del step
+    assert report.to_json() == text
 
 
 def test_report_names_the_memory_that_nodes_touch() -> None:
-    step = captured()
-    buffers = step.report().buffers()
+    buffers = captured().report().buffers()
     names = {buffer.name: buffer for buffer in buffers}
     assert names["blocks.0.attention.qkv.weight"].role.name == "PARAMETER"
     assert names["gradient of blocks.0.attention.qkv.weight"].role.name == "GRADIENT"
@@ -204,12 +185,10 @@ def test_report_names_the_line_that_bakes_a_number_in() -> None:
 def test_a_measured_report_leaves_everything_as_it_was() -> None:
     outputs = []
     for measure in (False, True):
-        torch.manual_seed(3)
-        step, model = start(CPU, max_grad_norm=1.0)
-        generator = torch.Generator().manual_seed(0)
+        step, model, _, next_batch = make_step(CPU, "gpt", max_grad_norm=1.0)
         losses = []
         for index in range(10):
-            losses.append(step(*ZOO["gpt"].batch(generator).args))
+            losses.append(step(*next_batch()))
             if measure and index in (3, 6):
                 report = step.report(measure=True)
                 assert report.num_calls == step.report().num_calls
@@ -220,57 +199,26 @@ def test_a_measured_report_leaves_everything_as_it_was() -> None:
     assert all(torch.equal(a, b) for a, b in zip(*outputs, strict=True))
 
 
-def test_only_a_captured_graph_can_be_measured() -> None:
-    step, _ = start(CPU)
-    with pytest.raises(graphfsdp.PhaseError, match=r"no graph to measure in phase warmup.*4 calls"):
-        step.report(measure=True)
-
-
-def test_a_report_outlives_its_step() -> None:
-    step = captured()
-    report = step.report()
-    text = report.to_json()
-    step.close()
-    del step
-    assert report.to_json() == text
-
-
-NUM_CALLS = 7
-
-
-def train(strategy: str, *, measure: bool) -> tuple[list[torch.Tensor], graphfsdp.CaptureReport]:
-    model = make_net(strategy)
+def train(*, measure: bool) -> tuple[list[Tensor], graphfsdp.CaptureReport]:
+    model = make_net("optim_grads_params")
     with graphfsdp.capture(model, adam(model, "fused_adam"), max_grad_norm=1.0) as step:
         losses = []
-        for index, batch in enumerate(batches(NUM_CALLS)):
+        for index, batch in enumerate(batches(7)):
             losses.append(step(*my_part(batch)))
             report = step.report(measure=measure and index >= 4)
     return [*losses, *full_parameters(model).values()], report
 
 
-def measured_and_not(strategy: str) -> dict[str, Any]:
-    plain, _ = train(strategy, measure=False)
-    measured, report = train(strategy, measure=True)
-    roles = {buffer.name: buffer.role for buffer in report.buffers()}
-    return {
-        "equal": all(torch.equal(a, b) for a, b in zip(plain, measured, strict=True)),
-        "collectives": dict(report.by_kind["collective"]),
-        "collective_us": sum(
-            report.node_us[node.index] for node in report.nodes() if node.kind.value == "collective"
-        ),
-        "parameters": [name for name, role in roles.items() if role.name == "PARAMETER"],
-        "gradients": [name for name, role in roles.items() if role.name == "GRADIENT"],
-        "modules": {node.site.module for node in report.nodes()},
-    }
-
-
-def test_report_of_a_sharded_step_counts_collectives_and_measures_them(ranks2: RankPool) -> None:
-    for result in ranks2.run(measured_and_not, "optim_grads_params"):
-        assert result["equal"]
-        collectives = result["collectives"]
-        assert collectives["graphfsdp.all_gather_.default"] > 1
-        assert collectives["graphfsdp.reduce_scatter_.default"] > 1
-        assert result["collective_us"] > 0
-        assert result["parameters"]
-        assert result["gradients"]
-        assert any(name and "." in name for name in result["modules"])
+@on_ranks("ranks2")
+def test_report_of_a_sharded_step_counts_collectives_and_measures_them() -> None:
+    plain, _ = train(measure=False)
+    measured, report = train(measure=True)
+    assert all(torch.equal(a, b) for a, b in zip(plain, measured, strict=True))
+    collectives = report.by_kind["collective"]
+    assert collectives["graphfsdp.all_gather_.default"] > 1
+    assert collectives["graphfsdp.reduce_scatter_.default"] > 1
+    of_collectives = [node.index for node in report.nodes() if node.kind.value == "collective"]
+    assert sum(report.node_us[index] for index in of_collectives) > 0
+    roles = {buffer.role.name for buffer in report.buffers()}
+    assert {"PARAMETER", "GRADIENT"} <= roles
+    assert any(node.site.module and "." in node.site.module for node in report.nodes())
