@@ -1,5 +1,7 @@
 """Audits: an iteration as written trains like a replay, and tells where Python decides unseen."""
 
+import copy
+import itertools
 import logging
 from collections.abc import Callable
 from pathlib import Path
@@ -13,12 +15,20 @@ import graphfsdp
 from counting_net import mean_square
 from graphfsdp import CaptureError, GuardError, Phase
 from graphfsdp.optim import FusedAdam
-from helpers import assert_alive, assert_same_run, assert_same_states, run, snapshot
+from helpers import (
+    Case,
+    assert_alive,
+    assert_same_run,
+    assert_same_states,
+    run,
+    run_as_eager,
+    snapshot,
+)
 from hidden_count import Unseen
 from ranks import on_ranks
 from sharding_helpers import batches as token_batches
 from sharding_helpers import make_net, my_part
-from zoo import ZOO
+from zoo import ZOO, features
 
 
 @pytest.mark.parametrize(
@@ -58,63 +68,55 @@ def test_ranks_audit_together_and_train_with_the_same_bits(strategy: str) -> Non
     assert_same_states(train(scope="none"), train(audit=1))
 
 
-def of_a_file(file: Path) -> Callable[[nn.Module, Tensor], Tensor]:
-    def loss_fn(model: nn.Module, x: Tensor) -> Tensor:
-        return mean_square(model, x) * float(file.read_text())
+class OfAFile:
+    """A loss with a factor that a file holds."""
 
-    return loss_fn
+    def __init__(self, folder: Path) -> None:
+        self.file = folder / "factor"
+        self.file.write_text("2.0")
 
+    def __call__(self, model: nn.Module, x: Tensor) -> Tensor:
+        return mean_square(model, x) * float(self.file.read_text())
 
-def train_by_a_file(file: Path, scope: str, **options: Any) -> list[dict[str, Tensor]]:
-    """Train with a factor that a file holds and that becomes another one."""
-    torch.manual_seed(0)
-    model = nn.Linear(4, 4)
-    optim = FusedAdam(model.parameters(), lr=0.01)
-    file.write_text("2.0")
-    states = []
-    with graphfsdp.capture(model, optim, loss_fn=of_a_file(file), scope=scope, **options) as step:
-        for index in range(24):
-            if index == 12:
-                file.write_text("3.0")
-            states.append({"loss": step(torch.randn(3, 4)), **snapshot(model, optim)})
-    return states
+    def case(self, changed_at: int) -> Case:
+        """Return a training before whose n-th call the factor becomes another one."""
+
+        def setup(model: nn.Module, optimizer: object) -> Callable[[], object]:
+            self.file.write_text("2.0")
+            calls = itertools.count(1)
+            return lambda: next(calls) == changed_at and self.file.write_text("3.0")
+
+        return Case(lambda: nn.Linear(4, 4), features(4), self, setup)
 
 
 def test_what_a_file_decides_is_found_and_named_by_the_next_audit(
     tmp_path: Path, device: torch.device
 ) -> None:
-    file = tmp_path / "factor"
-    file.write_text("2.0")
+    loss_fn = OfAFile(tmp_path)
     model = nn.Linear(4, 4).to(device)
-    twin = nn.Linear(4, 4).to(device)
-    twin.load_state_dict(model.state_dict())
+    twin = copy.deepcopy(model)
     x = torch.ones(3, 4, device=device)
     optim, its = FusedAdam(model.parameters()), FusedAdam(twin.parameters())
-    eager = graphfsdp.capture(twin, its, loss_fn=of_a_file(file), scope="none")
-    with graphfsdp.capture(model, optim, loss_fn=of_a_file(file), audit=4) as step:
-        for _ in range(10):  # audited are the ninth and the thirteenth call
+    eager = graphfsdp.capture(twin, its, loss_fn=loss_fn, scope="none")
+    with graphfsdp.capture(model, optim, loss_fn=loss_fn, audit=4) as step:
+        for _ in range(12):  # audited are the ninth and the thirteenth call
             assert torch.equal(step(x), eager(x))
         assert step.report().num_calls["audit"] == 1
-        step(x), step(x)
-        eager(x), eager(x)
-        file.write_text("3.0")
+        loss_fn.file.write_text("3.0")
         eager(x)
         with pytest.raises(GuardError, match=r"aten\.mul.* was given 2\.0 .* and 3\.0") as caught:
             step(x)
-        message = str(caught.value)
-        assert "after 8 replays" in message
-        assert "since replay 5" in message
-        assert f"{__file__}:" in message
-        assert "Remedy:" in message
+        for words in ("after 8 replays", "since replay 5", f"{__file__}:", "Remedy:"):
+            assert words in str(caught.value)
         assert torch.equal(model.weight, twin.weight)  # the audited call has trained as written
     eager.close()
 
 
 @pytest.mark.parametrize("on_change", ["recapture", "eager"])
 def test_training_goes_on_as_on_change_says(tmp_path: Path, on_change: str) -> None:
-    file = tmp_path / "factor"
-    got = train_by_a_file(file, "full_iteration", audit=1, on_change=on_change)
-    assert_same_states(train_by_a_file(file, "none"), got)
+    case = OfAFile(tmp_path).case(changed_at=12)
+    options: dict[str, Any] = {"num_steps": 24, "audit": 1, "on_change": on_change}
+    run_as_eager(case, torch.device("cpu"), **options)
 
 
 def test_what_moves_now_and_then_is_let_go_of_or_refused() -> None:

@@ -16,6 +16,7 @@ import graphfsdp
 from graphfsdp.optim import FusedAdam
 from helpers import PlainStep, same_bits
 from iterations import steps_once
+from parts_helpers import check
 
 NUM_CALLS = 14  # 3 warm-up, 1 capture, 10 replays
 Loss = Callable[..., Any]
@@ -400,58 +401,62 @@ def test_a_call_that_fails_and_an_example_leave_the_batch_as_it_was(
         assert same_bits(state["h"], torch.zeros_like(x))
 
 
-class Collects(nn.Module):
-    """Writes into a list or dict that it is given, or asks for gradients of an input."""
+class Given(nn.Module):
+    """Hands a net what it is given."""
 
-    def __init__(self, kind: str) -> None:
+    def __init__(self, what: Callable[..., Any]) -> None:
         super().__init__()
         self.net = make_model()
-        self.kind = kind
+        self.what = what
 
-    def forward(self, x: Tensor, others: Any) -> Tensor:
-        if self.kind == "requires_grad":
-            x.requires_grad_(True)
-        y: Tensor = self.net(x)
-        if self.kind == "list":
-            others.append(y.mean())
-        elif self.kind == "dict":
-            others["h"] = y.detach() + others["h"]
-        elif self.kind == "dataclass":
-            return Batch(y, notes=[x.mean() + others.x.sum()])  # type: ignore[return-value]
-        return y
+    def forward(self, x: Tensor, others: Any) -> Any:
+        return self.what(self.net, x, others)
+
+
+def appends(net: nn.Module, x: Tensor, others: list[Tensor]) -> Tensor:
+    y: Tensor = net(x)
+    others.append(y.mean())
+    return y
+
+
+def sums(net: nn.Module, x: Tensor, others: dict[str, Tensor]) -> Tensor:
+    y: Tensor = net(x)
+    others["h"] = y.detach() + others["h"]
+    return y
+
+
+def asks_for_gradients(net: nn.Module, x: Tensor, others: None) -> Any:
+    return net(x.requires_grad_(True))
+
+
+def returns_a_dataclass(net: nn.Module, x: Tensor, others: Batch) -> Batch:
+    return Batch(net(x), notes=[x.mean() + others.x.sum()])
 
 
 @pytest.mark.parametrize(
-    ("kind", "why"),
+    ("what", "others_of", "why"),
     [
-        ("list", "writes into a container"),
-        ("dict", "writes into a container"),
-        ("requires_grad", "changes requires_grad of an input"),
-        ("dataclass", "Collects: captured"),
+        (appends, lambda x, state: [], "writes into a container"),
+        (sums, lambda x, state: state, "writes into a container"),
+        (asks_for_gradients, lambda x, state: None, "changes requires_grad of an input"),
+        (returns_a_dataclass, lambda x, state: Batch(x), "Given: captured"),
     ],
 )
 def test_a_part_that_writes_into_what_it_is_given_runs_as_written(
-    kind: str, why: str, device: torch.device
+    what: Callable[..., Any], others_of: Callable[..., Any], why: str, device: torch.device
 ) -> None:
-    def train(*, in_place: bool) -> list[Tensor]:
-        model = Collects(kind).to(device)
-        optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
-        parts = graphfsdp.capture_in_place(model, optimizer, keep="all") if in_place else None
+    def loop(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
         state = {"h": torch.zeros(6, 4, device=device)}
-        seen: list[Tensor] = []
         for x in inputs(device):
-            others: Any = {"list": [], "dict": state, "dataclass": Batch(x)}.get(kind)
+            others = others_of(x, state)
             y: Any = model(x, others)
             if isinstance(y, Batch):
                 y = y.x + y.notes[0]
             optimizer.zero_grad()
-            if kind == "requires_grad":
-                seen += torch.autograd.grad(y.sum(), x, retain_graph=True)
+            if x.requires_grad:
+                yield from torch.autograd.grad(y.sum(), x, retain_graph=True)
             mean_square(y).backward()
             optimizer.step()
-            seen += [y.detach().clone(), *leaves_of(others)]
-        assert parts is None or why in str(parts.report())
-        return [*seen, *(param.detach() for param in model.parameters())]
+            yield from [y, *leaves_of(others)]
 
-    runs = (train(in_place=in_place) for in_place in (False, True))
-    assert all(same_bits(one, other) for one, other in zip(*runs, strict=True))
+    assert why in str(check(loop, lambda: Given(what).to(device)).report())

@@ -11,10 +11,13 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import graphfsdp
+import parts_helpers
 from graphfsdp.optim import FusedAdam
-from helpers import same_bits
+from helpers import Case, assert_same_run, assert_same_state, run, same_bits, snapshot
+from zoo import features
 
 CPU = torch.device("cpu")
+X = torch.ones(6, 4)
 Make = Callable[[], nn.Module]
 MakeOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 
@@ -107,6 +110,9 @@ class Wrapper(torch.optim.Optimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         self.inner.zero_grad(set_to_none)
 
+    def state_dict(self) -> dict[str, Any]:
+        return self.inner.state_dict()
+
 
 def adam(params: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
     return torch.optim.Adam(params, lr=0.01)
@@ -124,68 +130,51 @@ def half_scripted() -> nn.Module:
     return model
 
 
-def batches() -> Iterator[Tensor]:
-    generator = torch.Generator().manual_seed(7)
-    for _ in range(14):
-        yield torch.randn(6, 4, generator=generator)
-
-
-def trained(
-    make: Make, make_optimizer: MakeOptimizer, train: Callable[[nn.Module, Any], Iterator[Tensor]]
-) -> list[Tensor]:
-    torch.manual_seed(5)
-    model = make()
-    losses = [loss.detach().clone() for loss in train(model, make_optimizer(model.parameters()))]
-    return [*losses, *(tensor.detach() for tensor in model.state_dict().values())]
-
-
 def plainly(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
-    for x in batches():
+    for _ in range(14):
         optimizer.zero_grad()
-        output = model(x)
-        loss = getattr(output, "loss", output)
+        output = model(torch.randn(6, 4))
+        loss: Tensor = getattr(output, "loss", output)
         loss.backward()
         optimizer.step()
         yield loss
 
 
-def in_place(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
-    with graphfsdp.capture_in_place(model, optimizer, keep="all"):
-        yield from plainly(model, optimizer)
+def check_in_place(make: Make, make_optimizer: MakeOptimizer = adam) -> None:
+    torch.manual_seed(5)
+    state = make().state_dict()
+
+    def again() -> nn.Module:
+        model = make()
+        model.load_state_dict(state)
+        return model
+
+    parts_helpers.check(plainly, again, lambda model: make_optimizer(model.parameters()))
 
 
-def captured(**options: Any) -> Callable[[nn.Module, torch.optim.Optimizer], Iterator[Tensor]]:
-    def train(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
-        with graphfsdp.capture(model, optimizer, **options) as step:
-            yield from (step(x) for x in batches())
-
-    return train
-
-
-def assert_same(left: list[Tensor], right: list[Tensor]) -> None:
-    assert all(same_bits(one, other) for one, other in zip(left, right, strict=True))
+def check_captured(make: Make, make_optimizer: MakeOptimizer = adam, **options: Any) -> None:
+    scope = options.pop("scope", "full_iteration")
+    case = Case(make, features(4))
+    runs = (run(case, how, CPU, optimizer=make_optimizer, **options) for how in ("plain", scope))
+    assert_same_run(*runs)
 
 
 @pytest.mark.parametrize("make", [Configured, Listed, Answering, Placeless])
 def test_both_doors_and_a_check_take_the_model(make: Make) -> None:
-    expected = trained(make, adam, plainly)
-    assert_same(expected, trained(make, adam, captured()))
-    assert_same(expected, trained(make, adam, in_place))
+    check_captured(make)
+    check_in_place(make)
     model = make()
-    report = graphfsdp.check(model, adam(model.parameters()), next(batches()))
+    report = graphfsdp.check(model, adam(model.parameters()), X)
     assert report.ok, report
 
 
 def test_an_optimizer_without_hooks_is_captured_outside_of_the_graph() -> None:
-    expected = trained(Plain, Wrapper, plainly)
-    assert_same(expected, trained(Plain, Wrapper, in_place))
+    check_in_place(Plain, Wrapper)
     with pytest.raises(graphfsdp.CaptureError, match=r"Adam.step.*scope='forward_backward'"):
-        trained(Plain, Wrapper, captured())
-    assert_same(expected, trained(Plain, Wrapper, captured(scope="forward_backward")))
+        check_captured(Plain, Wrapper)
+    check_captured(Plain, Wrapper, scope="forward_backward")
     model = Plain()
-    report = graphfsdp.check(
-        model, Wrapper(model.parameters()), next(batches()), scope="forward_backward"
-    )
+    report = graphfsdp.check(model, Wrapper(model.parameters()), X, scope="forward_backward")
     assert report.ok, report
 
 
@@ -198,12 +187,10 @@ def test_torchscript_is_refused_by_name_and_the_ways_out_work(make: Make, where:
     message = f"{where} is TorchScript.*capture_in_place.*scope='none'"
     with pytest.raises(graphfsdp.ConfigError, match=message):
         graphfsdp.capture(model, optimizer)
-    report = graphfsdp.check(model, optimizer, next(batches()))
+    report = graphfsdp.check(model, optimizer, X)
     assert "is TorchScript" in str(report.hazards[0].why)
-    expected = trained(make, adam, plainly)
-    assert_same(expected, trained(make, adam, in_place))
-    assert_same(expected, trained(make, adam, captured(scope="none")))
-    assert_same(expected, trained(Plain, adam, captured()))
+    check_in_place(make)
+    check_captured(lambda: nn.Sequential(make()), scope="none")  # a hook counts calls
 
 
 def test_a_function_of_torchscript_is_captured() -> None:
@@ -215,22 +202,21 @@ def test_a_function_of_torchscript_is_captured() -> None:
         def forward(self, x: Tensor) -> Tensor:
             return super().forward(gate(self.second(x), 0.5))
 
-    assert_same(trained(Gated, adam, plainly), trained(Gated, adam, captured()))
+    check_captured(Gated)
 
 
 @pytest.mark.parametrize("make", [Configured, Listed])
 def test_a_failed_iteration_of_any_class_of_module_is_undone(make: Make) -> None:
     model = make()
-    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    optimizer = FusedAdam(model.parameters())
+    before, first = snapshot(model, optimizer), next(iter(model.parameters())).detach().clone()
 
     def fails(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor) -> Tensor:
         for _ in plainly(model, optimizer):
-            assert not same_bits(next(iter(before.values())), next(iter(model.parameters())))
+            assert not same_bits(first, next(iter(model.parameters())))
         raise KeyError("of the user's")
 
-    step = graphfsdp.capture(model, FusedAdam(model.parameters()), iteration=fails)
+    step = graphfsdp.capture(model, optimizer, iteration=fails)
     with pytest.raises(KeyError):
-        step(next(batches()))
-    after = model.state_dict()
-    assert list(before) == list(after)
-    assert all(same_bits(before[name], after[name]) for name in before)
+        step(X)
+    assert_same_state(before, snapshot(model, optimizer))

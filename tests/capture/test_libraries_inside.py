@@ -110,6 +110,15 @@ def gaussian(validate: bool | None, mean: Tensor) -> Tensor:
     return found
 
 
+def phase_of(model: nn.Module, loss_fn: Callable[..., Tensor], *shape: int) -> graphfsdp.Phase:
+    """Return the phase behind six iterations."""
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
+    with graphfsdp.capture(model, optimizer, loss_fn=loss_fn) as step:
+        for _ in range(6):
+            step(torch.randn(*shape))
+        return step.phase
+
+
 @pytest.mark.parametrize("log_prob", [categorical, gaussian])
 def test_a_distribution_names_validate_args(
     log_prob: Callable[[bool | None, Tensor], Tensor], monkeypatch: pytest.MonkeyPatch
@@ -118,16 +127,7 @@ def test_a_distribution_names_validate_args(
     monkeypatch.setattr(Distribution, "_validate_args", True)
 
     def train(validate: bool | None) -> graphfsdp.Phase:
-        model = nn.Linear(4, 3)
-        optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
-
-        def loss_fn(model: nn.Module, x: Tensor) -> Tensor:
-            return -log_prob(validate, model(x)).mean()
-
-        with graphfsdp.capture(model, optimizer, loss_fn=loss_fn) as step:
-            for _ in range(6):
-                step(torch.randn(5, 4))
-            return step.phase
+        return phase_of(nn.Linear(4, 3), lambda m, x: -log_prob(validate, m(x)).mean(), 5, 4)
 
     with pytest.raises(graphfsdp.CaptureError, match="validate_args=False for this distribution"):
         train(None)
@@ -187,16 +187,10 @@ def test_graph_layers_name_the_line_for_self_loops(name: str) -> None:
     edges, labels = torch.randint(12, (2, 40)), torch.randint(3, (12,))
 
     def train(**options: bool) -> graphfsdp.Phase:
-        layer = getattr(library, name)(6, 3, **options)
-        optimizer = torch.optim.Adam(layer.parameters(), lr=1e-3)
-
         def loss_fn(layer: nn.Module, x: Tensor) -> Tensor:
             return nn.functional.cross_entropy(layer(x, edges), labels)
 
-        with graphfsdp.capture(layer, optimizer, loss_fn=loss_fn) as step:
-            for _ in range(6):
-                step(torch.randn(12, 6))
-            return step.phase
+        return phase_of(getattr(library, name)(6, 3, **options), loss_fn, 12, 6)
 
     with pytest.raises(graphfsdp.CaptureError, match=r"add_remaining_self_loops.*add_self_loops="):
         train()
