@@ -1,5 +1,6 @@
 """Tests of collectives that others than graphfsdp issue inside the iteration."""
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,21 +13,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import graphfsdp
 from graphfsdp import CaptureError, ConfigError
-from ranks import RankPool
+from ranks import on_ranks
 from sharding_helpers import Block, raises_on_rank
-
-
-class AllReduces(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.block = Block(4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        loss = self.block(x).square().mean()
-        total = loss.detach().clone()
-        dist.all_reduce(total)
-        out: Tensor = loss * (1 + total)
-        return out
 
 
 class Mean(nn.Module):
@@ -39,51 +27,57 @@ class Mean(nn.Module):
         return out
 
 
-def foreign(kind: str) -> str:
-    torch.manual_seed(0)
-    model: nn.Module
-    if kind == "ddp":
-        model = Mean(DistributedDataParallel(Block(4)))
-    elif kind == "fsdp2":
-        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-        model = Mean(Block(4))
-        torch_fully_shard(model.block, mesh=mesh)
-        torch_fully_shard(model, mesh=mesh)
-    else:
-        model = AllReduces()
-    params: Any = model.parameters()
-    optim = torch.optim.AdamW(params, lr=torch.tensor(0.01), fused=True)
-    generator = torch.Generator().manual_seed(dist.get_rank())
-    if kind == "ddp":  # known before anything runs
-        with raises_on_rank(ConfigError) as messages:
-            graphfsdp.capture(model, optim)
-        with graphfsdp.capture(model, optim, scope="none") as step:
-            assert step(torch.ones(2, 4)).isfinite()
-        return messages[0]
-    with graphfsdp.capture(model, optim) as step:
-        for index in range(4):
-            x = torch.randn(2, 4, generator=generator)
-            if index < 3:
-                step(x)
-                continue
-            with raises_on_rank(CaptureError) as messages:
-                step(x)
-    (message,) = messages
-    if kind == "all_reduce":  # the others' own state is in the middle of a backward pass
-        with graphfsdp.capture(model, optim, scope="none") as step:
-            assert step(torch.ones(2, 4)).isfinite()
-    return message
+class AllReduces(Mean):
+    def forward(self, x: Tensor) -> Tensor:
+        loss = super().forward(x)
+        total = loss.detach().clone()
+        dist.all_reduce(total)
+        return loss * (1 + total)
 
 
-@pytest.mark.parametrize("kind", ["ddp", "fsdp2", "all_reduce"])
-def test_a_foreign_collective_is_refused_by_name(ranks2: RankPool, kind: str) -> None:
-    for message in ranks2.run(foreign, kind):
-        assert "Remedy" in message
-        if kind == "fsdp2":
-            assert "fsdp.all_gather_copy_in" in message
-        elif kind == "ddp":
-            assert "'block' is wrapped in DistributedDataParallel" in message
-            assert "strategy='no_shard'" in message
-        else:
-            assert "c10d" in message
-            assert "is a collective" in message
+def all_reduces() -> nn.Module:
+    return AllReduces(Block(4))
+
+
+def sharded_by_torch() -> nn.Module:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    model = Mean(Block(4))
+    torch_fully_shard(model.block, mesh=mesh)
+    return torch_fully_shard(model, mesh=mesh)
+
+
+def adamw(model: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=torch.tensor(0.01), fused=True)
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (all_reduces, ("c10d", "is a collective", "Remedy")),
+        (sharded_by_torch, ("fsdp.all_gather_copy_in", "Remedy")),
+    ],
+)
+@on_ranks("ranks2")
+def test_a_foreign_collective_is_refused_by_name(
+    make: Callable[[], nn.Module], words: tuple[str, ...]
+) -> None:
+    torch.manual_seed(dist.get_rank())
+    model = make()
+    with graphfsdp.capture(model, optim := adamw(model)) as step:
+        for _ in range(3):
+            step(torch.randn(2, 4))
+        with raises_on_rank(CaptureError, *words):
+            step(torch.randn(2, 4))
+    if make is all_reduces:  # the other's own state is in the middle of a backward pass
+        with graphfsdp.capture(model, optim, scope="none") as step:
+            assert step(torch.ones(2, 4)).isfinite()
+
+
+@on_ranks("ranks2")
+def test_a_part_in_torchs_data_parallel_is_refused_before_anything_runs() -> None:
+    model = Mean(DistributedDataParallel(Block(4)))
+    words = ("'block' is wrapped in DistributedDataParallel", "strategy='no_shard'", "Remedy")
+    with raises_on_rank(ConfigError, *words):
+        graphfsdp.capture(model, adamw(model))
+    with graphfsdp.capture(model, adamw(model), scope="none") as step:
+        assert step(torch.ones(2, 4)).isfinite()

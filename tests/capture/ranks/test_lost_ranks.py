@@ -100,7 +100,15 @@ def fails_on_the_last_rank(case: str, strategy: str) -> Heard:
     return hear(index, strategy, fails if is_last else lambda step: nullcontext())
 
 
-def check_case(num_ranks: int, case: str, strategy: str) -> None:
+@pytest.mark.parametrize(
+    ("num_ranks", "case", "strategy"),
+    [
+        *((2, case, "optim_grads_params") for case in CASES),
+        *((4, f"operator in a {what}", "optim_grads_params") for what in ("warm-up", "replay")),
+        (2, "operator in a replay", "no_shard"),  # ranks that only reduce gradients
+    ],
+)
+def test_a_rank_that_fails_is_named_at_once(num_ranks: int, case: str, strategy: str) -> None:
     index, kind, _ = CASES[case]
     pool = RankPool(num_ranks)
     try:
@@ -117,20 +125,6 @@ def check_case(num_ranks: int, case: str, strategy: str) -> None:
     for heard in (*others, failed):
         assert heard.phase == "broken"
         assert name in heard.again
-
-
-@pytest.mark.parametrize("case", CASES)
-def test_a_rank_that_fails_is_named_at_once(case: str) -> None:
-    check_case(2, case, "optim_grads_params")
-
-
-@pytest.mark.parametrize("case", ["operator in a warm-up", "operator in a replay"])
-def test_four_ranks_hear_of_one_that_waits_for_none(case: str) -> None:
-    check_case(4, case, "optim_grads_params")
-
-
-def test_so_do_ranks_that_only_reduce_gradients() -> None:
-    check_case(2, "operator in a replay", "no_shard")
 
 
 def fails_in_the_optimizer() -> tuple[str, str]:

@@ -14,7 +14,7 @@ from graphfsdp import Phase
 from helpers import assert_same_state, quick_garbage_collection, snapshot
 from hidden_count import Unseen
 from rank_steps import WIDTH, batch, build
-from ranks import RankPool
+from ranks import RankPool, on_ranks
 from sharding_helpers import hybrid_mesh
 from time_limits import slowdown
 
@@ -30,7 +30,15 @@ class LateError(Exception):
     """An ordinary error of a user, after all collectives of the iteration."""
 
 
-def fails_on_one_rank(strategy: str, outer: str | None) -> None:
+@pytest.mark.parametrize(
+    ("ranks", "strategy", "outer"),
+    [
+        *(("ranks2", strategy, None) for strategy in ("no_shard", "optim_grads_params")),
+        ("ranks4", "optim_grads_params", "optim"),
+    ],
+)
+@on_ranks()
+def test_an_error_on_one_rank_undoes_the_iteration_on_all(strategy: str, outer: str | None) -> None:
     """In the optimizer's step hook on the last rank: all roll back and go on, groups are intact."""
     axes: dict[str, Any] = {}
     if outer is not None:  # the first rank shares no group with the last one
@@ -61,19 +69,6 @@ def fails_on_one_rank(strategy: str, outer: str | None) -> None:
     assert step.report().num_captures == 1
 
 
-@pytest.mark.parametrize(
-    ("ranks", "strategy", "outer"),
-    [
-        *(("ranks2", strategy, None) for strategy in ("no_shard", "optim_grads_params")),
-        ("ranks4", "optim_grads_params", "optim"),
-    ],
-)
-def test_an_error_on_one_rank_undoes_the_iteration_on_all(
-    request: pytest.FixtureRequest, ranks: str, strategy: str, outer: str | None
-) -> None:
-    request.getfixturevalue(ranks).run(fails_on_one_rank, strategy, outer)
-
-
 class Reads(nn.Module):
     """Reads a value on the host on rank 1, in one microbatch of two of the capture."""
 
@@ -87,7 +82,19 @@ class Reads(nn.Module):
         return x
 
 
-def reads_on_one_rank(strategy: str, in_microbatch: int) -> None:
+@pytest.mark.parametrize(
+    ("ranks", "strategy", "in_microbatch"),
+    [
+        ("ranks2", "optim", 1),
+        ("ranks2", "optim_grads_params", 0),
+        # The capture ends there, so the ranks have recorded unequally many collectives.
+        pytest.param(
+            *("gpu_ranks", "optim_grads_params", 1), marks=[pytest.mark.gpu, pytest.mark.multi_gpu]
+        ),
+    ],
+)
+@on_ranks()
+def test_a_host_read_on_one_rank_rolls_back_all(strategy: str, in_microbatch: int) -> None:
     expected = losses_without_faults(strategy, 7, nn.Identity(), microbatches=2)
     step, model, optim = build(strategy, "full_iteration", Reads(in_microbatch), microbatches=2)
     for index in range(7):
@@ -104,25 +111,10 @@ def reads_on_one_rank(strategy: str, in_microbatch: int) -> None:
     assert step.report().num_captures == 1
 
 
-@pytest.mark.parametrize(
-    ("ranks", "strategy", "in_microbatch"),
-    [
-        ("ranks2", "optim", 1),
-        ("ranks2", "optim_grads_params", 0),
-        # The capture ends there, so the ranks have recorded unequally many collectives.
-        pytest.param(
-            *("gpu_ranks", "optim_grads_params", 1), marks=[pytest.mark.gpu, pytest.mark.multi_gpu]
-        ),
-    ],
-)
-def test_a_host_read_on_one_rank_rolls_back_all(
-    request: pytest.FixtureRequest, ranks: str, strategy: str, in_microbatch: int
-) -> None:
-    request.getfixturevalue(ranks).run(reads_on_one_rank, strategy, in_microbatch)
-
-
-def fails_while_the_other_is_busy(slow: float) -> None:
+@on_ranks("ranks2")
+def test_a_rank_that_fails_waits_for_one_that_is_busy() -> None:
     """Rank 1 fails at the end of an iteration that rank 0 takes long for."""
+    slow = slowdown()
     step, model, optim = build("optim_grads_params", "full_iteration")
     step(batch(0))
     world = World(model, optim)
@@ -143,11 +135,9 @@ def fails_while_the_other_is_busy(slow: float) -> None:
     assert step.phase is graphfsdp.Phase.WARMUP
 
 
-def test_a_rank_that_fails_waits_for_one_that_is_busy(ranks2: RankPool) -> None:
-    ranks2.run(fails_while_the_other_is_busy, slowdown())
-
-
-def fails_on_both_ranks(strategy: str) -> int:
+@pytest.mark.parametrize("strategy", ["no_shard", "optim_grads", "optim_grads_params"])
+@on_ranks("ranks2")
+def test_a_fault_on_all_ranks_leaves_no_trace_on_any(strategy: str) -> None:
     """At the same operator on both ranks: each says its own error."""
     expected = losses_without_faults(strategy, 6)
     step, model, optim = build(strategy, "full_iteration")
@@ -165,15 +155,11 @@ def fails_on_both_ranks(strategy: str) -> int:
                 world.assert_unchanged(f"call {index}: {mode.fired} at {position}")
                 num_faults += 1
         assert torch.equal(step(batch(index)), expected[index]), index
-    return num_faults
+    assert num_faults >= 10
 
 
-@pytest.mark.parametrize("strategy", ["no_shard", "optim_grads", "optim_grads_params"])
-def test_a_fault_on_all_ranks_leaves_no_trace_on_any(ranks2: RankPool, strategy: str) -> None:
-    assert min(ranks2.run(fails_on_both_ranks, strategy)) >= 10
-
-
-def begin_anew_on_one_rank() -> tuple[dict[str, int], str]:
+@on_ranks("ranks2")
+def test_a_rank_that_goes_on_eagerly_is_met_by_replays() -> None:
     """Rank 1 changes a number that its graph has baked in, rank 0 does not."""
     losses: list[list[Tensor]] = []
     for scope in ("none", "full_iteration"):
@@ -190,16 +176,10 @@ def begin_anew_on_one_rank() -> tuple[dict[str, int], str]:
             expected = state
     assert_same_state(expected, state)
     assert all(torch.equal(*pair) for pair in zip(*losses, strict=True))
-    calls, phase = step.report().num_calls, step.phase.value
+    assert step.phase is Phase.REPLAY
+    calls = step.report().num_calls
+    assert (calls["replay"], calls.get("eager", 0)) == ((2, 6) if dist.get_rank() else (8, 0))
     step.close()
-    return dict(calls), phase
-
-
-def test_a_rank_that_goes_on_eagerly_is_met_by_replays(ranks2: RankPool) -> None:
-    (other, phase), (changed, changed_phase) = ranks2.run(begin_anew_on_one_rank)
-    assert (phase, changed_phase) == ("replay", "replay")
-    assert other["replay"] == 8
-    assert (changed["replay"], changed["eager"]) == (2, 6)
 
 
 def meet_a_new_kind() -> str:
