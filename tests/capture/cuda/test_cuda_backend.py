@@ -190,7 +190,35 @@ WORDS = "what happened"
 FINDS_GENERATORS = hasattr(torch.cuda.CUDAGraph, "pools")
 
 
-@pytest.mark.parametrize("is_watched", [True, False])
+@pytest.fixture(params=[True, False], ids=["watched", "unwatched"])
+def is_watched(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
+    """Run with the watcher of streams, and without it, as torch.compile needs it."""
+    if not request.param:
+        path = "graphfsdp._capture.cuda.graph.has_compiled_regions"
+        monkeypatch.setattr(path, lambda model: True)
+    return bool(request.param)
+
+
+def fails_once(
+    wrong: Callable[[nn.Module, Tensor], Tensor], error: type[BaseException], words: str
+) -> tuple[graphfsdp.CapturedStep, BaseException]:
+    """Let a capture fail, go on to the first replays; return the step and what was raised."""
+    switch = {"on": True}
+    step = make_step(while_it_is_on(wrong, switch))
+    for _ in range(3):
+        step(batch())
+    with pytest.raises(error, match=words) as caught:
+        step(batch())
+    torch.cuda.empty_cache()
+    torch.rand(3, device=CUDA)  # torch alone leaves allocator and generators in the middle of it
+    switch["on"] = False
+    for _ in range(3):
+        step(batch())
+    assert step.phase is Phase.REPLAY
+    return step, caught.value
+
+
+@pytest.mark.usefixtures("is_watched")
 @pytest.mark.parametrize(
     "error",
     [
@@ -199,39 +227,16 @@ FINDS_GENERATORS = hasattr(torch.cuda.CUDAGraph, "pools")
     ],
     ids=["error", "ctrl_c", "refusal", "refusal_of_torch"],
 )
-def test_the_first_error_of_a_capture_is_told(
-    error: type[BaseException] | None, is_watched: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_first_error_of_a_capture_is_told(error: type[BaseException] | None) -> None:
     """Streams that it leaves unjoined make the end of the capture fail as well."""
-    if not is_watched:
-        path = "graphfsdp._capture.cuda.graph.has_compiled_regions"
-        monkeypatch.setattr(path, lambda model: True)
-    generator = torch.Generator(CUDA)
-    wrong = partial(raises_in_capture, error, generator=generator)
-    switch = {"on": True}
-    step = make_step(while_it_is_on(wrong, switch))
-    for _ in range(3):
-        step(batch())
-    with pytest.raises(error or CaptureError, match=WORDS if error else "generator"):
-        step(batch())
-    torch.cuda.empty_cache()
-    torch.rand(3, device=CUDA)  # torch alone leaves allocator and generators in the middle of it
-    switch["on"] = False
-    for _ in range(3):
-        step(batch())
-    assert step.phase is Phase.REPLAY
+    wrong = partial(raises_in_capture, error, generator=torch.Generator(CUDA))
+    step, _ = fails_once(wrong, error or CaptureError, WORDS if error else "generator")
     step.close()
 
 
 @pytest.mark.skipif(not FINDS_GENERATORS, reason="torch refuses it")
-@pytest.mark.parametrize("is_watched", [True, False])
-def test_a_generator_that_no_module_holds_goes_on_as_in_eager_iterations(
-    is_watched: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if not is_watched:
-        path = "graphfsdp._capture.cuda.graph.has_compiled_regions"
-        monkeypatch.setattr(path, lambda model: True)
-
+@pytest.mark.usefixtures("is_watched")
+def test_a_generator_that_no_module_holds_goes_on_as_in_eager_iterations() -> None:
     def losses(scope: str) -> list[Tensor]:
         generator = torch.Generator(CUDA).manual_seed(5)
 
@@ -264,22 +269,11 @@ def test_a_capture_on_another_device_leaves_the_current_one(breaks: bool) -> Non
     assert torch.cuda.current_device() == 0
 
 
-def test_without_the_watcher_the_driver_says_that_a_stream_was_not_joined(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """As with torch.compile, which no watcher may see."""
-    monkeypatch.setattr("graphfsdp._capture.cuda.graph.has_compiled_regions", lambda model: True)
-    switch = {"on": True}
-    step = make_step(while_it_is_on(leaves_a_stream_unjoined, switch))
-    for _ in range(3):
-        step(batch())
-    with pytest.raises(CaptureError, match="joined") as caught:
-        step(batch())
-    assert caught.value.cuda_error == 904
-    switch["on"] = False
-    for _ in range(3):
-        step(batch())
-    assert step.phase is Phase.REPLAY
+@pytest.mark.parametrize("is_watched", [False], indirect=True)
+def test_without_the_watcher_the_driver_says_that_a_stream_was_not_joined(is_watched: bool) -> None:
+    step, error = fails_once(leaves_a_stream_unjoined, CaptureError, "joined")
+    assert isinstance(error, CaptureError)
+    assert error.cuda_error == 904
     assert step.report().num_ops == 0
     step.close()
 
@@ -336,7 +330,6 @@ def test_closing_after_an_error_of_the_device_still_frees_the_graph(
     assert not private_pools() - others
 
 
-@pytest.mark.gpu
 @pytest.mark.parametrize("is_granted", [True, False])
 def test_attempts_use_the_same_page_locked_memory(
     is_granted: bool, monkeypatch: pytest.MonkeyPatch
