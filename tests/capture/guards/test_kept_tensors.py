@@ -14,7 +14,7 @@ from graphfsdp import HazardKind
 from graphfsdp.errors import CaptureError
 from graphfsdp.optim import FusedAdam
 from helpers import snapshot
-from ranks import RankPool, rank_device
+from ranks import on_ranks, rank_device
 
 Loss = Callable[[nn.Module, Tensor], Tensor]
 
@@ -127,7 +127,11 @@ def test_results_may_be_the_next_batch(device: torch.device) -> None:
     assert torch.equal(*runs)
 
 
-def replaces_on_one_rank(always: bool) -> tuple[dict[str, int], list[str]]:
+@pytest.mark.parametrize("always", [False, True])
+@on_ranks("ranks2")
+def test_what_one_rank_replaces_costs_all_a_warm_up_and_is_refused_on_all_in_each_call(
+    always: bool,
+) -> None:
     torch.manual_seed(0)
     model: Any = nn.Linear(4, 4).to(rank_device())
     graphfsdp.fully_shard(model)
@@ -138,8 +142,8 @@ def replaces_on_one_rank(always: bool) -> tuple[dict[str, int], list[str]]:
         return loss
 
     step = graphfsdp.capture(model, FusedAdam(model.parameters()), loss_fn=loss_fn, warmup_steps=2)
-    errors = []
     kept = [weights["classes"]]
+    errors = []
     for index in range(6):
         if dist.get_rank() == 1 and (index == 2 or always):
             weights["classes"] = torch.ones(4, device=rank_device())
@@ -148,19 +152,10 @@ def replaces_on_one_rank(always: bool) -> tuple[dict[str, int], list[str]]:
             step(torch.ones(2, 4, device=rank_device()))
         except CaptureError as error:
             errors.append(str(error))
-    calls = step.report().num_calls if step.phase is graphfsdp.Phase.REPLAY else {}
-    step.close()
-    return dict(calls), errors
-
-
-def test_a_tensor_that_one_rank_replaces_costs_all_one_more_warm_up(ranks2: RankPool) -> None:
-    for calls, errors in ranks2.run(replaces_on_one_rank, False):
-        assert calls == {"warmup": 3, "capture": 1, "replay": 2}
+    if always:
+        words = ("rank 1 of 2 failed", "keeps of the iteration before")[dist.get_rank()]
+        assert [words in text for text in errors] == [True] * 3, errors
+    else:
         assert errors == []
-
-
-def test_a_tensor_that_one_rank_replaces_in_each_call_is_refused_on_all(ranks2: RankPool) -> None:
-    others, mine = ranks2.run(replaces_on_one_rank, True)
-    assert len(others[1]) == len(mine[1]) > 0
-    assert all("rank 1 of 2 failed" in text for text in others[1])
-    assert all("keeps of the iteration before" in text for text in mine[1])
+        assert step.report().num_calls == {"warmup": 3, "capture": 1, "replay": 2}
+    step.close()
