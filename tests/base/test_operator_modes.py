@@ -3,7 +3,6 @@
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
-import pytest
 import torch
 from torch.autograd.graph import _engine_run_backward
 from torch.overrides import TorchFunctionMode
@@ -94,14 +93,3 @@ def test_function_modes_see_what_runs_other_python_and_nothing_of_these_modes() 
 
     assert "mul.Tensor" in seen(OfAUser())  # type: ignore[no-untyped-call]
     assert seen(nullcontext()) == []
-
-
-def test_an_exception_leaves_no_mode_behind() -> None:
-    seen: list[str] = []
-    with pytest.raises(RuntimeError), Sees("outer", seen), Sees("inner", seen):
-        torch.ones(2) @ torch.ones(3)
-    assert torch._C._len_torch_dispatch_stack() == 0
-    torch.ones(2)
-    assert [name for name in seen if "ones" in name] == [
-        *("inner: aten.ones.default", "outer: aten.ones.default") * 2
-    ]
