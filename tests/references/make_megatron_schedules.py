@@ -6,9 +6,9 @@ The file is megatron/core/optimizer_param_scheduler.py of github.com/NVIDIA/Mega
 commit below. It runs alone; of the rest of Megatron it needs one function that writes a log.
 """
 
-import importlib.util
 import json
 import pathlib
+import runpy
 import sys
 import types
 from typing import Any
@@ -38,21 +38,16 @@ def load(path: str) -> Any:
     for name in ("megatron", "megatron.core"):
         sys.modules[name] = types.ModuleType(name)
     sys.modules["megatron.core.utils"] = utils
-    spec = importlib.util.spec_from_file_location("optimizer_param_scheduler", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return runpy.run_path(path)["OptimizerParamScheduler"]
 
 
-def numbers_of(module: Any, arguments: dict[str, Any]) -> list[list[float]]:
+def numbers_of(kind: Any, arguments: dict[str, Any]) -> list[list[float]]:
     """Return lr of two groups in each iteration."""
     optimizer = types.SimpleNamespace(
         param_groups=[{"lr": 0.0}, {"lr": 0.0, "max_lr": 0.5, "min_lr": 0.2}]
     )
     decay = {"start_wd": 0.1, "end_wd": 0.1, "wd_incr_steps": 60, "wd_incr_style": "constant"}
-    scheduler = module.OptimizerParamScheduler(optimizer, **decay, **arguments)
+    scheduler = kind(optimizer, **decay, **arguments)
     rows = []
     for iteration in range(max(ITERATIONS) + 1):
         if iteration in ITERATIONS:
@@ -62,13 +57,13 @@ def numbers_of(module: Any, arguments: dict[str, Any]) -> list[list[float]]:
 
 
 def main() -> None:
-    module = load(sys.argv[1])
+    kind = load(sys.argv[1])
     cases = [{**COMMON, **case} for case in CASES]
     facts = {
         "source": f"NVIDIA/Megatron-LM, megatron/core/optimizer_param_scheduler.py, {COMMIT}",
         "how": "tests/references/make_megatron_schedules.py",
         "iterations": ITERATIONS,
-        "cases": [{"arguments": c, "numbers": numbers_of(module, c)} for c in cases],
+        "cases": [{"arguments": c, "numbers": numbers_of(kind, c)} for c in cases],
     }
     target = pathlib.Path(__file__).with_name("megatron_schedules.json")
     target.write_text(json.dumps(facts) + "\n", encoding="utf-8")

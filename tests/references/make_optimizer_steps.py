@@ -6,9 +6,9 @@ The file is github.com/KellerJordan/Muon's at the commit below. AdamW is torch's
 Learning rate and weight decay are others in each step.
 """
 
-import importlib.util
 import json
 import pathlib
+import runpy
 import sys
 from typing import Any
 
@@ -43,11 +43,7 @@ def steps_of(make: Any, dtype: torch.dtype, start: Any, grads: Any) -> dict[str,
 
 
 def main() -> None:
-    spec = importlib.util.spec_from_file_location("keller_jordan_muon", sys.argv[1])
-    assert spec is not None
-    assert spec.loader is not None
-    muon = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(muon)
+    muon = runpy.run_path(sys.argv[1])["SingleDeviceMuon"]
     generator = torch.Generator().manual_seed(0)
     start = [torch.randn(shape, generator=generator) for shape in SHAPES]
     grads = [
@@ -68,7 +64,7 @@ def main() -> None:
             "source": f"github.com/KellerJordan/Muon, muon.py, commit {MUON_COMMIT}",
             "settings": {"momentum": 0.9},
             "weights": steps_of(
-                lambda p: muon.SingleDeviceMuon(p, lr=LR, momentum=0.9),
+                lambda p: muon(p, lr=LR, momentum=0.9),
                 torch.float32,
                 start[:2],
                 matrices,
