@@ -71,7 +71,8 @@ class Ranks:
         return group
 
 
-def find_ranks(environment: Mapping[str, str] = os.environ) -> Ranks:
+def find_ranks() -> Ranks:
+    environment = os.environ
     needed = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
     missing = [name for name in needed if name not in environment]
     if not missing:
@@ -126,17 +127,15 @@ def process_group(
         dist.destroy_process_group()
 
 
-def _store_of_this_attempt(
-    ranks: Ranks, timeout: timedelta, environment: Mapping[str, str] = os.environ
-) -> Store | None:
+def _store_of_this_attempt(ranks: Ranks, timeout: timedelta) -> Store | None:
     """Return a part of the launcher's store in which a restarted run finds nothing old.
 
     torchrun keeps one store over all restarts, and ranks could read addresses of processes that
     were killed (pytorch/pytorch#135712). Agents of several machines count restarts each for
     itself; there the launcher has to be told to make a new store (docs/scale.md).
     """
-    attempt = environment.get("TORCHELASTIC_RESTART_COUNT", "0")
-    shared = environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    shared = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     if not shared or attempt == "0" or ranks.local_size != ranks.size:
         return None
     store, _, _ = next(rendezvous("env://", ranks.rank, ranks.size, timeout=timeout))

@@ -1,6 +1,5 @@
 """``graphfsdp bench --mlperf``: scores over several runs, and what has none."""
 
-import argparse
 import contextlib
 import importlib.util
 import json
@@ -20,13 +19,9 @@ from graphfsdp.bench.mlperf import olympic_mean, run_mlperf, run_record
 from graphfsdp.cli import main
 from graphfsdp.errors import ConfigError
 from graphfsdp.training.mllog import RULES, rules_for
+from training_helpers import SMALL
 
-TEXT = argparse.__file__
-SMALL = (  # noqa: SIM905
-    "--num-layers 1 --hidden-size 32 --num-attention-heads 2 --seq-length 16 "
-    "--micro-batch-size 4 --train-iters 60 --lr 1e-2 --lr-warmup-iters 4 --eval-interval 4 "
-    "--eval-iters 2 --device cpu"
-).split()
+RUN = [*SMALL, "--train-iters", "60", "--eval-interval", "4", "--device", "cpu"]
 
 needs_mllog = pytest.mark.skipif(
     importlib.util.find_spec("mlperf_logging") is None, reason="mlperf-logging is not installed"
@@ -106,7 +101,7 @@ def execute_here(command: Sequence[str], shown: Path) -> int:
 
 def run(tmp_path: Path, *flags: str) -> tuple[int, str]:
     with (tmp_path / "shown").open("w") as sink:
-        code = run_mlperf(["--mlperf", *SMALL, "--data", TEXT, *flags], Console(file=sink))
+        code = run_mlperf(["--mlperf", *RUN, *flags], Console(file=sink))
     return code, (tmp_path / "shown").read_text()
 
 
