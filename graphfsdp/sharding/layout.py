@@ -129,7 +129,7 @@ class BufferLayout:
 
 
 def plan_unit(
-    shapes: Sequence[Sequence[int]], *, num_ranks: int, itemsize: int, block: int = 1
+    shapes: Sequence[Sequence[int]], *, num_ranks: int, itemsize: int
 ) -> tuple[BufferLayout, ...]:
     """Lay the parameters of one unit, all of one dtype, out over the ranks.
 
@@ -139,12 +139,13 @@ def plan_unit(
 
     Any shape is good, also () and ones with a zero. Where kinds of buffers (model weights, main
     weights, main grads) differ in ``itemsize`` (bytes), the smallest: what is aligned for that is
-    aligned for all. Buffers are in the order of their first parameter. Of rows that are multiples
-    of a ``block`` of values, no border and no start cuts one.
+    aligned for all. Buffers are in the order of their first parameter. Where all rows are multiples
+    of a block of values that share a scale, no border and no start cuts one, since starts and
+    shards are multiples of rows.
     """
     if num_ranks < 1:
         raise ConfigError(f"num_ranks must be at least 1, got {num_ranks}")
-    alignment = math.lcm(alignment_numel(itemsize), block)
+    alignment = alignment_numel(itemsize)
     params = [Slot(index, 0, tuple(map(int, shape))) for index, shape in enumerate(shapes)]
     by_row: dict[int, list[Slot]] = {}
     for param in params:

@@ -127,9 +127,7 @@ def plan_buffers(
         parts = 1 if used is ShardingStrategy.NO_SHARD else num_ranks
         itemsizes = [dtypes.main.itemsize, dtypes.compute.itemsize, dtypes.grad.itemsize]
         itemsizes += [] if packs is None else [1]
-        block = BLOCK if packs is GatherFormat.MXFP8 else 1
-        layouts = plan_unit(shapes, num_ranks=parts, itemsize=min(itemsizes), block=block)
-        for layout in layouts:
+        for layout in plan_unit(shapes, num_ranks=parts, itemsize=min(itemsizes)):
             members = tuple(names[slot.index] for slot in layout.slots)
             plans.append(BufferPlan(layout, members, dtypes, used, trainable, packs))
     return plans

@@ -29,7 +29,7 @@ from graphfsdp import Phase
 from hidden_count import Unseen
 from make_step import make_step
 from moe_models import experts_on_ranks
-from parallel_models import TP_AXES, expert_parallel, part_of_axis, tensor_parallel
+from parallel_models import TP_AXES, part_of_axis, tensor_parallel
 from ranks import RankError, RankPool, rank_device
 from recomputing_models import Recomputing
 from sharding_helpers import (
@@ -114,7 +114,6 @@ MODELS: dict[str, Callable[[], Any]] = {
     "hybrid, both axes cut": functools.partial(hybrid_net, "optim_grads", "optim", **OVERLAP),
     "tensor parallel": functools.partial(tensor_parallel, "optim_grads"),
     "tensor parallel, cut sequences": functools.partial(tensor_parallel, sequence=True),
-    "expert parallel": expert_parallel,
     "exchanged tokens": functools.partial(experts_on_ranks, 2, "optim_grads_params", **MOVING),
 }
 

@@ -88,7 +88,8 @@ BALANCED = {"aux_loss_coeff": 0.1, "bias_update_rate": 0.01}
         ("ranks1", 1, "optim_grads_params", 1, {"bias_update_rate": 0.01}),  # all experts
         ("ranks2", 2, "optim", 2, {**BALANCED, "recomputes": True, "score_function": "sigmoid"}),
         ("ranks2", 2, "optim_grads_params", 1, {"capacity_factor": 1.0}),
-        ("ranks4", 2, "optim_grads_params", 1, BALANCED),
+        ("ranks4", 2, "optim_grads_params", 3, BALANCED),
+        ("ranks4", 2, "no_shard", 1, BALANCED),
     ],
     ids=str,
 )

@@ -36,7 +36,7 @@ def stepped(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Ten
 
 def same_steps(kind: str) -> None:
     model, plain = {
-        "tensor": lambda: (tensor_parallel(), plain_model("feed")),
+        "tensor": lambda: (tensor_parallel(), plain_model()),
         "repeated": lambda: (hybrid_net("optim_grads_params", "no_shard"), make_net(None)),
         "cut": lambda: (hybrid_net("optim", "optim"), make_net(None)),
     }[kind]()

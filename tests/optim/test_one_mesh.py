@@ -58,7 +58,7 @@ def both_scopes() -> None:
     runs = [train(model, parts, "none"), train(tensor_parallel(), parts, "full_iteration")]
     assert_same_training(*runs)
     assert_replayed(runs[1])
-    plain = train(plain_model("feed"), batches, "none")
+    plain = train(plain_model(), batches, "none")
     assert_trains_as_one(runs[1], plain, mesh.get_group("dp"))
 
 
@@ -69,7 +69,7 @@ def test_an_optimizer_of_torch_steps_on_parameters_of_two_meshes(ranks4: RankPoo
 def partly_cut() -> nn.Module:
     """Return a model with DTensors on a tp axis, and plain parameters beside them."""
     mesh = hybrid_mesh((2, 2), TP_AXES)
-    model = plain_model("feed")
+    model = plain_model()
     blocks: Any = model.blocks
     for block in blocks:
         parallelize_module(block, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})

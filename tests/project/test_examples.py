@@ -65,6 +65,7 @@ LEARNS = [
     # The targets' variance is about 0.23 in the smallest one, 1 of experts, 0.4 in eight bits.
     Learns("smallest.py", "loss", lambda n: n[-1] < 0.01),
     Learns("experts.py", "error", lambda n: n[-1] < 0.7 * n[0] < 0.1),
+    Learns("sharded.py", "loss", lambda n: len(n) == 4 and n[-1] < 0.05, on_ranks=True),
     Learns("mxfp8_gather.py mxfp8", "loss", lambda n: n[-1] < 0.01, on_ranks=True),
     Learns("pipeline.py", "loss", lambda n: n[-1] < 0.01 < n[0], on_ranks=True),
     Learns("packed_documents.py", "loss", lambda n: n[-1] < 0.9 * n[0] < 3.0),

@@ -84,21 +84,25 @@ def compiled_net(strategy: str, when: str, backend: Any, *, recompute: bool = Fa
 
 
 @pytest.mark.parametrize(
-    ("strategy", "moments"),
-    [("optim", ("after",)), ("optim_grads_params", ("before", "the model"))],
+    ("strategy", "when", "recompute"),
+    [
+        ("optim", "after", False),
+        ("optim_grads_params", "before", False),
+        ("optim_grads_params", "the model", False),
+        ("optim_grads_params", "before", True),
+    ],
 )
 @on_ranks("ranks2")
-def test_compiled_units_train_as_eager_ones_do(strategy: str, moments: tuple[str, ...]) -> None:
+def test_compiled_units_train_as_eager_ones_do(strategy: str, when: str, recompute: bool) -> None:
     """A unit's own forward is one graph, whatever gathers and frees its weights around it."""
-    model = make_net(strategy)
-    expected = trained(model)
-    for when in moments:
-        tracer = Tracer()
-        model = compiled_net(strategy, when, tracer)
-        got = trained(model)
-        assert_same_training(expected, got)
-        if ONE_GRAPH:
-            assert [size for size in tracer.sizes if size > 3] == [6, 5], (when, tracer.sizes)
+    tracer = Tracer()
+    expected, got = (
+        trained(compiled_net(strategy, each, tracer, recompute=recompute))
+        for each in ("never", when)
+    )
+    assert_same_training(expected, got)
+    if ONE_GRAPH and not recompute:
+        assert [size for size in tracer.sizes if size > 3] == [6, 5], tracer.sizes
 
 
 @on_ranks("ranks2")
@@ -120,15 +124,6 @@ def test_compiled_units_let_go_of_their_weights_between_forward_and_backward() -
         assert all(each.expired() for each in gathered)
         loss.backward()
     assert all(p.grad is not None for name, p in model.named_parameters() if "blocks" in name)
-
-
-@on_ranks("ranks2")
-def test_compiled_units_may_recompute() -> None:
-    runs = []
-    for when in ("never", "before"):
-        model = compiled_net("optim_grads_params", when, Tracer(), recompute=True)
-        runs.append(trained(model))
-    assert_same_training(*runs)
 
 
 @pytest.mark.gpu

@@ -118,7 +118,7 @@ def test_every_row_has_exactly_one_owner(
 ) -> None:
     """And neither starts nor borders cut blocks of values that share a scale."""
     shapes, itemsize, block = unit
-    for buffer in plan_unit(shapes, num_ranks=num_ranks, itemsize=itemsize, block=block):
+    for buffer in plan_unit(shapes, num_ranks=num_ranks, itemsize=itemsize):
         assert buffer.shard_numel % block == 0
         for slot in buffer.slots:
             next_row, borders = 0, []

@@ -1,6 +1,7 @@
 """What the parameters of a sharded module can do, and which of their gradients are refused."""
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -14,13 +15,15 @@ from everyday_scripts import whole_model
 from graphfsdp import ConfigError
 from graphfsdp.optim import FusedAdam
 from graphfsdp.sharding.placement import RowShard
+from parallel_models import TP_AXES, part_of_axis, tensor_parallel, whole_batches
 from ranks import on_ranks, rank_device
 from sharding_helpers import (
     STRATEGIES,
     Net,
-    batches,
+    check_slices,
     full_gradients,
     full_parameters,
+    hybrid_mesh,
     hybrid_net,
     make_net,
     my_part,
@@ -44,16 +47,35 @@ def test_parameters_keep_what_their_owner_put_on_them() -> None:
     assert not model.frozen.requires_grad
 
 
-@pytest.mark.parametrize("outer", ["no_shard", "optim"])
+def of_tensors() -> Any:
+    return tensor_parallel(sequence=True)
+
+
+def repeated() -> Any:
+    return hybrid_net("optim_grads_params", "no_shard")
+
+
+def cut_twice() -> Any:
+    return hybrid_net("optim_grads_params", "optim")
+
+
+@pytest.mark.parametrize("make", [of_tensors, repeated, cut_twice])
 @on_ranks("ranks4")
-def test_norms_and_counts_are_those_of_whole_parameters_and_gradients(outer: str) -> None:
+def test_norms_and_counts_are_those_of_whole_parameters_and_gradients(
+    make: Callable[[], Any],
+) -> None:
     """On two axes; on one, scripts of FSDP2 print them."""
-    model = hybrid_net("optim_grads_params", outer)
-    model(*my_part(batches(1)[0])).backward()
+    model = make()
+    (batch,) = whole_batches()[:1]
+    if make is of_tensors:
+        model(*part_of_axis(batch, hybrid_mesh((2, 2), TP_AXES), "dp")).backward()
+    else:
+        model(*my_part(batch)).backward()
+    check_slices(model)
     grads = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
     params = {name: param.detach() for name, param in model.named_parameters()}
     wholes, whole_grads = full_parameters(model), full_gradients(model)
-    assert len(grads) < len(wholes)  # a parameter that nothing uses
+    assert len(grads) < len(wholes)  # a parameter that nothing uses, or is frozen
     for every, of_all in ((params, wholes), (grads, whole_grads)):
         for name, whole in of_all.items():
             rows: Any = every[name]

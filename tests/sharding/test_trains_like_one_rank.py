@@ -13,7 +13,6 @@ import graphfsdp
 from helpers import NUM_STEPS, set_lr
 from parallel_models import (
     TP_AXES,
-    expert_parallel,
     part_of_axis,
     plain_model,
     tensor_parallel,
@@ -85,34 +84,29 @@ def test_ranks_train_as_one_and_replay_as_eager(
 
 
 @pytest.mark.parametrize(
-    ("kind", "strategy", "outer", "microbatches"),
+    ("sequence", "strategy", "outer", "microbatches"),
     [
-        ("feed", "optim", None, 3),
-        ("feed", "no_shard", "no_shard", 1),
-        ("sequence", "optim_grads_params", None, 1),
-        ("sequence", "optim_grads", "optim", 3),
-        ("expert", "no_shard", None, 1),
-        ("expert", "optim_grads_params", None, 3),
+        (False, "optim", None, 3),
+        (False, "no_shard", "no_shard", 1),
+        (True, "optim_grads_params", None, 1),
+        (True, "optim_grads", "optim", 3),
     ],
 )
 @on_ranks("ranks4")
 def test_parallel_modules_train_as_one_rank_and_replay_as_eager(
-    kind: str, strategy: str, outer: str | None, microbatches: int
+    sequence: bool, strategy: str, outer: str | None, microbatches: int
 ) -> None:
-    num_steps = num_steps_of((kind, outer), ("sequence", None))
-    whole = whole_batches()[:num_steps]
-    if kind == "expert":
-        make = functools.partial(expert_parallel, strategy)
-        data = [my_part(batch) for batch in whole]
-        group, plain = None, plain_model("mixture")
-    else:
-        cut: dict[str, Any] = {"sequence": kind == "sequence", "outer": outer}
-        make = functools.partial(tensor_parallel, strategy, **cut)
-        mesh = hybrid_mesh((2, 2), TP_AXES)
-        data = [tuple(part_of_axis(batch, mesh, "dp")) for batch in whole]
-        group, plain = mesh.get_group("dp"), plain_model("feed")
-    got = replayed_as_eager(make, num_steps=num_steps, data=data, microbatches=microbatches)
-    assert_trains_as_whole(got, whole=plain.to(rank_device()), group=group)
+    """Ranks that have other experts are in moe/test_moe_ranks.py."""
+    num_steps = num_steps_of((sequence, outer), (True, None))
+    mesh = hybrid_mesh((2, 2), TP_AXES)
+    got = replayed_as_eager(
+        functools.partial(tensor_parallel, strategy, sequence=sequence, outer=outer),
+        num_steps=num_steps,
+        data=[part_of_axis(batch, mesh, "dp") for batch in whole_batches()[:num_steps]],
+        microbatches=microbatches,
+    )
+    whole = plain_model().to(rank_device())
+    assert_trains_as_whole(got, whole=whole, group=mesh.get_group("dp"))
 
 
 @on_ranks("ranks2")

@@ -10,7 +10,8 @@ from torch import Tensor, nn
 
 import graphfsdp
 from graphfsdp.optim import FusedAdam
-from parallel_models import expert_parallel, plain_model, tensor_parallel
+from moe_models import MixedModel, experts_on_ranks
+from parallel_models import plain_model, tensor_parallel
 from sharding_helpers import STRATEGIES, Net, adam, batches, hybrid_mesh, my_part, shard
 
 
@@ -44,9 +45,10 @@ def make(setup: Setup, seed: int = 0) -> tuple[nn.Module, torch.optim.Optimizer]
     if setup.model == "tensor":
         model = tensor_parallel(sequence=True)
     elif setup.model == "expert":
-        model = expert_parallel(outer_strategy="no_shard")
+        model = experts_on_ranks(2, "optim_grads_params")
     else:
-        model = Net() if setup.model == "net" else plain_model(setup.model)
+        kinds = {"net": Net, "feed": plain_model, "mixture": lambda: MixedModel().double()}
+        model = kinds[setup.model]()
     if setup.strategy is not None:
         dtype = torch.bfloat16 if setup.precision == "bf16" else None
         policy = graphfsdp.MixedPrecisionPolicy(param_dtype=dtype)

@@ -38,7 +38,8 @@ def run_both(
 
     ``of_rank_1`` are flags that rank 1 alone gets. Returns what each rank printed and how it ended.
     """
-    stores = [launchers_store() for _ in runs]
+    # What the processes of ``launched2`` meet in, hosted as torchrun does.
+    stores = [TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) for _ in runs]
     calls = [
         (store.port, (flags, [*flags, *of_rank_1.get(name, ())]))
         for store, (name, flags) in zip(stores, runs.items(), strict=True)
@@ -68,11 +69,6 @@ def torchrun(*arguments: str) -> Iterator[forked_programs.Forked]:
             if launcher.is_alive():
                 launcher.send_signal(signal.SIGTERM)  # it ends its ranks; a kill would leave them
                 launcher.ended()
-
-
-def launchers_store() -> TCPStore:
-    """Host what the processes of ``launched2`` meet in, as torchrun does."""
-    return TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 
 
 def _run_all(calls: list[tuple[int, tuple[list[str], list[str]]]]) -> list[Answer]:
