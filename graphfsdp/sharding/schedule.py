@@ -109,8 +109,7 @@ class _Reduction(NamedTuple):
 class Schedule:
     """Prefetch and reductions of all units under one root.
 
-    ``num_prefetches`` are gathers that were begun ahead of use. ``iteration_is_over``: units have
-    said so, and no pass with gradients has begun since.
+    ``iteration_is_over``: units have said so, and no pass with gradients has begun since.
     """
 
     def __init__(self) -> None:
@@ -128,7 +127,6 @@ class Schedule:
         self._known_before: dict[Order, Sequence[Entry]] = {}  # this iteration
         self.packed = PackedWeights()
         self.units: list[Scheduled] = []  # all under the root
-        self.num_prefetches = 0
 
     def enter_forward(self, unit: Scheduled) -> None:
         if backward_id() != NO_BACKWARD:
@@ -244,7 +242,6 @@ class Schedule:
             before = buffer.is_prefetched
             unit.prefetch(buffer, self._lane("gather", buffer.device))
             if buffer.is_prefetched and not before:
-                self.num_prefetches += 1
                 self._prefetched.append(buffer)
 
     def _drop_prefetched(self) -> None:

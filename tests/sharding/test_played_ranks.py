@@ -23,7 +23,6 @@ from cuda_stand_in.library import is_below
 from graphfsdp.bench.workloads import find_workload
 from graphfsdp.training.gpt import GPT, GPTConfig
 from played_group import played_ranks
-from sharding_helpers import unit_of
 
 NUM_RANKS = 8
 NUM_WARMUP = 4
@@ -45,7 +44,6 @@ class Measured:
     """Of a training; without a GPU that can be timed there is but the loss."""
 
     loss: float
-    num_prefetches: int = 0
     peak_bytes: int = 0
     communication: tuple[Span, ...] = ()
     computation: tuple[Span, ...] = ()
@@ -113,11 +111,10 @@ def train(variant: str, device: torch.device, name: str) -> Measured:
 
     try:
         losses = [step() for _ in range(NUM_WARMUP + 2)]
-        num_prefetches = 0 if variant == FSDP2 else unit_of(model).schedule.num_prefetches
-        found = Measured(float(losses[-1]), num_prefetches)
+        found = Measured(float(losses[-1]))
         if is_measured(device):
             peak_bytes = torch.cuda.max_memory_allocated(device) - before
-            found = Measured(found.loss, num_prefetches, peak_bytes, *kernels_of(step))
+            found = Measured(found.loss, peak_bytes, *kernels_of(step))
     finally:
         if captured is not None:
             captured.close()
@@ -152,14 +149,13 @@ def test_a_sharded_training_overlaps_and_takes_no_more_memory_than_fsdp2(
         assert math.isclose(own.loss, plain.loss, rel_tol=1e-6)
     else:
         assert own.loss == plain.loss
-    assert (own.num_prefetches > 0) == (variant != PLAIN)
     if not is_measured(device):
         return
     ratio = own.peak_bytes / base.peak_bytes
     record_property(
         f"{name}, ZeRO-3, one of {NUM_RANKS} ranks, the others played: {variant}",
-        f"{own.num_prefetches} gathers begun ahead, peak {own.peak_bytes / 2**20:.0f} MiB, "
-        f"{ratio:.2f} of FSDP2's, {own.hidden:.0%} of communication beside computation "
+        f"peak {own.peak_bytes / 2**20:.0f} MiB, {ratio:.2f} of FSDP2's, "
+        f"{own.hidden:.0%} of communication beside computation "
         f"(FSDP2's {base.hidden:.0%})",
     )
     # A graph keeps what it was recorded with, so the captured one is told, not judged.
@@ -178,5 +174,5 @@ def test_captured_overlap_trains_the_same_each_time(device: torch.device) -> Non
 
 def test_how_much_communication_runs_beside_computation() -> None:
     communication, computation = ((0.0, 4.0), (3.0, 5.0), (8.0, 9.0)), ((1.0, 2.0), (4.5, 8.5))
-    found = Measured(0.0, 0, 0, communication, (*computation, (1.5, 3.0)))
+    found = Measured(0.0, 0, communication, (*computation, (1.5, 3.0)))
     assert found.hidden == (2.0 + 0.5 + 0.5) / 6.0

@@ -1,6 +1,7 @@
 """Models that are saved and loaded on ranks, and all that a checkpoint must bring back."""
 
 import hashlib
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -47,7 +48,11 @@ def make(setup: Setup, seed: int = 0) -> tuple[nn.Module, torch.optim.Optimizer]
     elif setup.model == "expert":
         model = experts_on_ranks(2, "optim_grads_params")
     else:
-        kinds = {"net": Net, "feed": plain_model, "mixture": lambda: MixedModel().double()}
+        kinds: dict[str, Callable[[], nn.Module]] = {
+            "net": Net,
+            "feed": plain_model,
+            "mixture": lambda: MixedModel().double(),
+        }
         model = kinds[setup.model]()
     if setup.strategy is not None:
         dtype = torch.bfloat16 if setup.precision == "bf16" else None
