@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 import graphfsdp
 from helpers import OpNames
+from iterations import steps_once
 from played_group import played_ranks
 
 SHAPES: Sequence[tuple[int, ...]] = ((), (1,), (7,), (3, 5), (33,), (4, 1, 9))
@@ -173,14 +174,7 @@ def test_a_step_of_users_around_torchs_is_called(
             model(torch.full((2, 3), 9.0)).sum().backward()
             optimizer.step()
     else:
-
-        def iteration(model: nn.Module, optimizer: Any, x: Tensor) -> Tensor:
-            optimizer.zero_grad()
-            loss: Tensor = model(x).sum()
-            loss.backward()
-            optimizer.step()
-            return loss
-
+        iteration = steps_once(lambda model, x: model(x).sum())
         with graphfsdp.capture(model, optimizer, iteration=iteration) as captured_step:
             for _ in range(5):
                 captured_step(torch.full((2, 3), 9.0))

@@ -265,18 +265,6 @@ def higher_order(self: Inner, h: Tensor, x: Tensor) -> Tensor:
     return h + out
 
 
-def python_counter(self: Inner, h: Tensor, x: Tensor) -> Tensor:
-    count: int = vars(self).get("count", 0) + 1
-    vars(self)["count"] = count
-    return h * count  # refused
-
-
-def alternating_branch(self: Inner, h: Tensor, x: Tensor) -> Tensor:
-    turn: int = vars(self).get("turn", 0) + 1
-    vars(self)["turn"] = turn
-    return h.sin() if turn % 2 else h.cos()  # refused
-
-
 def written_by_numpy(self: Inner, h: Tensor, x: Tensor) -> Tensor:
     SHARED[1][:] += 1
     return h * SHARED[0]  # refused
@@ -450,12 +438,6 @@ REFUSED: dict[str, Refused] = {
     ),
     "work_on_a_pool": misbehaves(
         work_on_a_pool, THREAD, "ThreadPoolExecutor.submit", "another Python thread", "outside"
-    ),
-    "python_counter": misbehaves_silently(
-        python_counter, BAKED, "aten.mul.Tensor", "in the next one", "in a tensor"
-    ),
-    "alternating_branch": misbehaves_silently(
-        alternating_branch, CONTROL_FLOW, "aten..*", "one path for ever", "torch.where"
     ),
     "written_by_numpy": misbehaves_silently(
         written_by_numpy, BAKED, None, "moves Python", "in place"

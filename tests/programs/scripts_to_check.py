@@ -169,13 +169,13 @@ for _ in range(3):
     if "decays" in sys.argv:
         optimizer.param_groups[0]["lr"] *= 0.9
 """
-LBFGS = """
-import torch
-model = torch.nn.Linear(4, 1)
+LBFGS = (
+    HEAD
+    + """
 optimizer = torch.optim.LBFGS(model.parameters())
-loss = lambda: model(torch.ones(8, 4)).square().mean()
-optimizer.step(loss)
+optimizer.step(lambda: model(torch.ones(8, 4)).square().mean())
 """
+)
 SCALER = """
 import torch
 model = torch.nn.Linear(4, 1, device="cuda")

@@ -8,27 +8,18 @@ import json
 import os
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import graphfsdp
 from allowed_programs import ALLOWED
 from graphfsdp.optim import FusedAdam
 from mid_forward import Inner, Probe, Program
 from refused_programs import REFUSED as PROGRAMS
+from unjoined_stream import leaves_a_stream_unjoined
 
 
 def synchronize(self: Inner, h: Tensor, x: Tensor) -> Tensor:
     torch.cuda.current_stream().synchronize()
-    return h
-
-
-def loose_stream(self: Inner, h: Tensor, x: Tensor) -> Tensor:
-    side = torch.cuda.Stream()
-    while side == torch.cuda.current_stream():
-        side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        (x * 2).sum()  # refused
     return h
 
 
@@ -41,16 +32,12 @@ def event_from_before(self: Inner, h: Tensor, x: Tensor) -> Tensor:
     return h
 
 
-def literal(self: Inner, h: Tensor, x: Tensor) -> Tensor:
-    return h * torch.tensor([1.0, 2.0, 3.0, 4.0], device="cuda")
-
-
 # What the driver refuses and no operator tells of: the kind, and the number of the error.
 UNSEEN: dict[str, Program] = {
     "synchronize": synchronize,
-    "loose_stream": loose_stream,
+    "loose_stream": lambda self, h, x: h + leaves_a_stream_unjoined(nn.Identity(), x),
     "event_from_before": event_from_before,
-    "literal": literal,
+    "literal": lambda self, h, x: h * torch.tensor([1.0, 2.0, 3.0, 4.0], device="cuda"),
 }
 CODES = {"synchronize": 900, "loose_stream": 904, "event_from_before": 905, "literal": 900}
 REFUSED: dict[str, Program] = {
