@@ -112,21 +112,6 @@ class Trainer:
             self.optimizer.zero_grad(set_to_none=True)
 Trainer().run()
 """
-# Nets in a tuple.
-NETS = """
-import torch
-from torch import nn
-nets = G, D = nn.Linear(2, 4), nn.Linear(4, 1)
-opt_g, opt_d = (torch.optim.Adam(net.parameters()) for net in (G, D))
-for _ in range(100):
-    real, noise = torch.randn(3, 4), torch.randn(3, 2)
-    opt_d.zero_grad()
-    (D(real).mean() - D(G(noise).detach()).mean()).backward()
-    opt_d.step()
-    opt_g.zero_grad()
-    D(G(noise)).mean().backward()
-    opt_g.step()
-"""
 # A critic that steps twice, a look at the model, and optimizers that have nothing to do with it.
 CRITIC = """
 import sys, torch
@@ -382,7 +367,7 @@ PROGRAMS = {
     "endless.py": HEAD + "while True: pass",
     "plain.py": PLAIN,
     "nanogpt.py": LIKE_NANOGPT,
-    "nets.py": NETS,
+    "nets.py": CRITIC.replace("G, D =", "nets = G, D ="),
     "critic.py": CRITIC,
     "lbfgs.py": LBFGS,
     "mine.py": MINE,
