@@ -30,23 +30,15 @@ def test_a_function_that_is_not_played_is_named(capfd: pytest.CaptureFixture[str
     assert "cusolverDnCreate is not played" in capfd.readouterr().err
 
 
+def lonely_kernel(x: "Tensor") -> None:  # quoted, or Triton looks the name up
+    """Belong to no operator."""
+
+
 def test_a_kernel_that_nobody_computes_is_refused(capfd: pytest.CaptureFixture[str]) -> None:
     triton = pytest.importorskip("triton")
-    from graphfsdp.optim.fused import triton_kernels
-
-    tables = torch.zeros(1, 10, dtype=torch.int64, device=CUDA)
-    numbers = torch.zeros(1, 5, dtype=torch.float64, device=CUDA)
     with pytest.raises(RuntimeError, match="not supported"):
-        triton_kernels.coefficients_kernel[(1,)](
-            tables,
-            numbers,
-            torch.empty(1, 8, device=CUDA),
-            ADAM_W_MODE=True,
-            BIAS_CORRECTION=True,
-            num_warps=1,
-        )
-    assert "nobody computes the kernel coefficients_kernel" in capfd.readouterr().err
-    assert triton.__version__
+        triton.jit(lonely_kernel)[(1,)](torch.empty(1, device=CUDA))
+    assert "nobody computes the kernel lonely_kernel" in capfd.readouterr().err
 
 
 def test_memory_beside_what_was_allocated_is_an_illegal_address() -> None:

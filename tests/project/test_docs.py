@@ -99,14 +99,3 @@ def test_dir_shows_the_public_names_alone() -> None:
     shown = set(dir(graphfsdp))
     assert set(graphfsdp.__all__) <= shown
     assert not {"TYPE_CHECKING", "Any"} & shown
-
-
-def test_a_table_that_is_on_two_pages_is_the_same() -> None:
-    found: dict[str, set[str]] = {}
-    for path in PAGES:
-        for name, table in re.findall(
-            r"<!-- (\w+): begin -->(.*?)<!-- \1: end -->", path.read_text(), re.S
-        ):
-            found.setdefault(name, set()).add(table)
-    assert {name for name, tables in found.items() if len(tables) > 1} == set()
-    assert {"launches_narrow", "speed_summary", "beside_cpu"} <= found.keys()
