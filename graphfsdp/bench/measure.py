@@ -27,7 +27,7 @@ from graphfsdp.bench.results import REFERENCE, Row
 from graphfsdp.bench.workloads import BatchSource, batch_source
 from graphfsdp.data import Batch
 from graphfsdp.errors import ConfigError, GraphFSDPError
-from graphfsdp.training.metrics import peak_tflops
+from graphfsdp.training.metrics import peak_of
 from graphfsdp.training.ranks import Ranks
 
 T = TypeVar("T")
@@ -177,7 +177,7 @@ def measure_case(
         "num_parameters": num_parameters(case),
         "flops_per_step": flops,
         "flops_formula": formula,
-        "stated_tflops": _peak(setting),
+        "stated_tflops": peak_of(setting.device, case.torch_dtype),
     }
     wanted = find_contenders(case.contenders) if specs is None else specs
     bench = _CaseBench(setting, source, turn)
@@ -187,13 +187,6 @@ def measure_case(
         finally:
             bench.close()
     return [{**facts, **row} for row in (*rows, *bench.not_run)]
-
-
-def _peak(setting: Setting) -> float | None:
-    """Return the data sheet's TFLOP/s; a CPU's is not known."""
-    if setting.device.type != "cuda":
-        return None
-    return peak_tflops(torch.cuda.get_device_name(setting.device), setting.case.torch_dtype)
 
 
 class _CaseBench:

@@ -9,6 +9,8 @@ is torch's grouped product where that runs without the host: bfloat16 on compute
 Shapes: G = groups, M = rows (those behind the last group are padding), I and O = widths.
 """
 
+import itertools
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -59,22 +61,21 @@ class _GroupedProduct(torch.autograd.Function):
 
 def _on_cpu(x: Tensor, weight: Tensor, ends: Tensor, most: int) -> Tensor:
     product = x.new_zeros(x.shape[0], weight.shape[2])
-    start = 0
-    for group, end in enumerate(ends.tolist()):
-        if end > start:
-            _multiply(x[start:end], weight[group], product[start:end])
-        start = end
+    for group, rows in _groups_with_rows(ends):
+        _multiply(x[rows], weight[group], product[rows])
     return product
 
 
 def _weight_on_cpu(x: Tensor, grad: Tensor, ends: Tensor, most: int) -> Tensor:
     products = x.new_zeros(ends.numel(), x.shape[1], grad.shape[1])
-    start = 0
-    for group, end in enumerate(ends.tolist()):
-        if end > start:
-            _multiply(x[start:end].t(), grad[start:end], products[group])
-        start = end
+    for group, rows in _groups_with_rows(ends):
+        _multiply(x[rows].t(), grad[rows], products[group])
     return products
+
+
+def _groups_with_rows(ends: Tensor) -> Iterator[tuple[int, slice]]:
+    bounds = itertools.pairwise([0, *ends.tolist()])
+    return ((group, slice(*rows)) for group, rows in enumerate(bounds) if rows[1] > rows[0])
 
 
 def _multiply(left: Tensor, right: Tensor, out: Tensor) -> None:

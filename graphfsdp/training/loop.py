@@ -24,7 +24,7 @@ from graphfsdp.training.config import TrainConfig
 from graphfsdp.training.console import banner, summary
 from graphfsdp.training.gpt import GPT
 from graphfsdp.training.hugging_face import save_weights
-from graphfsdp.training.metrics import Metrics, flops_per_token, peak_memory_bytes, peak_tflops
+from graphfsdp.training.metrics import Metrics, flops_per_token, peak_memory_bytes, peak_of
 from graphfsdp.training.mllog import UNVERIFIED, RunLog, is_success, open_run_log, reached
 from graphfsdp.training.ranks import Ranks, find_ranks, process_group
 from graphfsdp.training.run_directory import Sink, open_sinks, refuse_unusable_directories
@@ -228,9 +228,7 @@ class _Window:
 
 
 def _mfu(run: TrainingRun, tokens_per_s: float) -> float | None:
-    if run.device.type != "cuda":
-        return None
-    peak = peak_tflops(torch.cuda.get_device_name(run.device), run.config.param_dtype)
+    peak = peak_of(run.device, run.config.param_dtype)
     if peak is None:
         return None
     return tokens_per_s * flops_per_token(run.model) / (run.ranks.size * peak * 1e12)
