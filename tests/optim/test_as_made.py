@@ -1,8 +1,10 @@
 """Optimizers of torch as users make them: captured without a flag, with an lr that stays live."""
 
 import copy
+import itertools
 import shutil
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -11,7 +13,7 @@ from torch import Tensor, nn
 from torch.optim import lr_scheduler
 
 import graphfsdp
-from helpers import NUM_STEPS, assert_same_states, quick_garbage_collection, snapshot
+from helpers import NUM_STEPS, Batch, Case, assert_same_run, run
 
 Make = Callable[..., torch.optim.Optimizer]
 OPTIM = torch.optim
@@ -59,10 +61,11 @@ def with_tensor(kind: Make, params: Iterable[nn.Parameter], lr: float) -> torch.
 # torch does on a CPU with lists of numbers alone. What a graph can hold rounds otherwise, so that
 # only graphfsdp's own eager mode has the same bits.
 OTHER_BITS = ("RAdam", "NAdam, foreach")
-# With parameters of 16 bits these have the plain loop's bits as well.
+# With parameters of 16 bits these have the plain loop's bits as well. Adadelta has not: torch adds
+# a multiple with one rounding, and of some thousand numbers one is another where there are two.
 IN_16_BITS = (
     *("Adam", "Adam, amsgrad", "AdamW", "NAdam", "RMSprop"),
-    *("Adadelta", "Adagrad, not fused", "Adamax", "AdamW, fused"),
+    *("Adagrad, not fused", "Adamax", "AdamW, fused"),
 )
 
 
@@ -87,56 +90,53 @@ def loss_fn(model: nn.Module, x: Tensor) -> Tensor:
     return loss
 
 
-Tick = Callable[[int], object]
-Setup = Callable[[torch.optim.Optimizer], Tick]
+Setup = Callable[[nn.Module, torch.optim.Optimizer], Callable[[], object]]
 
 
-def cosine(optim: torch.optim.Optimizer) -> Tick:
-    scheduler = lr_scheduler.CosineAnnealingLR(optim, 20)
-    return lambda index: scheduler.step()
+def cosine(model: nn.Module, optim: torch.optim.Optimizer) -> Callable[[], object]:
+    return lr_scheduler.CosineAnnealingLR(optim, 20).step
 
 
-def train(
-    make: Make,
+def as_eager(
+    name: str,
     device: torch.device,
-    scope: str,
+    *,
+    beside: str = "none",
     setup: Setup = cosine,
     dtype: torch.dtype = torch.float32,
     **options: Any,
-) -> list[dict[str, Tensor]]:
-    """Train; return the state after each call. The scope "plain" is a loop without graphfsdp."""
-    quick_garbage_collection()
-    torch.manual_seed(2)
-    model = net(device).to(dtype)
-    optim = make(model.parameters(), lr=0.01)
-    tick = setup(optim)
-    flags = [dict(group) for group in optim.param_groups]
-    options = {"loss_fn": loss_fn} | options
-    step = None if scope == "plain" else graphfsdp.capture(model, optim, scope=scope, **options)
-    found = []
-    for index in range(NUM_STEPS):
-        x = torch.randn(4, 6, device=device).to(dtype)
-        if step is None:
-            own_iteration(model, optim, x)
-        else:
-            step(x)
-        tick(index)
-        found.append(snapshot(model, optim))
-    if step is not None:
-        assert scope == "none" or "on_change" in options or step.report().num_calls["replay"] >= 10
-        step.close()
-    for group, before in zip(optim.param_groups, flags, strict=True):
-        for key in before.keys() & {"fused", "foreach", "capturable"}:
-            assert group[key] is before[key], "what was turned on has stayed on"
-        assert type(group["lr"]) is type(before["lr"])
-    return found
+) -> None:
+    """Train a captured loop and another one: the same states; and groups are as they were made."""
+
+    def start(model: nn.Module, optim: torch.optim.Optimizer) -> Callable[[], None]:
+        flags = [dict(group) for group in optim.param_groups]
+        tick = setup(model, optim)
+
+        def after_call() -> None:
+            tick()
+            for group, before in zip(optim.param_groups, flags, strict=True):
+                for key in before.keys() & {"fused", "foreach", "capturable"}:
+                    assert group[key] is before[key], "what was turned on has stayed on"
+                assert type(group["lr"]) is type(before["lr"])
+
+        return after_call
+
+    case = Case(
+        lambda: net(device).to(dtype),
+        lambda generator: Batch((torch.randn(4, 6, generator=generator).to(dtype),)),
+        None if "iteration" in options else loss_fn,
+        start,
+    )
+    options["optimizer"] = partial(MAKERS[name], lr=0.01)
+    expected, got = (run(case, scope, device, **options) for scope in (beside, "full_iteration"))
+    assert_same_run(expected, got)
+    assert "on_change" in options or got.report.num_calls["replay"] >= 10
 
 
 @pytest.mark.parametrize("name", MAKERS)
 def test_a_captured_loop_has_the_bits_of_the_plain_one(name: str, device: torch.device) -> None:
     is_same = device.type == "cpu" and name not in OTHER_BITS
-    expected = train(MAKERS[name], device, "plain" if is_same else "none")
-    assert_same_states(expected, train(MAKERS[name], device, "full_iteration"), name)
+    as_eager(name, device, beside="plain" if is_same else "none")
 
 
 @pytest.mark.parametrize("how", ["as made", "with a hook", "compiled"])
@@ -163,9 +163,11 @@ def test_on_a_cpu_a_step_is_an_operator_for_each_group(how: str) -> None:
 def test_parameters_of_16_bits_have_the_bits_of_the_plain_loop(
     dtype: torch.dtype, name: str
 ) -> None:
-    make, cpu = MAKERS[name], torch.device("cpu")
-    plain, captured = (train(make, cpu, s, dtype=dtype) for s in ("plain", "full_iteration"))
-    assert_same_states(plain, captured, name)
+    as_eager(name, torch.device("cpu"), beside="plain", dtype=dtype)
+
+
+def test_adadelta_of_16_bits_is_captured_as_in_eager_mode() -> None:
+    as_eager("Adadelta", torch.device("cpu"), dtype=torch.bfloat16)
 
 
 def own_iteration(model: nn.Module, optim: torch.optim.Optimizer, x: Tensor) -> Tensor:
@@ -178,17 +180,15 @@ def own_iteration(model: nn.Module, optim: torch.optim.Optimizer, x: Tensor) -> 
 
 @pytest.mark.parametrize("name", ["AdamW", "SGD"])
 def test_a_step_inside_an_own_iteration_is_the_same(name: str, device: torch.device) -> None:
-    states = [
-        train(MAKERS[name], device, scope, iteration=own_iteration, loss_fn=None)
-        for scope in ("none", "full_iteration")
-    ]
-    assert_same_states(states[0], states[1])
+    as_eager(name, device, iteration=own_iteration)
 
 
-def loads(optim: torch.optim.Optimizer) -> Tick:
+def loads(model: nn.Module, optim: torch.optim.Optimizer) -> Callable[[], None]:
     """Load, after some replays, a state with another lr, another step count, other moments."""
+    calls = itertools.count()
 
-    def tick(index: int) -> None:
+    def tick() -> None:
+        index = next(calls)
         if index in (2, 7, 10):
             state = copy.deepcopy(optim.state_dict())
             for entries in state["state"].values():
@@ -202,8 +202,7 @@ def loads(optim: torch.optim.Optimizer) -> Tick:
 
 @pytest.mark.parametrize("name", ["AdamW", "Adagrad", "RMSprop"])
 def test_replays_go_on_with_what_was_loaded(name: str, device: torch.device) -> None:
-    states = [train(MAKERS[name], device, scope, loads) for scope in ("none", "full_iteration")]
-    assert_same_states(states[0], states[1])
+    as_eager(name, device, setup=loads)
 
 
 def test_a_step_that_was_taken_before_is_refused() -> None:
@@ -226,9 +225,11 @@ def test_a_step_that_was_taken_before_is_refused() -> None:
 
 
 def decays(every: int) -> Setup:
-    def setup(optim: torch.optim.Optimizer) -> Tick:
-        def tick(index: int) -> None:
-            optim.param_groups[0]["weight_decay"] = 0.1 * (index // every)
+    def setup(model: nn.Module, optim: torch.optim.Optimizer) -> Callable[[], None]:
+        calls = itertools.count()
+
+        def tick() -> None:
+            optim.param_groups[0]["weight_decay"] = 0.1 * (next(calls) // every)
 
         return tick
 
@@ -236,11 +237,7 @@ def decays(every: int) -> Setup:
 
 
 def test_a_baked_number_that_changes_makes_another_graph(device: torch.device) -> None:
-    def run(scope: str) -> list[dict[str, Tensor]]:
-        setup = decays(NUM_STEPS - 4)
-        return train(MAKERS["AdamW"], device, scope, setup, on_change="recapture")
-
-    assert_same_states(run("none"), run("full_iteration"))
+    as_eager("AdamW", device, setup=decays(NUM_STEPS - 4), on_change="recapture")
 
 
 def test_a_list_of_numbers_is_the_tuple_that_a_file_has_made_it_of() -> None:
@@ -262,14 +259,14 @@ def test_a_list_of_numbers_is_the_tuple_that_a_file_has_made_it_of() -> None:
 def test_capturing_again_and_again_ends_in_an_error_that_names_the_way_out() -> None:
     model = net(torch.device("cpu"))
     optim = torch.optim.AdamW(model.parameters(), lr=0.01)
-    tick = decays(1)(optim)
+    tick = decays(1)(model, optim)
     step = graphfsdp.capture(model, optim, loss_fn=loss_fn, on_change="recapture")
     num_calls = 0
     said = r"capturing again is useless: 5 graphs in a row .*'weight_decay' of group 0 .*FusedAdam"
     with pytest.raises(graphfsdp.GuardError, match=said):  # noqa: PT012, some call raises
-        for num_calls in range(20):
+        for num_calls in range(20):  # noqa: B007
             step(torch.randn(4, 6))
-            tick(num_calls)
+            tick()
     assert num_calls == 3 + 1 + 5 * 2
     optim.param_groups[0]["weight_decay"] = 0.1 * (num_calls - 2)
     step(torch.randn(4, 6))  # the number that the last graph has baked in

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 import graphfsdp
 from graphfsdp import ConfigError, MixedPrecisionPolicy, PrecisionError
 from graphfsdp.optim import FusedAdam
-from helpers import assert_same_state, assert_same_states, quick_garbage_collection, snapshot
+from helpers import Batch, Case, assert_same_run, assert_same_state, run, snapshot
 from zoo_models import WIDTH, Squared
 
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -66,38 +66,31 @@ ACCEPTED: dict[str, tuple[torch.dtype, dict[str, Any], dict[str, Any], torch.dty
 def test_accepted_precisions_replay_as_eager_runs(
     name: str, microbatches: int, device: torch.device
 ) -> None:
-    quick_garbage_collection()
     dtype, arguments, policy, grad_dtype = ACCEPTED[name]
-    runs = []
-    for scope in ("none", "full_iteration", "forward_backward"):
-        model = make_model(device, dtype)
-        optim = FusedAdam(model.parameters(), lr=0.01, weight_decay=0.1, **arguments)
-        step = graphfsdp.capture(
-            model,
-            optim,
-            scope=scope,
-            loss_fn=loss_fn,
-            max_grad_norm=0.5,
-            microbatches=microbatches,
-            mp_policy=MixedPrecisionPolicy(**policy),
-        )
-        generator = torch.Generator().manual_seed(1)
-        states = []
-        for index in range(14):
-            optim.param_groups[0]["lr"] = 0.01 / (1 + index)
-            loss = step(torch.randn(8, WIDTH, generator=generator).to(device))
-            assert step.grad_norm is not None
-            assert step.grad_norm.dtype == FP32
-            states.append({**snapshot(model, optim), "loss": loss, "norm": step.grad_norm})
-        kind = "decoupled_grad" if "use_decoupled_grad" in arguments else "grad"
-        for param in model.parameters():
-            assert getattr(param, kind).dtype == grad_dtype
-        runs.append(states)
-        assert step.report().gradient_bytes >= grad_dtype.itemsize * sum(
-            param.numel() for param in model.parameters()
-        )
-    for states in runs[1:]:
-        assert_same_states(runs[0], states)
+    kind = "decoupled_grad" if "use_decoupled_grad" in arguments else "grad"
+
+    def look(step: graphfsdp.CapturedStep, model: nn.Module, index: int) -> None:
+        assert step.grad_norm is not None
+        assert step.grad_norm.dtype == FP32
+        assert all(getattr(param, kind).dtype == grad_dtype for param in model.parameters())
+        num_bytes = grad_dtype.itemsize * sum(param.numel() for param in model.parameters())
+        assert step.report().gradient_bytes >= num_bytes
+
+    case = Case(
+        lambda: make_model(device, dtype),
+        lambda generator: Batch((torch.randn(8, WIDTH, generator=generator),)),
+        loss_fn,
+    )
+    options: dict[str, Any] = {
+        "optimizer": lambda params: FusedAdam(params, weight_decay=0.1, **arguments),
+        "max_grad_norm": 0.5,
+        "microbatches": microbatches,
+        "mp_policy": MixedPrecisionPolicy(**policy),
+        "between": look,
+    }
+    expected = run(case, "none", device, **options)
+    for scope in ("full_iteration", "forward_backward"):
+        assert_same_run(expected, run(case, scope, device, **options))
 
 
 REFUSED: dict[str, tuple[torch.dtype, Any, dict[str, Any], list[str]]] = {

@@ -185,7 +185,7 @@ class PlainStep:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         model, optimizer = self._trained
-        optimizer.zero_grad()
+        model.zero_grad()
         if self._iteration is not None:
             output = self._iteration(model, optimizer, *args, **kwargs)
         else:
