@@ -1,6 +1,7 @@
 """torch's own optimizers on models of which parallelize_module has cut a part: 2 x 2 ranks."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -14,12 +15,11 @@ from graphfsdp.errors import ConfigError
 from parallel_models import TP_AXES, part_of_axis, plain_model, tensor_parallel, whole_batches
 from ranks import RankPool
 from sharding_helpers import (
-    Training,
     assert_replayed,
     assert_same_training,
     assert_trains_as_one,
-    full_parameters,
     hybrid_mesh,
+    train,
 )
 
 
@@ -31,23 +31,6 @@ def foreach(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9, foreach=True)
 
 
-def train(model: nn.Module, batches: Any, scope: str) -> Training:
-    optimizer = fused(model)
-    groups = optimizer.param_groups
-    result = Training()
-    with graphfsdp.capture(model, optimizer, max_grad_norm=0.5, scope=scope) as step:
-        for index, batch in enumerate(batches):
-            groups[0]["lr"].fill_(0.01 / (1 + index % 3))
-            result.losses.append(step(*batch))
-            assert step.grad_norm is not None
-            result.norms.append(step.grad_norm)
-            assert optimizer.param_groups is groups
-            assert len(groups) == 1
-        result.params = full_parameters(model)
-        result.report = step.report()
-    return result
-
-
 def both_scopes() -> None:
     mesh = hybrid_mesh((2, 2), TP_AXES)
     batches = whole_batches()
@@ -55,11 +38,21 @@ def both_scopes() -> None:
     model = tensor_parallel()
     meshes = {param.device_mesh for param in model.parameters() if isinstance(param, DTensor)}
     assert len(meshes) > 1, "the test is of no use"
-    runs = [train(model, parts, "none"), train(tensor_parallel(), parts, "full_iteration")]
-    assert_same_training(*runs)
-    assert_replayed(runs[1])
-    plain = train(plain_model(), batches, "none")
-    assert_trains_as_one(runs[1], plain, mesh.get_group("dp"))
+    runs = []
+    for trained, data, scope in (
+        (model, parts, "none"),
+        (tensor_parallel(), parts, "full_iteration"),
+        (plain_model(), batches, "none"),
+    ):
+        optimizer = fused(trained)
+        groups = optimizer.param_groups
+        runs.append(train(trained, optimizer, data=data, max_grad_norm=0.5, scope=scope))
+        assert optimizer.param_groups is groups
+        assert len(groups) == 1
+    eager, captured, plain = runs
+    assert_same_training(eager, captured)
+    assert_replayed(captured)
+    assert_trains_as_one(captured, plain, mesh.get_group("dp"))
 
 
 def test_an_optimizer_of_torch_steps_on_parameters_of_two_meshes(ranks4: RankPool) -> None:
@@ -76,24 +69,20 @@ def partly_cut() -> nn.Module:
     return model
 
 
-def iterate(model: nn.Module, optimizer: torch.optim.Optimizer, *batch: Tensor) -> Tensor:
+def iterate(
+    model: nn.Module, optimizer: torch.optim.Optimizer, *batch: Tensor, clips: bool = False
+) -> Tensor:
     loss: Tensor = model(*batch)
     loss.backward()
-    optimizer.step()
-    return loss.detach()
-
-
-def clip_and_iterate(model: nn.Module, optimizer: torch.optim.Optimizer, *batch: Tensor) -> Tensor:
-    loss: Tensor = model(*batch)
-    loss.backward()
-    nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+    if clips:
+        nn.utils.clip_grad_norm_(model.parameters(), 0.1)
     optimizer.step()
     return loss.detach()
 
 
 def beside_plain_parameters() -> None:
     batch = part_of_axis(whole_batches()[0], hybrid_mesh((2, 2), TP_AXES), "dp")
-    step = start(partly_cut(), fused, iteration=clip_and_iterate)
+    step = start(partly_cut(), fused, iteration=partial(iterate, clips=True))
     with pytest.raises(ConfigError, match=r"several device meshes.*FusedAdam.*clip_grad_norm_"):
         step(*batch)
     step.close()

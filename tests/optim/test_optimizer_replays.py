@@ -15,10 +15,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import graphfsdp
+import sharding_helpers
 from adam_helpers import Net, make_groups
 from graphfsdp.optim import FusedAdam, Muon
 from helpers import assert_same_states, local_part, quick_garbage_collection, snapshot
-from ranks import RankPool
+from ranks import RankPool, on_ranks
+from sharding_helpers import assert_replayed, assert_same_training, make_net
 
 NUM_STEPS, BAD_STEP = 14, 7  # 3 warm-up, 1 capture, 10 replays
 
@@ -151,23 +153,14 @@ def test_a_sharded_replay_equals_the_eager_step(ranks2: RankPool, name: str) -> 
         assert_alive(found, "first.weight")
 
 
-def train_with_sgd(scope: str) -> list[Tensor]:
-    """Train with what the refusal of SGD(fused=True) on shards names; return the losses."""
-    torch.manual_seed(0)
-    model = Net()
-    graphfsdp.fully_shard(model.first)
-    graphfsdp.fully_shard(model)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, weight_decay=0.1)
-    generator = torch.Generator().manual_seed(dist.get_rank())
-    losses = []
-    with graphfsdp.capture(model, optimizer, scope=scope, max_grad_norm=0.5) as step:
-        for index in range(NUM_STEPS):
-            losses.append(step(torch.randn(5, 6, generator=generator)).clone())
-            optimizer.param_groups[0]["lr"] = 0.05 / (index + 1)
-    return losses
-
-
-def test_a_sharded_sgd_of_torch_has_an_lr_that_is_live(ranks2: RankPool) -> None:
-    runs = [ranks2.run(train_with_sgd, scope) for scope in ("none", "full_iteration")]
-    for expected, found in zip(*runs, strict=True):
-        assert torch.equal(torch.stack(expected), torch.stack(found))
+@on_ranks("ranks2")
+def test_a_sharded_sgd_of_torch_has_an_lr_that_is_live() -> None:
+    """Made as the refusal of SGD(fused=True) on shards says."""
+    runs = []
+    for scope in ("none", "full_iteration"):
+        model = make_net("optim_grads_params")
+        params = [param for param in model.parameters() if param.requires_grad]
+        optimizer = torch.optim.SGD(params, lr=0.05, momentum=0.9, weight_decay=0.1)
+        runs.append(sharding_helpers.train(model, optimizer, scope=scope))
+    assert_same_training(*runs)
+    assert_replayed(runs[1])
