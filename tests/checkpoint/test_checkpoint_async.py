@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 import graphfsdp
-from checkpoint_helpers import Setup, contents, digests, make, train_plainly
+from checkpoint_helpers import Holding, Setup, contents, digests, make, train_plainly
 from kill_saves import is_all, model_of, numbers
 from ranks import RankPool, on_ranks
 
@@ -92,25 +92,15 @@ def test_ranks_save_in_the_background_while_they_train(tmp_path: Path, ranks2: R
         assert expected == got
 
 
-class Faulty:
-    """An object whose state cannot be had on one rank."""
-
-    def __init__(self, num_states: int) -> None:
-        self.num_states = num_states
-
-    def state_dict(self) -> dict[str, Any]:
-        if not self.num_states:
-            raise ValueError("no state at the moment")
-        return {}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.num_states = len(state)
+class Faulty(Holding):
+    def state_dict(self) -> dict[Any, Any]:
+        raise ValueError("no state at the moment")
 
 
 @on_ranks("ranks2")
 def test_an_object_that_fails_on_one_rank_ends_the_save_on_all(tmp_path: Path) -> None:
     model, optimizer = make(Setup("optim_grads_params"))
-    objects = {"position": Faulty(1 - dist.get_rank())}
+    objects = {"position": (Faulty if dist.get_rank() else Holding)({})}
     expected, match = (
         (ValueError, "^no state at the moment")
         if dist.get_rank()

@@ -1,6 +1,5 @@
 """Checkpoints that do not fit are reported whole, and what cannot be saved by name."""
 
-import types
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -11,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import graphfsdp
+from checkpoint_helpers import Holding
 from graphfsdp.optim import FusedAdam
 
 
@@ -119,10 +119,6 @@ def test_another_update_rule_is_reported_before_anything_is_written(
     assert all(torch.equal(a, b) for a, b in zip(before, bits(other, optimizer), strict=True))
 
 
-def thing(state: Any) -> Any:
-    return types.SimpleNamespace(state_dict=lambda: state, load_state_dict=print)
-
-
 def with_buffer(dtype: torch.dtype) -> nn.Module:
     model = nn.Linear(1, 1)
     model.register_buffer("phases", torch.zeros(3, dtype=dtype))
@@ -133,12 +129,12 @@ ENDLESS: dict[str, Any] = {}
 ENDLESS["endless"] = ENDLESS
 UNSAVED: list[tuple[dict[str, Any], type[Exception], str]] = [
     (
-        {"objects": {"it": thing({"inner": [1, {"what": object()}]})}},
+        {"objects": {"it": Holding({"inner": [1, {"what": object()}]})}},
         *(graphfsdp.CheckpointError, r"objects/it\.inner\[1\]\.what is a obj"),
     ),
-    ({"objects": {"it": thing(ENDLESS)}}, graphfsdp.CheckpointError, "'it'. holds itself"),
+    ({"objects": {"it": Holding(ENDLESS)}}, graphfsdp.CheckpointError, "'it'. holds itself"),
     ({"objects": {"it": 3}}, graphfsdp.ConfigError, r"objects\['it'\] is a int"),
-    ({"objects": {"random": thing({})}}, graphfsdp.ConfigError, "'random', which is taken"),
+    ({"objects": {"random": Holding({})}}, graphfsdp.ConfigError, "'random', which is taken"),
     (
         {"model": with_buffer(torch.complex128)},
         *(graphfsdp.CheckpointError, r"'model\.phases'\] have the dtype torch\.complex128"),

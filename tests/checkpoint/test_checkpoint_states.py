@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import graphfsdp
+from checkpoint_helpers import Holding
 from graphfsdp.optim import FusedAdam, Muon
 from ranks import RankPool, on_ranks
 
@@ -59,38 +60,34 @@ def test_extra_state_and_names_without_wrappers(tmp_path: Path) -> None:
     assert torch.equal(other.get_parameter("0.linear.weight"), inner.linear.weight)
 
 
-class OwnOnEachRank:
-    """An object whose state is another one on each rank, with a large tensor in it."""
+def own(number: int) -> Holding:
+    """Return an object whose state is another one on each rank, with a large tensor in it."""
+    state = {"own": torch.full((5000,), float(number)), "common": torch.arange(9000)}
+    return Holding({**state, "inf": float("inf"), 3: {4.5}})
 
-    def __init__(self, number: int) -> None:
-        self.tensor = torch.full((5000,), float(number))
-        self.common = torch.arange(9000)
 
-    def state_dict(self) -> dict[Any, Any]:
-        return {"own": self.tensor, "common": self.common, "inf": float("inf"), 3: {4.5}}
-
-    def load_state_dict(self, state: dict[Any, Any]) -> None:
-        assert state["inf"] == float("inf")
-        assert state[3] == {4.5}
-        assert torch.equal(state["common"], self.common)
-        self.tensor = state["own"]
+def is_all(number: int, thing: Holding) -> bool:
+    expected = own(number).state
+    return thing.state.keys() == expected.keys() and all(
+        torch.equal(value, expected[key]) if isinstance(value, Tensor) else value == expected[key]
+        for key, value in thing.state.items()
+    )
 
 
 def objects_of_ranks(path: Path, saves: bool) -> str:
     model = nn.Linear(1, 1)
     rank = dist.get_rank()
-    own, common = OwnOnEachRank(rank + 1), OwnOnEachRank(7)
     if saves:
-        graphfsdp.save(path, model, objects={"own": own, "common": common})
-        own, common = OwnOnEachRank(-1), OwnOnEachRank(-1)
+        graphfsdp.save(path, model, objects={"own": own(rank + 1), "common": own(7)})
+    mine, common = own(-1), own(-1)
     try:
-        graphfsdp.load(path, model, objects={"own": own, "common": common})
+        graphfsdp.load(path, model, objects={"own": mine, "common": common})
     except graphfsdp.CheckpointMismatchError as error:
         graphfsdp.load(path, model, objects={"common": common})
-        assert bool((common.tensor == 7).all())
+        assert is_all(7, common)
         return str(error)
-    assert bool((own.tensor == rank + 1).all())
-    assert bool((common.tensor == 7).all())
+    assert is_all(rank + 1, mine)
+    assert is_all(7, common)
     return ""
 
 
@@ -100,9 +97,9 @@ def test_objects_keep_a_state_per_rank(tmp_path: Path, ranks1: RankPool, ranks2:
     assert "objects: 'own' was saved with a state of its own on each of 2 ranks; here are 1" in said
     assert "common" not in said
     # Of what was equal on all ranks there is one state, large tensors too.
-    common = OwnOnEachRank(-1)
+    common = own(-1)
     graphfsdp.load(tmp_path, nn.Linear(1, 1), objects={"common": common}, strict=False)
-    assert bool((common.tensor == 7).all())
+    assert is_all(7, common)
 
 
 def buffers_of_ranks(path: Path, saves: bool) -> list[float]:
@@ -128,35 +125,26 @@ def test_statistics_of_each_rank_come_back_to_it(
     assert ranks1.run(buffers_of_ranks, tmp_path, False) == [[1.0, 1.0]]
 
 
-class Average:
-    """An object that holds sharded weights."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self.weights: dict[str, Any] = dict(model.named_parameters())
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"weights": self.weights}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.weights = state["weights"]
+def average_of(model: nn.Module) -> Holding:
+    return Holding({"weights": dict(model.named_parameters())})
 
 
 def average_of_ranks(path: Path, seed: int) -> list[float]:
     torch.manual_seed(seed)
     model = nn.Linear(5, 7)
     graphfsdp.fully_shard(model)
-    average = Average(model)
+    average = average_of(model)
     if seed == 0:
         graphfsdp.save(path, model, objects={"average": average})
-    places = [value.to_local().data_ptr() for value in average.weights.values()]
+    places = [value.to_local().data_ptr() for value in average.state["weights"].values()]
     graphfsdp.load(path, nn.Module(), objects={"average": average}, strict=False)
-    assert [value.to_local().data_ptr() for value in average.weights.values()] == places
-    found: list[float] = average.weights["weight"].full_tensor().flatten().tolist()
+    assert [value.to_local().data_ptr() for value in average.state["weights"].values()] == places
+    found: list[float] = average.state["weights"]["weight"].full_tensor().flatten().tolist()
     other = nn.Linear(5, 6)
     graphfsdp.fully_shard(other)
     said = r"objects: 'objects/average\.weights\.weight': saved \[7, 5\], here \[6, 5\]"
     with pytest.raises(graphfsdp.CheckpointMismatchError, match=said):
-        graphfsdp.load(path, model, objects={"average": Average(other)})
+        graphfsdp.load(path, model, objects={"average": average_of(other)})
     return found
 
 
@@ -175,12 +163,12 @@ def test_groups_of_ranks_save_apart(tmp_path: Path) -> None:
     model, other = (nn.Linear(3, 5) for _ in range(2))
     dist.broadcast(model.weight.data, 2 * mine, group=groups[mine])
     dist.broadcast(model.bias.data, 2 * mine, group=groups[mine])
-    saved, own = OwnOnEachRank(rank), OwnOnEachRank(-1)
+    loaded = own(-1)
     folder, group = tmp_path / str(mine), groups[mine]
-    graphfsdp.save(folder, model, objects={"own": saved}, process_group=group)
-    graphfsdp.load(folder, other, objects={"own": own}, process_group=group)
+    graphfsdp.save(folder, model, objects={"own": own(rank)}, process_group=group)
+    graphfsdp.load(folder, other, objects={"own": loaded}, process_group=group)
     assert torch.equal(other.weight, model.weight)
-    assert bool((own.tensor == rank).all())
+    assert is_all(rank, loaded)
 
 
 @on_ranks("ranks2")

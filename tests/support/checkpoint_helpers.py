@@ -38,6 +38,19 @@ class Setup(NamedTuple):
 SETUPS = tuple(Setup(strategy, p) for strategy in STRATEGIES for p in ("fp32", "bf16"))
 
 
+class Holding:
+    """An object with a state."""
+
+    def __init__(self, state: dict[Any, Any]) -> None:
+        self.state = state
+
+    def state_dict(self) -> dict[Any, Any]:
+        return self.state
+
+    def load_state_dict(self, state: dict[Any, Any]) -> None:
+        self.state = state
+
+
 def make(setup: Setup, seed: int = 0) -> tuple[nn.Module, torch.optim.Optimizer]:
     """Return a model and an optimizer that has not stepped yet."""
     torch.manual_seed(seed)
