@@ -3,7 +3,8 @@
 import copy
 import json
 import random
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import numpy
@@ -54,6 +55,16 @@ def everything(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, 
     }
 
 
+@contextmanager
+def unchanged(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    contents, rest = snapshot(model, optimizer), everything(model, optimizer)
+    generator = torch.get_rng_state()
+    yield
+    assert_same_state(contents, snapshot(model, optimizer))
+    assert rest == everything(model, optimizer)
+    assert torch.equal(generator, torch.get_rng_state())
+
+
 @pytest.mark.parametrize("name", CHECKED)
 def test_good_iterations_have_no_hazard_and_nothing_changes(
     name: str, device: torch.device
@@ -65,10 +76,8 @@ def test_good_iterations_have_no_hazard_and_nothing_changes(
     trained = [param for param in model.parameters() if param.requires_grad]
     optim = make_optimizer("fused_adam", trained, device)
     batch = case.batch(torch.Generator().manual_seed(0)).to(device)
-    contents, rest = snapshot(model, optim), everything(model, optim)
-    report = graphfsdp.check(model, optim, *batch.args, loss_fn=case.loss_fn, **batch.kwargs)
-    assert_same_state(contents, snapshot(model, optim))
-    assert rest == everything(model, optim)
+    with unchanged(model, optim):
+        report = graphfsdp.check(model, optim, *batch.args, loss_fn=case.loss_fn, **batch.kwargs)
     expected = {"unused_parameter": [HazardKind.GRADIENT]}.get(name, [])
     assert [hazard.kind for hazard in report.hazards] == expected, str(report)
     assert report.num_ops > 10
@@ -94,11 +103,9 @@ def test_a_check_in_the_middle_of_training_changes_nothing(
             for index in range(6):
                 batch = case.batch(generator).to(device)
                 if checked and index == {"new": 0, "stepped": 1, "captured": 3}[when]:
-                    contents, rest = snapshot(model, optim), everything(model, optim)
-                    report = graphfsdp.check(model, optim, *batch.args, max_grad_norm=1.0)
+                    with unchanged(model, optim):
+                        report = graphfsdp.check(model, optim, *batch.args, max_grad_norm=1.0)
                     assert report.ok, str(report)
-                    assert_same_state(contents, snapshot(model, optim))
-                    assert rest == everything(model, optim)
                 losses.append((step(*batch.args), snapshot(model, optim)))
         runs.append(losses)
     for (left, left_state), (right, right_state) in zip(*runs, strict=True):
@@ -121,10 +128,8 @@ def test_every_hazard_is_found_in_one_run_and_nothing_changes() -> None:
     torch.manual_seed(11)
     model = Probe(misbehaving)
     optim = FusedAdam(model.parameters())
-    contents, rest = snapshot(model, optim), everything(model, optim)
-    report = graphfsdp.check(model, optim, batches(torch.device("cpu"), 1)[0])
-    assert_same_state(contents, snapshot(model, optim))
-    assert rest == everything(model, optim)
+    with unchanged(model, optim):
+        report = graphfsdp.check(model, optim, batches(torch.device("cpu"), 1)[0])
     assert not hasattr(model.body.inner, "calls")
     assert not report.ok
     found = [
@@ -192,16 +197,11 @@ def test_an_iteration_with_two_optimizers_is_checked_and_nothing_changes(
     device: torch.device,
 ) -> None:
     models, optimizers = make_pair(device)
-    pairs = list(zip(models, optimizers, strict=True))
-    before = [snapshot(model, optimizer) for model, optimizer in pairs]
-    generator = torch.get_rng_state()
     real = torch.randn(8, 6, generator=torch.Generator().manual_seed(1)).to(device)
-    report = graphfsdp.check(models, optimizers, real, iteration=gan)
+    with unchanged(models[0], optimizers[0]), unchanged(models[1], optimizers[1]):
+        report = graphfsdp.check(models, optimizers, real, iteration=gan)
     report.raise_if_any()
     assert report.num_ops > 20
-    for held, pair in zip(before, pairs, strict=True):
-        assert_same_state(held, snapshot(*pair))
-    assert torch.equal(generator, torch.get_rng_state())
     (hazard,) = graphfsdp.check(models, optimizers, real, iteration=reading_gan).hazards
     assert hazard.kind is HazardKind.HOST_READ
     assert hazard.source is not None
