@@ -285,14 +285,17 @@ def marks(module: Any, x: Tensor, *, result: bool) -> Any:
     return logits
 
 
-@pytest.mark.parametrize(
-    "what",
-    [
-        *(hooks_its_input, keeps_the_gradient_of_its_input, keeps_the_gradient_of_its_result),
-        *(partial(marks, result=False), partial(marks, result=True)),
-    ],
-)
-def test_what_a_call_writes_on_tensors_is_found_there(what: Any) -> None:
+WRITTEN_ON: dict[str, Callable[[Any, Tensor], Any]] = {
+    "a hook of its input": hooks_its_input,
+    "the gradient of its input": keeps_the_gradient_of_its_input,
+    "the gradient of its result": keeps_the_gradient_of_its_result,
+    "a mark of its input": partial(marks, result=False),
+    "a mark of its result": partial(marks, result=True),
+}
+
+
+@pytest.mark.parametrize("what", WRITTEN_ON)
+def test_what_a_call_writes_on_tensors_is_found_there(what: str) -> None:
     def loop(model: Any, optimizer: torch.optim.Optimizer) -> Iterator[Any]:
         first = torch.ones(6, requires_grad=True)
         for _, x, y in batches():
@@ -308,7 +311,7 @@ def test_what_a_call_writes_on_tensors_is_found_there(what: Any) -> None:
             for kept in (given, logits):
                 yield kept.grad if kept.retains_grad else 0
 
-    parts = check(loop, lambda: Around(what))
+    parts = check(loop, lambda: Around(WRITTEN_ON[what]))
     assert states(parts)["model.net"] == "captured"
 
 
