@@ -8,6 +8,7 @@ import builtins
 import contextlib
 import functools
 import io
+import multiprocessing.util
 import os
 import shutil
 import tempfile
@@ -48,7 +49,9 @@ class _Aside:
 
     def __init__(self, scratch: Path) -> None:
         self._scratch = scratch
-        self._free = [Path("/dev"), Path("/proc"), scratch]
+        # Its server of worker processes, the default from Python 3.14 on, outlives a check.
+        of_processes = Path(multiprocessing.util.get_temp_dir())
+        self._free = [Path("/dev"), Path("/proc"), of_processes, scratch]
 
     def replaced(self) -> list[tuple[Any, str, Callable[..., Any]]]:
         """Return functions whose first arguments may be paths, and what answers in their place."""

@@ -70,7 +70,8 @@ class ScriptCheck:
                 if is_module:
                     runpy.run_module(name, run_name="__main__", alter_sys=True)
                 else:
-                    runpy.run_path(name, run_name="__main__")
+                    # Python's own `__file__` of a script is absolute, too.
+                    runpy.run_path(str(Path(name).absolute()), run_name="__main__")
         except _OverTimeError:
             how = f"was stopped after {self.limit_s:g} seconds"
         except SystemExit as done:

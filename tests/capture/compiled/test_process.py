@@ -103,7 +103,9 @@ def check(function: Callable[[list[Tensor]], list[Tensor]]) -> None:
     one[0] = 1000
     result, less = function([one, other])
     torch.testing.assert_close(result, one.sin() + 2 * other)
-    assert torch.equal(less, one.half() * one.half() * 0.01)  # infinite in the first row
+    # Infinite in the first row. Inductor of torch 2.15 rounds numbers of a program as well.
+    expected = one.half() * one.half() * 0.01
+    torch.testing.assert_close(less, expected, rtol=torch.finfo(torch.float16).eps, atol=1e-7)
 
 
 @needs_compiler
