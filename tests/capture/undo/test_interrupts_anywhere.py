@@ -9,7 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from types import CodeType, FrameType, TracebackType
+from types import CodeType, FrameType
 from typing import Any
 
 import pytest
@@ -23,6 +23,7 @@ from graphfsdp import Phase
 from graphfsdp.optim import FusedAdam
 from helpers import assert_same_state, snapshot
 from time_limits import until
+from zoo_models import Squared
 
 # Of each kind of call; a call has thousands of places.
 NUM_TRIED = int(os.environ.get("GRAPHFSDP_INTERRUPTS", "40"))
@@ -56,12 +57,7 @@ class InterruptAt:
         sys.settrace(self._on_call)
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         sys.settrace(None)
 
     def _on_call(self, frame: FrameType, event: str, arg: Any) -> Any:
@@ -95,18 +91,9 @@ class InterruptAt:
         return []
 
 
-class Net(nn.Module):
-    """Running statistics and dropout: what an iteration changes besides the weights."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.Sequential(
-            nn.Linear(4, 3), nn.BatchNorm1d(3), nn.Dropout(0.2), nn.Linear(3, 1)
-        )
-
-    def forward(self, x: Tensor) -> Tensor:
-        loss: Tensor = self.layers(x).square().mean()
-        return loss
+def net() -> nn.Module:
+    """Return a model with what an iteration changes besides the weights."""
+    return Squared(nn.Linear(4, 3), nn.BatchNorm1d(3), nn.Dropout(0.2), nn.Linear(3, 1))
 
 
 class Interrupted:
@@ -124,7 +111,7 @@ class Interrupted:
 
     def _made(self) -> tuple[nn.Module, torch.optim.Optimizer]:
         torch.manual_seed(3)
-        model = Net()
+        model = net()
         return model, FusedAdam(model.parameters(), lr=0.05)
 
     def _without_interrupts(self, num_iterations: int) -> list[dict[str, Tensor]]:
