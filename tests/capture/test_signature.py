@@ -205,32 +205,31 @@ def test_plain_values_of_any_kind_are_equal_to_themselves_alone(value: object) -
     assert f"args[1]: expected {value!r}"[:30] in str(caught.value)  # long ones are cut
 
 
+ONES = torch.ones(8, 4)
+
+
 @pytest.mark.parametrize(
-    ("batch", "message"),
+    ("options", "args", "message"),
     [
-        (torch.randn(8, 4, requires_grad=True), r"args\[0\] requires a gradient"),
-        (torch.randn(8, 4).to_sparse(), r"args\[0\] is a Tensor of layout torch.sparse_coo"),
-        (torch.nested.nested_tensor([torch.ones(4)], layout=torch.jagged), "must be a plain"),
-        (BatchOfTensors(x=torch.ones(2)), r"args\[0\] is a BatchOfTensors, whose tensors"),
-        (np.ones(3), r"args\[0\] is a numpy array.*torch\.from_numpy"),
+        ({}, (ONES.clone().requires_grad_(),), r"args\[0\] requires a gradient"),
+        ({}, (ONES.to_sparse(),), r"args\[0\] is a Tensor of layout torch.sparse_coo"),
+        ({}, (torch.nested.nested_tensor([ONES], layout=torch.jagged),), "must be a plain"),
+        ({}, (BatchOfTensors(x=ONES),), r"args\[0\] is a BatchOfTensors, whose tensors"),
+        ({}, (np.ones(3),), r"args\[0\] is a numpy array.*torch\.from_numpy"),
+        ({"microbatches": 3}, (ONES,), r"args\[0\].*\(8, 4\).*into 3 equal"),
+        ({"microbatches": 16}, (ONES,), r"args\[0\].*\(8, 4\).*into 16 equal"),
+        ({"microbatches": 2}, (ONES, torch.tensor(1.0)), r"args\[1\].*shape \(\)"),
     ],
-    ids=["requires_grad", "sparse", "nested", "mapping", "numpy"],
+    ids=["requires_grad", "sparse", "nested", "mapping", "numpy", "3", "16", "0-dimensional"],
 )
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
-def test_a_first_batch_that_no_graph_can_hold_is_refused(batch: Any, message: str) -> None:
-    step, _ = linear_step()
+def test_a_first_batch_that_no_graph_can_hold_is_refused(
+    options: dict[str, Any], args: tuple[Any, ...], message: str
+) -> None:
+    step, _ = linear_step(**options)
     with pytest.raises(ConfigError, match=message):
-        step(batch)
-    step(torch.randn(8, 4))  # a batch that fits starts the step
-
-
-@pytest.mark.parametrize("microbatches", [3, 16])
-def test_a_batch_that_does_not_divide_is_refused(microbatches: int) -> None:
-    step, _ = linear_step(microbatches=microbatches)
-    with pytest.raises(ConfigError, match=rf"args\[0\].*\(8, 4\).*into {microbatches} equal"):
-        step(torch.randn(8, 4))
-    with pytest.raises(ConfigError, match=r"scale.*shape \(\)"):
-        step(torch.randn(3 * 16, 4), scale=torch.tensor(1.0))
+        step(*args)
+    step(torch.ones(48, 4))  # a batch that fits starts the step
 
 
 def test_a_tensor_that_requires_a_gradient_later_is_only_copied(device: torch.device) -> None:

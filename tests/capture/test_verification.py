@@ -93,40 +93,41 @@ def test_a_number_behind_the_optimizer_is_named_to_the_line(device: torch.device
             assert_named(info.value, "aten.mul.Tensor")
 
 
+def averaging(device: torch.device) -> Case:
+    """Return a training beside which averages of weights are held: a tensor, in a dict, a module.
+
+    The loss function returns what is in them.
+    """
+    torch.manual_seed(1)
+    average, kept = torch.zeros(4, 4, device=device), {"bias": torch.zeros(4, device=device)}
+    target = nn.Linear(4, 4).to(device).requires_grad_(False)
+
+    def loss_fn(model: nn.Module, x: Tensor) -> Any:
+        loss: Tensor = (model(x) - target(x)).square().mean()
+        weight, bias = model.parameters()
+        with torch.no_grad():
+            average.lerp_(weight, 0.1)
+            kept["bias"].lerp_(bias, 0.1)
+            target.weight.lerp_(weight, 0.3)
+        return loss, average.clone(), kept["bias"].clone(), target.weight.clone()
+
+    return Case(lambda: nn.Linear(4, 4), features(4), loss_fn)
+
+
+def verify_late(step: Any, model: nn.Module, index: int) -> None:
+    if index > 8:
+        step.verify(2)
+
+
 @pytest.mark.parametrize("how", ["verified", "captured ahead"])
 def test_what_an_iteration_writes_beside_the_model_is_put_back(
     how: str, device: torch.device
 ) -> None:
-    """Averages of weights that a closure holds, as a tensor, in a dict, in a module."""
-
-    def train(*, plainly: bool) -> dict[str, Tensor]:
-        torch.manual_seed(0)
-        model = nn.Linear(4, 4).to(device)
-        average, kept = torch.zeros(4, 4, device=device), {"bias": torch.zeros(4, device=device)}
-        target = nn.Linear(4, 4).to(device).requires_grad_(False)
-
-        def loss_fn(model: nn.Module, x: Tensor) -> Tensor:
-            loss: Tensor = (model(x) - target(x)).square().mean()
-            weight, bias = model.parameters()
-            with torch.no_grad():
-                average.lerp_(weight, 0.1)
-                kept["bias"].lerp_(bias, 0.1)
-                target.weight.lerp_(weight, 0.3)
-            return loss
-
-        options: dict[str, Any] = {"scope": "none"} if plainly else {}
-        if how == "captured ahead" and not plainly:
-            options["example_batch"] = (torch.ones(3, 4, device=device),)
-        optimizer = FusedAdam(model.parameters(), lr=0.1)
-        with graphfsdp.capture(model, optimizer, loss_fn=loss_fn, **options) as step:
-            for index in range(12):
-                step(torch.randn(3, 4, generator=torch.Generator().manual_seed(index)).to(device))
-                if how == "verified" and not plainly and index > 8:
-                    step.verify(2)
-        found = {"model": model.weight, "average": average, **kept, "target": target.weight}
-        return {name: each.detach().clone() for name, each in found.items()}
-
-    assert_same_state(train(plainly=True), train(plainly=False), how)
+    options: dict[str, Any] = {"between": verify_late}
+    if how == "captured ahead":
+        options = {"example_batch": torch.ones(12, 4, device=device)}
+    got = run(averaging(device), "full_iteration", device, **options)
+    assert_same_run(run(averaging(device), "none", device), got)
 
 
 def test_there_must_be_a_graph(device: torch.device) -> None:
