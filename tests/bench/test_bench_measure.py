@@ -195,7 +195,6 @@ def measure_on_rank() -> list[Row]:
     return measure_case(setting, specs=specs)
 
 
-@pytest.mark.slow
 def test_ranks_measure_together_and_leave_out_what_fails_on_one_of_them(ranks2: RankPool) -> None:
     results = ranks2.run(measure_on_rank, limit_s=110)
     eager = []
@@ -284,7 +283,6 @@ def test_a_child_that_hangs_in_a_turn_ends_itself(tmp_path: pathlib.Path) -> Non
     assert (tmp_path / "turn").read_text() == "pytorch"
 
 
-@pytest.mark.slow
 @pytest.mark.time_limit(300)
 def test_the_command_measures_in_a_child_and_keeps_a_directory(tmp_path: pathlib.Path) -> None:
     out = tmp_path / "out"

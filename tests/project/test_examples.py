@@ -80,7 +80,6 @@ LEARNS = [
 ]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("learns", LEARNS, ids=lambda learns: learns.line.split(".")[0])
 def test_an_example_learns_by_replay(learns: Learns) -> None:
     # Not imported here, where it would leave its warnings behind.
@@ -103,7 +102,6 @@ def test_a_run_goes_on_from_its_checkpoint_with_the_same_bits(tmp_path: Path) ->
     assert numbers_of(resumed[1:2], "loss") == expected
 
 
-@pytest.mark.slow
 def test_a_diffusion_model_draws_what_it_has_seen() -> None:
     *_, last = run_example("ddpm.py")
     (near,), (noise,) = numbers_of([last], "are"), numbers_of([last], "is")

@@ -89,7 +89,6 @@ def losses() -> dict[str, list[str]]:
     return {}
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_a_page_does_what_it_says(page: Path, folder: Path, losses: dict[str, list[str]]) -> None:
     typed_in(page, folder)
@@ -100,7 +99,6 @@ def test_a_page_does_what_it_says(page: Path, folder: Path, losses: dict[str, li
         assert re.fullmatch(pattern_of(printed), found, re.S), found
 
 
-@pytest.mark.slow
 def test_the_captured_loop_has_the_losses_of_the_plain_one(losses: dict[str, list[str]]) -> None:
     plain, captured = (losses.get(f"python {name}.py") for name in ("loop", "captured"))
     if plain is None or captured is None:

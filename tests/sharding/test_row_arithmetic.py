@@ -171,7 +171,6 @@ def _of_the_database() -> Iterator[tuple[str, Callable[..., Any], Any]]:
                 yield f"{operator.name} in place", operator.inplace_variant, sample
 
 
-@pytest.mark.slow
 @pytest.mark.time_limit(120)
 @on_ranks("ranks2")
 def test_operators_do_on_uneven_rows_what_they_do_on_the_whole_or_are_refused() -> None:
