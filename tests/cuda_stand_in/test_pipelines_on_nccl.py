@@ -1,6 +1,7 @@
 """Pipelines on ranks of NCCL: replays in any order equal eager steps, and failing ranks."""
 
-from contextlib import AbstractContextManager, nullcontext
+import functools
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import graphfsdp
 from cuda_stand_in import library
-from cuda_stand_in.orders import assert_any_order
+from cuda_stand_in.orders import assert_any_order, chosen
 from faults_at_operators import Fault, FaultMode, InjectedError
 from graphfsdp import Phase
 from helpers import set_lr
@@ -81,23 +82,15 @@ def test_stages_that_are_parallel_in_themselves_replay_in_any_order(
     assert gpu_ranks4.run(in_any_order, name, inner) == [""] * 4
 
 
-class Launched(AbstractContextManager[None]):
-    """Launches come back at once, as on a GPU: what they have put on streams waits."""
-
-    def __enter__(self) -> None:
-        library.choose(streams=1)
-
-    def __exit__(self, *_: object) -> None:
-        library.choose()
-
-
 @pytest.mark.parametrize(
     ("name", "index", "num_ops"),
     [("interleaved", 1, 40), ("gpipe", 5, 0)],
     ids=["warm-up", "replay"],
 )
 def test_a_rank_that_fails_frees_the_others(name: str, index: int, num_ops: int) -> None:
-    check_failing_rank(RankPool(2, "cuda"), name, index, num_ops, Launched() if index > 4 else None)
+    # Launches of a replay come back at once, as on a GPU: what they have put on streams waits.
+    launches = functools.partial(chosen, streams=1) if index > 4 else nullcontext
+    check_failing_rank(RankPool(2, "cuda"), name, index, num_ops, launches)
 
 
 def losses_of_a_run(*, fails: bool) -> list[Tensor]:

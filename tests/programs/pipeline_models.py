@@ -151,7 +151,7 @@ def tensor_parallel(mesh: DeviceMesh) -> Callable[[nn.Module], Any]:
 
 
 def fails_on_the_last_rank(
-    name: str, index: int, num_ops: int, launches: AbstractContextManager[Any]
+    name: str, index: int, num_ops: int, launches: Callable[[], AbstractContextManager[Any]]
 ) -> tuple[str, str]:
     schedule = schedule_of(KINDS[name], dropout=0.2)
     optim = adam(schedule)
@@ -161,7 +161,7 @@ def fails_on_the_last_rank(
         x, target = batch(earlier)
         step(x, target=target)
     x, target = batch(index)
-    fails = FaultMode(num_ops, Fault.ERROR, after=False) if is_last else launches
+    fails = FaultMode(num_ops, Fault.ERROR, after=False) if is_last else launches()
     with pytest.raises(Exception) as caught, fails:  # noqa: PT011, PT012 (judged by the caller)
         # Launched on a GPU, a replay has come back before any other rank has failed.
         while True:
@@ -176,15 +176,14 @@ def check_failing_rank(
     name: str,
     index: int,
     num_ops: int,
-    launches: AbstractContextManager[Any] | None = None,
+    launches: Callable[[], AbstractContextManager[Any]] = nullcontext,
 ) -> None:
     """Let the last rank fail at an operator of a step; the others hear of it within seconds.
 
     ``launches``: around the step of the others.
     """
     try:
-        around = launches or nullcontext()
-        run = (fails_on_the_last_rank, name, index, num_ops, around)
+        run = (fails_on_the_last_rank, name, index, num_ops, launches)
         *others, (failed, _) = pool.run(*run, limit_s=SECONDS)
     finally:
         pool.close(force=True)
