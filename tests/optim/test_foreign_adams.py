@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 import graphfsdp
 from foreign_adams import CONTRACT, make_stand_in
+from graphfsdp import MixedPrecisionPolicy
 from graphfsdp.errors import GuardError
 from graphfsdp.optim.adapters.foreign import _Steering
 from helpers import quick_garbage_collection
@@ -88,6 +89,21 @@ def test_the_real_library_is_captured() -> None:
     except (ImportError, RuntimeError, OSError) as error:
         pytest.skip(str(error))
     assert torch.equal(run("none"), run("full_iteration"))
+
+
+def test_their_decoupled_gradients_are_the_ones_that_are_clipped() -> None:
+    model = nn.Linear(3, 1, bias=False)
+    made: Any = make_stand_in(CONTRACT)
+    optimizer = made(model.parameters(), lr=0.1, capturable=True, use_decoupled_grad=True)
+    options: dict[str, Any] = {"mp_policy": MixedPrecisionPolicy(use_decoupled_grad=True)}
+    with graphfsdp.capture(
+        model, optimizer, loss_fn=lambda m, x: m(x).sum(), max_grad_norm=0.5, **options
+    ) as step:
+        for _ in range(14):
+            step(torch.rand(4, 3) + 1)
+            grad: Any = model.weight.decoupled_grad  # which their kernel scales in place
+            torch.testing.assert_close(grad.norm(), torch.tensor(0.5))
+            assert model.weight.grad is None
 
 
 def test_a_changed_weight_decay_of_theirs_is_refused_by_name() -> None:
