@@ -4,7 +4,6 @@ import inspect
 import pathlib
 import re
 import tomllib
-from collections.abc import Iterator
 
 import pytest
 
@@ -26,12 +25,9 @@ PAGES = sorted(
 )
 
 
-def without_code(text: str) -> str:
-    return re.sub(r"^( *)```.*?^\1```$|`[^`\n]*`", "", text, flags=re.S | re.M)
-
-
-def links_of(text: str) -> Iterator[str]:
-    yield from re.findall(r"\]\(([^)\s]+)\)", without_code(text))
+def links_of(text: str) -> list[str]:
+    without_code = re.sub(r"^( *)```.*?^\1```$|`[^`\n]*`", "", text, flags=re.S | re.M)
+    return re.findall(r"\]\(([^)\s]+)\)", without_code)
 
 
 def anchors_of(text: str) -> set[str]:

@@ -86,15 +86,12 @@ def train_plainly(model: nn.Module, optimizer: torch.optim.Optimizer, num_steps:
         optimizer.param_groups[0]["lr"] = 0.02 / (1 + index)
         optimizer.zero_grad()
         if isinstance(model, Net):
-            model(*(my_part(batch) if is_sharded(model) else batch)).backward()
+            is_sharded = isinstance(model, graphfsdp.FSDPModule)
+            model(*(my_part(batch) if is_sharded else batch)).backward()
         else:
             for param in optimizer.param_groups[0]["params"]:  # others take other batches
                 param.grad = param.detach() * (index + 1)
         optimizer.step()
-
-
-def is_sharded(model: nn.Module) -> bool:
-    return isinstance(model, graphfsdp.FSDPModule)
 
 
 def contents(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
@@ -102,7 +99,8 @@ def contents(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Te
     found: dict[str, Tensor] = {}
     for name, param in model.named_parameters():
         states = optimizer.state.get(param, {})
-        found[name] = _main_weight(param, states)
+        main = states.get("master_param")
+        found[name] = _whole(param).float() if main is None else _whole(main)
         for key, value in states.items():
             if key != "master_param":
                 found[f"{name} {key}"] = _whole(value).float().reshape(value.shape)
@@ -121,11 +119,6 @@ def digests(found: dict[str, Tensor]) -> dict[str, str]:
         ).hexdigest()
         for name, tensor in found.items()
     }
-
-
-def _main_weight(param: Tensor, states: dict[str, Tensor]) -> Tensor:
-    main = states.get("master_param")
-    return _whole(param).float() if main is None else _whole(main)
 
 
 def _whole(tensor: Tensor) -> Tensor:
