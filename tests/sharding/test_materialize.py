@@ -250,9 +250,6 @@ def test_init_weights_of_a_root_and_functions_of_the_user() -> None:
         elif not list(module.children()):
             nn.init.constant_(module.weight, 4.0)
 
-    model = on_meta(Pretrained)
-    graphfsdp.fully_shard(model)
-    graphfsdp.materialize(model, init=mine)
     torch.manual_seed(0)
     plain = on_meta(Pretrained)
     graphfsdp.materialize(plain, rank_device(), init=mine)  # no unit at all
