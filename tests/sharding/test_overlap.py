@@ -1,4 +1,4 @@
-"""Prefetch and reductions under way: in which order, how many whole buffers live, and the bits."""
+"""Prefetch and reductions under way: in which order, and that they change no bit."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import graphfsdp
-from overlap_helpers import NUM_BLOCKS, Journal, Watch, await_gloo_threads, inputs, make_stack
+from overlap_helpers import NUM_BLOCKS, Journal, inputs, make_stack
 from ranks import on_ranks
 from sharding_helpers import (
     adam,
@@ -83,29 +83,6 @@ def test_a_backward_pass_ends_on_the_stream_that_it_was_called_on() -> None:
             step(x)
         assert step.phase is graphfsdp.Phase.REPLAY
     assert old.grad_fn is not None
-
-
-@on_ranks("ranks2")
-def test_at_most_two_whole_gradient_buffers_are_alive() -> None:
-    """Counted by storage."""
-    model = make_stack()
-    model.prepare_shards()
-    (sizes,) = {tuple(b.layout.total_numel for b in buffers(block)) for block in model.blocks}
-    counts: list[int] = []
-    alive: list[Any] = []
-
-    def count(rows: Tensor, whole: Tensor) -> None:
-        if whole.numel() not in sizes:  # the root's
-            return
-        await_gloo_threads()  # they drop tensors a little after a collective has ended
-        alive.append(torch.multiprocessing.reductions.StorageWeakRef(whole.untyped_storage()))
-        counts.append(sum(not reference.expired() for reference in alive))
-
-    with Watch("reduce_scatter", count):
-        for x in inputs(2):
-            model(x).backward()
-    assert len(counts) == 2 * NUM_BLOCKS
-    assert max(counts) == 2
 
 
 ORDERS = ([0, 1, 2, 3], [0, 2, 3], [3, 2, 1, 0], [0, 0, 1, 1], [2], [0, 1, 2, 3, 1])

@@ -1,8 +1,7 @@
-"""Bytes that a sharded model keeps for ever, and whole weights that live only for a while."""
+"""Where sharded weights lie, and what gives its memory back."""
 
 import gc
 import weakref
-from typing import Any
 
 import pytest
 import torch
@@ -10,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import graphfsdp
-from overlap_helpers import NUM_BLOCKS, WIDTH, Stack, Watch, await_gloo_threads, make_stack
+from overlap_helpers import NUM_BLOCKS, WIDTH, Stack, Watch, make_stack
 from ranks import on_ranks, rank_device
 from sharding_helpers import STRATEGIES, adam, batches, buffers, make_net, my_part, shard
 
@@ -22,45 +21,12 @@ def batch() -> Tensor:
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @on_ranks("ranks2")
 def test_the_optimizer_steps_on_all_shards_in_one_operation(strategy: str) -> None:
-    """What is kept of weights and gradients is counted in planning/test_planning.py."""
+    """What is kept, and whole for a while, is counted in planning/test_planned_ranks.py."""
     model = make_stack(strategy)
     with graphfsdp.capture(model, adam(model)) as step:
         for _ in range(5):
             step(batch())
         assert step.report().op_counts["graphfsdp.fused_adam_.default"] == 1
-
-
-@pytest.mark.parametrize(
-    ("options", "most"),
-    [
-        # The root's two, the block's, and with overlap that of the block which comes next.
-        ({"overlap": False}, 3),
-        ({"overlap": True}, 4),
-        ({"overlap": False, "reshard_after_forward": False}, 2 + NUM_BLOCKS),
-    ],
-)
-@on_ranks("ranks2")
-def test_zero_3_holds_one_block_and_the_root(options: dict[str, Any], most: int) -> None:
-    """By storage, not by attribute: what a forgotten reference would keep is seen too."""
-    model = make_stack("optim_grads_params", **options)
-    x = batch()
-    alive: list[weakref.ref[Any]] = []
-    peak = 0
-
-    def count(whole: Tensor, part: Tensor) -> None:
-        nonlocal peak
-        alive.append(weakref.ref(whole))
-        await_gloo_threads()  # they drop tensors a little after a collective has ended
-        peak = max(peak, sum(ref() is not None for ref in alive))
-
-    with Watch("all_gather", count):
-        for _ in range(2):
-            model(x).backward()
-    await_gloo_threads()
-    passes = 2 if options.get("reshard_after_forward", True) else 1
-    assert len(alive) >= 2 * passes * NUM_BLOCKS
-    assert not any(ref() is not None for ref in alive)
-    assert peak == most
 
 
 @pytest.mark.parametrize("param_dtype", [torch.bfloat16, None])

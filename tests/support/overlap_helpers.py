@@ -11,7 +11,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ranks import rank_device
 from recomputing_models import again
 from sharding_helpers import Block, shard, units
-from sharding_helpers import await_gloo_threads as await_gloo_threads
 
 WIDTH = 16  # of which two and three ranks lay a block out in one buffer
 NUM_BLOCKS = 4

@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import graphfsdp
-from graphfsdp._capture.ranks.ranks import await_gloo_threads as await_gloo_threads
 from graphfsdp.base.torch_internals import ASKS_SUBCLASSES as ASKS_SUBCLASSES
 from graphfsdp.optim import FusedAdam
 from graphfsdp.sharding.buffer import ShardBuffer
