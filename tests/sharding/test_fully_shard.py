@@ -8,10 +8,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 import graphfsdp
-from graphfsdp.optim import FusedAdam
-from ranks import on_ranks, rank_device
+from ranks import on_ranks
 from sharding_helpers import (
-    Net,
     adam,
     assert_equal_tensors,
     batches,
@@ -66,30 +64,20 @@ def test_a_root_that_is_kept_is_never_older_than_its_shards() -> None:
 def test_an_optimizer_made_before_keeps_its_groups(name: str) -> None:
     results = []
     for first in (True, False):
-        torch.manual_seed(0)
-        model = Net().to(rank_device())
-        if not first:
-            shard(model, "optim_grads_params")
-        decayed = [p for p in model.parameters() if p.requires_grad and p.dim() > 1]
-        others = [p for p in model.parameters() if p.requires_grad and p.dim() <= 1]
-        lrs: list[Any] = [0.02, 0.01]
-        if name == "adamw":
-            lrs = [torch.tensor(lr, device=rank_device()) for lr in lrs]
-        groups = [
-            {"params": decayed, "lr": lrs[0], "weight_decay": 0.5},
-            {"params": others, "lr": lrs[1], "weight_decay": 0.0},
-        ]
-        kind: Any = FusedAdam if name == "fused_adam" else torch.optim.AdamW
-        on_gpu = rank_device().type == "cuda"
-        options = {} if name == "fused_adam" else {"fused": True, "capturable": on_gpu}
-        optim = kind(groups, **options)
+        model = make_net(None if first else "optim_grads_params")
+        optim = adam(model, name)
+        params = optim.param_groups[0]["params"]
+        others = [param for param in params if param.dim() <= 1]
+        optim.param_groups[0]["params"] = [param for param in params if param.dim() > 1]
+        optim.add_param_group({"params": others, "weight_decay": 0.0})
+        numbers = [len(group["params"]) for group in optim.param_groups]
         if first:
             shard(model, "optim_grads_params")
         with graphfsdp.capture(model, optim) as step:
             for batch in batches(6):
                 step(*my_part(batch))
-        assert [len(group["params"]) for group in optim.param_groups] == [len(decayed), len(others)]
-        assert [group["weight_decay"] for group in optim.param_groups] == [0.5, 0.0]
+        assert [len(group["params"]) for group in optim.param_groups] == numbers
+        assert [group["weight_decay"] for group in optim.param_groups] == [0.1, 0.0]
         assert all(isinstance(p, DTensor) for g in optim.param_groups for p in g["params"])
         results.append(full_parameters(model))
     assert_equal_tensors(*results)
