@@ -81,6 +81,9 @@ def test_ranks_train_as_one_and_replay_as_eager(
         microbatches=microbatches,
     )
     assert_trains_as_whole(got, optimizer)
+    # It steps on all shards in one operation.
+    counts = got.report.op_counts
+    assert counts.get("graphfsdp.fused_adam_.default", 0) == (optimizer == "fused_adam")
 
 
 @pytest.mark.parametrize(
