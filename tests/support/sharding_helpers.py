@@ -169,14 +169,6 @@ def check_slices(model: nn.Module) -> None:
         assert all(end <= start for (_, end), (start, _) in pairwise(sorted(places)))
 
 
-def unit_shapes(model: nn.Module) -> list[list[tuple[int, ...]]]:
-    """Shapes of the parameters of each unit, from a model that is not sharded."""
-    assert isinstance(model.blocks, nn.ModuleList)
-    shapes = [[tuple(p.shape) for p in block.parameters()] for block in model.blocks]
-    below = {id(p) for block in model.blocks for p in block.parameters()}
-    return [*shapes, [tuple(p.shape) for p in model.parameters() if id(p) not in below]]
-
-
 def full_parameters(model: nn.Module) -> dict[str, Tensor]:
     found: dict[str, Tensor] = {}
     for name, param in model.named_parameters():
