@@ -12,12 +12,11 @@ from torch import Tensor, nn
 import graphfsdp
 from counting_net import mean_square
 from graphfsdp.optim import FusedAdam
-from helpers import Case, assert_same_states, run_as_eager, snapshot
+from helpers import Case, assert_same_states, make_optimizer, run_as_eager, snapshot
 from hidden_count import Unseen
 from iterations import gan, gradient_penalty, moving_average, train_by
 from zoo import features
 
-NUM_STEPS = 16
 Optimizer = torch.optim.Optimizer
 
 
@@ -29,73 +28,61 @@ def critic_net() -> nn.Module:
     return nn.Sequential(nn.Linear(6, 16), nn.Dropout(0.2), nn.LeakyReLU(), nn.Linear(16, 1))
 
 
-def make_two(device: torch.device) -> list[nn.Module]:
-    return [generator_net().to(device), critic_net().to(device)]
+def two_nets() -> list[nn.Module]:
+    return [generator_net(), critic_net()]
 
 
-def make_teacher(device: torch.device) -> list[nn.Module]:
-    pair = [generator_net().to(device), generator_net().to(device)]
-    pair[1].requires_grad_(False)
-    return pair
+def student_and_teacher() -> list[nn.Module]:
+    return [generator_net(), generator_net().requires_grad_(False)]
 
 
-def train(
-    iteration: Callable[..., Any],
-    make: Callable[[torch.device], list[nn.Module]],
-    make_optimizers: Callable[[list[nn.Module]], Any],
-    device: torch.device,
-    scope: str | None,
-) -> list[dict[str, Tensor]]:
-    """Train with a captured step, or with scope None in a plain loop without graphfsdp."""
+def made(
+    make: Callable[[], list[nn.Module]], device: torch.device, first: str = "fused_adam"
+) -> tuple[list[nn.Module], Any]:
+    """Return models, and an optimizer for each that is trained, or only one."""
     torch.manual_seed(0)
-    models = make(device)
-    optimizers = make_optimizers(models)
-    every = optimizers if isinstance(optimizers, list) else [optimizers]
-
-    def state_of() -> dict[str, Tensor]:
-        return {
-            f"model {at}: {name}": tensor
-            for at, model in enumerate(models)
-            for name, tensor in snapshot(model, every[min(at, len(every) - 1)]).items()
-        }
-
-    data = (torch.randn(8, 6).to(device) for _ in range(NUM_STEPS))
-    return train_by(iteration, models, optimizers, data, scope, state_of)
+    models = [model.to(device) for model in make()]
+    trained = [model for model in models if next(model.parameters()).requires_grad]
+    names = (first, "fused_adam")[: len(trained)]
+    optimizers = [
+        make_optimizer(name, model.parameters(), device)
+        for name, model in zip(names, trained, strict=True)
+    ]
+    return models, optimizers if len(optimizers) > 1 else optimizers[0]
 
 
-def fused_adams(models: list[nn.Module]) -> Any:
-    return [FusedAdam(model.parameters(), lr=1e-2) for model in models]
-
-
-def fused_adam_and_sgd(models: list[nn.Module]) -> Any:
-    lr = torch.tensor(1e-2, device=next(models[0].parameters()).device)
-    sgd = torch.optim.SGD(models[0].parameters(), lr=lr, momentum=0.9, fused=True)
-    return [sgd, FusedAdam(models[1].parameters(), lr=1e-2, weight_decay=0.1)]
-
-
-def one_fused_adam(models: list[nn.Module]) -> Any:
-    return FusedAdam(models[0].parameters(), lr=1e-2)
-
-
-CASES = (
-    (gan, make_two, fused_adams),
-    (gan, make_two, fused_adam_and_sgd),
-    (gradient_penalty, make_two, fused_adams),
-    (moving_average, make_teacher, one_fused_adam),
+@pytest.mark.parametrize(
+    ("iteration", "make", "first"),
+    [
+        (gan, two_nets, "fused_adam"),
+        (gan, two_nets, "sgd"),
+        (gradient_penalty, two_nets, "fused_adam"),
+        (moving_average, student_and_teacher, "fused_adam"),
+    ],
 )
-
-
-@pytest.mark.parametrize(("iteration", "make", "make_optimizers"), CASES)
 def test_replays_are_bit_for_bit_the_plain_loop(
     iteration: Callable[..., Any],
-    make: Callable[[torch.device], list[nn.Module]],
-    make_optimizers: Callable[[list[nn.Module]], Any],
+    make: Callable[[], list[nn.Module]],
+    first: str,
     device: torch.device,
 ) -> None:
-    plain = train(iteration, make, make_optimizers, device, None)
+    def train(scope: str | None) -> list[dict[str, Tensor]]:
+        models, optimizers = made(make, device, first)
+        every = optimizers if isinstance(optimizers, list) else [optimizers]
+
+        def state_of() -> dict[str, Tensor]:
+            return {
+                f"model {at}: {name}": tensor
+                for at, model in enumerate(models)
+                for name, tensor in snapshot(model, every[min(at, len(every) - 1)]).items()
+            }
+
+        data = (torch.randn(8, 6).to(device) for _ in range(16))
+        return train_by(iteration, models, optimizers, data, scope, state_of)
+
+    plain = train(None)
     for scope in ("none", "full_iteration"):
-        got = train(iteration, make, make_optimizers, device, scope)
-        assert_same_states(plain, got, scope)
+        assert_same_states(plain, train(scope), scope)
 
 
 @pytest.mark.parametrize("decoupled", [False, True])
@@ -121,9 +108,7 @@ def test_gradients_of_another_dtype_are_bound_between_backwards(
 
 
 def test_evaluation_and_verification_of_a_custom_iteration(device: torch.device) -> None:
-    torch.manual_seed(0)
-    models = make_two(device)
-    optimizers = fused_adams(models)
+    models, optimizers = made(two_nets, device)
 
     def loss_fn(models: Sequence[nn.Module], real: Tensor) -> Tensor:
         loss: Tensor = models[1](real).mean()
@@ -144,8 +129,7 @@ def test_evaluation_and_verification_of_a_custom_iteration(device: torch.device)
 
 
 def test_changes_of_every_optimizer_are_noticed(device: torch.device) -> None:
-    models = make_two(device)
-    optimizers = fused_adam_and_sgd(models)
+    models, optimizers = made(two_nets, device, "sgd")
     with graphfsdp.capture(models, optimizers, iteration=gan) as step:
         for _ in range(5):
             step(torch.randn(8, 6).to(device))
