@@ -56,20 +56,24 @@ class SignalAt(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self._index = index
         self._numbers = numbers
-        self.num_ops = 0
+        self.names: list[str] = []  # of operators
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if self.num_ops == self._index:
+        self.names.append(str(func))
+        if len(self.names) == self._index + 1:
             for number in self._numbers:
                 os.kill(os.getpid(), number)
-        self.num_ops += 1
         return func(*args, **(kwargs or {}))
 
 
-def replaying() -> graphfsdp.CapturedStep:
+def started() -> graphfsdp.CapturedStep:
     model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1))
     optimizer = FusedAdam(model.parameters(), lr=0.1)
-    step = graphfsdp.capture(model, optimizer, loss_fn=lambda model, x: model(x).sum())
+    return graphfsdp.capture(model, optimizer, loss_fn=lambda model, x: model(x).sum())
+
+
+def replaying() -> graphfsdp.CapturedStep:
+    step = started()
     for _ in range(5):
         step(torch.randn(2, 3))
     return step
@@ -111,7 +115,7 @@ def test_an_error_comes_first_and_a_handler_that_returns_does_not_hide_it() -> N
     class Failing(SignalAt):
         def __torch_dispatch__(self, *args: Any, **kwargs: Any) -> Any:
             result = super().__torch_dispatch__(*args, **kwargs)
-            if self.num_ops == 4:
+            if len(self.names) == 4:
                 assert not told
                 raise KeyError
             return result
@@ -119,3 +123,18 @@ def test_an_error_comes_first_and_a_handler_that_returns_does_not_hide_it() -> N
     with handling(signal.SIGTERM, told), pytest.raises(KeyError), Failing(3, signal.SIGTERM):
         step(torch.randn(2, 3))
     assert told == [signal.SIGTERM]
+
+
+def test_a_signal_in_an_operator_of_a_warm_up_is_delivered_in_it() -> None:
+    """And another kind of signal as well, each once."""
+    step, told = started(), list[int]()
+    for counting in (SignalAt(-1), SignalAt(-1)):  # the first call makes more
+        with counting:
+            step(torch.randn(2, 3))
+    index = next(at for at, name in enumerate(counting.names) if "addmm" in name)
+    mode = SignalAt(index, signal.SIGTERM, signal.SIGINT, signal.SIGTERM)
+    with handling(signal.SIGTERM, told), pytest.raises(KeyboardInterrupt), mode:
+        step(torch.randn(2, 3))
+    assert told == [signal.SIGTERM]
+    assert sum("addmm" in name for name in mode.names) == 1  # of two
+    step(torch.randn(2, 3))

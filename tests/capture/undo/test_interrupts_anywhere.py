@@ -15,7 +15,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import graphfsdp
 from faults_at_operators import World
@@ -389,35 +388,6 @@ def test_a_model_that_waits_hears_ctrl_c_at_once(scope: str, waits: str) -> None
             step.close()
         else:
             raise AssertionError("nobody has heard of it")
-
-
-def test_a_signal_in_an_operator_is_delivered_in_it() -> None:
-    """And another kind of signal as well, each once."""
-    delivered: list[int] = []
-    names: list[str] = []
-    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
-    optimizer = FusedAdam(model.parameters(), lr=0.1)
-
-    class Raising(TorchDispatchMode):
-        def __torch_dispatch__(
-            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-        ) -> Any:
-            names.append(str(func))
-            if "addmm" in names[-1]:
-                for number in (signal.SIGTERM, signal.SIGINT, signal.SIGTERM):
-                    signal.raise_signal(number)
-            return func(*args, **(kwargs or {}))
-
-    previous = signal.signal(signal.SIGTERM, lambda number, frame: delivered.append(number))
-    try:
-        with graphfsdp.capture(model, optimizer, loss_fn=lambda m, x: m(x).sum()) as step:
-            with pytest.raises(KeyboardInterrupt), Raising():  # type: ignore[no-untyped-call]
-                step(batch(0))
-            step(batch(0))
-    finally:
-        signal.signal(signal.SIGTERM, previous)
-    assert delivered == [signal.SIGTERM]
-    assert sum("addmm" in name for name in names) == 1
 
 
 def test_other_threads_and_handlers_that_are_not_pythons_are_left_alone() -> None:
