@@ -101,7 +101,8 @@ def test_their_decoupled_gradients_are_the_ones_that_are_clipped() -> None:
     ) as step:
         for _ in range(14):
             step(torch.rand(4, 3) + 1)
-            grad: Any = model.weight.decoupled_grad  # which their kernel scales in place
+            weight: Any = model.weight
+            grad = weight.decoupled_grad  # which their kernel scales in place
             torch.testing.assert_close(grad.norm(), torch.tensor(0.5))
             assert model.weight.grad is None
 
