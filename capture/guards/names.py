@@ -93,7 +93,8 @@ class Reads:
 
     def add(self, code: types.CodeType) -> None:
         """Take in the names of a function's code."""
-        instructions = list(dis.get_instructions(code))
+        # `self.calls += 1` reads an attribute of a copy of `self` on the stack.
+        instructions = [each for each in dis.get_instructions(code) if each.opname != "COPY"]
         for instruction, following in zip(instructions, [*instructions[1:], None], strict=True):
             op, name = instruction.opname, instruction.argval
             if op in _ATTRIBUTE:
