@@ -19,7 +19,7 @@ from counting_net import mean_square
 from graphfsdp import HazardKind
 from graphfsdp.optim import FusedAdam
 from helpers import assert_same_state, line_of, snapshot
-from mid_forward import Probe, Program, batches, check_refused, make_probe, refusal_of
+from mid_forward import Probe, batches, check_refused, make_probe, refusal_of
 from refused_programs import REFUSED, Refused
 
 CPU = torch.device("cpu")
@@ -59,7 +59,13 @@ def test_capture_refuses_by_name_and_rolls_back(name: str, device: torch.device)
 @pytest.mark.parametrize("name", CHECKED)
 def test_check_lists_what_is_refused_and_changes_nothing(name: str) -> None:
     case = REFUSED[name]
-    report = checked(case.program, case.target)
+    torch.manual_seed(11)
+    model = Probe(case.program)
+    model.body.inner.attribute = torch.ones(4)
+    optim = FusedAdam(model.parameters(), lr=0.01)
+    before = snapshot(model, optim)
+    report = graphfsdp.check(model, optim, batches(CPU, 1)[0], target=case.target)
+    assert_same_state(before, snapshot(model, optim), "after the check")
     hazards = [
         hazard
         for hazard in report.hazards
@@ -83,18 +89,6 @@ def assert_diagnosed(case: Refused, hazard: graphfsdp.Hazard) -> None:
         assert hazard.source is not None
         assert hazard.source.file == refused_programs.__file__
         assert hazard.source.line == case.line
-
-
-def checked(program: Program, target: str) -> graphfsdp.CheckReport:
-    """Check a probe that runs a program; nothing may change."""
-    torch.manual_seed(11)
-    model = Probe(program)
-    model.body.inner.attribute = torch.ones(4)
-    optim = FusedAdam(model.parameters(), lr=0.01)
-    before = snapshot(model, optim)
-    report = graphfsdp.check(model, optim, batches(CPU, 1)[0], target=target)
-    assert_same_state(before, snapshot(model, optim), "after the check")
-    return report
 
 
 Made = dict[str, Any]
