@@ -88,18 +88,6 @@ def take_steps(num_steps: int, *optimizers: torch.optim.Optimizer) -> None:
             optimizer.step()
 
 
-def step_together(
-    ours: torch.optim.Optimizer, theirs: torch.optim.Optimizer, lr: float, num_steps: int
-) -> None:
-    """Step both on equal gradients, while lr falls."""
-    optimizers = (ours, theirs)
-    for step in range(num_steps):
-        set_grads(*(optimizer.param_groups[0]["params"] for optimizer in optimizers))
-        for optimizer in optimizers:
-            optimizer.param_groups[0]["lr"] = lr / (1 + step)
-            optimizer.step()
-
-
 def copy_weights(source: Sequence[Tensor], target: Sequence[Tensor]) -> None:
     with torch.no_grad():
         for param, twin in zip(source, target, strict=True):
