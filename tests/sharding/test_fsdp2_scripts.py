@@ -218,18 +218,6 @@ def test_a_graph_trains_what_the_words_have_made(make: Callable[[], Any]) -> Non
 
 
 @on_ranks("ranks2")
-def test_a_graph_sees_another_divide_factor() -> None:
-    model = divided()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with graphfsdp.capture(model, optimizer, loss_fn=mean_square, warmup_steps=1) as step:
-        for index in range(3):
-            step(everyday_scripts.batch(index))
-        model.set_gradient_divide_factor(4.0)
-        with pytest.raises(graphfsdp.GuardError, match="divide_factor"):
-            step(everyday_scripts.batch(3))
-
-
-@on_ranks("ranks2")
 def test_weights_of_several_modules_are_gathered_and_reduced_once() -> None:
     model = in_one_unit()
     model.prepare_shards()

@@ -37,6 +37,11 @@ def hooked(model: Any) -> Callable[[], object]:
     return model[0].weight.register_hook(lambda grad: grad).remove  # type: ignore[no-any-return]
 
 
+def divided(model: Any) -> Callable[[], object]:
+    model.set_gradient_divide_factor(4.0)
+    return lambda: model.set_gradient_divide_factor(3.0)
+
+
 def told(word: str) -> Change:
     def tell(model: Any) -> Callable[[], object]:
         getattr(model, word)(False)
@@ -50,6 +55,7 @@ CHANGES: tuple[tuple[Change, str], ...] = (
     (other_rows, r"parameter '0\.weight' was at address .* in other memory"),
     (frozen, r"parameter '0\.weight' was trained .* now frozen"),
     (hooked, r"gradient hook .* of parameter '0\.weight'"),
+    (divided, r"gradient_divide_factor"),
     (told("set_requires_gradient_sync"), r"requires_gradient_sync of .* was on .* now off"),
     (told("set_is_last_backward"), r"is_last_microbatch of .* was on .* now off"),
     (told("set_requires_all_reduce"), r"requires_all_reduce of .* was on .* now off"),
@@ -60,7 +66,7 @@ CHANGES: tuple[tuple[Change, str], ...] = (
 def test_changes_of_a_sharded_model_are_refused_by_name() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 3))
-    graphfsdp.fully_shard(model)
+    graphfsdp.fully_shard(model).set_gradient_divide_factor(3.0)  # type: ignore[operator]
     optim = FusedAdam(model.parameters(), lr=0.01)
     x = torch.randn(5, 4)
     with graphfsdp.capture(model, optim, loss_fn=lambda model, x: model(x).square().mean()) as step:
