@@ -47,7 +47,22 @@ def trained(model: Any, *, whole: bool = False, **options: Any) -> Training:
     return train(model, adam(model), data=parts, max_grad_norm=float("inf"), **options)
 
 
-def trains_as_one(
+BALANCED = {"aux_loss_coeff": 0.1, "bias_update_rate": 0.01}
+
+
+@pytest.mark.parametrize(
+    ("ranks", "num_expert_ranks", "strategy", "microbatches", "options"),
+    [
+        ("ranks1", 1, "optim_grads_params", 1, {"bias_update_rate": 0.01}),  # all experts
+        ("ranks2", 2, "optim", 2, {**BALANCED, "recomputes": True, "score_function": "sigmoid"}),
+        ("ranks2", 2, "optim_grads_params", 1, {"capacity_factor": 1.0}),
+        ("ranks4", 2, "optim_grads_params", 3, BALANCED),
+        ("ranks4", 2, "no_shard", 1, BALANCED),
+    ],
+    ids=str,
+)
+@on_ranks()
+def test_experts_on_ranks_train_as_in_one_process(
     num_expert_ranks: int, strategy: str, microbatches: int, options: dict[str, Any]
 ) -> None:
     """Captured equals eager bit for bit, and one process up to rounding."""
@@ -77,32 +92,6 @@ def trains_as_one(
         if "bias" not in name:
             dist.all_reduce(counts)
         assert torch.equal(counts, expected), name
-
-
-BALANCED = {"aux_loss_coeff": 0.1, "bias_update_rate": 0.01}
-
-
-@pytest.mark.parametrize(
-    ("world", "num_expert_ranks", "strategy", "microbatches", "options"),
-    [
-        ("ranks1", 1, "optim_grads_params", 1, {"bias_update_rate": 0.01}),  # all experts
-        ("ranks2", 2, "optim", 2, {**BALANCED, "recomputes": True, "score_function": "sigmoid"}),
-        ("ranks2", 2, "optim_grads_params", 1, {"capacity_factor": 1.0}),
-        ("ranks4", 2, "optim_grads_params", 3, BALANCED),
-        ("ranks4", 2, "no_shard", 1, BALANCED),
-    ],
-    ids=str,
-)
-def test_experts_on_ranks_train_as_in_one_process(
-    request: pytest.FixtureRequest,
-    world: str,
-    num_expert_ranks: int,
-    strategy: str,
-    microbatches: int,
-    options: dict[str, Any],
-) -> None:
-    pool: RankPool = request.getfixturevalue(world)
-    pool.run(trains_as_one, num_expert_ranks, strategy, microbatches, options)
 
 
 def equals_dropless(dtype: torch.dtype, options: dict[str, Any]) -> None:
