@@ -40,8 +40,10 @@ _MAX_OBJECTS = 1_000  # in one container
 _MAX_KEYS = 100  # of a dict whose items are looked at one by one
 _MAX_DEPTH = 6
 _SHOWING = frozenset({"logging", "loguru", "rich", "tensorboard", "tensorboardX", "tqdm", "wandb"})
-# What every module has; its mode is set by whoever calls the iteration.
-OWN = frozenset((*vars(nn.Module()), *dir(nn.Module))) - {"forward"}
+# What every module has; its mode is set by whoever calls the iteration. Recurrent ones keep lists
+# of their parameters, which are asked of themselves.
+_OF_RECURRENT = ("_flat_weights", "_flat_weight_refs")
+OWN = frozenset((*vars(nn.Module()), *dir(nn.Module), *_OF_RECURRENT)) - {"forward"}
 _OF_UNITS = ("gradient_divide_factor",)  # what graphfsdp's own code reads of sharded modules
 
 
