@@ -59,6 +59,58 @@ def gaps_of(param: Tensor) -> Tensor:
     return torch.empty(0, dtype=param.dtype, device=param.device).set_(storage)[1::2]
 
 
+def set_numbers(ours: FusedAdam, theirs: Any, step: int, *, as_tensors: bool) -> None:
+    """Give each group other numbers in each step."""
+    pairs = zip(ours.param_groups, theirs.param_groups, strict=True)
+    for row, (group, other) in enumerate(pairs):
+        lr = 0.1 / (1 + row + step)
+        group["lr"] = torch.tensor(lr, dtype=torch.float64) if as_tensors else lr
+        other["lr"] = lr
+        group["weight_decay"] = other["weight_decay"] = 0.1 * row + 0.05 * (step % 2)
+
+
+def happens(
+    event: str | None,
+    ours: FusedAdam,
+    theirs: Any,
+    params: list[nn.Parameter],
+    twins: list[nn.Parameter],
+) -> None:
+    """Do to weights and states what users do between two steps."""
+    if event == "cleared":
+        ours.state.clear()
+        theirs.state.clear()
+        copy_weights(params, twins)
+    for param, twin in zip(params, twins, strict=True):
+        if event == "moved":
+            param.data = param.data.clone()
+        if event == "replaced" and theirs.state.get(twin):
+            moment = torch.randn_like(ours.state[param]["exp_avg"])
+            ours.state[param]["exp_avg"] = moment
+            theirs.state[twin]["exp_avg"] = moment.clone(memory_format=torch.contiguous_format)
+
+
+def compare(
+    param: Tensor, state: dict[str, Any], twin: Tensor, other: dict[str, Any], *, is_exact: bool
+) -> None:
+    """Compare a weight, its main weight and its state with those of torch's."""
+    tolerance = {torch.float64: 1e-12, torch.float32: 1e-5}
+
+    def check(found: Tensor, expected: Tensor) -> None:
+        if is_exact:
+            assert torch.equal(found, expected)
+        else:
+            close = tolerance.get(found.dtype, torch.finfo(found.dtype).eps)
+            torch.testing.assert_close(found, expected, rtol=close, atol=close)
+
+    main = state.get("master_param", param.detach())
+    check(main, twin.detach().to(main.dtype))
+    check(param.detach(), main.to(param.dtype))
+    assert state.get("step", 0) == other.get("step", 0)
+    for key in other if state else ():
+        check(state[key], other[key])
+
+
 NUM_STEPS, EVENT_STEP = 6, 3
 STEPS = st.integers(0, NUM_STEPS - 1)
 
@@ -115,14 +167,6 @@ def test_steps_are_those_of_torch(
     is_narrow = dtype.itemsize < 4
     wide = torch.promote_types(dtype, torch.float32)
     is_exact = path is nullcontext and {layout, grad_layout} <= {"own", "flat"}
-    tolerance = {torch.float64: 1e-12, torch.float32: 1e-5}
-
-    def check(found: Tensor, expected: Tensor) -> None:
-        if is_exact:
-            assert torch.equal(found, expected)
-        else:
-            close = tolerance.get(found.dtype, torch.finfo(found.dtype).eps)
-            torch.testing.assert_close(found, expected, rtol=close, atol=close)
 
     def make_pairs(shapes: list[tuple[int, ...]]) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
         params = [nn.Parameter(laid_out(p.detach(), layout)) for p in make_params(shapes, dtype)]
@@ -153,17 +197,9 @@ def test_steps_are_those_of_torch(
             ours.add_param_group({"params": late})
             theirs.add_param_group({"params": others})
             params, twins = [*params, *late], [*twins, *others]
-        elif step == EVENT_STEP and event == "cleared":
-            ours.state.clear()
-            theirs.state.clear()
-            copy_weights(params, twins)
+        elif step == EVENT_STEP:
+            happens(event, ours, theirs, params, twins)
         for index, (param, twin) in enumerate(zip(params, twins, strict=True)):
-            if step == EVENT_STEP and event == "moved":
-                param.data = param.data.clone()
-            if step == EVENT_STEP and event == "replaced" and theirs.state.get(twin):
-                moment = torch.randn_like(ours.state[param]["exp_avg"])
-                ours.state[param]["exp_avg"] = moment
-                theirs.state[twin]["exp_avg"] = moment.clone(memory_format=torch.contiguous_format)
             if index - 1 in missing and step % 2:
                 setattr(param, attribute, None)
                 twin.grad = None
@@ -176,13 +212,7 @@ def test_steps_are_those_of_torch(
                 getattr(param, attribute).copy_(grad)
             else:
                 setattr(param, attribute, laid_out(grad, grad_layout))
-        for row, (group, other) in enumerate(
-            zip(ours.param_groups, theirs.param_groups, strict=True)
-        ):
-            lr = 0.1 / (1 + row + step)
-            group["lr"] = torch.tensor(lr, dtype=torch.float64) if step in tensor_lrs else lr
-            other["lr"] = lr
-            group["weight_decay"] = other["weight_decay"] = 0.1 * row + 0.05 * (step % 2)
+        set_numbers(ours, theirs, step, as_tensors=step in tensor_lrs)
         if is_narrow and not master_weights:
             copy_weights(params, twins)  # the stored weight is all there is
         given: dict[str, Any] = {} if scale is None else {"grad_scale": torch.tensor(scale)}
@@ -193,14 +223,9 @@ def test_steps_are_those_of_torch(
         if step not in skips:
             theirs.step()
         for param, twin in zip(params, twins, strict=True):
-            state, other = ours.state.get(param, {}), theirs.state.get(twin, {})
+            state = ours.state.get(param, {})
             assert not state or ("master_param" in state) == (is_narrow and master_weights)
-            main = state.get("master_param", param.detach())
-            check(main, twin.detach().to(main.dtype))
-            check(param.detach(), main.to(dtype))
-            assert state.get("step", 0) == other.get("step", 0)
-            for key in other if state else ():
-                check(state[key], other[key])
+            compare(param, state, twin, theirs.state.get(twin, {}), is_exact=is_exact)
             if layout == "with gaps" and event != "moved":
                 assert bool((gaps_of(param) == 7.0).all())
     assert ours.control.skipped_steps.item() == len(skips)
