@@ -1,6 +1,8 @@
-"""Transformer Engine's FusedAdam: its recorded contract, captures, what is refused."""
+"""Transformer Engine's FusedAdam: its recorded contract, captures, what is refused.
 
-import itertools
+Replays of a stand-in are in test_optimizer_replays.py.
+"""
+
 from typing import Any
 
 import pytest
@@ -12,7 +14,6 @@ from foreign_adams import CONTRACT, make_stand_in
 from graphfsdp import MixedPrecisionPolicy
 from graphfsdp.errors import GuardError
 from graphfsdp.optim.adapters.foreign import _Steering
-from helpers import quick_garbage_collection
 
 
 @pytest.fixture(autouse=True)
@@ -35,38 +36,6 @@ def test_the_adapter_asks_for_nothing_that_the_contract_lacks() -> None:
     }
     assert defaults.keys() <= constructor & attributes
     assert {name: CONTRACT["defaults"][name] for name in defaults} == defaults
-
-
-def train(scope: str) -> list[list[Tensor]]:
-    quick_garbage_collection()
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(6, 9), nn.GELU(), nn.Linear(9, 3))
-    made: Any = make_stand_in(CONTRACT)
-    optimizer = made(model.parameters(), lr=0.1, weight_decay=0.1, capturable=True)
-    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
-    found = []
-    options: dict[str, Any] = {"max_grad_norm": 0.05, "skip_nonfinite": True}
-    with graphfsdp.capture(
-        model, optimizer, scope=scope, loss_fn=lambda m, x: m(x).square().mean(), **options
-    ) as step:
-        for index in range(14):
-            x = torch.randn(5, 6)
-            step(x * torch.inf if index in (1, 7) else x)
-            scheduler.step()
-            found.append([param.detach().clone() for param in model.parameters()])
-        assert step.skipped_steps is not None
-        assert step.skipped_steps.item() == 2
-    assert optimizer.param_groups[0]["step"].item() == 12
-    return found
-
-
-def test_a_replay_clips_skips_and_follows_lr_inside_its_kernel() -> None:
-    expected = train("none")
-    for eager, replayed in zip(expected, train("full_iteration"), strict=True):
-        assert all(map(torch.equal, eager, replayed))
-    for before, after in itertools.pairwise(range(14)):
-        moved = not torch.equal(expected[before][0], expected[after][0])
-        assert moved == (after not in (1, 7)), after
 
 
 @pytest.mark.gpu

@@ -1,19 +1,72 @@
-"""Optimizers that need whole tensors, and skipped steps, on meshes of two axes."""
+"""Optimizers of parameters that ranks share: ours step as on whole ones, torch's on two meshes."""
 
 import math
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import graphfsdp
-from graphfsdp.optim import Muon
+from adam_helpers import grad_of, make_params, set_grads
+from graphfsdp.errors import ConfigError
+from graphfsdp.optim import FusedAdam, Muon
 from helpers import local_part
 from parallel_models import TP_AXES, part_of_axis, plain_model, tensor_parallel, whole_batches
-from ranks import RankPool
+from ranks import on_ranks, rank_device
 from sharding_helpers import full_parameters, hybrid_mesh, hybrid_net, make_net
+
+Make = Callable[[nn.Module], torch.optim.Optimizer]
+CLIP = {"skip_nonfinite": True, "max_grad_norm": 0.5}
+BAD_STEP = 1
+
+
+@pytest.mark.parametrize(
+    ("settings", "dtype"),
+    [
+        (CLIP, torch.float32),
+        ({"amsgrad": True, **CLIP}, torch.float32),
+        ({"weight_decay": 0.1, "master_weights": True}, torch.bfloat16),
+    ],
+)
+@on_ranks("ranks2")
+def test_ranks_step_as_one(settings: dict[str, Any], dtype: torch.dtype) -> None:
+    """By norm, clipping and skip too, where rows do not divide: a rank holds less, or nothing."""
+    mesh = hybrid_mesh((dist.get_world_size(),), ("all",))
+
+    def cut(tensor: Tensor) -> Any:
+        return distribute_tensor(tensor.detach(), mesh, [Shard(0)])
+
+    wholes = make_params([(7, 3), (5,), (1, 4)], dtype, rank_device())
+    parts = [nn.Parameter(cut(whole)) for whole in wholes]
+    ours, expected = (FusedAdam(params, lr=0.1, **settings) for params in (parts, wholes))
+    for step in range(5):
+        is_bad = step == BAD_STEP and "skip_nonfinite" in settings
+        set_grads(wholes)
+        if is_bad:
+            grad_of(wholes[0])[6, 2] = math.nan  # on the last rank alone
+        for part, whole in zip(parts, wholes, strict=True):
+            part.grad = cut(grad_of(whole))
+        ours.step()
+        expected.step()
+        norm, other = (each.control.grad_norm for each in (ours, expected))
+        torch.testing.assert_close(norm, other, rtol=1e-6, atol=0, equal_nan=True)
+        assert bool(norm.isfinite()) == (not is_bad)
+        skipped = int("skip_nonfinite" in settings and step >= BAD_STEP)
+        assert ours.control.skipped_steps.item() == skipped
+    for part, whole in zip(parts, wholes, strict=True):
+        state, other_state = ours.state[part], expected.state[whole]
+        assert state.keys() == other_state.keys()
+        pairs: list[Any] = [(part.detach(), whole.detach())]
+        pairs += [(state[key], other_state[key]) for key in state if key != "step"]
+        for mine, tensor in pairs:
+            rtol = 2.0**-7 if tensor.dtype == torch.bfloat16 else 1e-5
+            torch.testing.assert_close(mine.full_tensor(), tensor, rtol=rtol, atol=1e-6)
 
 
 def muon_of(model: nn.Module) -> Muon:
@@ -34,32 +87,32 @@ def stepped(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Ten
     return full_parameters(model)
 
 
-def same_steps(kind: str) -> None:
-    model, plain = {
-        "tensor": lambda: (tensor_parallel(), plain_model()),
-        "repeated": lambda: (hybrid_net("optim_grads_params", "no_shard"), make_net(None)),
-        "cut": lambda: (hybrid_net("optim", "optim"), make_net(None)),
-    }[kind]()
-    got, expected = stepped(model, muon_of(model)), stepped(plain, muon_of(plain))
+PAIRS: dict[str, Callable[[], tuple[nn.Module, nn.Module]]] = {
+    "tensor": lambda: (tensor_parallel(), plain_model()),
+    "repeated": lambda: (hybrid_net("optim_grads_params", "no_shard"), make_net(None)),
+    "cut": lambda: (hybrid_net("optim", "optim"), make_net(None)),
+}
+
+
+@pytest.mark.parametrize("kind", PAIRS)
+@on_ranks("ranks4")
+def test_muon_finds_whole_tensors_over_all_axes(kind: str) -> None:
+    got, expected = (stepped(model, muon_of(model)) for model in PAIRS[kind]())
     for name, whole in expected.items():
         bound = 1e-10 if whole.dtype == torch.float64 else 1e-5
         torch.testing.assert_close(got[name], whole, rtol=bound, atol=bound)
 
 
-@pytest.mark.parametrize("kind", ["tensor", "repeated", "cut"])
-def test_whole_tensors_are_found_over_all_axes(ranks4: RankPool, kind: str) -> None:
-    ranks4.run(same_steps, kind)
-
-
-def skipped(kind: str) -> None:
-    """One rank alone has a loss that is not finite: no rank steps."""
+@pytest.mark.parametrize("kind", ["tensor", "hybrid"])
+@on_ranks("ranks4")
+def test_a_step_that_is_not_finite_on_one_rank_is_skipped_on_all(kind: str) -> None:
+    parts: Any = whole_batches()[:6]
     if kind == "tensor":
         mesh = hybrid_mesh((2, 2), TP_AXES)
-        parts = [part_of_axis(batch, mesh, "dp") for batch in whole_batches()[:6]]
+        parts = [part_of_axis(batch, mesh, "dp") for batch in parts]
         model = tensor_parallel()
         bad = mesh.get_local_rank("dp") == 1
     else:
-        parts = [list(batch) for batch in whole_batches()[:6]]
         model = hybrid_net("optim_grads_params", "optim")
         bad = dist.get_rank() == 3
 
@@ -67,28 +120,69 @@ def skipped(kind: str) -> None:
         loss: Tensor = model(tokens, targets) * factor
         return loss
 
-    factors = torch.ones(6)
-    factors[4] = math.inf if bad else 1.0  # in a replay
-    optimizer: Any = graphfsdp.optim.FusedAdam(
-        [param for param in model.parameters() if param.requires_grad], lr=0.02
-    )
-    before: dict[str, Tensor] = {}
-    with graphfsdp.capture(
-        model, optimizer, loss_fn=loss_fn, skip_nonfinite=True, warmup_steps=2
-    ) as step:
+    optimizer = FusedAdam([param for param in model.parameters() if param.requires_grad], lr=0.02)
+    options: dict[str, Any] = {"loss_fn": loss_fn, "skip_nonfinite": True, "warmup_steps": 2}
+    with graphfsdp.capture(model, optimizer, **options) as step:
         for index, part in enumerate(parts):
-            if index == 4:
-                before = full_parameters(model)
-            step(*part, factors[index].clone())
-            if index == 4:
-                assert all(map(torch.equal, before.values(), full_parameters(model).values()))
+            before = full_parameters(model)
+            step(*part, torch.tensor(math.inf if bad and index == 4 else 1.0))  # in a replay
+            is_same = all(map(torch.equal, before.values(), full_parameters(model).values()))
+            assert is_same == (index == 4)
         assert step.skipped_steps is not None
         assert step.skipped_steps.item() == 1
-    assert not all(map(torch.equal, before.values(), full_parameters(model).values()))
 
 
-@pytest.mark.parametrize("kind", ["tensor", "hybrid"])
-def test_a_step_that_is_not_finite_on_one_rank_is_skipped_on_all(
-    ranks4: RankPool, kind: str
-) -> None:
-    ranks4.run(skipped, kind)
+def fused(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=torch.tensor(0.01), fused=True)
+
+
+def foreach(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9, foreach=True)
+
+
+def partly_cut() -> nn.Module:
+    """Return a model with DTensors on a tp axis, and plain parameters beside them."""
+    mesh = hybrid_mesh((2, 2), TP_AXES)
+    model = plain_model()
+    blocks: Any = model.blocks
+    for block in blocks:
+        parallelize_module(block, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+    return model
+
+
+def iterate(
+    model: nn.Module, optimizer: torch.optim.Optimizer, *batch: Tensor, clips: bool = False
+) -> Tensor:
+    loss: Tensor = model(*batch)
+    loss.backward()
+    if clips:
+        nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+    optimizer.step()
+    return loss.detach()
+
+
+@on_ranks("ranks4")
+def test_plain_parameters_beside_cut_ones_work_or_are_refused_with_a_remedy() -> None:
+    batch = part_of_axis(whole_batches()[0], hybrid_mesh((2, 2), TP_AXES), "dp")
+    model = partly_cut()
+    with (
+        graphfsdp.capture(model, fused(model), iteration=partial(iterate, clips=True)) as step,
+        pytest.raises(ConfigError, match=r"several device meshes.*FusedAdam.*clip_grad_norm_"),
+    ):
+        step(*batch)
+    runs: list[tuple[Make, dict[str, Any]]] = [
+        (foreach, {"iteration": iterate}),
+        (fused, {"max_grad_norm": 0.5}),
+    ]
+    for make, options in runs:
+        losses = {}
+        for scope in ("none", "full_iteration"):
+            model = partly_cut()
+            optimizer = make(model)
+            groups = optimizer.param_groups
+            with graphfsdp.capture(model, optimizer, scope=scope, **options) as step:
+                losses[scope] = torch.stack([step(*batch) for _ in range(8)])
+            assert optimizer.param_groups is groups
+            assert len(groups) == 1
+        assert torch.equal(losses["none"], losses["full_iteration"])
+        assert losses["none"][-1] < losses["none"][0]

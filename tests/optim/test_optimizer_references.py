@@ -28,7 +28,7 @@ OPTIMIZERS: Mapping[str, tuple[Any, float]] = MappingProxyType(
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_steps_are_those_of_the_reference(device: torch.device, name: str) -> None:
-    """Sharded ones take the steps of whole ones: test_fused_ranks.py, test_mesh_optimizers.py."""
+    """Sharded ones take the steps of whole ones: test_mesh_optimizers.py."""
     case = RECORDED["cases"][name]
     make, bound = OPTIMIZERS[name]
     shapes = RECORDED["shapes"][: len(case["weights"]["0"])]

@@ -15,12 +15,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import graphfsdp
-import sharding_helpers
 from adam_helpers import Net, make_groups
+from foreign_adams import CONTRACT, make_stand_in
 from graphfsdp.optim import FusedAdam, Muon
 from helpers import assert_same_states, local_part, quick_garbage_collection, snapshot
-from ranks import RankPool, on_ranks
-from sharding_helpers import assert_replayed, assert_same_training, make_net
+from ranks import on_ranks, rank_device
+from sharding_helpers import make_net, replayed_as_eager
 
 NUM_STEPS, BAD_STEP = 14, 7  # 3 warm-up, 1 capture, 10 replays
 
@@ -42,6 +42,13 @@ def torch_optimizer(kind: Any, model: nn.Module) -> torch.optim.Optimizer:
     lr = torch.tensor(0.05, device=params[0].device)
     made: torch.optim.Optimizer = kind(params, lr=lr, weight_decay=0.1, fused=True, **settings)
     return made
+
+
+def make_foreign(model: nn.Module) -> torch.optim.Optimizer:
+    """Return what clips, skips and counts inside its kernel, and scales the gradients in place."""
+    made: Any = make_stand_in(CONTRACT)
+    optimizer: torch.optim.Optimizer = made(model.parameters(), lr=0.05, capturable=True)
+    return optimizer
 
 
 NARROW = {"exp_avg_dtype": torch.bfloat16, "exp_avg_sq_dtype": torch.bfloat16}
@@ -72,10 +79,15 @@ THEIRS: Mapping[str, Make] = MappingProxyType(
         "torch adam": lambda m: torch_optimizer(torch.optim.Adam, m),
         "torch adamw": lambda m: torch_optimizer(torch.optim.AdamW, m),
         "torch sgd": lambda m: torch_optimizer(torch.optim.SGD, m),
+        "transformer engine": make_foreign,
     }
 )
+# Of which the step is behind the graph.
+OUTSIDE: Mapping[str, Make] = MappingProxyType(
+    {"torch adagrad": lambda m: torch.optim.Adagrad(m.parameters(), lr=0.05)}
+)
 ADAMS = {name: make_adam(settings) for name, settings in {**MODES, **OWN}.items()}
-ALL = {**OURS, **THEIRS, **ADAMS}
+ALL = {**OURS, **THEIRS, **OUTSIDE, **ADAMS}
 
 
 def train(
@@ -110,6 +122,8 @@ def train(
                 found.append({k: local_part(p.detach()).clone() for k, p in named})
             else:
                 found.append(snapshot(model, optimizer))
+                numbers = optimizer.param_groups[0].items()
+                found[-1] |= {n: value.clone() for n, value in numbers if isinstance(value, Tensor)}
                 if isinstance(optimizer, FusedAdam):
                     found[-1] |= {n: t.clone() for n, t in optimizer.control.tensors()}
         assert step.skipped_steps is not None
@@ -130,10 +144,13 @@ def assert_alive(found: list[dict[str, Tensor]], weight: str) -> None:
 @pytest.mark.parametrize("name", ALL)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_replay_equals_the_eager_step(
-    device: torch.device, name: str, dtype: torch.dtype
+    device: torch.device, name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    installed = "graphfsdp.optim.adapters.foreign.installed_version"
+    monkeypatch.setattr(installed, lambda _: tuple(CONTRACT["version"]))
     expected = train(name, "none", device.type, dtype, False)
-    found = train(name, "full_iteration", device.type, dtype, False)
+    scope = "forward_backward" if name in OUTSIDE else "full_iteration"
+    found = train(name, scope, device.type, dtype, False)
     assert_same_states(expected, found)
     if dtype == torch.float32:
         assert_alive(found, "parameter first.weight")
@@ -141,26 +158,22 @@ def test_a_replay_equals_the_eager_step(
 
 # torch's fused SGD knows no DTensors, and is refused; see test_refused_precisions.py.
 @pytest.mark.parametrize("name", ["adam", "amsgrad", "muon", "torch adamw"])
-def test_a_sharded_replay_equals_the_eager_step(ranks2: RankPool, name: str) -> None:
-    runs = [
-        ranks2.run(train, name, scope, "cpu", torch.float32, True)
+@on_ranks("ranks2")
+def test_a_sharded_replay_equals_the_eager_step(name: str) -> None:
+    expected, found = (
+        train(name, scope, rank_device().type, torch.float32, True)
         for scope in ("none", "full_iteration")
-    ]
-    for expected, found in zip(*runs, strict=True):
-        for index, (one, other) in enumerate(zip(expected, found, strict=True)):
-            for key, value in one.items():
-                assert torch.equal(value, other[key]), f"{key} after call {index}"
-        assert_alive(found, "first.weight")
+    )
+    assert_same_states(expected, found)
+    assert_alive(found, "first.weight")
 
 
 @on_ranks("ranks2")
 def test_a_sharded_sgd_of_torch_has_an_lr_that_is_live() -> None:
     """Made as the refusal of SGD(fused=True) on shards says."""
-    runs = []
-    for scope in ("none", "full_iteration"):
-        model = make_net("optim_grads_params")
+
+    def sgd(model: nn.Module) -> torch.optim.Optimizer:
         params = [param for param in model.parameters() if param.requires_grad]
-        optimizer = torch.optim.SGD(params, lr=0.05, momentum=0.9, weight_decay=0.1)
-        runs.append(sharding_helpers.train(model, optimizer, scope=scope))
-    assert_same_training(*runs)
-    assert_replayed(runs[1])
+        return torch.optim.SGD(params, lr=0.05, momentum=0.9, weight_decay=0.1)
+
+    replayed_as_eager(lambda: make_net("optim_grads_params"), sgd)

@@ -280,7 +280,7 @@ def assert_replayed(training: Training, num_steps: int = NUM_STEPS) -> None:
 
 def replayed_as_eager(
     make: Callable[[], nn.Module],
-    optimizer: str = "fused_adam",
+    optimizer: str | Callable[[nn.Module], torch.optim.Optimizer] = "fused_adam",
     num_steps: int = NUM_STEPS,
     *,
     eager: Callable[[], nn.Module] | None = None,
@@ -296,7 +296,7 @@ def replayed_as_eager(
         ("full_iteration", make, options),
     ):
         model = make_one()
-        optim = adam(model, optimizer)
+        optim = adam(model, optimizer) if isinstance(optimizer, str) else optimizer(model)
         runs.append(train(model, optim, scope=scope, num_steps=num_steps, **chosen))
     assert_same_training(*runs)
     assert_replayed(runs[1], num_steps)
