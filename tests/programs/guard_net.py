@@ -112,6 +112,14 @@ class Guarded:
     def body(self) -> Any:
         return self.model.body
 
+    def does(self, code: str, names: dict[str, Any]) -> Any:
+        """Do what code says of model, body, optimizer and what is around; return its value."""
+        names = names | vars(self) | {"body": self.body}
+        try:
+            return eval(code, names)
+        except SyntaxError:  # a statement
+            return exec(code, names)
+
     def train(self, x: Tensor) -> Tensor:
         """Call the step; the default generator, which twins share, starts anew."""
         torch.manual_seed(9)
