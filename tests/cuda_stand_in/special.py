@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._decomp import decomposition_table
 
 from cuda_stand_in.draws import Draw
 
@@ -230,41 +231,13 @@ def gru_cell_backward(grad: Tensor, workspace: Tensor, has_bias: bool) -> list[T
     return [grad_input, grad_gates, grad * keep, *biases]
 
 
-def layer_norm_backward(
-    grad: Tensor,
-    x: Tensor,
-    shape: list[int],
-    mean: Tensor,  # float32 where the others are narrower; so the CPU does not take them
-    roots: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    wanted: list[bool],
-) -> list[Tensor]:
-    wide = [None if tensor is None else _wide(tensor) for tensor in (weight, bias)]
-    found = torch.ops.aten.native_layer_norm_backward(
-        _wide(grad), _wide(x), shape, _wide(mean), _wide(roots), *wide, wanted
-    )
-    return [tensor for tensor in found if tensor is not None]
+def written_out(op: Any) -> Callable[..., list[Tensor]]:
+    """As torch composes it of other operators: a CPU takes no sums that are wider than the rest."""
 
+    def compute(*args: Any) -> list[Tensor]:
+        return [tensor for tensor in decomposition_table[op](*args) if tensor is not None]
 
-def rms_norm_backward(
-    grad: Tensor,  # [..., *shape]
-    x: Tensor,
-    shape: list[int],
-    roots: Tensor,  # [..., 1, ...] one over the root of the mean square
-    weight: Tensor | None,  # [*shape]
-    wanted: list[bool],
-) -> list[Tensor]:
-    dims = list(range(x.dim() - len(shape), x.dim()))
-    roots = _wide(roots).reshape(*x.shape[: dims[0]], *(1 for _ in dims))
-    normed, grad = _wide(x) * roots, _wide(grad)
-    inner = grad if weight is None else grad * _wide(weight)
-    made = []
-    if wanted[0]:
-        made.append(roots * (inner - normed * (inner * normed).mean(dims, keepdim=True)))
-    if wanted[1] and weight is not None:
-        made.append((grad * normed).sum(list(range(dims[0]))) if dims[0] else grad * normed)
-    return made
+    return compute
 
 
 def conv_depthwise(
@@ -287,8 +260,13 @@ def conv_depthwise(
 COMPUTE: Mapping[str, Callable[..., Any]] = MappingProxyType(
     {
         "aten::_conv_depthwise2d": conv_depthwise,
-        "aten::native_layer_norm_backward": layer_norm_backward,
-        "aten::_fused_rms_norm_backward": rms_norm_backward,
+        **{
+            op.name(): written_out(op)
+            for op in (
+                torch.ops.aten.native_layer_norm_backward.default,
+                torch.ops.aten._fused_rms_norm_backward.default,
+            )
+        },
         "aten::native_dropout": native_dropout,
         "aten::_scaled_dot_product_efficient_attention": efficient_attention,
         "aten::_scaled_dot_product_efficient_attention_backward": efficient_attention_backward,

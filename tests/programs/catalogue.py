@@ -1,11 +1,12 @@
 """Odd training programs that a graph can hold: models, hooks, batches, outputs, schedules."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call, grad, jvp, vmap
+from torch.func import jvp
 from torch.nn import functional
 from torch.nn.utils import parametrize
 
@@ -20,46 +21,22 @@ def default_batch(generator: torch.Generator) -> Batch:
 
 
 class Net(nn.Module):
-    """Two layers and whatever a program registers; the program is its forward."""
+    """Two layers; the program is its forward."""
 
-    def __init__(self, program: Callable[["Net", Tensor], Any], **buffers: Tensor) -> None:
+    def __init__(self, program: Callable[["Net", Tensor], Any]) -> None:
         super().__init__()
         self.first = nn.Linear(WIDTH, WIDTH)
         self.second = nn.Linear(WIDTH, WIDTH)
         self.program = program
         self.generator = torch.Generator().manual_seed(4)
-        for name, buffer in buffers.items():
-            self.register_buffer(name, buffer)
 
     def forward(self, x: Tensor) -> Tensor:
         loss: Tensor = self.program(self, x)
         return loss
 
 
-def odd(program: Callable[[Any, Tensor], Any], **buffers: Tensor) -> Case:
-    """Return the case of a program over two linear layers and buffers."""
-
-    def make() -> nn.Module:
-        return Net(program, **{name: buffer.clone() for name, buffer in buffers.items()})
-
-    return Case(make, default_batch)
-
-
 def mean_square(x: Tensor) -> Tensor:
     return x.square().mean()
-
-
-# In-place operators, views, aliases.
-
-
-def write_through_a_view(net: Any, x: Tensor) -> Any:
-    h = net.first(x) + 0
-    middle = h[1:5].view(2, 2, WIDTH)[1]
-    middle.mul_(2)
-    middle[:, ::2] = 0.5
-    middle.diagonal().fill_(0.25)
-    h.as_strided((2, 2), (1, WIDTH), 2).add_(0.125)
-    return mean_square(net.second(h)) + middle.sum()
 
 
 def out_arguments(net: Any, x: Tensor) -> Any:
@@ -70,19 +47,6 @@ def out_arguments(net: Any, x: Tensor) -> Any:
     return mean_square(net.first(x) * scratch)
 
 
-def zero_sized(net: Any, x: Tensor) -> Any:
-    none = net.first(x[:0])
-    joined = torch.cat([none, net.second(x), net.empty.expand(0, WIDTH)])
-    return mean_square(joined) + none.sum() + net.empty.sum()
-
-
-def integer_state(net: Any, x: Tensor) -> Any:
-    net.seen.add_(x.shape[0])
-    net.histogram.scatter_add_(0, x.argmax(dim=1), torch.ones(ROWS, dtype=torch.int64))
-    net.flags.logical_xor_(x[0] > 0)
-    return mean_square(net.first(x) * net.flags) + net.second(x).mean() / net.seen
-
-
 def random_of_many_kinds(net: Any, x: Tensor) -> Any:
     noise = torch.randn(ROWS, WIDTH, generator=net.generator)
     h = net.first(x) + noise * torch.bernoulli(torch.full((WIDTH,), 0.5))
@@ -90,19 +54,6 @@ def random_of_many_kinds(net: Any, x: Tensor) -> Any:
     h = functional.alpha_dropout(functional.feature_alpha_dropout(h, 0.1), 0.2)
     h = functional.gumbel_softmax(functional.rrelu(h, training=True))
     return mean_square(net.second(h)[torch.randperm(ROWS)])
-
-
-# torch.func and double backward.
-
-
-def per_sample_gradients(net: Any, x: Tensor) -> Any:
-    params = dict(net.first.named_parameters())
-
-    def loss(weights: dict[str, Tensor], row: Tensor) -> Tensor:
-        return mean_square(functional_call(net.first, weights, (row,)))
-
-    grads = vmap(grad(loss), in_dims=(None, 0))(params, x)
-    return mean_square(net.second(x)) + 0.1 * sum(mean_square(g) for g in grads.values())
 
 
 def forward_mode(net: Any, x: Tensor) -> Any:
@@ -122,24 +73,6 @@ def activation_hooks(net: Any, x: Tensor) -> Any:
     h.register_hook(lambda g: g.clamp(-0.01, 0.01))
     h.retain_grad()
     return mean_square(net.second(h))
-
-
-PROGRAMS: dict[str, Case] = {
-    "write_through_a_view": odd(write_through_a_view),
-    "out_arguments": odd(out_arguments),
-    "zero_sized": odd(zero_sized, empty=torch.zeros(0, 1)),
-    "integer_state": odd(
-        integer_state,
-        seen=torch.tensor(1),
-        histogram=torch.zeros(WIDTH, dtype=torch.int64),
-        flags=torch.ones(WIDTH, dtype=torch.bool),
-    ),
-    "random_of_many_kinds": odd(random_of_many_kinds),
-    "per_sample_gradients": odd(per_sample_gradients),
-    "forward_mode": odd(forward_mode),
-    "saved_tensor_hooks": odd(saved_tensor_hooks),
-    "activation_hooks": odd(activation_hooks),
-}
 
 
 def plain(net: Any, x: Tensor) -> Tensor:
@@ -309,7 +242,14 @@ def cached_parametrization(model: Any, x: Tensor) -> Tensor:
         return mean_square(model.second(model.first(x)) + model.first(x))
 
 
-MODELS: dict[str, Case] = {
+CATALOGUE: dict[str, Case] = {
+    **{
+        program.__name__: Case(partial(Net, program), default_batch)
+        for program in (
+            *(out_arguments, random_of_many_kinds, forward_mode),
+            *(saved_tensor_hooks, activation_hooks),
+        )
+    },
     "shared_storage": Case(SharedStorage, default_batch),
     "wrapper_subclass": Case(WithWrapper, default_batch),
     "ctc": Case(lambda: nn.Linear(6, 5), of_sequences, ctc_loss),

@@ -9,7 +9,16 @@ from torch import Tensor, nn
 
 import graphfsdp
 from graphfsdp.optim import FusedAdam
-from helpers import assert_same_state, line_of, quick_garbage_collection, same_bits, snapshot
+from helpers import (
+    Batch,
+    Case,
+    assert_same_state,
+    check_against_eager,
+    line_of,
+    quick_garbage_collection,
+    same_bits,
+    snapshot,
+)
 
 Program = Callable[["Inner", Tensor, Tensor], Tensor]
 
@@ -24,7 +33,12 @@ class Inner(nn.Module):
         super().__init__()
         self.program = program
         self.register_buffer("gate", torch.full((4,), 0.5))
+        self.attribute = torch.ones(4)
         self.extra = nn.Parameter(torch.ones(4))
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+        self.attribute = fn(self.attribute)
+        return super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
 
     def forward(self, hidden: Tensor, x: Tensor) -> Tensor:
         return self.program(self, hidden, x)
@@ -62,10 +76,7 @@ def make_probe(
     """Return a step over a probe with a seed of its own."""
     quick_garbage_collection()
     torch.manual_seed(11)
-    model = Probe(program)
-    model.body.inner.attribute = torch.ones(4)
-    model.to(device)
-    model.body.inner.attribute = model.body.inner.attribute.to(device)
+    model = Probe(program).to(device)
     optim = FusedAdam(model.parameters(), lr=0.01, weight_decay=0.1)
     return graphfsdp.capture(model, optim, **options), model, optim
 
@@ -81,16 +92,24 @@ def refusal_of(
     model: nn.Module,
     optim: torch.optim.Optimizer,
     device: torch.device,
-    *,
-    num_good: int = 3,
 ) -> graphfsdp.CaptureError:
-    """Train until a call is refused, usually the capture; everything is then as it was."""
-    for x in batches(device, num_good):
+    """Train until the capture is refused; everything is then as it was."""
+    *good, last = batches(device, 4)
+    for x in good:
         step(x)
+    return refused(step, model, optim, last)
+
+
+def refused(
+    step: graphfsdp.CapturedStep, model: nn.Module, optim: torch.optim.Optimizer, x: Tensor
+) -> graphfsdp.CaptureError:
     before = snapshot(model, optim)
+    tensors = {id(tensor) for tensor in (*model.parameters(), *model.buffers())}
     with pytest.raises(graphfsdp.CaptureError) as caught:
-        step(batches(device, 1)[0])
+        step(x)
     assert_same_state(before, snapshot(model, optim), "after the roll-back")
+    assert tensors == {id(tensor) for tensor in (*model.parameters(), *model.buffers())}
+    assert step.phase is graphfsdp.Phase.WARMUP
     return caught.value
 
 
@@ -100,20 +119,13 @@ def assert_refused_in(error: graphfsdp.CaptureError, function: Callable[..., Any
     assert error.source.line == line_of(function, "# refused")
 
 
-def check_captured(program: Program, device: torch.device, **options: Any) -> None:
+def check_captured(program: Program, device: torch.device) -> None:
     """Train a probe captured and eagerly; compare bit for bit."""
-    runs = []
-    for scope in ("none", "full_iteration"):
-        step, model, optim = make_probe(program, device, scope=scope, **options)
-        with step:
-            losses = []
-            for x in batches(device, 14):
-                losses.append((step(x), snapshot(model, optim)))
-            assert step.report().num_captures == (scope != "none")
-            runs.append(losses)
-    for index, (expected, got) in enumerate(zip(*runs, strict=True)):
-        assert same_bits(expected[0], got[0]), f"call {index}: loss differs"
-        assert_same_state(expected[1], got[1], f"call {index}")
+
+    def batch(generator: torch.Generator) -> Batch:
+        return Batch((torch.randn(8, 4, generator=generator),))
+
+    check_against_eager(Case(lambda: Probe(program), batch), device)
 
 
 def check_refused(program: Program, device: torch.device, **options: Any) -> graphfsdp.CaptureError:
@@ -122,30 +134,16 @@ def check_refused(program: Program, device: torch.device, **options: Any) -> gra
     Returns:
         The refusal.
     """
+    eager = {"scope": "none", "microbatches": options.get("microbatches", 1)}
     step, model, optim = make_probe(program, device, **options)
-    error: graphfsdp.CaptureError | None = None
-    losses = []
-    microbatches = options.get("microbatches", 1)
-    for index, x in enumerate(batches(device, 9)):
-        before = snapshot(model, optim)
-        tensors = {id(tensor) for tensor in (*model.parameters(), *model.buffers())}
-        try:
-            losses.append(step(x))
-        except graphfsdp.CaptureError as refusal:
-            assert error is None, "refused twice"
-            error = refusal
-            assert index == 3
-            assert_same_state(before, snapshot(model, optim), "after the roll-back")
-            assert tensors == {id(t) for t in (*model.parameters(), *model.buffers())}
-            assert step.phase is graphfsdp.Phase.WARMUP
-            step.close()
-            step = graphfsdp.capture(model, optim, scope="none", microbatches=microbatches)
-            losses.append(step(x))
-    assert error is not None, "the program was captured"
-    reference, twin, twin_optim = make_probe(
-        program, device, scope="none", microbatches=microbatches
-    )
-    for x, loss in zip(batches(device, 9), losses, strict=True):
+    every = batches(device, 9)
+    losses = [step(x) for x in every[:3]]
+    error = refused(step, model, optim, every[3])
+    step.close()
+    step = graphfsdp.capture(model, optim, **eager)
+    losses += [step(x) for x in every[3:]]
+    reference, twin, twin_optim = make_probe(program, device, **eager)
+    for x, loss in zip(every, losses, strict=True):
         assert same_bits(reference(x), loss)
     assert_same_state(snapshot(twin, twin_optim), snapshot(model, optim), "at the end")
     return error

@@ -318,11 +318,6 @@ def of_method() -> Way:
     return dataclasses.replace(of(meter), count=meter.update)
 
 
-def of_the_other_one() -> Way:
-    first, second = Data(), Data()
-    return of(second, lambda: first.weight * second.weight, "closure variable 'second'")
-
-
 def of_made_up() -> Way:
     content = {"inner": {"weight": 1}}
     config = Made(content)
@@ -425,15 +420,6 @@ def learning_rate_of_others() -> Way:
     return Way(lambda: other.param_groups[0]["lr"], lambda n: put(n), "'lr' of group 0 of")
 
 
-def last_learning_rate() -> Way:
-    optimizer = torch.optim.SGD([nn.Parameter(torch.ones(2))], lr=0.1)
-    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
-    put = lambda n: setattr(scheduler, "_last_lr", [n])  # noqa: E731
-    return Way(
-        lambda: scheduler.get_last_lr()[0], put, "'_last_lr' of closure variable 'scheduler'"
-    )
-
-
 WAYS: dict[str, Callable[[], Way]] = {
     "closure": of_closure,
     "global": of_global,
@@ -460,7 +446,6 @@ WAYS: dict[str, Callable[[], Way]] = {
         "environment variable 'WEIGHT_AROUND' was b'1' .* now b'2'",
     ),
     "typed_at_a_prompt": lambda: typed("<stdin>"),
-    "typed_in_a_notebook": lambda: typed("<ipython-input-3-1a2b3c>"),
     "attribute": lambda: of(argparse.Namespace()),
     "attribute_of_a_module": lambda: of(nn.Identity(), None, "attribute 'Identity.weight'"),
     "attribute_of_a_tensor": lambda: of(torch.ones(2)),
@@ -476,7 +461,6 @@ WAYS: dict[str, Callable[[], Way]] = {
     ),
     "made_up": of_made_up,
     "method": of_method,
-    "the_other_one": of_the_other_one,
     "partialmethod": lambda: of(Inner.held, lambda: Inner().scaled(), r"'weight' of Inner\.held"),
     "singledispatchmethod": lambda: of(
         Inner.held, lambda: Inner().dispatched(1), r"'weight' of Inner\.held"
@@ -536,5 +520,4 @@ WAYS: dict[str, Callable[[], Way]] = {
         lambda items: 1 + items.qsize(),
     ),
     "learning_rate_of_others": learning_rate_of_others,
-    "last_learning_rate": last_learning_rate,
 }

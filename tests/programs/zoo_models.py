@@ -154,7 +154,8 @@ class OddShapes(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         hidden = torch.cat([self.empty, x]) @ self.transposed @ self.sliced
-        return (hidden.tanh() * self.scale).square().mean()
+        nothing = self.empty.sum() + (x[:0] @ self.transposed).sum()
+        return (hidden.tanh() * self.scale).square().mean() + nothing
 
 
 class Shared(nn.Module):
@@ -206,10 +207,12 @@ def parametrized() -> nn.Module:
 
 
 class MovingAverage(nn.Module):
-    """Buffers and a plain attribute that are updated in place; an activation that is kept."""
+    """Buffers of many dtypes that are updated in place; an activation that is kept."""
 
     average: Tensor
     num_calls: Tensor
+    histogram: Tensor
+    flags: Tensor
     kept: Tensor
 
     def __init__(self) -> None:
@@ -217,13 +220,17 @@ class MovingAverage(nn.Module):
         self.layer = nn.Linear(WIDTH, WIDTH)
         self.register_buffer("average", torch.zeros(WIDTH))
         self.register_buffer("num_calls", torch.zeros((), dtype=torch.int64))
+        self.register_buffer("histogram", torch.zeros(WIDTH, dtype=torch.int64))
+        self.register_buffer("flags", torch.ones(WIDTH, dtype=torch.bool))
 
     def forward(self, x: Tensor) -> Tensor:
         hidden = self.layer(x) - self.average
         self.average.lerp_(hidden.detach().mean(dim=0), 0.1)
         self.num_calls += 1
+        self.histogram.scatter_add_(0, x.argmax(dim=1), torch.ones_like(x[:, 0], dtype=torch.int64))
+        self.flags.logical_xor_(x[0] > 0)
         self.kept = hidden.detach()
-        loss: Tensor = hidden.square().mean() / self.num_calls.sqrt()
+        loss: Tensor = (hidden * self.flags).square().mean() / self.num_calls.sqrt()
         return loss
 
 
@@ -240,6 +247,8 @@ class InPlace(nn.Module):
         hidden.view(-1, 2, WIDTH // 2)[:, 1] += 1.0
         hidden = hidden.clone().t_().unsqueeze_(0).squeeze_(0).t()
         hidden[hidden > 1.0] = 0.25
+        hidden.diagonal().fill_(0.25)
+        hidden.as_strided((2, 2), (1, WIDTH), 2).add_(0.125)
         left, right = self.second(hidden).chunk(2, dim=1)
         loss: Tensor = left.contiguous().add_(right.exp()).square().mean()
         return loss

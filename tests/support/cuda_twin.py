@@ -12,8 +12,7 @@ from torch import Tensor, nn
 
 import graphfsdp
 from allowed_programs import ALLOWED
-from graphfsdp.optim import FusedAdam
-from mid_forward import Inner, Probe, Program
+from mid_forward import Inner, Probe, Program, make_probe
 from refused_programs import REFUSED as PROGRAMS
 from unjoined_stream import leaves_a_stream_unjoined
 
@@ -47,13 +46,6 @@ REFUSED: dict[str, Program] = {
 CONTROLS: dict[str, Program] = {name: ALLOWED[name] for name in ("where", "random", "einsum")}
 
 
-def make_model(program: Program) -> Probe:
-    torch.manual_seed(0)
-    model = Probe(program)
-    model.body.inner.attribute = torch.ones(4, device="cuda")
-    return model.to("cuda")
-
-
 def chain(error: BaseException) -> list[str]:
     """Return the messages of an error and of what led to it."""
     found: list[str] = []
@@ -66,7 +58,8 @@ def chain(error: BaseException) -> list[str]:
 
 def without_rules(program: Program) -> dict[str, object]:
     """Capture an iteration with torch alone."""
-    model = make_model(program)
+    torch.manual_seed(0)
+    model = Probe(program).to("cuda")
     optim = torch.optim.SGD(model.parameters(), lr=0.01)
     x = torch.randn(8, 4, device="cuda")
     stream = torch.cuda.Stream()
@@ -93,9 +86,7 @@ def without_rules(program: Program) -> dict[str, object]:
 
 def with_capture(program: Program) -> dict[str, object]:
     """Capture with graphfsdp what its rules cannot see; then go on eagerly."""
-    model = make_model(program)
-    optim = FusedAdam(model.parameters(), lr=0.01)
-    step = graphfsdp.capture(model, optim)
+    step, model, _ = make_probe(program, torch.device("cuda"))
     x = torch.randn(8, 4, device="cuda")
     for _ in range(3):
         step(x)

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from allowed_programs import ALLOWED, ALLOWED_ON_A_CPU, CONSTANT_READS
-from catalogue import MODELS, PROGRAMS
+from catalogue import CATALOGUE
 from helpers import check_against_eager
 from mid_forward import check_captured
 
@@ -20,9 +20,6 @@ def test_what_a_graph_can_hold_is_captured(name: str, device: torch.device) -> N
 @pytest.mark.parametrize("name", ONLY_ON_A_CPU)
 def test_what_a_cpu_graph_can_hold_is_captured(name: str) -> None:
     check_captured(ONLY_ON_A_CPU[name], CPU)
-
-
-CATALOGUE = PROGRAMS | MODELS
 
 
 @pytest.mark.parametrize("name", CATALOGUE)

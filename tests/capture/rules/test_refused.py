@@ -61,7 +61,6 @@ def test_check_lists_what_is_refused_and_changes_nothing(name: str) -> None:
     case = REFUSED[name]
     torch.manual_seed(11)
     model = Probe(case.program)
-    model.body.inner.attribute = torch.ones(4)
     optim = FusedAdam(model.parameters(), lr=0.01)
     before = snapshot(model, optim)
     report = graphfsdp.check(model, optim, batches(CPU, 1)[0], target=case.target)
