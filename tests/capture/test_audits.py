@@ -13,21 +13,20 @@ from torch import Tensor, nn
 
 import graphfsdp
 from counting_net import mean_square
-from graphfsdp import CaptureError, GuardError, Phase
+from graphfsdp import CaptureError, GuardError
 from graphfsdp.optim import FusedAdam
 from helpers import (
+    NUM_STEPS,
     Case,
     assert_alive,
     assert_same_run,
-    assert_same_states,
     run,
     run_as_eager,
-    snapshot,
 )
 from hidden_count import Unseen
 from ranks import on_ranks
-from sharding_helpers import batches as token_batches
-from sharding_helpers import make_net, my_part
+from sharding_helpers import adam, assert_same_training, make_net
+from sharding_helpers import train as train_sharded
 from zoo import ZOO, features
 
 
@@ -52,20 +51,12 @@ def test_audited_iterations_train_with_the_same_bits(
 @on_ranks("ranks2")
 @pytest.mark.parametrize("strategy", ["no_shard", "optim_grads_params"])
 def test_ranks_audit_together_and_train_with_the_same_bits(strategy: str) -> None:
-    def train(**options: Any) -> list[dict[str, Tensor]]:
-        torch.manual_seed(1)
+    runs = []
+    for options in ({"scope": "none"}, {"audit": 1}):
         model = make_net(strategy)
-        optim = FusedAdam([p for p in model.parameters() if p.requires_grad], lr=0.1)
-        states = []
-        with graphfsdp.capture(model, optim, **options) as step:
-            for batch in token_batches(12):
-                states.append({"loss": step(*my_part(batch))})
-            states.append(snapshot(model, optim))
-            if step.phase is Phase.REPLAY:
-                assert step.report().num_calls["audit"] == 7
-        return states
-
-    assert_same_states(train(scope="none"), train(audit=1))
+        runs.append(train_sharded(model, adam(model), **options))
+    assert_same_training(*runs)
+    assert runs[1].report.num_calls["audit"] == NUM_STEPS - 5
 
 
 class OfAFile:

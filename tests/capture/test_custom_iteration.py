@@ -2,7 +2,7 @@
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -14,71 +14,41 @@ from counting_net import mean_square
 from graphfsdp.optim import FusedAdam
 from helpers import Case, assert_same_states, make_optimizer, run_as_eager, snapshot
 from hidden_count import Unseen
-from iterations import gan, gradient_penalty, moving_average, train_by
+from iterations import ITERATIONS, gan, make_trained, train_by
 from zoo import features
 
 Optimizer = torch.optim.Optimizer
 
 
-def generator_net() -> nn.Module:
-    return nn.Sequential(nn.Linear(4, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 6))
-
-
-def critic_net() -> nn.Module:
-    return nn.Sequential(nn.Linear(6, 16), nn.Dropout(0.2), nn.LeakyReLU(), nn.Linear(16, 1))
-
-
-def two_nets() -> list[nn.Module]:
-    return [generator_net(), critic_net()]
-
-
-def student_and_teacher() -> list[nn.Module]:
-    return [generator_net(), generator_net().requires_grad_(False)]
-
-
-def made(
-    make: Callable[[], list[nn.Module]], device: torch.device, first: str = "fused_adam"
-) -> tuple[list[nn.Module], Any]:
-    """Return models, and an optimizer for each that is trained, or only one."""
-    torch.manual_seed(0)
-    models = [model.to(device) for model in make()]
-    trained = [model for model in models if next(model.parameters()).requires_grad]
-    names = (first, "fused_adam")[: len(trained)]
-    optimizers = [
-        make_optimizer(name, model.parameters(), device)
-        for name, model in zip(names, trained, strict=True)
-    ]
-    return models, optimizers if len(optimizers) > 1 else optimizers[0]
+def made(name: str, device: torch.device, first: str = "fused_adam") -> tuple[list[nn.Module], Any]:
+    return make_trained(
+        *(name, device),
+        *(
+            lambda model, kind=kind: make_optimizer(kind, model.parameters(), device)
+            for kind in (first, "fused_adam")
+        ),
+    )
 
 
 @pytest.mark.parametrize(
-    ("iteration", "make", "first"),
-    [
-        (gan, two_nets, "fused_adam"),
-        (gan, two_nets, "sgd"),
-        (gradient_penalty, two_nets, "fused_adam"),
-        (moving_average, student_and_teacher, "fused_adam"),
-    ],
+    ("name", "first"), [("gan", "sgd"), *((name, "fused_adam") for name in ITERATIONS)]
 )
 def test_replays_are_bit_for_bit_the_plain_loop(
-    iteration: Callable[..., Any],
-    make: Callable[[], list[nn.Module]],
-    first: str,
-    device: torch.device,
+    name: str, first: str, device: torch.device
 ) -> None:
     def train(scope: str | None) -> list[dict[str, Tensor]]:
-        models, optimizers = made(make, device, first)
+        models, optimizers = made(name, device, first)
         every = optimizers if isinstance(optimizers, list) else [optimizers]
 
         def state_of() -> dict[str, Tensor]:
             return {
-                f"model {at}: {name}": tensor
+                f"model {at}: {key}": tensor
                 for at, model in enumerate(models)
-                for name, tensor in snapshot(model, every[min(at, len(every) - 1)]).items()
+                for key, tensor in snapshot(model, every[min(at, len(every) - 1)]).items()
             }
 
         data = (torch.randn(8, 6).to(device) for _ in range(16))
-        return train_by(iteration, models, optimizers, data, scope, state_of)
+        return train_by(name, models, optimizers, data, scope, state_of)
 
     plain = train(None)
     for scope in ("none", "full_iteration"):
@@ -108,7 +78,7 @@ def test_gradients_of_another_dtype_are_bound_between_backwards(
 
 
 def test_evaluation_and_verification_of_a_custom_iteration(device: torch.device) -> None:
-    models, optimizers = made(two_nets, device)
+    models, optimizers = made("gan", device)
 
     def loss_fn(models: Sequence[nn.Module], real: Tensor) -> Tensor:
         loss: Tensor = models[1](real).mean()
@@ -129,7 +99,7 @@ def test_evaluation_and_verification_of_a_custom_iteration(device: torch.device)
 
 
 def test_changes_of_every_optimizer_are_noticed(device: torch.device) -> None:
-    models, optimizers = made(two_nets, device, "sgd")
+    models, optimizers = made("gan", device, "sgd")
     with graphfsdp.capture(models, optimizers, iteration=gan) as step:
         for _ in range(5):
             step(torch.randn(8, 6).to(device))

@@ -13,7 +13,7 @@ from torch.nn import functional
 import graphfsdp
 import parts_helpers
 from graphfsdp.optim import FusedAdam
-from helpers import Case, assert_same_run, assert_same_state, run, same_bits, snapshot
+from helpers import Case, assert_same_state, run_as_eager, same_bits, snapshot
 from zoo import features
 
 CPU = torch.device("cpu")
@@ -153,10 +153,8 @@ def check_in_place(make: Make, make_optimizer: MakeOptimizer = adam) -> None:
 
 
 def check_captured(make: Make, make_optimizer: MakeOptimizer = adam, **options: Any) -> None:
-    scope = options.pop("scope", "full_iteration")
-    case = Case(make, features(4))
-    runs = (run(case, how, CPU, optimizer=make_optimizer, **options) for how in ("plain", scope))
-    assert_same_run(*runs)
+    options["optimizer"] = make_optimizer
+    run_as_eager(Case(make, features(4)), CPU, beside="plain", **options)
 
 
 @pytest.mark.parametrize("make", [Configured, Listed, Answering, Placeless])

@@ -17,21 +17,12 @@ Update = Callable[[], object]
 Average = Callable[[nn.Module], tuple[nn.Module, Update]]
 
 
-def mean_of_all(model: nn.Module) -> tuple[nn.Module, Update]:
-    average = swa_utils.AveragedModel(model)
-    return average, lambda: average.update_parameters(model)
+def of_torch(**options: Any) -> Average:
+    def make(model: nn.Module) -> tuple[nn.Module, Update]:
+        average = swa_utils.AveragedModel(model, **options)
+        return average, lambda: average.update_parameters(model)
 
-
-def moving_with_buffers(model: nn.Module) -> tuple[nn.Module, Update]:
-    average = swa_utils.AveragedModel(
-        model, multi_avg_fn=swa_utils.get_ema_multi_avg_fn(0.9), use_buffers=True
-    )
-    return average, lambda: average.update_parameters(model)
-
-
-def moving_one_by_one(model: nn.Module) -> tuple[nn.Module, Update]:
-    average = swa_utils.AveragedModel(model, avg_fn=swa_utils.get_ema_avg_fn(0.9))
-    return average, lambda: average.update_parameters(model)
+    return make
 
 
 def of_ema_pytorch(model: nn.Module) -> tuple[nn.Module, Update]:
@@ -58,10 +49,18 @@ def train_averaged(make: Average, where: str) -> list[Tensor]:
     return [*losses, *(tensor.clone() for tensor in average.state_dict().values())]
 
 
-@pytest.mark.parametrize("make", [mean_of_all, moving_with_buffers, moving_one_by_one])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"multi_avg_fn": swa_utils.get_ema_multi_avg_fn(0.9), "use_buffers": True},
+        {"avg_fn": swa_utils.get_ema_avg_fn(0.9)},
+    ],
+    ids=["mean of all", "moving, with buffers", "one by one"],
+)
 @pytest.mark.parametrize("where", ["inside", "behind"])
-def test_torch_averages_weights_inside_and_behind(make: Average, where: str) -> None:
-    expected, got = train_averaged(make, "plain"), train_averaged(make, where)
+def test_torch_averages_weights_inside_and_behind(options: dict[str, Any], where: str) -> None:
+    expected, got = (train_averaged(of_torch(**options), each) for each in ("plain", where))
     assert all(torch.equal(a, b) for a, b in zip(expected, got, strict=True))
 
 

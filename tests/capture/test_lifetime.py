@@ -1,4 +1,4 @@
-"""Who may use a captured step, when it ends, and what is left then."""
+"""Who may use a captured step, and how many do at a time; when it ends, and what is left then."""
 
 import copy
 import gc
@@ -9,6 +9,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
 
@@ -18,7 +19,8 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import graphfsdp
-from graphfsdp import CapturedStep, Phase
+from graphfsdp import CapturedStep, Phase, PhaseError
+from graphfsdp.optim import FusedAdam
 from helpers import assert_same_state, assert_same_states, snapshot
 from make_step import make_step
 
@@ -49,19 +51,25 @@ def memory_of(step: CapturedStep) -> list[Callable[[], bool]]:
     return found if graph is None else [*found, lambda: graph() is None]
 
 
+@pytest.mark.parametrize("ends", ["dropped", "closed"])
 @pytest.mark.parametrize("num_calls", [0, 2, 4, 6])
-def test_a_dropped_step_is_freed_at_once_without_the_collector(
-    num_calls: int, device: torch.device
+def test_a_step_that_ends_is_freed_at_once_without_the_collector(
+    num_calls: int, ends: str, device: torch.device
 ) -> None:
-    step, model, _, next_batch = make_step(device, max_grad_norm=1.0)
+    step, model, _, next_batch = make_step(device, "gpt", max_grad_norm=1.0)
     with no_collector():
         train(step, next_batch, num_calls)
-        held: list[weakref.ref[Any]] = [
-            weakref.ref(each) for each in (step, step._runner, step._runner._engine)
-        ]
         gone = memory_of(step)
-        del step
-        assert [reference() for reference in held] == [None] * len(held)
+        if ends == "closed":
+            backend: Any = step._runner._backend
+            step.close()
+            assert device.type == "cuda" or backend.arena.num_bytes == 0
+        else:
+            held: list[weakref.ref[Any]] = [
+                weakref.ref(each) for each in (step, step._runner, step._runner._engine)
+            ]
+            del step
+            assert [reference() for reference in held] == [None] * len(held)
         assert all(is_gone() for is_gone in gone)
     assert not any(param._post_accumulate_grad_hooks for param in model.parameters())
 
@@ -123,17 +131,6 @@ def test_a_step_that_lives_until_python_ends_is_released_before_torch_is_taken_a
     ended = subprocess.run([sys.executable, "-c", ENDS], capture_output=True, text=True, check=True)
     assert ended.stdout.splitlines()[0] == "released 1.0"
     assert not ended.stderr
-
-
-def test_a_closed_step_frees_its_memory_at_once(device: torch.device) -> None:
-    step, _, _, next_batch = make_step(device, "gpt")
-    with no_collector():
-        train(step, next_batch, 5)
-        gone = memory_of(step)
-        backend: Any = step._runner._backend
-        step.close()
-        assert all(is_gone() for is_gone in gone)
-    assert device.type == "cuda" or backend.arena.num_bytes == 0
 
 
 @pytest.mark.gpu
@@ -285,31 +282,25 @@ def test_a_forked_child_is_refused_and_harms_nothing() -> None:
     step(*batch)
 
 
-def test_closing_leaves_gradients_and_optimizer_as_they_are(device: torch.device) -> None:
-    step, model, optim, next_batch = make_step(device)
-    train(step, next_batch, 6)
-    before = snapshot(model, optim)
-    bound = [param.grad for param in model.parameters()]
-    step.close()
-    assert_same_state(before, snapshot(model, optim))
-    assert all(p.grad is g for p, g in zip(model.parameters(), bound, strict=True))
-    optim.zero_grad()
-    assert all(param.grad is None for param in model.parameters())
-    model(*next_batch()).backward()
-    assert not any(p.grad is g for p, g in zip(model.parameters(), bound, strict=True))
-
-
-def test_eager_training_after_closing_equals_eager_training(device: torch.device) -> None:
+def test_closing_changes_nothing_and_eager_training_goes_on_as_if_all_had_been_eager(
+    device: torch.device,
+) -> None:
     """Captured, closed, by hand, captured again: as if all had been by hand."""
 
     def run(scope: str) -> list[dict[str, Tensor]]:
         step, model, optim, next_batch = make_step(device, scope=scope)
         train(step, next_batch, 6)
+        before = snapshot(model, optim)
+        bound = [param.grad for param in model.parameters()]
         step.close()
+        assert_same_state(before, snapshot(model, optim))
+        assert all(p.grad is g for p, g in zip(model.parameters(), bound, strict=True))
         saved = copy.deepcopy({"model": model.state_dict(), "optim": optim.state_dict()})
         for _ in range(3):
             optim.zero_grad()
+            assert all(param.grad is None for param in model.parameters())
             model(*next_batch()).backward()
+            assert not any(p.grad is g for p, g in zip(model.parameters(), bound, strict=True))
             optim.step()
         by_hand = snapshot(model, optim)
         model.load_state_dict(saved["model"])
@@ -319,3 +310,67 @@ def test_eager_training_after_closing_equals_eager_training(device: torch.device
         return [by_hand, snapshot(model, optim)]
 
     assert_same_states(run("none"), run("full_iteration"))
+
+
+CALLS_OF_A_THREAD = 9  # of which the fifth captures again in the threads
+NUM_ROUNDS = 3
+
+
+def train_alone(
+    device: torch.device, seed: int, scope: str, both: threading.Barrier | None = None
+) -> list[Tensor]:
+    """Return losses, an evaluation and weights; the threads begin each warm-up at once."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def drawn(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator).to(device)
+
+    model = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 1)).to(device)
+    with torch.no_grad():
+        for param in model.parameters():
+            param.copy_(drawn(*param.shape))
+    optimizer = FusedAdam(model.parameters(), lr=1e-2)
+    got = []
+    with graphfsdp.capture(
+        model,
+        optimizer,
+        loss_fn=lambda net, x: net(x).square().mean(),
+        scope=scope,
+        on_change="recapture",
+    ) as step:
+        for index in range(CALLS_OF_A_THREAD):
+            if both is not None and index < 4:
+                both.wait()
+            got.append(step(drawn(16 if index < 5 else 4, 8)))
+        got.append(step.evaluate(drawn(4, 8)))
+        assert scope == "none" or step.phase is Phase.REPLAY
+    return [*got, *(param.detach().clone() for param in model.parameters())]
+
+
+def test_two_threads_that_capture_on_one_device_train_as_each_alone(device: torch.device) -> None:
+    expected = [train_alone(device, seed, "none") for seed in (1, 2)]
+    with ThreadPoolExecutor(2) as threads:
+        for _ in range(NUM_ROUNDS):
+            both = threading.Barrier(2)
+            runs = [
+                threads.submit(train_alone, device, 1 + n, "full_iteration", both) for n in (0, 1)
+            ]
+            for run, wanted in zip(runs, expected, strict=True):
+                assert all(map(torch.equal, run.result(), wanted))
+
+
+def test_a_turn_that_does_not_come_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("graphfsdp.base.streams._TURN_LIMIT_S", 0.05)
+    model = nn.Linear(8, 1)
+
+    def loss_fn(model: nn.Module, x: Tensor) -> Tensor:
+        other.submit(train_alone, torch.device("cpu"), 1, "full_iteration").result()
+        loss: Tensor = model(x).mean()
+        return loss
+
+    step = graphfsdp.capture(model, FusedAdam(model.parameters()), loss_fn=loss_fn)
+    with (
+        ThreadPoolExecutor(1) as other,
+        pytest.raises(PhaseError, match=r"another thread .* Remedy"),
+    ):
+        step(torch.ones(4, 8))

@@ -44,7 +44,7 @@ def scaled(model: nn.Module, x: Tensor, form: str) -> Tensor:
 
 
 def train(
-    device: torch.device, lengths: tuple[int, ...] = LENGTHS, **options: Any
+    device: torch.device, lengths: tuple[int, ...], **options: Any
 ) -> graphfsdp.CaptureReport:
     """Train by batches of these lengths, captured and in a plain loop, which must agree."""
     case = Case(Statistical, of_lengths(*lengths), scaled)
@@ -58,52 +58,51 @@ def captured(device: torch.device, **options: Any) -> graphfsdp.CapturedStep:
     return graphfsdp.capture(model, FusedAdam(model.parameters()), **options)
 
 
-def test_a_graph_for_each_kind_of_batch_in_any_order(device: torch.device) -> None:
-    report = train(device, on_change="recapture")
+RECAPTURE: dict[str, Any] = {"on_change": "recapture"}
+TWO: dict[str, Any] = {**RECAPTURE, "max_graphs": 2}
+GIVEN_UP = "given up: there are more than max_graphs=2"
+TURNS = "more than max_graphs=2 kinds of batches take turns"
+# name: (lengths, options, calls, what is said how often)
+KINDS: dict[str, tuple[tuple[int, ...], dict[str, Any], dict[str, int], dict[str, int]]] = {
     # Lengths 4, 6 and 8 were captured when they came after the warm-up for the second time;
     # length 3 has come once.
-    assert report.num_captures == 3
-    assert report.num_calls == {"warmup": 5, "capture": 3, "replay": len(LENGTHS) - 8}
-
-
-def test_graphs_are_given_up_least_recently_used_first(
-    device: torch.device, caplog: pytest.LogCaptureFixture
-) -> None:
-    lengths = (4,) * 5 + (6,) * 3 + (4, 8, 8, 8, 4, 6, 6, 6, 4)
-    with caplog.at_level(logging.INFO, logger="graphfsdp"):
-        report = train(device, lengths, on_change="recapture", max_graphs=2)
+    "a_graph_for_each_in_any_order": (
+        *(LENGTHS, RECAPTURE),
+        {"warmup": 5, "capture": 3, "replay": len(LENGTHS) - 8},
+        {"given up": 0},
+    ),
     # 8 displaced 6, and then 6 displaced 8; 4 was always the one that had been used later.
-    assert report.num_captures == 4
-    assert caplog.text.count("given up: there are more than max_graphs=2") == 2
+    "least_recently_used_are_given_up": (
+        (4,) * 5 + (6,) * 3 + (4, 8, 8, 8, 4, 6, 6, 6, 4),
+        *(TWO, {"warmup": 6, "capture": 4, "replay": 7}, {GIVEN_UP: 2}),
+    ),
+    "more_than_graphs_taking_turns": (
+        (4, 6, 8) * 5,
+        *(TWO, {"warmup": 15}, {TURNS: 1, "Remedy: max_graphs=4 or more": 1}),
+    ),
+    "nobody_is_told_without_graphs": (
+        (4, 6, 8) * 5,
+        *({**TWO, "scope": "none"}, {"eager": 15}, {"graph": 0}),
+    ),
+    "a_strange_one_runs_eagerly": (
+        (4,) * 6 + (3, 4, 4, 7, 3, 4) + (4,) * 6,
+        {"on_change": "eager"},
+        {"warmup": 3, "capture": 1, "replay": 11, "eager": 3},
+        {"running eagerly: batch leaf args[0]: expected": 3},
+    ),
+}
 
 
-def test_more_kinds_than_graphs_taking_turns_are_warned_of_once(
-    device: torch.device, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize("name", KINDS)
+def test_other_kinds_of_batches_train_as_in_a_plain_loop(
+    name: str, device: torch.device, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with caplog.at_level(logging.WARNING, logger="graphfsdp"):
-        report = train(device, (4, 6, 8) * 5, on_change="recapture", max_graphs=2)
-    assert report.num_captures == 0
-    assert caplog.text.count("more than max_graphs=2 kinds of batches take turns") == 1
-    assert "Remedy: max_graphs=4 or more" in caplog.text
-
-
-def test_without_graphs_nobody_is_told_of_graphs(
-    device: torch.device, caplog: pytest.LogCaptureFixture
-) -> None:
+    lengths, options, num_calls, said = KINDS[name]
     with caplog.at_level(logging.INFO, logger="graphfsdp"):
-        train(device, (4, 6, 8) * 5, scope="none", on_change="recapture", max_graphs=2)
-    assert not [record for record in caplog.messages if "graph" in record]
-
-
-def test_a_strange_batch_runs_eagerly_and_the_graph_stays(
-    device: torch.device, caplog: pytest.LogCaptureFixture
-) -> None:
-    lengths = (4,) * 6 + (3, 4, 4, 7, 3, 4) + (4,) * 6
-    with caplog.at_level(logging.INFO, logger="graphfsdp"):
-        report = train(device, lengths, on_change="eager")
-    assert report.num_captures == 1
-    assert report.num_calls == {"warmup": 3, "capture": 1, "replay": 11, "eager": 3}
-    assert "running eagerly: batch leaf args[0]: expected" in caplog.text
+        report = train(device, lengths, **options)
+    assert report.num_calls == num_calls
+    messages = "\n".join(caplog.messages)
+    assert {words: messages.count(words) for words in said} == said
 
 
 @pytest.mark.parametrize("policy", ["recapture", "eager"])
@@ -244,29 +243,23 @@ def changing(
     return Case(Statistical, of_lengths(*lengths), scaled, setup)
 
 
-def compare_with_eager(name: str, device: torch.device, on_change: str) -> Any:
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("on_change", ["recapture", "eager"])
+def test_a_change_is_captured_anew_or_runs_eagerly(
+    on_change: str, name: str, device: torch.device, caplog: pytest.LogCaptureFixture
+) -> None:
     optimizer, change = CASES[name]
     case = changing(lambda index, *trained: index == CHANGED_AT and change(*trained))
     options: dict[str, Any] = {"optimizer": optimizer, "num_steps": NUM_STEPS}
-    return run_as_eager(case, device, on_change=on_change, **options).report
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_a_change_is_captured_anew(
-    name: str, device: torch.device, caplog: pytest.LogCaptureFixture
-) -> None:
     with caplog.at_level(logging.WARNING, logger="graphfsdp"):
-        report = compare_with_eager(name, device, "recapture")
+        report = run_as_eager(case, device, on_change=on_change, **options).report
+    if on_change == "eager":
+        assert report.num_captures == 1
+        assert report.num_calls["eager"] == NUM_STEPS - CHANGED_AT
+        return
     assert report.num_calls == {"warmup": 4, "capture": 2, "replay": NUM_STEPS - 6}
     assert caplog.text.count("all graphs are given up") == 1
     assert " was " in caplog.text  # what it was that has changed
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_a_change_runs_eagerly(name: str, device: torch.device) -> None:
-    report = compare_with_eager(name, device, "eager")
-    assert report.num_captures == 1
-    assert report.num_calls["eager"] == NUM_STEPS - CHANGED_AT
 
 
 def test_a_change_that_is_undone_leaves_the_graph(device: torch.device) -> None:

@@ -15,15 +15,9 @@ from zoo import features
 pytestmark = pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
 
 
-class Block(nn.Module):
-    def __init__(self, dropout: float) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
-        self.drop = nn.Dropout(dropout)
-
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = x + self.drop(self.down(self.drop(nn.functional.gelu(self.up(x)))))
-        return out
+def block(dropout: float) -> nn.Module:
+    layers = nn.Linear(8, 16), nn.GELU(), nn.Dropout(dropout), nn.Linear(16, 8)
+    return nn.Sequential(*layers, nn.Dropout(dropout))
 
 
 class Net(nn.Module):
@@ -31,7 +25,7 @@ class Net(nn.Module):
         super().__init__()
         self.first = nn.Linear(4, 8)
         self.draws = way != "reentrant, without draws"  # and so without states of generators
-        self.blocks = nn.Sequential(*(Block(0.3 if self.draws else 0.0) for _ in range(3)))
+        self.blocks = nn.Sequential(*(block(0.3 if self.draws else 0.0) for _ in range(3)))
         self.last = nn.Linear(8, 2)
         self.way = way
 
@@ -42,7 +36,9 @@ class Net(nn.Module):
         else:
             options: Any = {"use_reentrant": "reentrant" in self.way}
             for block in self.blocks:
-                hidden = checkpoint(block, hidden, preserve_rng_state=self.draws, **options)
+                hidden = hidden + checkpoint(
+                    block, hidden, preserve_rng_state=self.draws, **options
+                )
         if self.way == "reentrant":  # through which no gradient goes
             with torch.no_grad():
                 extra: Any = checkpoint(self.blocks[0], x.new_ones(2, 8), use_reentrant=True)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 import graphfsdp
+from counting_net import mean_square
 from graphfsdp._capture.verify import _Noise, first_difference
 from graphfsdp.optim import FusedAdam
 from helpers import Case, assert_same_run, assert_same_state, run, snapshot
@@ -44,36 +45,14 @@ class Hidden:
         return lambda *batch: loss_fn(*batch) * float(getattr(self, "".join(NAME)))
 
 
-def assert_named(error: graphfsdp.VerificationError, op: str) -> None:
-    """On a CPU."""
-    assert error.op == op
-    assert error.source is not None
-    assert 'getattr(self, "".join(NAME))' in error.source.text
+@pytest.mark.parametrize("where", ["in the loss", "behind the optimizer"])
+def test_a_number_that_the_graph_cannot_see_is_named_to_the_line(
+    where: str, device: torch.device
+) -> None:
+    """A number that no name in the code leads to: no guard can know of it, verification does.
 
-
-def test_a_number_that_the_graph_cannot_see_is_named_to_the_line(device: torch.device) -> None:
-    """A number that no name in the code leads to: no guard can know of it, verification does."""
-    factor = Hidden()
-    model = Statistical().to(device)
-    optimizer = FusedAdam(model.parameters())
-    with graphfsdp.capture(model, optimizer, loss_fn=factor.scales(), verify=8) as step:
-        for _ in range(6):
-            step(torch.randn(6, 5).to(device))
-        factor.nameless = 1.5
-        x = torch.randn(6, 5).to(device)
-        before = snapshot(model, optimizer)
-        with pytest.raises(graphfsdp.VerificationError, match="result 0 differs in 1 of 1") as info:
-            step(x)
-        assert_same_state(before, snapshot(model, optimizer))
-        assert info.value.max_difference > 0
-        if device.type == "cpu":
-            assert_named(info.value, "aten.mul.Tensor")
-        factor.nameless = 1.0
-        step(x)  # the step is as it was
-
-
-def test_a_number_behind_the_optimizer_is_named_to_the_line(device: torch.device) -> None:
-    """Where the copies that a failed replay would be undone from are operators as well."""
+    Behind the optimizer the copies that a failed replay would be undone from are operators as well.
+    """
     factor = Hidden()
     model = nn.Sequential(*(nn.Linear(5, 5) for _ in range(5))).to(device)
     model.register_buffer("average", torch.ones(3, device=device))
@@ -82,15 +61,27 @@ def test_a_number_behind_the_optimizer_is_named_to_the_line(device: torch.device
     def behind() -> None:
         model.get_buffer("average").copy_(scaled())
 
-    options: dict[str, Any] = {"iteration": steps_once(behind=behind), "warmup_steps": 1}
-    with graphfsdp.capture(model, FusedAdam(model.parameters()), verify=8, **options) as step:
-        for _ in range(3):
-            step(torch.randn(6, 5, device=device))
-        factor.nameless = 0.5
-        with pytest.raises(graphfsdp.VerificationError, match="'average'") as info:
-            step(torch.randn(6, 5, device=device))
+    options: dict[str, Any] = {"loss_fn": factor.scales(mean_square)}
+    if where == "behind the optimizer":
+        options = {"iteration": steps_once(behind=behind)}
+    optimizer = FusedAdam(model.parameters())
+    with graphfsdp.capture(model, optimizer, verify=8, warmup_steps=1, **options) as step:
+        for _ in range(4):
+            step(torch.randn(6, 5).to(device))
+        factor.nameless = 1.5
+        x = torch.randn(6, 5).to(device)
+        before = snapshot(model, optimizer)
+        words = "result 0 differs in 1 of 1" if "loss_fn" in options else "'average'"
+        with pytest.raises(graphfsdp.VerificationError, match=words) as info:
+            step(x)
+        assert_same_state(before, snapshot(model, optimizer))
+        assert info.value.max_difference > 0
         if device.type == "cpu":
-            assert_named(info.value, "aten.mul.Tensor")
+            assert info.value.op == "aten.mul.Tensor"
+            assert info.value.source is not None
+            assert 'getattr(self, "".join(NAME))' in info.value.source.text
+        factor.nameless = 1.0
+        step(x)  # the step is as it was
 
 
 def averaging(device: torch.device) -> Case:

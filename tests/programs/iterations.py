@@ -1,4 +1,7 @@
-"""Whole iterations of users' own, for ``iteration=``: several models, backwards and optimizers."""
+"""Whole iterations of users' own, for ``iteration=``: several models, backwards and optimizers.
+
+Each has its nets; a test says where they lie, how they are cut, and what steps.
+"""
 
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -94,8 +97,59 @@ def moving_average(
     return first + second, None
 
 
+class Residual(nn.Module):
+    def __init__(self, width: int, dropout: float) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = x + self.down(self.dropout(torch.tanh(self.up(x))))
+        return out
+
+
+class Net(nn.Sequential):
+    """Two residual blocks between two layers."""
+
+    def __init__(self, num_in: int, num_out: int, dropout: float = 0.0) -> None:
+        width = 7
+        blocks = [Residual(width, dropout), Residual(width, dropout)]
+        super().__init__(nn.Linear(num_in, width), *blocks, nn.Linear(width, num_out))
+
+
+def two_nets() -> list[nn.Module]:
+    return [Net(4, 6), Net(6, 1, dropout=0.2)]
+
+
+def student_and_teacher() -> list[nn.Module]:
+    return [Net(4, 6, dropout=0.2), Net(4, 6).requires_grad_(False)]
+
+
+ITERATIONS: dict[str, tuple[Callable[..., Any], Callable[[], list[nn.Module]]]] = {
+    "gan": (gan, two_nets),
+    "gradient_penalty": (gradient_penalty, two_nets),
+    "moving_average": (moving_average, student_and_teacher),
+}
+
+
+def make_trained(
+    name: str,
+    device: torch.device,
+    *make: Callable[[nn.Module], Optimizer],
+    shard: Callable[[nn.Module], object] = lambda model: None,
+) -> tuple[list[nn.Module], Any]:
+    """Return models, and an optimizer for each that is trained, or only one."""
+    torch.manual_seed(0)
+    models = [model.to(device) for model in ITERATIONS[name][1]()]
+    for model in models:
+        shard(model)
+    trained = [model for model in models if next(model.parameters()).requires_grad]
+    optimizers = [one(model) for one, model in zip(make, trained, strict=False)]
+    return models, optimizers if len(optimizers) > 1 else optimizers[0]
+
+
 def train_by(
-    iteration: Callable[..., Any],
+    name: str,
     models: list[nn.Module],
     optimizers: Any,
     batches: Iterable[Tensor],
@@ -104,6 +158,7 @@ def train_by(
 ) -> list[dict[str, Tensor]]:
     """Return results and state of each iteration; with scope None of a loop without graphfsdp."""
     states = []
+    iteration = ITERATIONS[name][0]
     step: Any = None
     if scope is not None:
         step = graphfsdp.capture(models, optimizers, iteration=iteration, scope=scope)

@@ -1,7 +1,6 @@
 """iteration=fn of sharded models: as one unsharded process, and bit for bit in replays."""
 
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -17,61 +16,24 @@ from helpers import (
     local_part,
     quick_garbage_collection,
 )
-from iterations import gan, gradient_penalty, moving_average, train_by
+from iterations import gan, make_trained, train_by
 from ranks import on_ranks, rank_device
 from sharding_helpers import FEW_STEPS, hybrid_mesh, num_steps_of
 
 ROUNDING = 1e-6  # of a norm that is summed in parts, over some steps of 0.01 at most
 
 
-class Residual(nn.Module):
-    def __init__(self, width: int, dropout: float) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
-        self.dropout = nn.Dropout(dropout)
-
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = x + self.down(self.dropout(torch.tanh(self.up(x))))
-        return out
-
-
-class Net(nn.Sequential):
-    """Two residual blocks between two layers."""
-
-    def __init__(self, num_in: int, num_out: int, dropout: float = 0.0) -> None:
-        width = 7
-        blocks = [Residual(width, dropout), Residual(width, dropout)]
-        super().__init__(nn.Linear(num_in, width), *blocks, nn.Linear(width, num_out))
-
-
-def two_nets() -> list[nn.Module]:
-    return [Net(4, 6), Net(6, 1, dropout=0.2)]
-
-
-def student_and_teacher() -> list[nn.Module]:
-    pair: list[nn.Module] = [Net(4, 6, dropout=0.2), Net(4, 6)]
-    pair[1].requires_grad_(False)
-    return pair
-
-
-ITERATIONS: dict[str, tuple[Callable[..., Any], Callable[[], list[nn.Module]]]] = {
-    "gan": (gan, two_nets),
-    "gradient_penalty": (gradient_penalty, two_nets),
-    "moving_average": (moving_average, student_and_teacher),
-}
-
-
 def make(name: str, **options: Any) -> tuple[list[nn.Module], Any]:
     """Return models, sharded if there are options, and an optimizer for each, or only one."""
-    torch.manual_seed(0)
-    models = [model.to(rank_device()) for model in ITERATIONS[name][1]()]
-    for model in models if options else ():
-        for block in list(model.children())[1:3]:
-            graphfsdp.fully_shard(block, **options)
-        graphfsdp.fully_shard(model, **options)
-    trained = [model for model in models if next(model.parameters()).requires_grad]
-    optimizers = [FusedAdam(model.parameters(), lr=1e-2, eps=1e-2) for model in trained]
-    return models, optimizers if len(optimizers) > 1 else optimizers[0]
+
+    def shard(model: nn.Module) -> None:
+        for module in (*list(model.children())[1:3], model) if options else ():
+            graphfsdp.fully_shard(module, **options)
+
+    def adam(model: nn.Module) -> FusedAdam:
+        return FusedAdam(model.parameters(), lr=1e-2, eps=1e-2)
+
+    return make_trained(name, rank_device(), adam, adam, shard=shard)
 
 
 def whole(tensor: Any) -> Tensor:
@@ -100,7 +62,7 @@ def train(
         }
 
     data = (torch.randn(8, 6, generator=generator).to(rank_device()) for _ in range(num_steps))
-    return train_by(ITERATIONS[name][0], models, optimizers, data, scope, state_of)
+    return train_by(name, models, optimizers, data, scope, state_of)
 
 
 @functools.cache

@@ -1,17 +1,30 @@
-"""The facts that a captured step tells of itself, also of a sharded one."""
+"""The facts that a captured step tells of itself, also of a sharded one; as text, JSON and page."""
 
 import dataclasses
+import gc
 import itertools
+import json
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 import graphfsdp
-from helpers import line_of
+from cpu_recording import record
+from graphfsdp.optim import FusedAdam
+from helpers import assert_same_run, line_of, run
 from make_step import make_step
 from ranks import on_ranks
 from sharding_helpers import adam, batches, full_parameters, make_net, my_part
+from zoo import ZOO
 
 CPU = torch.device("cpu")
 
@@ -183,20 +196,19 @@ def test_report_names_the_line_that_bakes_a_number_in() -> None:
 
 
 def test_a_measured_report_leaves_everything_as_it_was() -> None:
-    outputs = []
-    for measure in (False, True):
-        step, model, _, next_batch = make_step(CPU, "gpt", max_grad_norm=1.0)
-        losses = []
-        for index in range(10):
-            losses.append(step(*next_batch()))
-            if measure and index in (3, 6):
-                report = step.report(measure=True)
-                assert report.num_calls == step.report().num_calls
-                assert len(report.node_us) == report.num_nodes
-                for node in report.nodes():
-                    assert (report.node_us[node.index] > 0) is node.called
-        outputs.append([*losses, *(param.detach().clone() for param in model.parameters())])
-    assert all(torch.equal(a, b) for a, b in zip(*outputs, strict=True))
+    def measure(step: graphfsdp.CapturedStep, model: nn.Module, index: int) -> None:
+        if index in (3, 6):
+            report = step.report(measure=True)
+            assert report.num_calls == step.report().num_calls
+            assert len(report.node_us) == report.num_nodes
+            for node in report.nodes():
+                assert (report.node_us[node.index] > 0) is node.called
+
+    plain, measured = (
+        run(ZOO["gpt"], "full_iteration", CPU, max_grad_norm=1.0, between=between)
+        for between in (None, measure)
+    )
+    assert_same_run(plain, measured)
 
 
 def train(*, measure: bool) -> tuple[list[Tensor], graphfsdp.CaptureReport]:
@@ -222,3 +234,170 @@ def test_report_of_a_sharded_step_counts_collectives_and_measures_them() -> None
     roles = {buffer.role.name for buffer in report.buffers()}
     assert {"PARAMETER", "GRADIENT"} <= roles
     assert any(node.site.module and "." in node.site.module for node in report.nodes())
+
+
+VOID = ("meta", "input", "br", "link")
+
+
+class Odd(nn.Module):
+    """A module whose name and arguments would break a careless page."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.ModuleDict({"</script><b>": nn.Linear(4, 4), 'quote"': nn.Linear(4, 4)})
+
+    def forward(self, x: Tensor) -> Tensor:
+        for module in self.body.values():
+            x = nn.functional.gelu(module(x), approximate="tanh")
+        return x.square().mean()
+
+
+@pytest.fixture(scope="module")
+def report() -> Iterator[graphfsdp.CaptureReport]:
+    model = Odd()
+    with graphfsdp.capture(model, FusedAdam(model.parameters()), max_grad_norm=1.0) as step:
+        for _ in range(5):
+            step(torch.randn(3, 4))
+        yield step.report(measure=True)
+
+
+class Page(HTMLParser):
+    """Checks that elements are closed in order, and collects scripts and references."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.ids: list[str] = []
+        self.loads: list[str] = []
+        self.scripts: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        if tag not in VOID:
+            self.open.append(tag)
+        if tag == "script":
+            self.scripts.append("")
+        for name, value in attrs:
+            if name == "id":
+                self.ids.append(value or "")
+            if name in ("src", "href", "srcset", "data", "action"):
+                self.loads.append(value or "")
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        if self.open[-1:] == ["script"]:
+            self.scripts[-1] += data
+
+
+def test_json_holds_everything_and_reads_back(
+    report: graphfsdp.CaptureReport, tmp_path: Path
+) -> None:
+    text = report.to_json(tmp_path / "report.json", indent=1)
+    data = json.loads((tmp_path / "report.json").read_text())
+    assert data == json.loads(text) == report.to_dict()
+    assert data["num_nodes"] == len(data["nodes"]) == len(data["live_bytes"])
+    assert data["measured"] is True
+    modules = {node["module"] for node in data["nodes"]}
+    assert {"body.</script><b>", 'body.quote"', "", None} >= modules
+    assert len(modules) == 4
+    for index, node in enumerate(data["nodes"]):
+        assert node["index"] == index
+        for number in (*node["reads"], *node["writes"]):
+            buffer = data["buffers"][number]
+            assert buffer["index"] == number
+            assert buffer["first"] <= index <= buffer["last"]
+
+
+def test_page_is_well_formed_and_loads_nothing(
+    report: graphfsdp.CaptureReport, tmp_path: Path
+) -> None:
+    report.html(tmp_path / "report.html")
+    text = (tmp_path / "report.html").read_text(encoding="utf-8")
+    page = Page()
+    page.feed(text)
+    page.close()
+    assert page.open == []
+    assert page.loads == []
+    assert not re.search(r"https?:|@import|url\(|fetch\(|XMLHttpRequest|WebSocket|@@", text)
+    assert len(set(page.ids)) == len(page.ids)
+    data, program = page.scripts
+    assert json.loads(data) == report.to_dict()
+    named = set(re.findall(r'\$\("([a-z-]+)"\)', program))
+    assert named
+    assert named <= set(page.ids)
+    assert "prefers-color-scheme: dark" in text
+    if shutil.which("node"):
+        (tmp_path / "page.js").write_text(program)
+        subprocess.run(["node", "--check", "page.js"], cwd=tmp_path, check=True)
+
+
+def test_the_page_needs_a_graph(tmp_path: Path) -> None:
+    model = nn.Linear(2, 1)
+    step = graphfsdp.capture(model, FusedAdam(model.parameters()))
+    with pytest.raises(graphfsdp.PhaseError, match=r"no graph .*phase warmup.*4 calls|captured"):
+        step.report().html(tmp_path / "file")
+    assert not (tmp_path / "file").exists()
+    assert json.loads(step.report().to_json())["nodes"] == []
+
+
+KIB = 1024
+
+
+def facts_of(iterate: Callable[[], list[Tensor]]) -> Any:
+    return record(iterate)[0].facts.program
+
+
+def test_live_bytes_are_what_each_node_still_needs() -> None:
+    x = torch.ones(256)
+
+    def iterate() -> list[Tensor]:
+        a = x.exp()  # node 0: a
+        b = a.sin()  # node 1: a, b
+        c = b.cos()  # node 2: b, c (a is over)
+        return [c.sum()]  # node 3: c, the sum
+
+    program = facts_of(iterate)
+    assert [node.op for node in program.nodes] == [
+        f"aten.{op}.default" for op in ("exp", "sin", "cos", "sum")
+    ]
+    assert program.live_bytes() == [KIB, 2 * KIB, 2 * KIB, KIB + 4]
+    result = [buffer for buffer in program.buffers if buffer.role.name == "OUTPUT"]
+    assert [(buffer.first, buffer.last) for buffer in result] == [(3, 4)]
+
+
+def test_constant_tensors_are_shown_by_value() -> None:
+    x = torch.ones(2)
+
+    def iterate() -> list[Tensor]:
+        return [x * torch.tensor([2.5, 3.5]) + torch.arange(9.0)[:2] + torch.tensor([0.0] * 9)[:2]]
+
+    baked = [a.value for n in facts_of(iterate).nodes for a in n.arguments if a.baked]
+    assert "[2.5, 3.5]" in baked
+    assert "a constant float32[9]" in baked
+
+
+def test_the_description_keeps_no_tensor_alive_and_stays_small() -> None:
+    x = torch.ones(64, 64)
+
+    def iterate() -> list[Tensor]:
+        y = x
+        for _ in range(400):
+            y = torch.relu(y + 1)
+        return [y.sum()]
+
+    program = facts_of(iterate)
+    assert len(program.nodes) == 801
+    seen: set[int] = set()
+    todo: list[Any] = [program]
+    num_bytes = 0
+    while todo:
+        item = todo.pop()
+        if id(item) in seen or isinstance(item, type | str):
+            continue
+        seen.add(id(item))
+        num_bytes += sys.getsizeof(item)
+        assert not isinstance(item, Tensor | torch.UntypedStorage | nn.Module)
+        if type(item).__module__.startswith(("builtins", "array", "graphfsdp")):
+            todo.extend(gc.get_referents(item))
+    assert num_bytes < 801 * 500  # a node and its buffer; texts and arguments are shared

@@ -10,6 +10,8 @@ from torch import Tensor, nn
 import graphfsdp
 from footgun_net import Net, inputs, start
 from graphfsdp.optim import FusedAdam
+from helpers import assert_alive, assert_same_run, run
+from zoo import ZOO
 
 
 def test_a_kept_activation_is_overwritten(device: torch.device) -> None:
@@ -63,19 +65,8 @@ def test_an_old_graph_raises(device: torch.device) -> None:
 
 def test_autocast_around_the_loop_uses_no_stale_weights(device: torch.device) -> None:
     """Its cache of casted weights outlives a call, and the weights change in between."""
-    runs = []
-    for scope in ("none", "forward_backward", "full_iteration"):
-        step, *_ = start(device, lr=0.1, scope=scope)
-        with torch.autocast(device.type, dtype=torch.bfloat16):
-            runs.append([float(step(inputs(device))) for _ in range(10)])
-    assert runs[0] == runs[1] == runs[2]
-    assert len(set(runs[0])) == 10
-    by_hand, model, optim = start(device, lr=0.1, scope="none")
-    by_hand.close()
-    for loss in runs[0]:
-        optim.zero_grad()
-        with torch.autocast(device.type, dtype=torch.bfloat16):
-            mine = model(inputs(device))
-        assert float(mine.detach()) == loss
-        mine.backward()
-        optim.step()
+    expected = run(ZOO["autocast"], "plain", device)  # is entered in each call
+    with torch.autocast(device.type, dtype=torch.bfloat16):
+        for scope in ("none", "forward_backward", "full_iteration"):
+            assert_same_run(expected, run(ZOO["mlp"], scope, device))
+    assert_alive(expected)

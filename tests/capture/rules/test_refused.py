@@ -1,17 +1,21 @@
 """Every known way in which a captured training step goes wrong, and its exact diagnosis.
 
-Programs come from refused_programs.py; below are those that are wrong in their settings.
+Programs come from refused_programs.py; beside them are those that are wrong in their settings.
 Each is judged twice: by ``capture``, which raises and leaves nothing behind, and by
-``graphfsdp.check``, which lists.
+``graphfsdp.check``, which lists. Below is what is refused, or undone, in places of its own.
 """
 
 import re
+import sys
+import types
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import graphfsdp
 import refused_programs
@@ -19,8 +23,18 @@ from counting_net import mean_square
 from graphfsdp import HazardKind
 from graphfsdp.optim import FusedAdam
 from helpers import assert_same_state, line_of, snapshot
-from mid_forward import Probe, batches, check_refused, make_probe, refusal_of
-from refused_programs import REFUSED, Refused
+from iterations import steps_once
+from mid_forward import (
+    Inner,
+    Probe,
+    assert_refused_in,
+    batches,
+    check_captured,
+    check_refused,
+    make_probe,
+    refusal_of,
+)
+from refused_programs import REFUSED, SCALAR, Refused
 
 CPU = torch.device("cpu")
 CAPTURED = [name for name, case in REFUSED.items() if case.by != "check"]
@@ -166,18 +180,6 @@ SETTINGS: dict[str, Setting] = {
         lambda: made(microbatches=3),
         *(CONFIG, "cannot be split on dim 0 into 3", graphfsdp.ConfigError),
     ),
-    "loss_is_no_scalar": (
-        lambda: made(loss_fn=lambda model, x: model(x)),
-        *(LOSS, "a tensor of shape (8, 4)", graphfsdp.InvalidLossError),
-    ),
-    "loss_without_gradient": (
-        lambda: made(loss_fn=lambda model, x: model(x).detach().mean()),
-        *(LOSS, "no trainable parameter contributed", graphfsdp.InvalidLossError),
-    ),
-    "number_beside_the_loss": (
-        lambda: made(loss_fn=lambda model, x: (model(x).mean(), 3.0)),
-        *(LOSS, "returned a float beside the loss", graphfsdp.InvalidLossError),
-    ),
     "parameter_without_gradient": (
         unused,
         *(HazardKind.GRADIENT, "'1.weight', '1.bias': no gradient", None),
@@ -186,6 +188,20 @@ SETTINGS: dict[str, Setting] = {
         lambda: made(loss_fn=lambda model, x: model(x[0, 0, 0])),
         *(HazardKind.EXCEPTION, "raises IndexError", IndexError),
     ),
+}
+LOSSES: list[tuple[Callable[..., Any], str]] = [
+    (lambda model, x: 1.0, "the loss is a float"),
+    (lambda model, x: None, "the loss is a NoneType"),
+    (lambda model, x: (), "the loss is a tuple"),
+    (lambda model, x: {"loss": model(x)}, "the loss is a dict"),
+    (lambda model, x: model(x), "a tensor of shape (8, 4)"),
+    (lambda model, x: model(x).detach().mean(), "no trainable parameter contributed"),
+    (lambda model, x: (model(x).mean(), 3), "returned a int beside the loss"),
+    (lambda model, x: (model(x).mean(), {"name": "x"}), "returned a str beside the loss"),
+]
+SETTINGS |= {
+    said: (partial(made, loss_fn=loss_fn), LOSS, said, graphfsdp.InvalidLossError)
+    for loss_fn, said in LOSSES
 }
 
 
@@ -205,14 +221,17 @@ def test_check_lists_wrong_settings(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", [n for n, (*_, error) in SETTINGS.items() if error is not None])
-def test_capture_refuses_wrong_settings(name: str) -> None:
+def test_capture_refuses_wrong_settings_and_leaves_no_trace(name: str) -> None:
     make, kind, said, error = SETTINGS[name]
     assert error is not None
-    arguments = make()
+    arguments, before = make(), None
     with pytest.raises(error) as caught:  # noqa: PT012
         step = graphfsdp.capture(**arguments, warmup_steps=1)
-        for _ in range(3):
-            step(torch.randn(8, 4))
+        for x in torch.randn(3, 8, 4):
+            before = snapshot(arguments["model"], arguments["optimizer"])
+            step(x)
+    if before is not None:
+        assert_same_state(before, snapshot(arguments["model"], arguments["optimizer"]))
     if kind is not HazardKind.EXCEPTION:
         assert said in str(caught.value)
         assert kind is HazardKind.PRECISION or "Remedy: " in str(caught.value)
@@ -240,3 +259,199 @@ def test_anomaly_mode_is_named_where_it_looks_at_gradients(check_nan: bool) -> N
             return
         with pytest.raises(graphfsdp.CaptureError, match=r"set_detect_anomaly.*check_nan=False"):
             step(torch.ones(3, 4))
+
+
+@pytest.mark.parametrize("name", ["item", "boolean_mask", "get_rng_state"])
+@pytest.mark.parametrize(
+    "options", [{"microbatches": 2}, {"max_grad_norm": 0.1}, {"scope": "forward_backward"}], ids=str
+)
+def test_refused_whatever_the_options(
+    name: str, options: dict[str, object], device: torch.device
+) -> None:
+    if "max_grad_norm" in options:
+        refusal_of(*make_probe(REFUSED[name].program, device, **options), device)
+        return
+    check_refused(REFUSED[name].program, device, **options)
+
+
+def test_a_read_in_the_loss_function_is_refused_outside_any_module(device: torch.device) -> None:
+    def loss_fn(model: nn.Module, x: Tensor) -> Tensor:
+        loss: Tensor = model(x)
+        return loss * loss.detach().item()  # refused
+
+    error = refusal_of(*make_probe(lambda self, h, x: h, device, loss_fn=loss_fn), device)
+    assert error.module_path is None
+    assert_refused_in(error, loss_fn)
+
+
+def test_a_read_in_the_optimizer_is_refused_after_parameters_were_written(
+    device: torch.device,
+) -> None:
+    class Careless(torch.optim.SGD):
+        def step(self, closure: object = None) -> None:  # type: ignore[override]
+            super().step()
+            float(self.param_groups[0]["params"][0].sum())  # refused
+
+    torch.manual_seed(0)
+    model = nn.Linear(4, 1).to(device)
+    optim = Careless(model.parameters(), lr=0.1, momentum=0.9)
+    step = graphfsdp.capture(model, optim, loss_fn=lambda model, x: model(x).mean())
+    assert_refused_in(refusal_of(step, model, optim, device), Careless.step)
+
+
+@pytest.mark.parametrize("is_own", [False, True], ids=["default", "own iteration"])
+def test_a_read_in_an_optimizer_of_torch_comes_with_the_remedies_for_optimizers(
+    is_own: bool,
+) -> None:
+    model = nn.Linear(4, 1)
+    optimizer = torch.optim.Adafactor(model.parameters())
+    iteration = steps_once() if is_own else None
+    step = graphfsdp.capture(model, optimizer, loss_fn=mean_square, iteration=iteration)
+    error = refusal_of(step, model, optimizer, CPU)
+    assert re.match(r"Adafactor\.step: .*'forward_backward'", str(error))
+
+
+def test_a_read_in_a_module_of_torch_is_refused_at_its_callers_line(device: torch.device) -> None:
+    """Without momentum, batch norm divides by a count that it reads on the host."""
+
+    class Cumulative(nn.ModuleList):
+        def forward(self, x: Tensor) -> Tensor:
+            for layer in self:
+                x = layer(x)  # refused
+            return x.square().mean()
+
+    model = Cumulative([nn.Linear(4, 4), nn.BatchNorm1d(4, momentum=None)]).to(device)
+    optim = FusedAdam(model.parameters(), lr=0.1)
+    step = graphfsdp.capture(model, optim)
+    error = refusal_of(step, model, optim, device)
+    assert error.op == SCALAR
+    assert error.module_path == "1"
+    assert "BatchNorm1d(momentum=None)" in str(error)
+    assert "the default 0.1" in error.hazard.fix
+    assert_refused_in(error, Cumulative.forward)
+
+
+def hides(mask: Tensor) -> Tensor:
+    return mask.float() if mask.all() else mask.float() * 2
+
+
+def selects(mask: Tensor) -> Tensor:
+    return mask[mask].float().sum()
+
+
+@pytest.mark.parametrize(
+    ("name", "function", "remedy"),
+    [
+        ("ema_pytorch.ema_pytorch", hides, "ema.update() after each call"),
+        ("torch_geometric.utils.loop", selects, "layers with add_self_loops=False"),
+    ],
+)
+def test_what_libraries_are_known_for_is_refused_with_its_remedy(
+    name: str, function: types.FunctionType, remedy: str, device: torch.device
+) -> None:
+    library = types.FunctionType(function.__code__, globals() | {"__name__": name})
+
+    def program(self: Inner, h: Tensor, x: Tensor) -> Tensor:
+        factor: Tensor = library(x > 0).sum()
+        return h * factor
+
+    assert remedy in str(check_refused(program, device))
+
+
+def test_masks_of_transformers_are_made_without_a_look(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name = "transformers.masking_utils"
+    monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
+    library = types.FunctionType(hides.__code__, globals() | {"__name__": name})
+
+    def program(self: Inner, h: Tensor, x: Tensor) -> Tensor:
+        factor: Tensor = library(x == x).mean()  # hides nothing, and 2.0 says the opposite
+        return h * self.gate * factor
+
+    check_captured(program, device)
+
+
+def test_a_tensor_that_vmap_has_left_in_python_is_nobodys_business(device: torch.device) -> None:
+    left: dict[str, Any] = {}
+
+    def program(self: Inner, h: Tensor, x: Tensor) -> Tensor:
+        def row(h: Tensor) -> Tensor:
+            left["last"] = self.last = h * 2
+            return h * self.gate
+
+        out: Tensor = torch.vmap(row)(h)
+        return out
+
+    step, *_ = make_probe(program, device)
+    for x in batches(device, 6):
+        step(x)
+    assert step.phase is graphfsdp.Phase.REPLAY
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
+@pytest.mark.filterwarnings("ignore:Using `torch.compile.module.`:UserWarning")
+def test_compiled_functions_and_modules_are_refused_on_a_cpu() -> None:
+    function = torch.compile(lambda h: h * 2, backend="eager")
+    layer = torch.compile(nn.Linear(4, 4), backend="eager")
+    for compiled in (function, layer):
+
+        def program(self: Inner, h: Tensor, x: Tensor, compiled: Any = compiled) -> Tensor:
+            out: Tensor = compiled(h)  # refused
+            return out
+
+        error = check_refused(program, CPU)
+        assert error.op == "torch.compile"
+        assert "compiled by torch.compile" in str(error)
+        assert_refused_in(error, program)
+
+
+def test_an_own_operator_that_draws_random_numbers_is_undone() -> None:
+    def program(self: Inner, h: Tensor, x: Tensor) -> Tensor:
+        noise: Tensor = torch.ops.graphfsdp_rules.noise(x)
+        return h * noise * noise.sum().item()
+
+    step, model, optim = make_probe(program, CPU)
+    model.dropout.p = 0.0  # the operator's draw is the first of the iteration
+    refusal_of(step, model, optim, CPU)
+
+
+def test_what_was_drawn_from_a_generator_of_a_closure_is_undone() -> None:
+    generator = torch.Generator()
+
+    def program(self: Inner, h: Tensor, x: Tensor) -> Tensor:
+        return h * torch.rand(4, generator=generator) * h.sum().item()
+
+    step, *_ = make_probe(program, CPU, warmup_steps=1)
+    step(batches(CPU, 1)[0])
+    before = generator.get_state()
+    with pytest.raises(graphfsdp.CaptureError):
+        step(batches(CPU, 1)[0])
+    assert torch.equal(generator.get_state(), before)
+
+
+@torch.library.custom_op("graphfsdp_rules::noise", mutates_args=())
+def _noise(x: Tensor) -> Tensor:
+    return torch.rand_like(x)
+
+
+@_noise.register_fake
+def _(x: Tensor) -> Tensor:
+    return torch.empty_like(x)
+
+
+def test_numpy_cannot_write_a_constant_behind_the_recording() -> None:
+    def program(self: Inner, h: Tensor, x: Tensor) -> Tensor:
+        shift = torch.zeros(4)
+        if writes:
+            shift.numpy()[:] = 3.0
+        return h * float(np.sqrt(torch.full((4,), 2.0).numpy()).sum()) + shift
+
+    writes = False
+    check_captured(program, CPU)
+    step, *_ = make_probe(program, CPU)
+    for x in batches(CPU, 3):
+        step(x)
+    writes = True
+    with pytest.raises(ValueError, match="read-only"):
+        step(batches(CPU, 1)[0])
