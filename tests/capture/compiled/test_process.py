@@ -32,18 +32,29 @@ TEXT = "\n".join(
         "('output', 'output', ((add, less),), {}, None, None)",
     ]
 )
+# Trains with a cache in a folder. With a text, Inductor is given that in place of any graph,
+# and the number of its process is told at once.
 TRAINING = """
 import json, sys
 from pathlib import Path
+from types import SimpleNamespace
 import torch
 import graphfsdp
 from graphfsdp._capture.compiled import inductor
 from torch import nn
 
-inductor._cache_folder = lambda: Path(sys.argv[1])
-begin = inductor._begin
-begun = []
-inductor._begin = lambda: begun.append(1) or begin()
+folder, *texts = sys.argv[1:]
+inductor._cache_folder = lambda: Path(folder)
+begin, begun, compile = inductor._begin, [], inductor.Compiler.compile
+def noted():
+    begun.append(begin())
+    if texts:
+        print(begun[-1].pid, flush=True)
+    return begun[-1]
+inductor._begin = noted
+if texts:
+    text = SimpleNamespace(text=texts[0])
+    inductor.Compiler.compile = lambda compiler, graph: compile(compiler, text)
 torch.manual_seed(0)
 torch.set_num_threads(1)
 model = nn.Sequential(nn.Linear(4, 8), nn.GELU(), nn.LayerNorm(8), nn.Linear(8, 1))
@@ -53,30 +64,6 @@ losses = [float(step(torch.randn(12, 4))) for _ in range(8)]
 names = ["torch._inductor", "torch._dynamo", "sympy"]
 imported = [name for name in names if name in sys.modules]
 print(json.dumps([losses, step.report().compiled[0], imported, len(begun)]))
-"""
-WAITING = """
-import sys
-from pathlib import Path
-from types import SimpleNamespace
-import torch
-import graphfsdp
-from graphfsdp._capture.compiled import inductor
-
-inductor._cache_folder = lambda: Path(sys.argv[2])
-begin = inductor._begin
-def told():
-    process = begin()
-    print(process.pid, flush=True)
-    return process
-inductor._begin = told
-compile = inductor.Compiler.compile
-text = SimpleNamespace(text=sys.argv[1])
-inductor.Compiler.compile = lambda compiler, graph: compile(compiler, text)
-model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.GELU(), torch.nn.Linear(4, 4))
-optimizer = graphfsdp.optim.FusedAdam(model.parameters())
-step = graphfsdp.capture(model, optimizer, loss_fn=lambda m, x: m(x).sin().sum(), compile=True)
-for _ in range(5):
-    step(torch.ones(3, 4))
 """
 
 
@@ -197,7 +184,7 @@ def test_a_second_process_imports_no_inductor_and_compiles_nothing(cache: Path) 
 def test_the_process_ends_with_the_one_that_began_it(cache: Path, number: signal.Signals) -> None:
     text = "__import__('time').sleep(1000)"
     child = subprocess.Popen(
-        [sys.executable, "-c", WAITING, text, str(cache)],
+        [sys.executable, "-c", TRAINING, str(cache), text],
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
         text=True,

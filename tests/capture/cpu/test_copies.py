@@ -90,42 +90,41 @@ def test_a_pair_that_is_being_replayed_is_copied_and_both_train_alike(
     assert_same_state(after, snapshot(model, optim), "the original")
 
 
+def captured_on_ranks(make_optim: Any) -> tuple[Any, torch.optim.Optimizer, Any]:
+    """Return a sharded model and its optimizer that have been replayed."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 5), nn.Linear(5, 1))
+    graphfsdp.fully_shard(model[0])
+    graphfsdp.fully_shard(model)
+    optim = make_optim(model.parameters(), lr=0.01)
+    step = capture(model, optim)
+    for _ in range(5):
+        step(torch.ones(5, 4))
+    return model, optim, step
+
+
 @on_ranks("ranks2")
 def test_the_optimizer_of_a_sharded_model_is_not_copied() -> None:
     for make_optim in (FusedAdam, muon_of):
-        torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
-        graphfsdp.fully_shard(model)
-        optim = make_optim(model.parameters(), lr=0.01)
-        with capture(model, optim) as step:
-            for _ in range(3):
-                step(torch.ones(5, 4))
-            for how in WAYS.values():
-                with pytest.raises(NotCopyableError, match=r"optimizer of a sharded model.*Remedy"):
-                    how(optim)
-            assert torch.isfinite(step(torch.ones(5, 4)))
+        model, optim, step = captured_on_ranks(make_optim)
+        for how in WAYS.values():
+            with pytest.raises(NotCopyableError, match=r"optimizer of a sharded model.*Remedy"):
+                how(optim)
+        assert torch.isfinite(step(torch.ones(5, 4)))
+        step.close()
         # What the remedy says.
-        params: dict[str, Any] = dict(model.named_parameters())
-        copy.deepcopy({name: param.detach().full_tensor() for name, param in params.items()})
+        copy.deepcopy({name: p.detach().full_tensor() for name, p in model.named_parameters()})
 
 
 @on_ranks("ranks2")
 def test_the_state_of_a_sharded_run_is_saved_and_copied_by_torch(tmp_path: pathlib.Path) -> None:
     """torch.save on each rank, as people do who keep the world's size."""
-    rank = torch.distributed.get_rank()
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(4, 5), nn.Linear(5, 1))
-    graphfsdp.fully_shard(model[0])
-    graphfsdp.fully_shard(model)
     for make_optim in (FusedAdam, muon_of, partial(torch.optim.AdamW, fused=True)):
-        optim = make_optim(model.parameters(), lr=0.01)
-        step = capture(model, optim)
-        for _ in range(5):
-            step(torch.ones(5, 4))
+        model, optim, step = captured_on_ranks(make_optim)
         state = {"model": model.state_dict(), "optim": optim.state_dict()}
         assert_shares_memory(state["model"], model)
         copied = copy.deepcopy(state)
-        path = tmp_path / f"{type(optim).__name__}{rank}.pt"
+        path = tmp_path / f"{type(optim).__name__}{torch.distributed.get_rank()}.pt"
         torch.save(state, path)
         expected = [step(torch.ones(5, 4)) for _ in range(3)]
         step.close()

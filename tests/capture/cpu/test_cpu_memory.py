@@ -87,34 +87,26 @@ torch.set_num_threads(1)
 def taken(name):
     lines = open("/proc/self/status").read().splitlines()
     return next(int(line.split()[1]) for line in lines if line.startswith(name))
+
+def train(model, num_calls, *batch, **options):
+    optimizer = FusedAdam(model.parameters())
+    step = graphfsdp.capture(model, optimizer, scope=sys.argv[1], **options)
+    before = taken("VmRSS")
+    for _ in range(num_calls):
+        step(*batch)
+    print(taken("VmHWM") - before, step.report().num_calls.get("audit", 0))
 """
 WITH_AUDITS = f"""
 {TAKEN}
 layers = [layer for _ in range(6) for layer in (nn.Linear(128, 128), nn.GELU())]
-model = nn.Sequential(*layers)
-step = graphfsdp.capture(
-    model,
-    FusedAdam(model.parameters()),
-    loss_fn=lambda model, x: model(x).square().mean(),
-    scope=sys.argv[1],
-)
-x = torch.randn(8192, 128)
-before = taken("VmRSS")
-for _ in range(9):
-    step(x)
-print(taken("VmHWM") - before, step.report().num_calls.get("audit", 0))
+train(nn.Sequential(*layers), 9, torch.randn(8192, 128), loss_fn=lambda m, x: m(x).square().mean())
 """
 MANY_SIZES = f"""
 {TAKEN}
 from graphfsdp.bench.workloads import find_workload, make_model
 
-model = make_model(find_workload("llama-4m").model)
-step = graphfsdp.capture(model, FusedAdam(model.parameters()), scope=sys.argv[1], warmup_steps=1)
 tokens = torch.zeros(4, 128, dtype=torch.int64)
-before = taken("VmRSS")
-for _ in range(3):
-    step(tokens, tokens)
-print(taken("VmHWM") - before, 0)
+train(make_model(find_workload("llama-4m").model), 3, tokens, tokens, warmup_steps=1)
 """
 
 

@@ -8,7 +8,7 @@ last register, and through trained layers.
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import hypothesis
 import pytest
@@ -37,93 +37,50 @@ class Registers:
     def get(self, index: int) -> Tensor:
         return self.tensors[index % len(self.tensors)]
 
-    def put(self, tensor: Tensor) -> None:
-        self.tensors.append(tensor)
+
+class Operands(NamedTuple):
+    """Two registers, a buffer and layers of the network, and the second number."""
+
+    x: Tensor
+    y: Tensor
+    state: Tensor
+    layers: Any
+    b: int
 
 
+Form = Callable[[Operands], Any]
 Operation = Callable[[Registers, int, int], object]
 
 
-def _state(r: Registers, a: int) -> Tensor:
-    state: Tensor = r.net.get_buffer(f"state{a % 2}")
-    return state
+def operands(r: Registers, a: int, b: int) -> Operands:
+    layers = (*r.net.layers, *r.net.norms)
+    return Operands(r.get(a), r.get(b), r.net.get_buffer(f"state{a % 2}"), layers, b)
 
 
-def binary(r: Registers, a: int, b: int) -> None:
-    kinds = (torch.add, torch.sub, torch.maximum, torch.hypot, torch.atan2)
-    r.put(kinds[(a + b) % len(kinds)](r.get(a), r.get(b)))
+def written(*forms: Form) -> Operation:
+    """Return an operation that has several forms, of which its second number chooses."""
+    return lambda r, a, b: forms[b % len(forms)](operands(r, a, b))
 
 
-def unary(r: Registers, a: int, b: int) -> None:
-    kinds = (torch.tanh, torch.sin, torch.sigmoid, torch.neg, torch.clone, torch.square)
-    r.put(kinds[b % len(kinds)](r.get(a)).clamp(-4, 4))
+def put(*forms: Form) -> Operation:
+    """Return one whose result is a register."""
+    return lambda r, a, b: r.tensors.append(written(*forms)(r, a, b))  # type: ignore[arg-type]
 
 
-def write(r: Registers, a: int, b: int) -> None:
-    target, other = r.get(a), r.get(b)
-    kinds: tuple[Callable[[], Tensor], ...] = (
-        lambda: target.add_(other, alpha=0.5),
-        lambda: target.mul_(0.5).sub_(other),
-        lambda: target.copy_(other),
-        lambda: target.lerp_(other, 0.25),
-        lambda: target.tanh_(),
-        lambda: target.zero_(),
-    )
-    kinds[(a * 3 + b) % len(kinds)]()
+def held(*forms: Form) -> Operation:
+    """Return one whose result is a handle."""
+    return lambda r, a, b: r.handles.append(written(*forms)(r, a, b))  # type: ignore[arg-type]
 
 
-def alias(r: Registers, a: int, b: int) -> None:
-    source = r.get(a)
-    kinds: tuple[Callable[[], Tensor], ...] = (
-        lambda: source,
-        lambda: source.view_as(source),
-        lambda: source.t().t(),
-        lambda: source[:],
-        lambda: source.as_strided(source.shape, source.stride(), source.storage_offset()),
-        lambda: source.unsqueeze(0).squeeze(0),
-    )
-    r.put(kinds[b % len(kinds)]())
+def written_by_handle(*forms: Form) -> Operation:
+    """Return one whose first operand is a handle, and the second a number."""
 
+    def write(r: Registers, a: int, b: int) -> None:
+        if r.handles:
+            target = r.handles[a % len(r.handles)]
+            forms[b % len(forms)](operands(r, a, b)._replace(x=target, y=r.get(b).mean()))
 
-def handle(r: Registers, a: int, b: int) -> None:
-    source = r.get(a)
-    kinds: tuple[Callable[[], Tensor], ...] = (
-        lambda: source[1 : 2 + b],
-        lambda: source[:, ::2],
-        lambda: source.t()[b % WIDTH],
-        lambda: source.diagonal(),
-        lambda: source.unfold(1, 2, 2)[b % len(source)],
-        lambda: source.narrow(0, b % len(source), 1).squeeze(),
-        lambda: source[0:0],
-    )
-    r.handles.append(kinds[b % len(kinds)]())
-
-
-def write_handle(r: Registers, a: int, b: int) -> None:
-    if not r.handles:
-        return
-    target, mean = r.handles[a % len(r.handles)], r.get(b).mean()
-    kinds: tuple[Callable[[], Tensor], ...] = (
-        lambda: target.fill_(0.25),
-        lambda: target.mul_(-0.5),
-        lambda: target.add_(mean),
-        lambda: target.copy_(mean),
-        lambda: target.uniform_(-1, 1),
-    )
-    kinds[b % len(kinds)]()
-
-
-def draw(r: Registers, a: int, b: int) -> None:
-    source = r.get(a)
-    kinds: tuple[Callable[[], Tensor], ...] = (
-        lambda: torch.rand_like(source),
-        lambda: torch.randn(source.shape),
-        lambda: functional.dropout(source, 0.3),
-        lambda: source.normal_(0.0, 0.5),
-        lambda: source + torch.bernoulli(torch.full_like(source, 0.5)),
-        lambda: source[torch.randperm(len(source))],
-    )
-    r.put(kinds[b % len(kinds)]())
+    return write
 
 
 def drop(r: Registers, a: int, b: int) -> None:
@@ -139,130 +96,152 @@ def swap(r: Registers, a: int, b: int) -> None:
     r.tensors[i], r.tensors[j] = r.tensors[j], r.tensors[i]
 
 
-def layer(r: Registers, a: int, b: int) -> None:
-    r.put(r.net.layers[b % 2](r.get(a)).detach())
-
-
-def reduce(r: Registers, a: int, b: int) -> None:
-    source = r.get(a)
-    kinds: tuple[Callable[[], Tensor], ...] = (
-        lambda: source.softmax(dim=b % 2),
-        lambda: source.sort(dim=b % 2).values,
-        lambda: source.cumsum(dim=b % 2) * 0.2,
-        lambda: source - source.mean(dim=b % 2, keepdim=True),
-        lambda: functional.layer_norm(source, (WIDTH,)),
-        lambda: source @ source.t() @ source * 0.01,
-        lambda: torch.cat([source[3:], source[:3]]),
-        lambda: torch.where(source > 0, source, r.get(b)),
-    )
-    r.put(kinds[b % len(kinds)]().clamp(-4, 4))
-
-
-def write_state(r: Registers, a: int, b: int) -> None:
-    state = _state(r, a)
-    kinds: tuple[Callable[[], Tensor], ...] = (
-        lambda: state.lerp_(r.get(b).mean(dim=0).tanh(), 0.1),
-        lambda: state.copy_(r.get(b)[b % len(r.get(b))].clamp(-1, 1)),
-        lambda: state[1:].mul_(0.5),
-        lambda: state.copy_(state.flip(0)),
-    )
-    kinds[b % len(kinds)]()
-
-
-def read_state(r: Registers, a: int, b: int) -> None:
-    r.put(r.get(b) + _state(r, a) if b % 3 else _state(r, a).expand_as(r.get(b)).clone())
-
-
 def many(r: Registers, a: int, b: int) -> None:
     """Operators that read or write several tensors at once."""
     if b % 2:
         first, second = r.get(a).clone(), r.get(b).clone()
         torch._foreach_add_([first, second], [second.clone(), first.clone()], alpha=0.5)
-        r.put(first.clamp_(-4, 4))
+        r.tensors.append(first.clamp_(-4, 4))
     else:
-        r.put(torch.stack([r.get(a), r.get(b)]).amax(dim=0))
+        r.tensors.append(torch.stack([r.get(a), r.get(b)]).amax(dim=0))
         low, high = r.get(a).aminmax(dim=1, keepdim=True)
-        r.put((r.get(b) - low).clamp(max=1) * high.tanh())
+        r.tensors.append((r.get(b) - low).clamp(max=1) * high.tanh())
 
 
 OPERATIONS: dict[str, Operation] = {
-    operation.__name__: operation
-    for operation in (
-        *(binary, unary, write, alias, handle, write_handle, draw, drop, swap, layer, reduce),
-        *(write_state, read_state, many),
-    )
+    "binary": put(
+        lambda o: torch.add(o.x, o.y),
+        lambda o: torch.sub(o.x, o.y),
+        lambda o: torch.maximum(o.x, o.y),
+        lambda o: torch.hypot(o.x, o.y),
+        lambda o: torch.atan2(o.x, o.y),
+    ),
+    "unary": put(
+        lambda o: o.x.tanh(),
+        lambda o: o.x.sin(),
+        lambda o: o.x.sigmoid(),
+        lambda o: o.x.neg(),
+        lambda o: o.x.clone(),
+        lambda o: o.x.square().clamp(max=4),
+    ),
+    "write": written(
+        lambda o: o.x.add_(o.y, alpha=0.5),
+        lambda o: o.x.mul_(0.5).sub_(o.y),
+        lambda o: o.x.copy_(o.y),
+        lambda o: o.x.lerp_(o.y, 0.25),
+        lambda o: o.x.tanh_(),
+        lambda o: o.x.zero_(),
+    ),
+    "alias": put(
+        lambda o: o.x,
+        lambda o: o.x.view_as(o.x),
+        lambda o: o.x.t().t(),
+        lambda o: o.x[:],
+        lambda o: o.x.as_strided(o.x.shape, o.x.stride(), o.x.storage_offset()),
+        lambda o: o.x.unsqueeze(0).squeeze(0),
+    ),
+    "handle": held(
+        lambda o: o.x[1 : 2 + o.b],
+        lambda o: o.x[:, ::2],
+        lambda o: o.x.t()[o.b % WIDTH],
+        lambda o: o.x.diagonal(),
+        lambda o: o.x.unfold(1, 2, 2)[o.b % len(o.x)],
+        lambda o: o.x.narrow(0, o.b % len(o.x), 1).squeeze(),
+        lambda o: o.x[0:0],
+    ),
+    "write_handle": written_by_handle(
+        lambda o: o.x.fill_(0.25),
+        lambda o: o.x.mul_(-0.5),
+        lambda o: o.x.add_(o.y),
+        lambda o: o.x.copy_(o.y),
+        lambda o: o.x.uniform_(-1, 1),
+    ),
+    "draw": put(
+        lambda o: torch.rand_like(o.x),
+        lambda o: torch.randn(o.x.shape),
+        lambda o: functional.dropout(o.x, 0.3),
+        lambda o: o.x.normal_(0.0, 0.5),
+        lambda o: o.x + torch.bernoulli(torch.full_like(o.x, 0.5)),
+        lambda o: o.x[torch.randperm(len(o.x))],
+    ),
+    "drop": drop,
+    "swap": swap,
+    "layer": put(lambda o: o.layers[o.b % 2](o.x).detach()),
+    "reduce": put(
+        lambda o: o.x.softmax(dim=o.b % 2),
+        lambda o: o.x.sort(dim=o.b % 2).values,
+        lambda o: o.x.cumsum(dim=o.b % 2) * 0.2,
+        lambda o: o.x - o.x.mean(dim=o.b % 2, keepdim=True),
+        lambda o: functional.layer_norm(o.x, (WIDTH,)),
+        lambda o: (o.x @ o.x.t() @ o.x * 0.01).clamp(-4, 4),
+        lambda o: torch.cat([o.x[3:], o.x[:3]]),
+        lambda o: torch.where(o.x > 0, o.x, o.y),
+    ),
+    "write_state": written(
+        lambda o: o.state.lerp_(o.y.mean(dim=0).tanh(), 0.1),
+        lambda o: o.state.copy_(o.y[o.b % len(o.y)].clamp(-1, 1)),
+        lambda o: o.state[1:].mul_(0.5),
+        lambda o: o.state.copy_(o.state.flip(0)),
+    ),
+    "read_state": put(
+        lambda o: o.state.expand_as(o.y).clone(),
+        lambda o: o.y + o.state,
+        lambda o: o.y + o.state,
+    ),
+    "many": many,
 }
 
 
+def changed(*forms: Callable[[Tensor, Operands], object]) -> Operation:
+    """Return an operation that writes in place what gradients go through."""
+
+    def change(r: Registers, a: int, b: int) -> None:
+        out = r.get(a) * 1.25
+        forms[b % len(forms)](out, operands(r, a, b))
+        r.tensors.append(out)
+
+    return change
+
+
 # Parts of a network, which gradients go through.
-
-
-def activate(r: Registers, a: int, b: int) -> None:
-    kinds: tuple[Callable[[Tensor], Tensor], ...] = (
-        functional.relu,
-        functional.gelu,
-        functional.silu,
-        functional.softplus,
-        functional.leaky_relu,
-        lambda h: functional.relu(h * 1.5, inplace=True),
-        lambda h: functional.hardtanh(h * 1.5, inplace=True),
-        lambda h: functional.dropout(h, 0.1 + 0.1 * (a % 5)),
-        lambda h: h + 0.1 * torch.randn_like(h),
-    )
-    r.put(kinds[b % len(kinds)](r.get(a)))
-
-
-def combine(r: Registers, a: int, b: int) -> None:
-    one, other = r.get(a), r.get(b)
-    kinds: tuple[Callable[[], Tensor], ...] = (
-        lambda: one + other,
-        lambda: one * other.sigmoid(),
-        lambda: one + other.detach().cos(),
-        lambda: torch.einsum("ri,rj,rj->ri", one, other.tanh(), other.tanh()) / WIDTH,
-        lambda: one + _state(r, a).clone(),
-    )
-    r.put(kinds[(a + b) % len(kinds)]())
-
-
-def change(r: Registers, a: int, b: int) -> None:
-    """Write in place what gradients go through."""
-    out = r.get(a) * 1.25
-    if b % 6 == 0:
-        out.add_(r.get(b).detach(), alpha=0.5)
-    elif b % 6 == 1:
-        out.mul_(0.5).sub_(0.1)
-    elif b % 6 == 2:
-        out.clamp_(-1.0, 1.0 + a)
-    elif b % 6 == 3:
-        out[:, : 1 + a % WIDTH].mul_(1.5)
-    elif b % 6 == 4:
-        out.t()[a % WIDTH] = 0.25
-    else:
-        out.view(-1, 2, WIDTH // 2)[:, 1].add_(r.net.layers[0].bias[: WIDTH // 2])
-    r.put(out)
-
-
-def rearrange(r: Registers, a: int, b: int) -> None:
-    h = r.get(a)
-    kinds: tuple[Callable[[], Tensor], ...] = (
-        lambda: h.t().contiguous().t(),
-        lambda: torch.cat(h.chunk(2, dim=1)[::-1], dim=1),
-        lambda: h.view(-1, 2, WIDTH // 2).transpose(1, 2).reshape(-1, WIDTH),
-        lambda: h.unfold(1, 2, 2).flatten(1),
-        lambda: torch.stack(h.roll(a, 1).flip(1).unbind(1), dim=1),
-        lambda: h[:, torch.arange(WIDTH - 1, -1, -1, device=h.device)],
-        lambda: h.expand(2, *h.shape).mean(dim=0),
-        lambda: h.sort(dim=1).values - h.logsumexp(dim=1, keepdim=True),
-    )
-    r.put(kinds[b % len(kinds)]())
-
-
-def transform(r: Registers, a: int, b: int) -> None:
-    r.put((*r.net.layers, *r.net.norms)[b % 4](r.get(a)))
-
-
 PARTS: dict[str, Operation] = {
-    part.__name__: part for part in (activate, combine, change, rearrange, transform)
+    "activate": put(
+        lambda o: functional.relu(o.x),
+        lambda o: functional.gelu(o.x),
+        lambda o: functional.silu(o.x),
+        lambda o: functional.softplus(o.x),
+        lambda o: functional.leaky_relu(o.x),
+        lambda o: functional.relu(o.x * 1.5, inplace=True),
+        lambda o: functional.hardtanh(o.x * 1.5, inplace=True),
+        lambda o: functional.dropout(o.x, 0.3),
+        lambda o: o.x + 0.1 * torch.randn_like(o.x),
+    ),
+    "combine": put(
+        lambda o: o.x + o.y,
+        lambda o: o.x * o.y.sigmoid(),
+        lambda o: o.x + o.y.detach().cos(),
+        lambda o: torch.einsum("ri,rj,rj->ri", o.x, o.y.tanh(), o.y.tanh()) / WIDTH,
+        lambda o: o.x + o.state.clone(),
+    ),
+    "change": changed(
+        lambda out, o: out.add_(o.y.detach(), alpha=0.5),
+        lambda out, o: out.mul_(0.5).sub_(0.1),
+        lambda out, o: out.clamp_(-1.0, 1.5),
+        lambda out, o: out[:, : 1 + o.b % WIDTH].mul_(1.5),
+        lambda out, o: out.t()[o.b % WIDTH].fill_(0.25),
+        lambda out, o: out.view(-1, 2, WIDTH // 2)[:, 1].add_(o.layers[0].bias[: WIDTH // 2]),
+    ),
+    "rearrange": put(
+        lambda o: o.x.t().contiguous().t(),
+        lambda o: torch.cat(o.x.chunk(2, dim=1)[::-1], dim=1),
+        lambda o: o.x.view(-1, 2, WIDTH // 2).transpose(1, 2).reshape(-1, WIDTH),
+        lambda o: o.x.unfold(1, 2, 2).flatten(1),
+        lambda o: torch.stack(o.x.roll(o.b, 1).flip(1).unbind(1), dim=1),
+        lambda o: o.x[:, torch.arange(WIDTH - 1, -1, -1, device=o.x.device)],
+        lambda o: o.x.expand(2, *o.x.shape).mean(dim=0),
+        lambda o: o.x.sort(dim=1).values - o.x.logsumexp(dim=1, keepdim=True),
+    ),
+    "transform": put(lambda o: o.layers[o.b % 4](o.x)),
 }
 
 

@@ -23,24 +23,12 @@ class Twice(nn.Module):
         return out
 
 
-class Root(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = Twice()
-
-    def forward(self, x: Tensor) -> Tensor:
-        hidden: Any = checkpoint(self.inner, x, use_reentrant=False, preserve_rng_state=False)
-        out: Tensor = hidden.square()
-        return out
-
-
-def changed_by_a_hook(param: Tensor) -> None:
-    assert param.grad is not None
+def changed_by_a_hook(param: Any) -> None:
     param.grad.cos_()
 
 
-def iterate(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor) -> Tensor:
-    out = model(x)
+def iterate(model: Any, optimizer: torch.optim.Optimizer, x: Tensor) -> Tensor:
+    out = checkpoint(model.inner, x, use_reentrant=False, preserve_rng_state=False).square()
     with torch.no_grad():
         size = out.abs().mean()  # a metric before the backward pass
     loss: Tensor = out.sum()
@@ -53,7 +41,7 @@ def iterate(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor) -> Te
 
 
 def test_operators_belong_to_the_pass_and_the_module_that_called_them() -> None:
-    model = Root()
+    model: Any = nn.ModuleDict({"inner": Twice()})
     model.inner.scale.register_post_accumulate_grad_hook(changed_by_a_hook)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with graphfsdp.capture(model, optimizer, iteration=iterate) as step:

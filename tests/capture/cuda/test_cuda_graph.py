@@ -18,6 +18,7 @@ from cuda_twin import CODES, CONTROLS, REFUSED, UNSEEN, tell
 from forked_programs import forked
 from graphfsdp.optim import FusedAdam
 from helpers import no_host_sync
+from make_step import make_step
 from zoo import ZOO
 from zoo_models import gpt
 
@@ -77,24 +78,22 @@ def test_errors_of_the_driver_are_explained_and_rolled_back(name: str, twins: Re
     assert result["rolled_back"]
 
 
-def start(**options: Any) -> tuple[graphfsdp.CapturedStep, nn.Module, Any]:
-    torch.manual_seed(0)
-    model = gpt().to(CUDA)
-    step = graphfsdp.capture(model, FusedAdam(model.parameters(), lr=0.01), **options)
-    generator = torch.Generator().manual_seed(1)
-    return step, model, lambda: ZOO["gpt"].batch(generator)
-
-
-def test_an_iteration_is_one_graph_launch() -> None:
-    step, _, next_batch = start(max_grad_norm=1.0)
+def test_an_iteration_is_one_graph_launch_and_allocates_nothing_that_stays() -> None:
+    step, *_, next_batch = make_step(CUDA, "gpt", max_grad_norm=1.0)
     for _ in range(6):
-        step(*next_batch().to(CUDA).args)
-    batch = next_batch().to(CUDA)
+        step(*next_batch())
+    batch = next_batch()
     torch.cuda.synchronize()
-    num_graphs, num_kernels = launched(lambda: step(*batch.args))
+    num_graphs, num_kernels = launched(lambda: step(*batch))
     assert num_graphs == 1
     # Beside it: copies into the static inputs and out of the graph's results.
     assert num_kernels <= 8
+    levels = set()
+    for _ in range(10):
+        step(*batch)
+        torch.cuda.synchronize()
+        levels.add(torch.cuda.memory_allocated())
+    assert len(levels) == 1
 
 
 def launched(body: Callable[[], object]) -> tuple[int, int]:
@@ -113,23 +112,10 @@ def launched(body: Callable[[], object]) -> tuple[int, int]:
     return counts.get("cudaGraphLaunch", 0), counts.get("cudaLaunchKernel", 0)
 
 
-def test_replays_allocate_nothing_that_stays() -> None:
-    step, _, next_batch = start(max_grad_norm=1.0)
-    for _ in range(6):
-        step(*next_batch().to(CUDA).args)
-    batch = next_batch().to(CUDA)
-    levels = []
-    for _ in range(10):
-        step(*batch.args)
-        torch.cuda.synchronize()
-        levels.append(torch.cuda.memory_allocated())
-    assert len(set(levels)) == 1
-
-
 @pytest.mark.parametrize("pinned", [False, True])
 def test_batches_on_the_host_are_copied_without_a_host_sync(pinned: bool) -> None:
     """The same memory is filled anew as soon as the call returns, and each batch arrives."""
-    step, model, _ = start(loss_fn=lambda model, x: weighted(model, x))
+    step, *_ = make_step(CUDA, "gpt", loss_fn=weighted)
     x = torch.empty(4096, 64, pin_memory=pinned)
     sums = []
     expected = []
@@ -143,7 +129,6 @@ def test_batches_on_the_host_are_copied_without_a_host_sync(pinned: bool) -> Non
             sums.append(total)
             expected.append(float(index) * 4096 * 64)
         assert [float(total) for total in sums] == expected
-    assert model is not None
 
 
 def weighted(model: nn.Module, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -178,12 +163,12 @@ def test_old_graphs_of_the_default_stream_do_not_break_the_capture() -> None:
 
 
 def test_the_current_stream_is_the_same_after_every_call() -> None:
-    step, _, next_batch = start()
+    step, *_, next_batch = make_step(CUDA, "gpt")
     side = torch.cuda.Stream()
     for _ in range(6):
-        batch = next_batch().to(CUDA)
+        batch = next_batch()
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
-            step(*batch.args)
+            step(*batch)
             assert torch.cuda.current_stream() == side
         torch.cuda.current_stream().wait_stream(side)

@@ -2,7 +2,6 @@
 
 from array import array
 from collections.abc import Callable
-from functools import partial
 
 import pytest
 import torch
@@ -86,12 +85,6 @@ class Model(nn.Module):
         return out
 
 
-class Exchanging(Model):
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = torch.ops._c10d_functional.wait_tensor(super().forward(x))
-        return out
-
-
 @pytest.fixture
 def played(monkeypatch: pytest.MonkeyPatch) -> PlayedDriver:
     class Stream:
@@ -104,13 +97,14 @@ def played(monkeypatch: pytest.MonkeyPatch) -> PlayedDriver:
 def capture(
     driver: PlayedDriver | None,
     after: tuple[str, ...] = (),
-    kind: Callable[[], Model] = Model,
+    run: Callable[[Model, Tensor], Tensor] | None = None,
 ) -> ProgramFacts:
-    model, x = kind(), torch.ones(2, 4)
+    """Record a forward and a backward pass, or what is to run in their place."""
+    model, x = Model(), torch.ones(2, 4)
     recorder = CudaRecorder(model, CPU, driver)
     with Kernels(driver or PlayedDriver()), recorder.watching():
-        loss = model(x)
-        if kind is Model:
+        loss = model(x) if run is None else run(model, x)
+        if run is None:
             loss.backward()
         result = loss.detach().clone()
         del loss
@@ -123,20 +117,20 @@ def kernels_of(nodes: list[NodeFacts], op: str) -> list[tuple[str, ...]]:
     return [node.kernels for node in nodes if node.op.startswith(f"aten.{op}.")]
 
 
-class Long(Model):
-    def __init__(self, num_operators: int) -> None:
-        super().__init__()
-        self.num_operators = num_operators
-
-    def forward(self, x: Tensor) -> Tensor:
-        for _ in range(self.num_operators):
-            x = x.tanh()
-        return x.sum()
+def exchanging(model: Model, x: Tensor) -> Tensor:
+    out: Tensor = torch.ops._c10d_functional.wait_tensor(model(x))
+    return out
 
 
 def test_a_long_capture_lists_each_node_a_few_times_and_attributes_it(played: PlayedDriver) -> None:
     num_operators = 3000
-    nodes = list(capture(played, kind=partial(Long, num_operators)).nodes)
+
+    def run(model: Model, x: Tensor) -> Tensor:
+        for _ in range(num_operators):
+            x = x.tanh()
+        return x.sum()
+
+    nodes = list(capture(played, run=run).nodes)
     assert kernels_of(nodes, "tanh") == [("kernel tanh",)] * num_operators
     # 256 * 257 / 2 at the beginning, then a geometric series
     assert played.num_listed < 33_000 + 8 * num_operators
@@ -186,11 +180,11 @@ def test_collectives_that_nobody_can_put_in_order_are_refused(played: PlayedDriv
 def test_collectives_of_others_are_refused_where_kernels_have_no_names(
     played: PlayedDriver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert capture(played, kind=Exchanging).nodes
+    assert capture(played, run=exchanging).nodes
     monkeypatch.setattr(played, "name", lambda node: "kernel")
     assert capture(played).nodes
     with pytest.raises(CaptureError, match="R545") as caught:
-        capture(played, kind=Exchanging)
+        capture(played, run=exchanging)
     assert caught.value.op == "_c10d_functional.wait_tensor.default"
 
 

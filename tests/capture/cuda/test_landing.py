@@ -95,6 +95,17 @@ def train(scope: str, model: nn.Module, **options: Any) -> Any:
     return step, losses, [param.detach().clone() for param in model.parameters()]
 
 
+def trained_as_eager(make: Callable[[], nn.Module], **options: Any) -> tuple[int, int]:
+    """Compare a captured training with an eager one; return what is copied of gradients."""
+    step, losses, params = train("full_iteration", make(), **options)
+    _, expected, wanted = train("none", make(), **options)
+    assert losses == expected
+    assert all(map(torch.equal, params, wanted))
+    copies = gradient_copies(step)
+    step.close()
+    return copies
+
+
 def gradient_copies(step: Any) -> tuple[int, int]:
     """Count copies of one tensor, and copies of several at once."""
     counts = step.report().program.op_counts()
@@ -112,12 +123,7 @@ def test_gradients_land_where_they_are_kept(case: str, tied: bool) -> None:
         prepare(made)
         return made
 
-    step, losses, params = train("full_iteration", model(), **options)
-    _, expected, wanted = train("none", model(), **options)
-    assert losses == expected
-    assert all(map(torch.equal, params, wanted))
-    assert [*gradient_copies(step)] == copies
-    step.close()
+    assert [*trained_as_eager(model, **options)] == copies
 
 
 class Again(nn.Module):
@@ -206,12 +212,7 @@ def test_gradients_that_take_another_way_each_time_are_refused() -> None:
 def test_what_takes_another_way_from_now_on_is_captured(
     where: str, copies: tuple[int, int]
 ) -> None:
-    step, losses, params = train("full_iteration", crossing(**{where: True}))
-    _, expected, wanted = train("none", crossing(**{where: True}))
-    assert losses == expected
-    assert all(map(torch.equal, params, wanted))
-    assert gradient_copies(step) == copies
-    step.close()
+    assert trained_as_eager(lambda: crossing(**{where: True})) == copies
 
 
 class Blocks(nn.Module):

@@ -108,17 +108,19 @@ class Counted(torch.autograd.Function):
         return grad * 2 if BACKWARDS["calls"] > 1_000 else grad
 
 
-def test_a_count_of_a_backward_pass_is_refused_by_name() -> None:
-    def loss_fn(model: nn.Module, x: Tensor) -> Tensor:
-        loss: Tensor = Counted.apply(mean_square(model, x))  # type: ignore[no-untyped-call]
-        return loss
-
-    assert "'calls' of global variable 'BACKWARDS'" in str(refusal_of(loss_fn))
+def counted_backward(model: nn.Module, x: Tensor) -> Any:
+    return Counted.apply(mean_square(model, x))  # type: ignore[no-untyped-call]
 
 
-def test_a_state_that_decides_one_day_is_refused_by_name() -> None:
-    """One without a number that moves."""
-    assert "'step' of closure variable 'state'" in str(refusal_of(doubled_if(of_functions())))
+@pytest.mark.parametrize(
+    ("loss_fn", "named"),
+    [
+        (counted_backward, "'calls' of global variable 'BACKWARDS'"),
+        (doubled_if(of_functions()), "'step' of closure variable 'state'"),  # no number that moves
+    ],
+)
+def test_a_state_that_decides_one_day_is_refused_by_name(loss_fn: Loss, named: str) -> None:
+    assert named in str(refusal_of(loss_fn))
 
 
 HERE = Path(__file__)

@@ -14,13 +14,6 @@ from torch.optim.optimizer import register_optimizer_step_post_hook  # noqa: F40
 import graphfsdp
 from graphfsdp import ChangeKind
 from guard_net import Guarded, refused, start
-from helpers import assert_same_state, same_bits
-
-
-def loaded(guarded: Guarded) -> None:
-    state = guarded.optim.state_dict()
-    guarded.optim.load_state_dict(state | {"state": copy.deepcopy(state["state"])})
-
 
 # What is done between two replays, and how it is told; "state" is that of this weight.
 WEIGHT = r"'body\.layers\.0\.weight'"
@@ -92,18 +85,9 @@ def test_a_number_in_a_state_that_was_recorded_is_guarded() -> None:
         step(torch.ones(2, 4))
 
 
-@pytest.mark.parametrize("name", ["fused_adam", "adamw"])
-def test_loading_is_no_change(name: str) -> None:
-    guarded, twin = start(name), start(name)
-    loaded(guarded)
-    x = guarded.batch()
-    assert same_bits(guarded.train(x), twin.train(x))
-    assert_same_state(twin.snapshot(), guarded.snapshot())
-
-
 def test_the_optimizer_is_free_where_it_stays_eager() -> None:
     guarded = start("adamw", scope="forward_backward")
-    loaded(guarded)
+    guarded.optim.load_state_dict(copy.deepcopy(guarded.optim.state_dict()))
     guarded.optim.register_step_post_hook(lambda *args: None)
     guarded.step(guarded.batch())
     assert guarded.step.report().num_calls["replay"] == 2
@@ -213,18 +197,6 @@ def test_removed_hooks_are_refused_by_name() -> None:
             assert re.search(match.partition(" was absent")[0], new)
             assert {change.kind for change in changes} == {ChangeKind.HOOK}
             seen.add(new)
-
-
-def test_a_second_step_over_the_same_model_is_no_added_hook() -> None:
-    guarded = start()
-    with graphfsdp.capture(guarded.model, guarded.optim) as second:
-        for _ in range(5):
-            second(guarded.batch())
-            guarded.step(guarded.batch())
-        assert second.report().num_calls["replay"] == 1
-    guarded.step(guarded.batch())
-    with guarded.model.scale.register_hook(a_hook):
-        refused(guarded, "gradient hook 'a_hook' .* of parameter 'scale'")
 
 
 @pytest.mark.parametrize(
