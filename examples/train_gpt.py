@@ -54,7 +54,8 @@ with graphfsdp.capture(model, optimizer, scope=scope, microbatches=2, max_grad_n
             )
     print(step.report())
 
-text = batches.prompt(32).to(device)
+prompt = corpus.validation[:32].astype("int64")  # bytes that nothing was trained on
+text = torch.from_numpy(prompt)[None].to(device)
 model.eval()
 with torch.no_grad():
     for _ in range(200):

@@ -3,7 +3,6 @@
 import contextlib
 import faulthandler
 import gc
-import importlib.util
 import os
 import random
 import signal
@@ -32,8 +31,6 @@ from cuda_stand_in.library import is_below, take_races
 from ranks import chosen_device, gpu_ranks, gpu_ranks4, launched2, ranks1, ranks2, ranks4  # noqa: F401  (fixtures)
 from time_limits import Limit, slowdown
 
-# A machine on which nothing can be installed has no safetensors, and so no checkpoints.
-collect_ignore_glob = [] if importlib.util.find_spec("safetensors") else ["checkpoint/*"]
 TIME_LIMIT_S = 120
 POOLS = {"ranks1", "ranks2", "ranks4"}
 SEED_VARIABLE = "GRAPHFSDP_TEST_SEED"

@@ -15,7 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from graphfsdp.checkpoint.file_format import safetensors
+from safetensors import SafetensorError
+
 from graphfsdp.errors import CheckpointError, ConfigError
 
 MANIFEST = "manifest.json"
@@ -87,13 +88,13 @@ class Unfinished:
         """Make it visible, on rank 0, when all files are synced; see Note [Order of a save]."""
         with explained(self.root):
             _write_synced(self.folder / MANIFEST, manifest)
-            _sync_folder(self.folder)
+            sync(self.folder)
             os.rename(self.folder, self.root / self.name)
-            _sync_folder(self.root)
+            sync(self.root)
             pointer = self.root / f"{LATEST}.new"
             _write_synced(pointer, f"{self.name}\n".encode())
             os.replace(pointer, self.root / LATEST)
-            _sync_folder(self.root)
+            sync(self.root)
         self._remove_old()
         return self.root / self.name
 
@@ -147,10 +148,9 @@ def begin(root: Path, step: int | None, keep_last: int | None) -> Unfinished:
 @contextlib.contextmanager
 def explained(root: Path) -> Iterator[None]:
     """Say of a failure of the file system what was to be done, and that nothing is lost."""
-    failures = OSError, safetensors().SafetensorError
     try:
         yield
-    except failures as error:
+    except (OSError, SafetensorError) as error:
         where = getattr(error, "filename", None) or root
         why = getattr(error, "strerror", None) or error
         raise CheckpointError(
@@ -160,13 +160,12 @@ def explained(root: Path) -> Iterator[None]:
 
 
 def _write_synced(path: Path, content: bytes) -> None:
-    with path.open("wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
+    path.write_bytes(content)
+    sync(path)
 
 
-def _sync_folder(path: Path) -> None:
+def sync(path: Path) -> None:
+    """Have a file or a folder on the disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)

@@ -12,14 +12,14 @@ from typing import TYPE_CHECKING, Any, Self
 
 import torch
 import torch.distributed as dist
+from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlanner, WriteItem
 
 from graphfsdp.base.dtensors import local_part, wrap_like
-from graphfsdp.checkpoint.file_format import safetensors
-from graphfsdp.checkpoint.folder import Unfinished, begin, explained
+from graphfsdp.checkpoint.folder import Unfinished, begin, explained, sync
 from graphfsdp.checkpoint.manifest import Manifest, SavedFile, SavedTensor, dump, objects_file
 from graphfsdp.checkpoint.members import Members, as_ours
 from graphfsdp.checkpoint.named import (
@@ -381,7 +381,7 @@ def _write_tensors(path: Path, items: Sequence[WriteItem], planner: SavePlanner)
     # What HuggingFaceStorageReader looks for.
     about = {"format": "pt", "DCP_VERSION": "1.0", "DCP_SHARDING_INFO": json.dumps(offsets)}
     try:
-        safetensors("safetensors.torch").save_file(tensors, path, about)
+        save_file(tensors, path, about)
     except KeyError as error:  # its word for a dtype that it has no name for
         (dtype,) = error.args
         names = [name for name, tensor in tensors.items() if tensor.dtype == dtype]
@@ -392,6 +392,5 @@ def _write_tensors(path: Path, items: Sequence[WriteItem], planner: SavePlanner)
 
 
 def _sync(path: Path) -> SavedFile:
-    with path.open("rb") as file:
-        os.fsync(file.fileno())
+    sync(path)
     return SavedFile.of(path)

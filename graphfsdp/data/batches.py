@@ -3,7 +3,6 @@
 Shapes: B = sequences of a batch, T = tokens of a sequence.
 """
 
-import re
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
@@ -18,8 +17,6 @@ from graphfsdp.errors import ConfigError
 
 # What torch's cross-entropy leaves out.
 IGNORED_TARGET = -100
-# A sample starts at a line that begins with a letter, if there is one among so many bytes.
-_PROMPT_SEARCH_BYTES = 1 << 16
 
 Batch = tuple[Tensor, ...]
 
@@ -103,11 +100,6 @@ class TokenBatches:
         windows = self._order(first_sample + self._part)
         return self._cut(self._corpus.train, 0, windows * self._seq_length)
 
-    @property
-    def epochs(self) -> float:
-        """How often the training part was gone through."""
-        return self._next_sample / self._num_windows
-
     def state_dict(self) -> dict[str, int]:
         """Return the position, which is the same on every rank and fits any number of them."""
         return {"next_sample": self._next_sample}
@@ -129,16 +121,6 @@ class TokenBatches:
         batches = starts.reshape(num_batches, batch_size)
         for number in range(num_batches) if chosen is None else chosen:
             yield self._cut(held_out, border, batches[number])
-
-    def prompt(self, num_tokens: int) -> Tensor:  # [1, num_tokens] int64
-        """Return tokens of the held-out part for a sample to continue, near its start."""
-        held_out, start = self._corpus.validation, 0
-        if self._corpus.is_bytes:
-            nearby = held_out[: max(len(held_out) - num_tokens, 0)][:_PROMPT_SEARCH_BYTES]
-            line = re.search(rb"(?<=\n)[A-Za-z]", nearby.tobytes())
-            start = line.start() if line else 0
-        tokens = held_out[start : start + num_tokens].astype(np.int64)
-        return torch.from_numpy(tokens)[None]
 
     def _cut(self, part: TokenArray, offset: int, starts: npt.NDArray[np.int64]) -> Batch:
         """Cut windows out of a part of the corpus, which begins at ``offset``."""

@@ -44,7 +44,6 @@ class Corpus:
     vocab_size: int  # smallest that holds every token that was counted
     # Nats per token, tokens taken alone: the loss of the best model that looks at no context.
     unigram_entropy: float
-    is_bytes: bool  # of text, so that a sample can be printed as text
     document_starts: npt.NDArray[np.int64] | None = None  # ascending, None if nobody has said
     is_counted: bool = True  # every token of it; of huge files only some are
 
@@ -178,6 +177,5 @@ def _split(
         validation=tokens[border:],
         vocab_size=BYTES_VOCAB_SIZE if is_bytes else int(counts.nonzero()[0][-1]) + 1,
         unigram_entropy=float(0.0 - (seen * np.log(seen)).sum()),
-        is_bytes=is_bytes,
         is_counted=len(counted) == len(pieces),
     )

@@ -64,7 +64,8 @@ def build_run(config: TrainConfig, ranks: Ranks, device: torch.device, log: RunL
 
     data = ranks.members.together(load_data) if config.mllog is None else None
     corpus = None if data is None else data[0]
-    ranks.refuse_differences({**_flag_values(config), **_corpus_facts(corpus)})
+    flags = {flag_name(name): value for name, value in asdict(config).items()}
+    ranks.refuse_differences({**flags, **_corpus_facts(corpus)})
     vocab_size = _vocab_size(config, corpus)
     example = _made_up_batch(batch, vocab_size, device) if data is None else None
     model, optimizer, step = _make_program(config, ranks, device, vocab_size, example)
@@ -245,10 +246,6 @@ def make_optimizer(config: TrainConfig, model: nn.Module, *, sharded: bool) -> F
         weight_decay=config.weight_decay,
         master_weights=config.bf16 and not sharded,
     )
-
-
-def _flag_values(config: TrainConfig) -> dict[str, object]:
-    return {flag_name(name): value for name, value in asdict(config).items()}
 
 
 def _corpus_facts(corpus: Corpus | None) -> dict[str, object]:

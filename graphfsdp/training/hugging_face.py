@@ -2,15 +2,15 @@
 
 import json
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from graphfsdp.checkpoint.file_format import safetensors
 from graphfsdp.errors import ConfigError
 from graphfsdp.training.gpt import GPT, GPTConfig
 
@@ -91,7 +91,6 @@ def shape_of(folder: str) -> dict[str, Any]:
 @torch.no_grad()
 def load_weights(model: GPT, folder: str) -> None:
     """Copy the weights of a folder into a model of its shape, on any device and in any dtype."""
-    load_file: Callable[[Path], dict[str, Tensor]] = safetensors("safetensors.torch").load_file
     files = sorted(Path(folder).glob("*.safetensors"))
     theirs = {name: t for file in files for name, t in load_file(file).items()}
     # What a GPT-2 of the hub is without its language-model head lacks the prefix.
@@ -127,7 +126,6 @@ def save_weights(state: Mapping[str, Tensor], config: GPTConfig, source: str, ta
         sizes = [config.hidden_size, shared, shared] if len(names) == 3 else [len(tensor)]
         for each, part in zip(names, tensor.split(sizes), strict=True):
             found[prefix + each] = (part.T if is_transposed else part).contiguous()
-    save_file = safetensors("safetensors.torch").save_file
     save_file(found, target / "model.safetensors", {"format": "pt"})
 
 

@@ -150,7 +150,15 @@ def _iterate(
             phase = graphfsdp.Phase.CAPTURE if captured else phase_before
             metrics = window.measure(position, loss, lr, phase)
             if evaluates:
-                val_loss = _validate(run, log)
+                log.block_stops()
+                val_loss = validation_loss(
+                    run.model,
+                    run.batches,
+                    num_batches=config.eval_iters,
+                    batch_size=config.micro_batch_size,
+                    ranks=run.ranks,
+                )
+                log.validated(val_loss)
                 metrics = dataclasses.replace(metrics, val_loss=val_loss)
                 is_last = is_last or reached(config, val_loss)
                 if is_last:
@@ -172,19 +180,6 @@ def _iterate(
 
 def _is_due(done: int, interval: int) -> bool:
     return interval > 0 and done % interval == 0
-
-
-def _validate(run: TrainingRun, log: RunLog) -> float:
-    log.block_stops()
-    loss = validation_loss(
-        run.model,
-        run.batches,
-        num_batches=run.config.eval_iters,
-        batch_size=run.config.micro_batch_size,
-        ranks=run.ranks,
-    )
-    log.validated(loss)
-    return loss
 
 
 class _Window:

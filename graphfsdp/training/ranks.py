@@ -109,17 +109,14 @@ def process_group(
         return
     on_gpu = device.type == "cuda"
     timeout = timedelta(minutes=timeout_minutes)
-    told: dict[str, Any] = {}
-    if store is None:
-        store = _store_of_this_attempt(ranks, timeout)
-    if store is not None:
-        told = {"store": store, "rank": ranks.rank, "world_size": ranks.size}
     dist.init_process_group(
         # Python objects travel through gloo, which does not disturb a stream that is recorded.
         "cpu:gloo,cuda:nccl" if on_gpu else "gloo",
         timeout=timeout,
+        store=store if store is not None else _store_of_this_attempt(ranks, timeout),
+        rank=ranks.rank,
+        world_size=ranks.size,
         device_id=device if on_gpu else None,
-        **told,
     )
     try:
         yield "nccl" if on_gpu else "gloo"

@@ -9,11 +9,10 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-import torch
+from safetensors.torch import save_file
 from torch import Tensor
 
-from graphfsdp.checkpoint.file_format import safetensors
-from graphfsdp.errors import CheckpointError, ConfigError
+from graphfsdp.errors import ConfigError
 from graphfsdp.training.config import TrainConfig
 from graphfsdp.training.metrics import Metrics
 
@@ -29,7 +28,7 @@ def refuse_unusable_directories(config: TrainConfig) -> None:
             Path(config.save).mkdir(parents=True, exist_ok=True)
 
 
-def _refuse_used(out: str, *, resumes: bool = False) -> None:
+def _refuse_used(out: str, *, resumes: bool) -> None:
     """Check that nothing would be overwritten, but the same run that is gone on with."""
     path = Path(out)
     if resumes and (path / "config.json").is_file():
@@ -45,9 +44,9 @@ def _refuse_used(out: str, *, resumes: bool = False) -> None:
         )
 
 
-def make_new_directory(out: str) -> Path:
+def make_new_directory(out: str, *, resumes: bool = False) -> Path:
     """Make a directory in which nothing would be overwritten, or refuse it (ConfigError)."""
-    _refuse_used(out)
+    _refuse_used(out, resumes=resumes)
     with in_the_words_of("--out", out):
         Path(out).mkdir(parents=True, exist_ok=True)
     return Path(out)
@@ -76,16 +75,13 @@ class RunDirectory:
         ``resumed_at`` is the iteration after which a run goes on: what an earlier process has kept
         of it stays up to there, and what it kept of later ones goes.
         """
-        _refuse_used(out, resumes=resumed_at is not None)
-        self.path = Path(out)
-        kept: list[str] = []
+        self.path = make_new_directory(out, resumes=resumed_at is not None)
+        metrics = self.path / "metrics.jsonl"
         with in_the_words_of("--out", out):
-            self.path.mkdir(parents=True, exist_ok=True)
-            if resumed_at is not None:
-                kept = _kept_until(self.path / "metrics.jsonl", resumed_at)
+            kept = [] if resumed_at is None else _kept_until(metrics, resumed_at)
             _replace(self.path / "config.json", json.dumps(facts, indent=2) + "\n")
-            _replace(self.path / "metrics.jsonl", "".join(f"{line}\n" for line in kept))
-            self._metrics_file = (self.path / "metrics.jsonl").open("a")
+            _replace(metrics, "".join(f"{line}\n" for line in kept))
+            self._metrics_file = metrics.open("a")
 
     def add(self, metrics: Metrics) -> None:
         """Append a line to ``metrics.jsonl``; it is in the file when this returns."""
@@ -93,20 +89,11 @@ class RunDirectory:
         self._metrics_file.flush()
 
     def write_model(self, state: Mapping[str, Tensor]) -> None:
-        """Write a file that appears when it is complete; tied tensors under their first names.
-
-        ``model.safetensors``, or ``model.pt`` where that package is not installed.
-        """
+        """Write a file that appears when it is complete; tied tensors under their first names."""
         each = {id(tensor): name for name, tensor in reversed(list(state.items()))}
         tensors = {name: state[name].contiguous() for name in each.values()}
         unfinished = self.path / "model.unfinished"
-        try:
-            package = safetensors("safetensors.torch")
-        except CheckpointError:
-            torch.save(tensors, unfinished)
-            os.replace(unfinished, self.path / "model.pt")
-            return
-        package.save_file(tensors, unfinished, {"format": "pt"})
+        save_file(tensors, unfinished, {"format": "pt"})
         os.replace(unfinished, self.path / "model.safetensors")
 
     def close(self) -> None:

@@ -26,7 +26,6 @@ def test_text_is_read_as_bytes_and_its_end_held_out(tmp_path: Path) -> None:
     assert corpus.train.tobytes() == text[:950]
     assert corpus.validation.tobytes() == text[950:]
     assert corpus.vocab_size == 256
-    assert corpus.is_bytes
     entropy = -(0.75 * math.log(0.75) + 0.25 * math.log(0.25))  # weighed by frequency
     assert math.isclose(corpus.unigram_entropy, entropy)
 
@@ -51,7 +50,6 @@ def test_a_token_file_is_mapped_and_its_vocabulary_counted(tmp_path: Path) -> No
     corpus = load_corpus(write(tmp_path / "tokens.bin", tokens.tobytes()))
     assert isinstance(corpus.train, np.memmap)
     assert corpus.vocab_size == 50257
-    assert not corpus.is_bytes
     assert np.array_equal(np.concatenate([corpus.train, corpus.validation]), tokens)
 
 

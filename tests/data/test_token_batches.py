@@ -1,14 +1,13 @@
 """Batches: their order, ranks, packed documents, validation."""
 
 import dataclasses
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from graphfsdp.data import IGNORED_TARGET, Corpus, TokenBatches, load_corpus
+from graphfsdp.data import IGNORED_TARGET, Corpus, TokenBatches
 from graphfsdp.data.order import EpochOrder
 from graphfsdp.errors import ConfigError
 
@@ -16,7 +15,7 @@ from graphfsdp.errors import ConfigError
 def counting_corpus(**changes: Any) -> Corpus:
     """Each token is its own position, so that a batch tells where it was cut."""
     tokens = np.arange(1000, dtype=np.uint16)
-    corpus = Corpus("counting", tokens[:900], tokens[900:], 1000, 1.0, is_bytes=False)
+    corpus = Corpus("counting", tokens[:900], tokens[900:], 1000, 1.0)
     return dataclasses.replace(corpus, **changes)
 
 
@@ -65,7 +64,6 @@ def test_an_epoch_has_every_training_token_and_no_other() -> None:
     batches = make_batches(batch_size=4)  # 112 windows of 8, 900 training tokens
     seen = take(batches, 28)[:, 0].flatten()
     assert torch.equal(seen.sort().values, torch.arange(112 * 8))
-    assert batches.epochs == 1.0
     assert torch.cat(batches.batch(112)).max() < 900
 
 
@@ -133,14 +131,6 @@ def test_what_does_not_fit_a_corpus_is_refused(options: dict[str, Any], message:
     next(make_batches(vocab_size=1000))
     with pytest.raises(ConfigError, match=message):
         next(make_batches(**options))
-
-
-def test_a_prompt_starts_with_a_line(tmp_path: Path) -> None:
-    text = b"x" * 950 + b"\n  indented\ndef function(): pass\n"
-    (tmp_path / "text").write_bytes(text + b" " * (1000 - len(text)))
-    corpus = load_corpus(str(tmp_path / "text"))
-    batches = TokenBatches(corpus, seq_length=8, batch_size=1)
-    assert bytes(batches.prompt(12)[0].tolist()) == b"def function"
 
 
 STARTS = [0, 3, 7, 8, 450, 903, 1000]

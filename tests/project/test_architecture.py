@@ -295,8 +295,7 @@ import sys, torch
 asked = []
 class Block:
     def find_spec(self, name, path=None, target=None):
-        # Of the packages that are asked for, safetensors may be missing where nothing is installed.
-        if name.partition(".")[0] in ("safetensors", *{OPTIONAL_PACKAGES}):
+        if name.partition(".")[0] in {OPTIONAL_PACKAGES}:
             asked.append(name)
             raise ModuleNotFoundError(f"No module named {{name!r}} (blocked)", name=name)
 sys.meta_path.insert(0, Block())

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_model
 
 import training_helpers
 from training_helpers import (
@@ -101,7 +102,6 @@ def test_neither_validation_nor_the_log_changes_the_training(
 def test_validation_loss_is_that_of_the_kept_parameters(
     device: torch.device, tmp_path: Path
 ) -> None:
-    safetensors = pytest.importorskip("safetensors.torch")
     from graphfsdp.data import TokenBatches, load_corpus
     from graphfsdp.training.gpt import GPT, GPTConfig
     from graphfsdp.training.loop import validation_loss
@@ -110,7 +110,7 @@ def test_validation_loss_is_that_of_the_kept_parameters(
     kept = json.loads((tmp_path / "run" / "config.json").read_text())["resolved"]
     shape = {field.name: kept[field.name] for field in dataclasses.fields(GPTConfig)}
     model = GPT(GPTConfig(**shape)).to(device)
-    safetensors.load_model(model, tmp_path / "run" / "model.safetensors", device=str(device))
+    load_model(model, tmp_path / "run" / "model.safetensors", device=str(device))
     batches = TokenBatches(load_corpus(TEXT), seq_length=16, batch_size=4)
     loss = validation_loss(model, batches, num_batches=2, batch_size=2)
     assert loss == lines[-1]["val_loss"]

@@ -10,11 +10,9 @@ from unittest.mock import MagicMock
 
 import pytest
 import torch
-from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-import graphfsdp
 from graphfsdp.errors import ConfigError
 from graphfsdp.training.gpt import GPT, GPTConfig
 from graphfsdp.training.metrics import Metrics, flops_per_token, peak_tflops
@@ -106,21 +104,6 @@ def test_peak_depends_on_gpu_and_dtype(monkeypatch: pytest.MonkeyPatch) -> None:
     assert peak_tflops("NVIDIA H200", torch.float32) == 67.0
     monkeypatch.setattr(torch, "get_float32_matmul_precision", lambda: "high")
     assert peak_tflops("NVIDIA H200", torch.float32) == 494.0
-
-
-def test_without_safetensors_a_run_keeps_its_model_as_torch_saves_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for name in ("safetensors", "safetensors.torch"):
-        monkeypatch.setitem(sys.modules, name, None)
-    model, other = nn.Linear(3, 2), nn.Linear(3, 2)
-    with closing(RunDirectory(str(tmp_path / "run"), {})) as run:
-        run.write_model(model.state_dict())
-    assert not (tmp_path / "run" / "model.safetensors").exists()
-    other.load_state_dict(torch.load(tmp_path / "run" / "model.pt"))
-    assert torch.equal(other.weight, model.weight)
-    with pytest.raises(graphfsdp.CheckpointError, match="Remedy: pip install safetensors"):
-        graphfsdp.save(tmp_path / "saved", model)
 
 
 SHORT = ("--train-iters", "8", "--lr-warmup-iters", "1")
