@@ -3,7 +3,8 @@
 import copy
 import functools
 import types
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 import graphfsdp
 from helpers import OpNames
 from iterations import steps_once
+from parts_helpers import check
 from played_group import played_ranks
 
 SHAPES: Sequence[tuple[int, ...]] = ((), (1,), (7,), (3, 5), (33,), (4, 1, 9))
@@ -35,46 +37,35 @@ def groups(draw: st.DrawFn, *flags: str) -> list[dict[str, Any]]:
     return found
 
 
-def train(
-    kind: Any, made: list[dict[str, Any]], dtype: torch.dtype, captured: bool, seed: int
-) -> list[tuple[str, Tensor]]:
+def check_steps(kind: Any, groups: list[dict[str, Any]], dtype: torch.dtype, seed: int) -> None:
     """Step some times, with gradients that are now and then absent, and another lr each time."""
-    generator = torch.Generator().manual_seed(seed)
+    shapes = [group["shapes"] for group in groups]
 
-    def draw(shape: tuple[int, ...]) -> Tensor:
-        return torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
+    def draw(shape: Sequence[int]) -> Tensor:
+        return torch.randn(shape, dtype=torch.float64).to(dtype)
 
-    param_groups = [
-        {**group, "params": [nn.Parameter(draw(shape)) for shape in group.pop("shapes")]}
-        for group in copy.deepcopy(made)
-    ]
-    params = [param for group in param_groups for param in group["params"]]
-    optimizer = kind(param_groups)
-    if captured:
-        graphfsdp.capture_in_place(nn.Linear(1, 1), optimizer)
-    for step in range(6):
-        for place, param in enumerate(params):
-            skips = (step + place) % 4 == 3
-            param.grad = None if skips else draw(tuple(param.shape))
-        for group in optimizer.param_groups:
-            group["lr"] = group["lr"] * (0.9 if step % 2 else 1)
-        optimizer.step()
-        if step == 3:
-            optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-    found = [(f"param {place}", param.detach()) for place, param in enumerate(params)]
-    for place, param in enumerate(params):
-        entries = optimizer.state[param].items()
-        found += [(f"{name} {place}", each) for name, each in entries if isinstance(each, Tensor)]
-    return found
+    def make() -> nn.Module:
+        torch.manual_seed(seed)
+        return nn.ModuleList(nn.ParameterList(map(draw, each)) for each in shapes)
 
+    def make_optim(model: Any) -> torch.optim.Optimizer:
+        settings = [{k: v for k, v in group.items() if k != "shapes"} for group in groups]
+        pairs = zip(model, settings, strict=True)
+        optimizer: torch.optim.Optimizer = kind([{**s, "params": [*part]} for part, s in pairs])
+        return optimizer
 
-def check(kind: Any, made: list[dict[str, Any]], dtype: torch.dtype, seed: int) -> None:
-    pairs = zip(
-        train(kind, made, dtype, False, seed), train(kind, made, dtype, True, seed), strict=True
-    )
-    for (name, one), (other_name, other) in pairs:
-        assert name == other_name
-        assert torch.equal(one.nan_to_num(7.0), other.nan_to_num(7.0)), name
+    def loop(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[Any]:
+        for step in range(6):
+            for place, param in enumerate(model.parameters()):
+                skips = (step + place) % 4 == 3
+                param.grad = None if skips else draw(param.shape)
+            for group in optimizer.param_groups:
+                group["lr"] = group["lr"] * (0.9 if step % 2 else 1)
+            yield optimizer.step() or 0
+            if step == 3:
+                optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+
+    check(loop, make, make_optim)
 
 
 DTYPES = st.sampled_from([torch.float32, torch.float64, torch.bfloat16, torch.float16])
@@ -83,7 +74,7 @@ DTYPES = st.sampled_from([torch.float32, torch.float64, torch.bfloat16, torch.fl
 @pytest.mark.parametrize("kind", [torch.optim.Adam, torch.optim.AdamW])
 @given(made=groups("amsgrad", "maximize", "foreach"), dtype=DTYPES, seed=st.integers(0, 99))
 def test_adam(kind: Any, made: list[dict[str, Any]], dtype: torch.dtype, seed: int) -> None:
-    check(kind, made, dtype, seed)
+    check_steps(kind, made, dtype, seed)
 
 
 @given(groups("maximize"), DTYPES, st.sampled_from([0, 0.9]), st.integers(0, 99))
@@ -92,7 +83,7 @@ def test_sgd(made: list[dict[str, Any]], dtype: torch.dtype, momentum: float, se
         group["momentum"] = momentum
         group["dampening"] = 0.1 if seed % 2 else 0
         group["nesterov"] = bool(momentum) and not seed % 2
-    check(torch.optim.SGD, made, dtype, seed)
+    check_steps(torch.optim.SGD, made, dtype, seed)
 
 
 @pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.SGD])
@@ -126,23 +117,16 @@ def test_a_group_takes_as_many_operators_for_many_parameters_as_for_few(
 
 
 def test_parameters_that_come_to_share_memory_are_stepped_one_after_the_other() -> None:
-    def train(captured: bool) -> list[Tensor]:
-        other = nn.Linear(1, 1)
-        torch.manual_seed(0)
-        params: list[Tensor] = [nn.Parameter(torch.randn(3)) for _ in range(2)]
-        optimizer = torch.optim.SGD(params, lr=0.1, momentum=0.9, weight_decay=0.1)
-        if captured:
-            graphfsdp.capture_in_place(other, optimizer)
+    def loop(model: Any, optimizer: torch.optim.Optimizer) -> Iterator[Any]:
         for index in range(8):
             if index == 4:
-                params[1].data = params[0].data
-            for param in params:
+                model[1].data = model[0].data
+            for param in model:
                 param.grad = torch.randn(3)
-            optimizer.step()
-        return params
+            yield optimizer.step() or 0
 
-    for found, expected in zip(train(True), train(False), strict=True):
-        assert torch.equal(found, expected)
+    make_sgd = partial(torch.optim.SGD, lr=0.1, momentum=0.9, weight_decay=0.1)
+    check(loop, lambda: nn.ParameterList(map(torch.ones, (3, 3))), make_sgd)
 
 
 @pytest.mark.parametrize("scheduler_first", [None, False, True])

@@ -4,7 +4,8 @@ FSDP2's words, and what torch's users do to DTensors: with and without `capture_
 leaves sharded modules as they are, bit for bit.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -14,11 +15,11 @@ from torch.nn.utils import clip_grad_norm_
 
 import graphfsdp
 from helpers import NUM_STEPS
+from parts_helpers import Loop, check
 from ranks import on_ranks, rank_device
 from sharding_helpers import hybrid_mesh
 
 NUM_ITERATIONS = NUM_STEPS + 1
-Loop = Callable[[Any, torch.optim.Optimizer], Iterator[Any]]
 
 
 class Net(nn.Module):
@@ -130,36 +131,21 @@ LOOPS: dict[str, Loop] = {
 }
 
 
-def trained(name: str, *, captured: bool, **options: Any) -> list[Any]:
-    model = sharded(**options)
-    optimizer = make_adam(model)
-    found = graphfsdp.capture_in_place(model, optimizer, keep="all") if captured else None
-    torch.manual_seed(1 + torch.distributed.get_rank())
-    results = list(LOOPS[name](model, optimizer))
-    if found is not None:
-        assert found.phase is graphfsdp.Phase.EAGER
-        assert "its weights are sharded" in str(found.report())
-        found.close()
-    params: list[Any] = list(model.parameters())
-    results += [param.full_tensor() for param in params]
-    return [torch.as_tensor(value).clone() for value in results]
+@pytest.mark.parametrize(
+    ("ranks", "name", "axes"),
+    [("ranks2", "words", 1), ("ranks2", "looks", 1), ("ranks4", "words", 2)],
+)
+@on_ranks()
+def test_a_loop_with_words_of_fsdp2_trains_as_without_the_line(name: str, axes: int) -> None:
+    options = {"mesh": hybrid_mesh(), "strategy": "optim_grads"} if axes == 2 else {}
 
+    def loop(model: Any, optimizer: torch.optim.Optimizer) -> Iterator[Any]:
+        torch.manual_seed(1 + torch.distributed.get_rank())
+        yield from LOOPS[name](model, optimizer)
 
-@pytest.mark.parametrize("name", LOOPS)
-@on_ranks("ranks2")
-def test_a_loop_with_words_of_fsdp2_trains_as_without_the_line(name: str) -> None:
-    plain, captured = (trained(name, captured=flag) for flag in (False, True))
-    assert len(plain) == len(captured)
-    assert all(map(torch.equal, plain, captured))
-
-
-@on_ranks("ranks4")
-def test_so_does_one_that_accumulates_on_two_axes() -> None:
-    plain, captured = (
-        trained("words", captured=flag, mesh=hybrid_mesh(), strategy="optim_grads")
-        for flag in (False, True)
-    )
-    assert all(map(torch.equal, plain, captured))
+    with check(loop, partial(sharded, **options), make_adam) as parts:
+        assert parts.phase is graphfsdp.Phase.EAGER
+        assert "its weights are sharded" in str(parts.report())
 
 
 @on_ranks("ranks2")

@@ -213,21 +213,19 @@ def keeps_the_graph_of_gradients(model: Net, optimizer: torch.optim.Optimizer) -
         yield loss
 
 
-def prints_results(model: Net, optimizer: torch.optim.Optimizer) -> Iterator[Any]:
-    for _, x, y in batches():
-        logits = model(x)
-        yield [ord(letter) for letter in repr(logits)]
-        loss = cross_entropy(logits, y)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
+def prints_results(model: Net, _: int, x: Tensor, y: Tensor) -> Tensor:
+    logits = model(x)
+    return cross_entropy(logits, y) * (sum(map(ord, repr(logits))) / 1e4)
 
 
 def scales(model: Net, optimizer: torch.optim.Optimizer) -> Iterator[Any]:
-    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=3)
+    device = model.head.weight.device.type
+    scaler = torch.amp.GradScaler(device, init_scale=1024.0, growth_interval=3)
     for index, x, y in batches():
         optimizer.zero_grad()
-        loss = of_logits(model, index, x, y) * (float("inf") if index == 8 else 1)
+        with torch.autocast(device, torch.float16, enabled=device == "cuda"):
+            loss = of_logits(model, index, x, y)
+        loss = loss * (float("inf") if index == 8 else 1)
         scaler.scale(loss).backward()
         scaler.unscale_(optimizer)
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -235,6 +233,39 @@ def scales(model: Net, optimizer: torch.optim.Optimizer) -> Iterator[Any]:
         scaler.update()
         yield loss.isfinite()
         yield scaler.get_scale()
+
+
+LOSSES: tuple[Callable[[Tensor, Tensor], Tensor], ...] = (
+    lambda logits, y: logits.sum(),
+    lambda logits, y: logits.t().contiguous().pow(2).sum(),
+    cross_entropy,
+    lambda logits, y: logits[::2].pow(2).sum(),
+    lambda logits, y: logits.unfold(1, 2, 1).sin().sum(),
+    lambda logits, y: logits.double().exp().mean(),
+)
+
+
+def in_forms(model: Any, optimizer: torch.optim.Optimizer) -> Iterator[Any]:
+    """Gradients in more forms than there are graphs for, some of which have no dense memory."""
+    for index, x, y in batches(60):
+        optimizer.zero_grad()
+        logits = model(x)
+        with torch.autocast(x.device.type, torch.bfloat16, enabled=index % 4 == 3):
+            loss = LOSSES[index % len(LOSSES)](logits, y)
+            loss.backward(retain_graph=index % 5 == 0)
+        if index % 5 == 0:
+            loss.backward()
+        optimizer.step()
+        yield loss
+
+
+def asks_for_some(model: Net, optimizer: torch.optim.Optimizer) -> Iterator[Any]:
+    for index, x, y in batches():
+        loss = of_logits(model, index, x.requires_grad_(), y)
+        by_input, by_head = torch.autograd.grad(loss, [x, model.head.weight])
+        yield by_input
+        model.head.weight.grad = by_head
+        optimizer.step()
 
 
 def before_each(change: Callable[[Any, torch.optim.Optimizer, int], object]) -> Loop:
@@ -254,12 +285,14 @@ REPLAYED: dict[str, Loop] = {
     "a function of torch that is wrapped": wraps_a_function,
     "copies of dicts": copies_by_dict,
     "exports": exports,
-    "results that are printed": prints_results,
+    "results that are printed": trains_by(prints_results),
     "all frozen for other calls": freezes_all_for_other_calls,
     "casts of the loop": trains_by(casts_weights_itself),
     "casts of the loop, later": trains_by(partial(casts_weights_itself, begin=5)),
     "the graph of gradients": keeps_the_graph_of_gradients,
     "a scaler": scales,
+    "gradients in other forms": in_forms,
+    "some gradients alone": asks_for_some,
     "a number that changes once": before_each(
         lambda model, _, index: setattr(model, "scale", 1.0 if index < 8 else 0.5)
     ),
@@ -283,11 +316,21 @@ LOOPS: dict[str, Loop] = {
 }
 
 
-@pytest.mark.parametrize("name", LOOPS)
-def test_a_loop_trains_as_without_it(name: str) -> None:
-    parts = check(LOOPS[name])
+# Reads between the passes, orders of sums, forms of gradients, casts, clipping.
+ON_GPU = ("results that are printed", "several calls", "gradients in other forms", "a scaler")
+
+
+@pytest.mark.parametrize(
+    ("name", "device"),
+    [
+        *((name, "cpu") for name in LOOPS),
+        *(pytest.param(name, "cuda", marks=pytest.mark.gpu) for name in ON_GPU),
+    ],
+)
+def test_a_loop_trains_as_without_it(name: str, device: str) -> None:
+    parts = check(LOOPS[name], device=device)
     if name in REPLAYED:
-        assert replays(parts) >= 4
+        assert replays(parts) >= 4 if device == "cpu" else parts.report().parts[0].num_replays >= 8
         assert states(parts)["model"] == "captured"
 
 
@@ -297,6 +340,8 @@ def test_a_cell_that_is_run_again_takes_the_place_of_the_one_before() -> None:
     first = graphfsdp.capture_in_place(model, optimizer, keep="all")
     second = graphfsdp.capture_in_place(model, optimizer, keep="all")
     assert first.phase is graphfsdp.Phase.CLOSED
+    assert second.phase is graphfsdp.Phase.WARMUP
+    assert "warming up" in str(second.report())
     list(trains(model, optimizer))
     assert replays(second) >= 4
     second.close()

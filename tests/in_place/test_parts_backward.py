@@ -20,7 +20,6 @@ from parts_helpers import (
     iterates,
     make_adam,
     make_net,
-    of_logits,
     replays,
     states,
     trains,
@@ -168,44 +167,6 @@ def accumulates(model: Any, optimizer: torch.optim.Optimizer) -> Iterator[Any]:
 
 def test_gradients_in_one_memory_are_tensors_of_their_own() -> None:
     check(accumulates, Sharing)
-
-
-LOSSES: tuple[Callable[[Tensor, Tensor], Tensor], ...] = (
-    lambda logits, y: logits.sum(),
-    lambda logits, y: logits.t().contiguous().pow(2).sum(),
-    cross_entropy,
-    lambda logits, y: logits[::2].pow(2).sum(),
-    lambda logits, y: logits.unfold(1, 2, 1).sin().sum(),
-    lambda logits, y: logits.double().exp().mean(),
-)
-
-
-def in_forms(model: Any, optimizer: torch.optim.Optimizer) -> Iterator[Any]:
-    """Gradients in more forms than there are graphs for, some of which have no dense memory."""
-    for index, x, y in batches(60):
-        optimizer.zero_grad()
-        logits = model(x)
-        with torch.autocast("cpu", torch.bfloat16, enabled=index % 4 == 3):
-            loss = LOSSES[index % len(LOSSES)](logits, y)
-            loss.backward(retain_graph=index % 5 == 0)
-        if index % 5 == 0:
-            loss.backward()
-        optimizer.step()
-        yield loss
-
-
-def asks_for_some(model: Net, optimizer: torch.optim.Optimizer) -> Iterator[Any]:
-    for index, x, y in batches():
-        loss = of_logits(model, index, x.requires_grad_(), y)
-        by_input, by_head = torch.autograd.grad(loss, [x, model.head.weight])
-        yield by_input
-        model.head.weight.grad = by_head
-        optimizer.step()
-
-
-@pytest.mark.parametrize("loop", [in_forms, asks_for_some])
-def test_gradients_in_any_form_come_back_as_without_a_part(loop: Any) -> None:
-    assert states(check(loop))["model"] == "captured"
 
 
 def backward_graphs(parts: Parts) -> int:

@@ -35,15 +35,25 @@ SWITCH = Path(__file__).with_name("nobody has this")
 
 
 class Around(nn.Module):
-    """Something that no graph can hold, around a net that one can."""
+    """Something that no graph can hold, or take back, around a net that one can."""
+
+    num_calls = 0
 
     def __init__(self, what: Callable[[Any, Tensor], Any]) -> None:
         super().__init__()
+        type(self).num_calls = 0
         self.net = make_net()
         self.what = what
         self.kept: Any = None
         self.count = 0
         self.seen: list[Tensor] = []
+        self.numbers = itertools.count()
+        self.made = (number for number in range(1000))
+        self.lines = io.StringIO("\n".join(map(str, range(1000))))
+        self.drawn = np.random.default_rng(3)
+        self.recent = OrderedDict.fromkeys(range(4))
+        self.told: list[Any] = []
+        self.held = SimpleNamespace(state=torch.zeros(8, 4))
 
     def forward(self, x: Tensor) -> Any:
         return self.what(self, x)
@@ -113,31 +123,24 @@ AS_WRITTEN: dict[str, Callable[[Any, Tensor], Any]] = {
 }
 
 
-@pytest.mark.parametrize("what", AS_WRITTEN)
-def test_what_no_graph_can_hold_runs_as_written_and_the_net_in_it_is_captured(what: str) -> None:
-    parts = check(trains, lambda: Around(AS_WRITTEN[what]))
+@pytest.mark.parametrize(
+    ("what", "device"),
+    [
+        *((what, "cpu") for what in AS_WRITTEN),
+        pytest.param("a read", "cuda", marks=pytest.mark.gpu),
+    ],
+)
+def test_what_no_graph_can_hold_runs_as_written_and_the_net_in_it_is_captured(
+    what: str, device: str
+) -> None:
+    parts = check(trains, lambda: Around(AS_WRITTEN[what]), device=device)
     assert states(parts)["model"] == "as written"
     assert states(parts)["model.net"] == "captured"
     (why,) = (part.why for part in parts.report().parts if part.name == "model")
     assert why
     assert f"Around: as written. {why}" in str(parts.report())
-
-
-class Telling(Around):
-    """Does something in Python with each call, which nothing could take back, and tells of it."""
-
-    num_calls = 0
-
-    def __init__(self, what: Callable[[Any, Tensor], Any]) -> None:
-        super().__init__(what)
-        type(self).num_calls = 0
-        self.numbers = itertools.count()
-        self.made = (number for number in range(1000))
-        self.lines = io.StringIO("\n".join(map(str, range(1000))))
-        self.drawn = np.random.default_rng(3)
-        self.recent = OrderedDict.fromkeys(range(4))
-        self.told: list[Any] = []
-        self.held = SimpleNamespace(state=torch.zeros(8, 4))
+    parts.close()
+    assert states(check(trains, device=device))["model"] == "captured"
 
 
 def advances_an_iterator(module: Any, x: Tensor) -> Any:
@@ -146,7 +149,7 @@ def advances_an_iterator(module: Any, x: Tensor) -> Any:
 
 
 def counts_in_its_class(module: Any, x: Tensor) -> Any:
-    Telling.num_calls += 1
+    Around.num_calls += 1
     return module.net(x)
 
 
@@ -166,7 +169,31 @@ def gives_an_object_another_tensor(module: Any, x: Tensor) -> Any:
     return module.held.state * 2
 
 
-TOLD: dict[str, Callable[[Any, Tensor], Any]] = {
+def hooks_its_input(module: Any, x: Tensor) -> Tensor:
+    x.register_hook(lambda grad: grad.clamp(-1e-3, 1e-3))
+    logits: Tensor = module.net(x) + x[:, :4]
+    return logits
+
+
+def keeps_the_gradient_of_its_input(module: Any, x: Tensor) -> Any:
+    x.retain_grad()
+    return module.net(x)
+
+
+def keeps_the_gradient_of_its_result(module: Any, x: Tensor) -> Any:
+    logits = module.net(x)
+    logits.retain_grad()
+    return logits
+
+
+def marks(module: Any, x: Tensor, *, result: bool) -> Any:
+    logits = module.net(x)
+    vars(logits if result else x)["factor"] = 2.0
+    return logits
+
+
+# In Python, or on tensors.
+DONE: dict[str, Callable[[Any, Tensor], Any]] = {
     "another tensor of an object": gives_an_object_another_tensor,
     "a hook of a weight": hooks_its_weight,
     "an iterator": advances_an_iterator,
@@ -175,27 +202,34 @@ TOLD: dict[str, Callable[[Any, Tensor], Any]] = {
     "a count in a class": counts_in_its_class,
     "a generator of random numbers": lambda module, x: module.net(x) * float(module.drawn.random()),
     "the order of keys": turns_its_keys_over,
+    "a hook of its input": hooks_its_input,
+    "the gradient of its input": keeps_the_gradient_of_its_input,
+    "the gradient of its result": keeps_the_gradient_of_its_result,
+    "a mark of its input": partial(marks, result=False),
+    "a mark of its result": partial(marks, result=True),
 }
 
 
-@pytest.mark.parametrize("what", TOLD)
-def test_what_a_call_does_in_python_is_done_once(what: str) -> None:
+@pytest.mark.parametrize("what", DONE)
+def test_what_a_call_does_beside_its_result_is_done_once_and_found(what: str) -> None:
     def loop(model: Any, optimizer: torch.optim.Optimizer) -> Iterator[Any]:
+        first = torch.ones(6, requires_grad=True)
         for _, x, y in batches():
             optimizer.zero_grad()
-            output = model(x)
+            given = x * first
+            output = model(given)
             logits, number = output if isinstance(output, tuple) else (output, 0)
-            loss = cross_entropy(logits, y)
+            factor = getattr(given, "factor", 1.0) * getattr(logits, "factor", 1.0)
+            loss = cross_entropy(logits * factor, y)
             loss.backward()
             optimizer.step()
             model.held.state = model.held.state.detach()
-            yield loss
-            yield number
+            yield from (loss, first.grad, number, Around.num_calls, list(model.recent))
             yield len(model.told) and model.told[-1]
-            yield Telling.num_calls
-            yield list(model.recent)
+            for kept in (given, logits):
+                yield kept.grad if kept.retains_grad else 0
 
-    parts = check(loop, lambda: Telling(TOLD[what]))
+    parts = check(loop, lambda: Around(DONE[what]))
     assert states(parts)["model.net"] == "captured"
 
 
@@ -260,59 +294,6 @@ def test_what_comes_with_an_input_is_seen(way: str) -> None:
         return cross_entropy(model(x, model.queue) if way == "a buffer" else model(x), y)
 
     check(trains_by(loss_of), Queue)
-
-
-def hooks_its_input(module: Any, x: Tensor) -> Tensor:
-    x.register_hook(lambda grad: grad.clamp(-1e-3, 1e-3))
-    logits: Tensor = module.net(x) + x[:, :4]
-    return logits
-
-
-def keeps_the_gradient_of_its_input(module: Any, x: Tensor) -> Any:
-    x.retain_grad()
-    return module.net(x)
-
-
-def keeps_the_gradient_of_its_result(module: Any, x: Tensor) -> Any:
-    logits = module.net(x)
-    logits.retain_grad()
-    return logits
-
-
-def marks(module: Any, x: Tensor, *, result: bool) -> Any:
-    logits = module.net(x)
-    vars(logits if result else x)["factor"] = 2.0
-    return logits
-
-
-WRITTEN_ON: dict[str, Callable[[Any, Tensor], Any]] = {
-    "a hook of its input": hooks_its_input,
-    "the gradient of its input": keeps_the_gradient_of_its_input,
-    "the gradient of its result": keeps_the_gradient_of_its_result,
-    "a mark of its input": partial(marks, result=False),
-    "a mark of its result": partial(marks, result=True),
-}
-
-
-@pytest.mark.parametrize("what", WRITTEN_ON)
-def test_what_a_call_writes_on_tensors_is_found_there(what: str) -> None:
-    def loop(model: Any, optimizer: torch.optim.Optimizer) -> Iterator[Any]:
-        first = torch.ones(6, requires_grad=True)
-        for _, x, y in batches():
-            optimizer.zero_grad()
-            given = x * first
-            logits = model(given)
-            factor = getattr(given, "factor", 1.0) * getattr(logits, "factor", 1.0)
-            loss = cross_entropy(logits * factor, y)
-            loss.backward()
-            optimizer.step()
-            yield loss
-            yield first.grad
-            for kept in (given, logits):
-                yield kept.grad if kept.retains_grad else 0
-
-    parts = check(loop, lambda: Around(WRITTEN_ON[what]))
-    assert states(parts)["model.net"] == "captured"
 
 
 def test_hooks_of_weights_run_in_the_order_of_the_backward_pass() -> None:

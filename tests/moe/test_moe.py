@@ -17,7 +17,8 @@ import graphfsdp
 from graphfsdp import ConfigError
 from graphfsdp.moe import Experts, MoE, Router, overflowed_tokens
 from graphfsdp.optim import FusedAdam
-from helpers import Batch, Case, check_against_eager, no_host_sync, set_lr
+from helpers import Batch, Case, check_against_eager, no_host_sync
+from iterations import steps_once
 from moe_models import VOCABULARY, MixedModel, assert_same_sums, dropless, tokens_of
 
 E, K, C = 4, 2, 16
@@ -79,33 +80,35 @@ def test_experts_equal_dropless_ones_whose_sizes_are_those_of_the_data(
 
 
 @pytest.mark.parametrize(
-    ("options", "microbatches"),
+    ("options", "how"),
     [
-        ({"bias_update_rate": 0.01, "score_function": "sigmoid"}, 1),
+        ({"bias_update_rate": 0.01, "score_function": "sigmoid"}, {"max_grad_norm": 1.0}),
         (
             {
                 **{"capacity_factor": 0.5, "topk": 1, "swiglu": False},
                 **{"aux_loss_coeff": 0.1, "recomputes": True},
             },
-            3,
+            {"max_grad_norm": 1.0, "microbatches": 3},
         ),
+        # What ends an iteration is called behind the user's function too.
+        ({"bias_update_rate": 0.01}, {"iteration": steps_once(nn.Module.__call__)}),
     ],
-    ids=str,
+    ids=["bias", "capacity", "iteration"],
 )
 def test_replay_equals_eager_and_counts_as_it(
-    device: torch.device, options: dict[str, Any], microbatches: int
+    device: torch.device, options: dict[str, Any], how: dict[str, Any]
 ) -> None:
     """Counts and bias are buffers, which are compared after each call too."""
-    case = Case(lambda: MixedModel(**options), batch)
-    trace = check_against_eager(case, device, microbatches=microbatches, max_grad_norm=1.0)
-    counts = trace.snapshots[-1]["buffer blocks.0.moe.router.tokens_per_expert"]
-    topk = options.get("topk", 2)
+    trace = check_against_eager(Case(lambda: MixedModel(**options), batch), device, **how)
+    before, last = trace.snapshots[-2:]
+    router = "buffer blocks.0.moe.router"
     # Once each, although forward passes may have run twice.
-    assert int(counts.sum()) == len(trace.outputs) * 6 * 5 * topk
-    overflow = trace.snapshots[-1]["buffer blocks.0.moe.overflow_per_expert"]
+    counts = last[f"{router}.tokens_per_expert"]
+    assert int(counts.sum()) == len(trace.outputs) * 6 * 5 * options.get("topk", 2)
+    overflow = last["buffer blocks.0.moe.overflow_per_expert"]
     assert (int(overflow.sum()) > 0) == ("capacity_factor" in options)
-    bias = trace.snapshots[-1]["buffer blocks.0.moe.router.expert_bias"]
-    assert bool(bias.any()) == ("bias_update_rate" in options)
+    moves = not torch.equal(*(state[f"{router}.expert_bias"] for state in (before, last)))
+    assert moves == ("bias_update_rate" in options)
 
 
 def crowded(device: torch.device, **options: Any) -> tuple[MoE, Tensor]:
@@ -261,28 +264,6 @@ def test_what_cannot_be_is_refused(call: Callable[[], object], message: str) -> 
     with pytest.raises(ConfigError, match=message):
         call()
     assert make(topk=1)(torch.randn(3, 0, C))[0].shape == (3, 0, C)
-
-
-def test_a_loop_of_its_own_moves_the_bias_too() -> None:
-    """iteration= calls whatever ends an iteration, after the user's function."""
-    model: Any = MixedModel(bias_update_rate=0.01)
-    optimizer = FusedAdam(model.parameters(), lr=0.01)
-
-    def iteration(model: nn.Module, optimizer: Any, tokens: Tensor, targets: Tensor) -> Tensor:
-        loss: Tensor = model(tokens, targets)
-        loss.backward()
-        optimizer.step()
-        return loss
-
-    generator = torch.Generator().manual_seed(0)
-    biases = []
-    with graphfsdp.capture(model, optimizer, iteration=iteration) as step:
-        for index in range(6):
-            set_lr(optimizer, 0.01 / (index + 1))
-            step(*tokens_of(6, generator))
-            biases.append(model.blocks[0].moe.router.expert_bias.clone())
-    assert all(bool(bias.any()) for bias in biases)
-    assert not torch.equal(biases[-1], biases[-2])
 
 
 def test_meta_devices_and_materialize() -> None:

@@ -12,7 +12,7 @@ import graphfsdp
 from graphfsdp import ConfigError
 from graphfsdp.moe import MoE, overflowed_tokens
 from moe_models import MixedModel, assert_same_sums, dropless, experts_on_ranks, tokens_of
-from ranks import RankPool, on_ranks, rank_device
+from ranks import on_ranks, rank_device
 from sharding_helpers import (
     Training,
     adam,
@@ -94,7 +94,14 @@ def test_experts_on_ranks_train_as_in_one_process(
         assert torch.equal(counts, expected), name
 
 
-def equals_dropless(dtype: torch.dtype, options: dict[str, Any]) -> None:
+@pytest.mark.parametrize("ranks", ["ranks2", "ranks4"])
+@pytest.mark.parametrize(
+    ("dtype", "options"), [(torch.float32, {"capacity_factor": 2.6}), (torch.bfloat16, {})], ids=str
+)
+@on_ranks()
+def test_experts_of_other_ranks_have_the_bits_of_dropless_ones(
+    dtype: torch.dtype, options: dict[str, Any]
+) -> None:
     """Each expert has the same rows in the same order, so that its bits are the same too."""
     torch.manual_seed(0)
     num_ranks, rank = dist.get_world_size(), dist.get_rank()
@@ -124,16 +131,6 @@ def equals_dropless(dtype: torch.dtype, options: dict[str, Any]) -> None:
         for param in itertools.chain(layer.parameters(), alone.parameters()):
             param.grad = None
     assert int(overflowed_tokens(layer)) == 0
-
-
-@pytest.mark.parametrize(
-    ("dtype", "options"), [(torch.float32, {"capacity_factor": 2.6}), (torch.bfloat16, {})], ids=str
-)
-def test_experts_of_other_ranks_have_the_bits_of_dropless_ones(
-    ranks2: RankPool, ranks4: RankPool, dtype: torch.dtype, options: dict[str, Any]
-) -> None:
-    for pool in (ranks2, ranks4):
-        pool.run(equals_dropless, dtype, options)
 
 
 @on_ranks("ranks2")

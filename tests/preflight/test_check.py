@@ -1,18 +1,17 @@
-"""graphfsdp.check: finds every hazard of an iteration, and changes nothing."""
+"""graphfsdp.check: finds every hazard of an iteration, and changes nothing, on no rank either."""
 
-import copy
 import json
-import random
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-import numpy
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 import graphfsdp
+from faults_at_operators import World
 from graphfsdp import HazardKind
 from graphfsdp.optim import FusedAdam
 from helpers import (
@@ -24,6 +23,17 @@ from helpers import (
 )
 from iterations import Optimizer, gan
 from mid_forward import Inner, Probe, batches
+from ranks import on_ranks
+from sharding_helpers import (
+    MAX_NORM,
+    adam,
+    assert_replayed,
+    assert_same_training,
+    make_net,
+    my_part,
+    train,
+)
+from sharding_helpers import batches as sharding_batches
 from zoo import ZOO
 
 CHECKED = (
@@ -32,37 +42,11 @@ CHECKED = (
 )
 
 
-def everything(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """Return what a check must leave alone, apart from the contents of tensors."""
-    return {
-        "tensors": [id(t) for t in (*model.parameters(), *model.buffers())],
-        "addresses": [t.data_ptr() for t in (*model.parameters(), *model.buffers())],
-        "gradients": [None if p.grad is None else id(p.grad) for p in model.parameters()],
-        "attributes": [sorted(vars(p)) for p in model.parameters()],
-        "modes": [module.training for module in model.modules()],
-        "hooks": [len(module._forward_hooks) for module in model.modules()],
-        "numbers": [
-            {k: v for k, v in vars(module).items() if isinstance(v, int | float)}
-            for module in model.modules()
-        ],
-        "state": {id(p): {k: id(v) for k, v in s.items()} for p, s in optimizer.state.items()},
-        "groups": copy.deepcopy(
-            [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups]
-        ),
-        "params": [[id(p) for p in group["params"]] for group in optimizer.param_groups],
-        "python": random.getstate(),
-        "numpy": repr(numpy.random.get_state()),
-    }
-
-
 @contextmanager
 def unchanged(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    contents, rest = snapshot(model, optimizer), everything(model, optimizer)
-    generator = torch.get_rng_state()
+    world = World(model, optimizer)
     yield
-    assert_same_state(contents, snapshot(model, optimizer))
-    assert rest == everything(model, optimizer)
-    assert torch.equal(generator, torch.get_rng_state())
+    world.assert_unchanged("checked")
 
 
 @pytest.mark.parametrize("name", CHECKED)
@@ -214,3 +198,49 @@ def test_what_does_not_go_together_is_refused() -> None:
         graphfsdp.check(models, optimizers, torch.ones(2, 6))
     with pytest.raises(graphfsdp.ConfigError, match=r"iteration= .* microbatches"):
         graphfsdp.check(models, optimizers, torch.ones(2, 6), iteration=gan, microbatches=2)
+
+
+@on_ranks("ranks2")
+def test_a_check_leaves_a_sharded_model_alone() -> None:
+    runs = []
+    for checked in (False, True):
+        model = make_net("optim_grads_params", dropout=0.2)
+        optim = adam(model)
+        if checked:
+            batch = my_part(sharding_batches(1)[0])
+            report = graphfsdp.check(
+                model, optim, *batch, max_grad_norm=MAX_NORM, microbatches=3, ignore=["gradient"]
+            )
+            assert report.ok, str(report)
+            assert report.num_ignored == 1  # a parameter that the net does not use
+        runs.append(train(model, optim, microbatches=3))
+    assert_same_training(*runs)
+    assert_replayed(runs[1])
+
+
+@on_ranks("ranks2")
+def test_every_collective_that_cannot_be_recorded_is_listed_on_every_rank() -> None:
+    torch.manual_seed(0)
+    model = nn.Linear(4, 4)
+    before = [param.detach().clone() for param in model.parameters()]
+    kept = torch.ones(4)
+
+    def loss_fn(model: nn.Module, x: Tensor) -> Tensor:
+        dist.all_reduce(kept)  # in place, of a tensor from outside
+        objects: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(objects, {"rank": dist.get_rank()})
+        dist.barrier()
+        loss: Tensor = model(x * kept).square().mean()
+        return loss
+
+    report = graphfsdp.check(
+        model, FusedAdam(model.parameters()), torch.ones(2, 4), loss_fn=loss_fn
+    )
+    assert torch.equal(kept, torch.ones(4))
+    assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+    kinds = {hazard.kind for hazard in report.hazards}
+    assert kinds == {HazardKind.COLLECTIVE}, str(report)
+    lines = [hazard.source.text for hazard in report.hazards if hazard.source is not None]
+    called = [f"dist.{name}" for name in ("all_reduce", "all_gather_object", "barrier")]
+    assert [line.partition("(")[0] for line in lines] == called
+    assert report.hazards[1].op == "torch.distributed.all_gather_object"

@@ -1,4 +1,4 @@
-"""`graphfsdp check`: scripts run unchanged up to their first captured step, and exit codes."""
+"""`graphfsdp check`: scripts run unchanged up to their first captured step, loops as they stand."""
 
 import gc
 import json
@@ -13,7 +13,9 @@ import pytest
 import torch
 
 import graphfsdp
+import loops
 from graphfsdp.cli import main
+from loops import JUDGED, LOOPS
 from scripts_to_check import BAD_NEIGHBOUR, DOES, PLAIN, PROGRAMS
 
 ROOT = Path(__file__).parents[2]
@@ -67,32 +69,22 @@ def test_hazards_are_exit_code_1_with_their_line_as_text_and_as_json(
     assert "1 ignored" in capsys.readouterr().out
 
 
-def test_an_unchanged_script_is_told_the_lines_to_add_and_writes_nothing(
-    folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (folder / "checkpoint.pt").write_text("precious")
-    before = sorted(folder.rglob("*"))
-    assert main(["check", "plain.py"]) == 0
-    out = capsys.readouterr().out
-    assert out.startswith("can be captured: ")
-    assert "graphfsdp.capture_in_place(model, optimizer)" in out
-    assert "model (Sequential): captured, " in out
-    assert "optimizer (AdamW): an operator for each group" in out
-    assert "plain.py:18 nn.utils.clip_grad_norm_(model.parameters(), 1.0): " in out
-    assert "in place of plain.py:13 to plain.py:19, which become" in out
-    assert "def iterate(model, optimizer, x" in out
-    assert sorted(folder.rglob("*")) == before
-    assert (folder / "checkpoint.pt").read_text() == "precious"
-    assert main(["check", "plain.py", "read"]) == 1
-    out = capsys.readouterr().out
-    assert "cannot be captured: 1 hazard" in out
-    assert "print(float(loss.detach()))  # read" in out
-
-
 ONE = "cannot be captured: 1 hazard"
 # What is checked, its exit code, and what is said of it.
 SAID: dict[str, tuple[int, list[str]]] = {
-    # An unchanged script, whose model counts and draws.
+    # An unchanged script is told the lines to add.
+    "plain.py": (
+        0,
+        [
+            *("can be captured: ", "graphfsdp.capture_in_place(model, optimizer)"),
+            *("model (Sequential): captured, ", "optimizer (AdamW): an operator for each group"),
+            "plain.py:18 nn.utils.clip_grad_norm_(model.parameters(), 1.0): ",
+            "in place of plain.py:13 to plain.py:19, which become",
+            "def iterate(model, optimizer, x",
+        ],
+    ),
+    "plain.py read": (1, [ONE, "print(float(loss.detach())) # read"]),
+    # One whose model counts and draws.
     "nanogpt.py": (
         1,
         [
@@ -138,6 +130,10 @@ SAID: dict[str, tuple[int, list[str]]] = {
     "hooked.py": (0, ["can be captured: "]),
     # Files are copied, listed and removed, and the folder stays as it was.
     "files.py": (0, ["can be captured: "]),
+    # Functions that return what is to be checked.
+    "factory:pair": (0, ["can be captured: "]),
+    "factory.py:pair": (0, ["can be captured: "]),
+    "factory:mapping": (1, ["host-read"]),
     # What is beside the graph is not judged.
     "--device cpu beside.py": (0, ["graphfsdp.capture_in_place(agent, optimizer)"]),
     "beside.py read": (
@@ -148,12 +144,12 @@ SAID: dict[str, tuple[int, list[str]]] = {
 
 
 @pytest.mark.parametrize("line", SAID)
-def test_what_a_program_is_told(
+def test_what_a_program_is_told_and_that_it_writes_nothing(
     folder: Path, capsys: pytest.CaptureFixture[str], line: str
 ) -> None:
     cycle = PLAIN.replace("CosineAnnealingLR(optimizer, 10)", "OneCycleLR(optimizer, 0.1, 9)")
-    (folder / "cycle.py").write_text(cycle.replace('"precious"', "str()"))
-    (folder / "checkpoint.pt").touch()
+    (folder / "cycle.py").write_text(cycle)
+    (folder / "checkpoint.pt").write_text("precious")
     (folder / "kept").mkdir()
     (folder / "kept" / "a").touch()
     before = {path: path.stat().st_mtime_ns for path in folder.rglob("*")}
@@ -183,6 +179,21 @@ def test_a_check_finds_what_a_capture_of_the_iteration_refuses(
         runpy.run_path("loop.py")
 
 
+@pytest.mark.parametrize("name", [*LOOPS, *JUDGED])
+def test_what_a_graph_cannot_hold_is_told_and_nothing_else(
+    name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    expected = JUDGED[name][1] if name in JUDGED else "control-flow" if "two ways" in name else ""
+    code = main(["check", "--json", loops.__file__, name])
+    report = json.loads(capsys.readouterr().out)
+    kinds = [hazard["kind"] for hazard in report["hazards"]]
+    assert kinds == ([expected] if expected else []), report
+    assert code == bool(kinds)
+    assert report["num_ops"] > 0
+    assert sum(launch["count"] for launch in report["launches"]) == report["num_ops"]
+    assert report["parts"] is not None
+
+
 def test_a_module_is_run_like_python_m(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     sys.path.insert(0, str(folder))
     try:
@@ -208,29 +219,6 @@ def test_a_script_for_a_gpu_is_told_what_to_do_and_checked_with_device_cpu(
 
 
 @pytest.mark.parametrize(
-    ("target", "code", "said"),
-    [
-        ("factory:pair", 0, "can be captured"),
-        ("factory.py:pair", 0, "can be captured"),
-        ("factory:mapping", 1, "host-read"),
-        ("factory:wrong", 2, "returned a Linear; expected (model, optimizer, batch)"),
-        ("factory:failing", 2, "KeyError: 'no data'"),
-        ("factory:number", 2, "no function 'number'"),
-        ("factory:absent", 2, "no function 'absent'"),
-        ("nowhere:f", 2, "no module 'nowhere'"),
-        ("nowhere.py:f", 2, "no file 'nowhere.py'"),
-    ],
-)
-def test_functions_are_checked(
-    folder: Path, capsys: pytest.CaptureFixture[str], target: str, code: int, said: str
-) -> None:
-    assert main(["check", target]) == code
-    shown = capsys.readouterr()
-    assert said in (shown.err if code == 2 else shown.out)
-    assert not (folder / "written.pt").exists()
-
-
-@pytest.mark.parametrize(
     ("line", "said"),
     [
         ("without.py", "and trained no model with an optimizer. Remedy: let it run"),
@@ -244,6 +232,12 @@ def test_functions_are_checked(
         ("", "nothing to check"),
         ("--ignore nonsense good.py", "invalid choice: 'nonsense'"),
         ("factory:pair 3", "takes no arguments"),
+        ("factory:wrong", "returned a Linear; expected (model, optimizer, batch)"),
+        ("factory:failing", "KeyError: 'no data'"),
+        ("factory:number", "no function 'number'"),
+        ("factory:absent", "no function 'absent'"),
+        ("nowhere:f", "no module 'nowhere'"),
+        ("nowhere.py:f", "no file 'nowhere.py'"),
     ],
 )
 def test_what_cannot_be_checked_is_exit_code_2(

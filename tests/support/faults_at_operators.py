@@ -135,6 +135,7 @@ class World:
     def _look(self) -> dict[str, Any]:
         facts: dict[str, Any] = {}
         for path, module in self._model.named_modules():
+            facts[f"hooks of {path}"] = [*module._forward_hooks, *module._forward_pre_hooks]
             for name, value in (*module._parameters.items(), *module._buffers.items()):
                 facts[f"{path}.{name}"] = (
                     id(value),
@@ -144,6 +145,7 @@ class World:
                 if isinstance(value, Tensor | bool | int | float):
                     facts[f"{path}.{name}"] = id(value) if isinstance(value, Tensor) else value
         for name, param in self._model.named_parameters():
+            facts[f"attributes of {name}"] = sorted(vars(param))
             for kind in ("grad", "decoupled_grad"):
                 facts[f"{kind} of {name}"] = id(getattr(param, kind, None))
             facts[f"state of {name}"] = {

@@ -1,6 +1,7 @@
 """Loops with `capture_in_place` and without it, bit for bit. Every part is kept, pays it or not."""
 
 from collections.abc import Callable, Iterable, Iterator
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -8,10 +9,12 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 import graphfsdp
+from helpers import local_part, same_bits
 
 Loop = Callable[[Any, Any], Iterable[Any]]
 Loss = Callable[[Any, int, Tensor, Tensor], Any]  # of a model, an iteration and its batch
 Parts = Any  # what capture_in_place returns
+DEVICE = ContextVar("DEVICE", default="cpu")  # of models and batches, while a loop is checked
 
 
 class Net(nn.Module):
@@ -40,7 +43,8 @@ def make_adam(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), lr=1e-2)
 
 
-def batches(count: int = 12, device: str = "cpu") -> Iterator[tuple[int, Tensor, Tensor]]:
+def batches(count: int = 12) -> Iterator[tuple[int, Tensor, Tensor]]:
+    device = DEVICE.get()
     for index in range(count):
         yield index, torch.randn(8, 6).to(device), torch.randint(4, (8,)).to(device)
 
@@ -63,11 +67,11 @@ def trains(model: Any, optimizer: torch.optim.Optimizer, count: int = 12) -> Ite
         yield iterates(model, optimizer, x, y)
 
 
-def trains_by(loss_of: Loss, count: int = 12, device: str = "cpu") -> Loop:
+def trains_by(loss_of: Loss, count: int = 12) -> Loop:
     """Return a loop over a loss of its own."""
 
     def loop(model: Any, optimizer: torch.optim.Optimizer) -> Iterator[Any]:
-        for index, x, y in batches(count, device):
+        for index, x, y in batches(count):
             optimizer.zero_grad()
             loss = loss_of(model, index, x, y)
             loss.backward()
@@ -87,13 +91,14 @@ def state_of(models: list[nn.Module], optimizers: list[Any]) -> list[Any]:
     if torch.cuda.is_available():
         found.append(("generator of the GPU", torch.cuda.get_rng_state()))
     for model in models:
-        found += [(name, t.clone()) for name, t in model.state_dict().items()]
-        found += [(f"{name}.grad", p.grad) for name, p in model.named_parameters()]
+        found += [(name, local_part(t).clone()) for name, t in model.state_dict().items()]
+        grads = [(f"{name}.grad", p.grad) for name, p in model.named_parameters()]
+        found += [(name, grad if grad is None else local_part(grad)) for name, grad in grads]
     for optimizer in optimizers:
         if not isinstance(optimizer, torch.optim.Optimizer):
             continue
         for key, entries in optimizer.state_dict()["state"].items():
-            found += [(f"{key}.{name}", value) for name, value in entries.items()]
+            found += [(f"{key}.{name}", local_part(value)) for name, value in entries.items()]
     return found
 
 
@@ -103,6 +108,8 @@ def run(
     """Return what a loop gives and leaves, and its parts."""
     torch.manual_seed(0)
     models = make()
+    if DEVICE.get() != "cpu":
+        models.to(DEVICE.get())
     optimizers = optim(models)
     torch.manual_seed(7)
     parts = None
@@ -112,13 +119,19 @@ def run(
     return given + state_of(listed(models), listed(optimizers)), parts
 
 
-def check(loop: Loop, make: Any = make_net, optim: Any = make_adam, **options: Any) -> Parts:
+def check(
+    loop: Loop, make: Any = make_net, optim: Any = make_adam, device: str = "cpu", **options: Any
+) -> Parts:
     """Compare both ways bit for bit; return the parts."""
-    expected, _ = run(loop, False, make, optim)
-    found, parts = run(loop, True, make, optim, **options)
+    before = DEVICE.set(device)
+    try:
+        expected, _ = run(loop, False, make, optim)
+        found, parts = run(loop, True, make, optim, **options)
+    finally:
+        DEVICE.reset(before)
     assert [name for name, _ in found] == [name for name, _ in expected]
     for (name, one), (_, other) in zip(expected, found, strict=True):
-        same = torch.equal(one, other) if isinstance(one, Tensor) else one == other
+        same = same_bits(one, other) if isinstance(one, Tensor) else one == other
         assert same, (name, one, other)
     assert parts is not None
     return parts

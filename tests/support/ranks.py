@@ -205,6 +205,16 @@ def _describe(answers: list[_Answer | None], stacks: dict[int, str], limit_s: fl
     return "\n".join(parts)
 
 
+@contextlib.contextmanager
+def lost_pool(num_ranks: int) -> Iterator[RankPool]:
+    """A pool of one's own, whose ranks or groups nobody can use afterwards."""
+    pool = RankPool(num_ranks)
+    try:
+        yield pool
+    finally:
+        pool.close(force=True)
+
+
 def rank_device() -> torch.device:
     """Return the device of the rank that this process is."""
     if dist.get_backend() == "nccl":

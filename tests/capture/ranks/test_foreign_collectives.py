@@ -12,38 +12,28 @@ from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import graphfsdp
+from counting_net import mean_square
 from graphfsdp import CaptureError, ConfigError
 from ranks import on_ranks
 from sharding_helpers import Block, raises_on_rank
 
 
-class Mean(nn.Module):
-    def __init__(self, block: nn.Module) -> None:
-        super().__init__()
-        self.block = block
-
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.block(x).square().mean()
-        return out
+def all_reduced(model: nn.Module, x: Tensor) -> Tensor:
+    loss = mean_square(model, x)
+    total = loss.detach().clone()
+    dist.all_reduce(total)
+    return loss * (1 + total)
 
 
-class AllReduces(Mean):
-    def forward(self, x: Tensor) -> Tensor:
-        loss = super().forward(x)
-        total = loss.detach().clone()
-        dist.all_reduce(total)
-        return loss * (1 + total)
-
-
-def all_reduces() -> nn.Module:
-    return AllReduces(Block(4))
+def block() -> nn.Module:
+    return nn.Sequential(Block(4))
 
 
 def sharded_by_torch() -> nn.Module:
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    model = Mean(Block(4))
-    torch_fully_shard(model.block, mesh=mesh)
-    torch_fully_shard(model, mesh=mesh)
+    model = block()
+    for module in (*model.children(), model):
+        torch_fully_shard(module, mesh=mesh)
     return model
 
 
@@ -52,33 +42,33 @@ def adamw(model: Any) -> torch.optim.Optimizer:
 
 
 @pytest.mark.parametrize(
-    ("make", "words"),
+    ("make", "loss_fn", "words"),
     [
-        (all_reduces, ("c10d", "is a collective", "Remedy")),
-        (sharded_by_torch, ("fsdp.all_gather_copy_in", "Remedy")),
+        (block, all_reduced, ("c10d", "is a collective", "Remedy")),
+        (sharded_by_torch, mean_square, ("fsdp.all_gather_copy_in", "Remedy")),
     ],
 )
 @on_ranks("ranks2")
 def test_a_foreign_collective_is_refused_by_name(
-    make: Callable[[], nn.Module], words: tuple[str, ...]
+    make: Callable[[], nn.Module], loss_fn: Any, words: tuple[str, ...]
 ) -> None:
     torch.manual_seed(dist.get_rank())
     model = make()
-    with graphfsdp.capture(model, optim := adamw(model)) as step:
+    with graphfsdp.capture(model, optim := adamw(model), loss_fn=loss_fn) as step:
         for _ in range(3):
             step(torch.randn(2, 4))
         with raises_on_rank(CaptureError, *words):
             step(torch.randn(2, 4))
-    if make is all_reduces:  # the other's own state is in the middle of a backward pass
-        with graphfsdp.capture(model, optim, scope="none") as step:
+    if make is block:  # the other's own state is in the middle of a backward pass
+        with graphfsdp.capture(model, optim, loss_fn=loss_fn, scope="none") as step:
             assert step(torch.ones(2, 4)).isfinite()
 
 
 @on_ranks("ranks2")
 def test_a_part_in_torchs_data_parallel_is_refused_before_anything_runs() -> None:
-    model = Mean(DistributedDataParallel(Block(4)))
-    words = ("'block' is wrapped in DistributedDataParallel", "strategy='no_shard'", "Remedy")
+    model = nn.Sequential(DistributedDataParallel(Block(4)))
+    words = ("'0' is wrapped in DistributedDataParallel", "strategy='no_shard'", "Remedy")
     with raises_on_rank(ConfigError, *words):
-        graphfsdp.capture(model, adamw(model))
-    with graphfsdp.capture(model, adamw(model), scope="none") as step:
+        graphfsdp.capture(model, adamw(model), loss_fn=mean_square)
+    with graphfsdp.capture(model, adamw(model), loss_fn=mean_square, scope="none") as step:
         assert step(torch.ones(2, 4)).isfinite()

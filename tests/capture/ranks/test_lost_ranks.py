@@ -1,31 +1,23 @@
 """A rank that fails or ends: the others hear who and why within seconds, wherever they wait."""
 
 import dataclasses
-import datetime
-import json
 import os
-import pathlib
 import signal
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import pytest
-import torch
 import torch.distributed as dist
 
 import graphfsdp
+import ranks
 from faults_at_operators import Fault, FaultMode, World
-from forked_programs import run_source
 from graphfsdp import Phase
 from rank_steps import batch, build
-from ranks import RankPool, fork_server
-from time_limits import until
+from ranks import RankError, lost_pool
 
-NUM_RANKS = 3
 VICTIM = 1
-TIMEOUT_S = 3600  # of the process group: nobody may have to wait for it
 SECONDS = 20  # in which all is over; it takes about four
 
 
@@ -110,11 +102,8 @@ def fails_on_the_last_rank(case: str, strategy: str) -> Heard:
 )
 def test_a_rank_that_fails_is_named_at_once(num_ranks: int, case: str, strategy: str) -> None:
     index, kind, _ = CASES[case]
-    pool = RankPool(num_ranks)
-    try:
+    with lost_pool(num_ranks) as pool:
         *others, failed = pool.run(fails_on_the_last_rank, case, strategy, limit_s=SECONDS)
-    finally:
-        pool.close(force=True)
     name = f"rank {num_ranks - 1} of {num_ranks} failed in iteration {index + 1}: {kind}"
     assert failed.kind == kind
     assert "process groups were aborted. Remedy:" in failed.notes[-1]
@@ -147,11 +136,8 @@ def fails_in_the_optimizer() -> tuple[str, str]:
 
 
 def test_ranks_whose_weights_differ_do_not_train_on() -> None:
-    pool = RankPool(2)
-    try:
+    with lost_pool(2) as pool:
         (phase, heard), (phase_of_failed, failed) = pool.run(fails_in_the_optimizer)
-    finally:
-        pool.close(force=True)
     assert phase == phase_of_failed == "broken"
     assert heard.startswith("RankFailedError: rank 1 of 2 failed in iteration 6: InjectedError")
     assert failed.startswith("InjectedError")
@@ -164,88 +150,43 @@ class Ends(FaultMode):
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-def survive(rank: int, folder: str, index: int) -> None:
-    """Train until one rank ends in a call; write down what it is like on the others."""
-    torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo",
-        init_method=f"file://{folder}/store",
-        rank=rank,
-        world_size=NUM_RANKS,
-        timeout=datetime.timedelta(seconds=TIMEOUT_S),
-    )
+def survive(index: int) -> None:
+    """Train until one rank ends in a call."""
 
     @contextmanager
     def ends(step: Any) -> Iterator[None]:
-        with Ends(12 if rank == VICTIM else -1, Fault.ERROR, after=False):
+        with Ends(12 if dist.get_rank() == VICTIM else -1, Fault.ERROR, after=False):
             yield
 
     heard = hear(index, "optim_grads_params", ends)
-    (pathlib.Path(folder) / f"{rank}.tmp").write_text(json.dumps(dataclasses.asdict(heard)))
-    (pathlib.Path(folder) / f"{rank}.tmp").rename(pathlib.Path(folder) / f"{rank}.json")
-    # Not before all have written: whoever ends closes the connections of the others.
-    while len(list(pathlib.Path(folder).glob("*.json"))) < NUM_RANKS - 1:
-        time.sleep(0.01)
-    os._exit(0)
+    assert heard.kind == "RankFailedError"
+    assert heard.text.startswith("rank 1 of 3 ended, or did not answer")
+    assert heard.phase == "broken"
+    assert "rank 1 of 3 ended" in heard.again
 
 
-def exit_codes(processes: Sequence[Any]) -> list[int | None]:
-    until(lambda: all(process.exitcode is not None for process in processes), 2 * SECONDS)
-    for process in processes:
-        process.kill()
-        process.join()
-    return [process.exitcode for process in processes]
+@pytest.mark.parametrize("index", [WARM_UP, REPLAY])
+def test_a_rank_that_ends_is_named_at_once(index: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ranks, "GRACE_S", SECONDS)
+    ended = f"rank 1 failed:\nthe process ended with exit code {-signal.SIGKILL}"
+    with lost_pool(3) as pool, pytest.raises(RankError) as caught:
+        pool.run(survive, index, limit_s=2 * SECONDS)
+    assert str(caught.value) == f"rank 0 succeeded\n{ended}\nrank 2 succeeded"
 
 
-def test_a_rank_that_ends_is_named_at_once(tmp_path: pathlib.Path) -> None:
-    context = fork_server()
-    runs = {}
-    for index in (WARM_UP, REPLAY):  # side by side: they wait more than they work
-        folder = tmp_path / str(index)
-        folder.mkdir()
-        runs[folder] = [
-            context.Process(target=survive, args=(rank, str(folder), index))
-            for rank in range(NUM_RANKS)
-        ]
-        for process in runs[folder]:
-            process.start()
-    for folder, processes in runs.items():
-        assert exit_codes(processes) == [0, -signal.SIGKILL, 0]
-        for rank in {*range(NUM_RANKS)} - {VICTIM}:
-            heard = Heard(**json.loads((folder / f"{rank}.json").read_text()))
-            assert heard.kind == "RankFailedError"
-            assert heard.text.startswith("rank 1 of 3 ended, or did not answer")
-            assert heard.phase == "broken"
-            assert "rank 1 of 3 ended" in heard.again
+def calls_behind_the_group(num_calls: int) -> None:
+    step, *_ = build("optim_grads_params", "full_iteration", warmup_steps=1)
+    x = batch(0)
+    for _ in range(num_calls):
+        step(x)
+    dist.destroy_process_group()
+    refusal = "after destroy_process_group(.|\n)*Remedy: step.close.. first"
+    with pytest.raises(graphfsdp.PhaseError, match=refusal):
+        step(x)
+    step.close()
 
 
-DESTROYED = """
-import sys, torch, graphfsdp
-import torch.distributed as dist
-from torch import nn
-from graphfsdp.optim import FusedAdam
-
-dist.init_process_group("gloo", init_method=sys.argv[1], rank=0, world_size=1)
-model = nn.Linear(4, 1)
-graphfsdp.fully_shard(model)
-step = graphfsdp.capture(
-    model, FusedAdam(model.parameters()), loss_fn=lambda model, x: model(x).sum(), warmup_steps=1
-)
-step(torch.ones(2, 4))
-if sys.argv[2] == "replays":
-    step(torch.ones(2, 4))
-dist.destroy_process_group()
-try:
-    step(torch.ones(2, 4))
-except graphfsdp.PhaseError as error:
-    print(error)
-step.close()
-"""
-
-
-@pytest.mark.parametrize("phase", ["captures", "replays"])
-def test_a_call_after_the_process_group_is_refused(phase: str, tmp_path: pathlib.Path) -> None:
-    ended = run_source(DESTROYED, f"file://{tmp_path}/store", phase)
-    assert ended.returncode == 0, ended.stderr
-    assert "after destroy_process_group" in ended.stdout
-    assert "Remedy: step.close() first" in ended.stdout
+@pytest.mark.parametrize("num_calls", [1, 2], ids=["captures", "replays"])
+def test_a_call_after_the_process_group_is_refused(num_calls: int) -> None:
+    with lost_pool(1) as pool:
+        pool.run(calls_behind_the_group, num_calls)

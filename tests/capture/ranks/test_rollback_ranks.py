@@ -14,7 +14,7 @@ from graphfsdp import Phase
 from helpers import assert_same_state, quick_garbage_collection, snapshot
 from hidden_count import Unseen
 from rank_steps import WIDTH, batch, build
-from ranks import RankPool, on_ranks
+from ranks import lost_pool, on_ranks
 from sharding_helpers import hybrid_mesh
 from time_limits import slowdown
 
@@ -197,9 +197,6 @@ def meet_a_new_kind() -> str:
 
 
 def test_a_kind_that_is_new_to_one_rank_alone_is_refused_on_all() -> None:
-    pool = RankPool(2)
-    try:
+    with lost_pool(2) as pool:
         for text in pool.run(meet_a_new_kind):
             assert text.startswith("rank 0 of 2 replayed iteration 6, for whose batch another")
-    finally:
-        pool.close(force=True)
