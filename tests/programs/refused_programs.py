@@ -36,7 +36,7 @@ class Refused:
         why: Part of the reason.
         fix: Part of the remedy.
         by: "both", or only "capture" (what a recording minds alone), or only "check" (what the
-            capture cannot see: see the silent ones in test_footguns.py).
+            capture cannot see: see the silent ones in test_allowed.py).
         cpu_only: On CUDA it is legal, or fails before it reaches a capture.
         driver: CUDA refuses it too, without our rules (test_cuda_graph.py), if it gets that far.
         target: Whose rules the check judges by.

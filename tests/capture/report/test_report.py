@@ -36,7 +36,7 @@ def captured(device: torch.device = CPU, num_calls: int = 5) -> graphfsdp.Captur
     return step
 
 
-def test_report_of_a_step_that_has_not_run(device: torch.device) -> None:
+def test_report_of_a_step_that_has_not_run(device: torch.device, tmp_path: Path) -> None:
     step, model, _, _ = make_step(device, "gpt")
     report = step.report()
     assert report.backend == device.type
@@ -54,6 +54,10 @@ def test_report_of_a_step_that_has_not_run(device: torch.device) -> None:
     assert "graph:" not in str(report)
     with pytest.raises(graphfsdp.PhaseError, match=r"no graph to measure in phase warmup.*4 calls"):
         step.report(measure=True)
+    with pytest.raises(graphfsdp.PhaseError, match=r"no graph .*phase warmup.*4 calls|captured"):
+        report.html(tmp_path / "file")
+    assert not (tmp_path / "file").exists()
+    assert json.loads(report.to_json())["nodes"] == []
 
 
 def test_report_of_a_captured_step(device: torch.device) -> None:
@@ -330,15 +334,6 @@ def test_page_is_well_formed_and_loads_nothing(
     if shutil.which("node"):
         (tmp_path / "page.js").write_text(program)
         subprocess.run(["node", "--check", "page.js"], cwd=tmp_path, check=True)
-
-
-def test_the_page_needs_a_graph(tmp_path: Path) -> None:
-    model = nn.Linear(2, 1)
-    step = graphfsdp.capture(model, FusedAdam(model.parameters()))
-    with pytest.raises(graphfsdp.PhaseError, match=r"no graph .*phase warmup.*4 calls|captured"):
-        step.report().html(tmp_path / "file")
-    assert not (tmp_path / "file").exists()
-    assert json.loads(step.report().to_json())["nodes"] == []
 
 
 KIB = 1024

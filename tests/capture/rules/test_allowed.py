@@ -1,12 +1,25 @@
-"""What looks forbidden or odd and is not: captured, and replays equal eager bit for bit."""
+"""What nothing refuses: what looks forbidden or odd replays as eager runs, bit for bit.
+
+Below are surprises of a captured step: what happens now, and what one would expect. What is
+refused is in test_refused.py and in the tests of the guards.
+"""
+
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
+import graphfsdp
 from allowed_programs import ALLOWED, ALLOWED_ON_A_CPU, CONSTANT_READS
 from catalogue import CATALOGUE
-from helpers import check_against_eager
+from counting_net import mean_square
+from footgun_net import Net, inputs, start
+from graphfsdp.optim import FusedAdam
+from helpers import Case, assert_alive, assert_same_run, check_against_eager, run, run_as_eager
 from mid_forward import check_captured
+from zoo import ZOO, features
 
 CPU = torch.device("cpu")
 ONLY_ON_A_CPU = ALLOWED_ON_A_CPU | CONSTANT_READS
@@ -33,3 +46,104 @@ def test_an_odd_program_replays_as_eager_runs(name: str) -> None:
 )
 def test_odd_setups_replay_with_optimizers_of_torch(name: str, optimizer: str) -> None:
     check_against_eager(CATALOGUE[name], CPU, optimizer=optimizer)
+
+
+def test_a_kept_activation_is_overwritten(device: torch.device) -> None:
+    kept: dict[str, Tensor] = {}
+
+    def loss_fn(model: nn.Module, x: Tensor) -> Tensor:
+        kept["mean"] = x.mean()
+        loss: Tensor = model(x)
+        return loss
+
+    step, *_ = start(device, loss_fn)
+    seen = []
+    for index in range(8):
+        step(torch.full((8, 4), float(index), device=device))
+        seen.append(kept["mean"])
+    # Intuitive: 0 to 7. From the recording on it is one tensor; clone what is to be kept, or
+    # return it from loss_fn.
+    assert [float(mean) for mean in seen] == [0, 1, 2, 7, 7, 7, 7, 7]
+
+
+def test_gradients_after_clipping_differ(device: torch.device) -> None:
+    """FusedAdam scales while it reads; torch's optimizers need the scaled gradient in .grad."""
+    norms = {}
+    for name in ("fused_adam", "sgd"):
+        model = Net().to(device)
+        optim: torch.optim.Optimizer = FusedAdam(model.parameters())
+        if name == "sgd":
+            optim = torch.optim.SGD(model.parameters(), lr=0.1, fused=True)
+        step = graphfsdp.capture(model, optim, max_grad_norm=0.01)
+        for _ in range(6):
+            step(inputs(device))
+        grads = [param.grad for param in model.parameters() if param.grad is not None]
+        norms[name] = float(torch.nn.utils.get_total_norm(grads))
+        assert step.grad_norm is not None
+        assert float(step.grad_norm) > 0.01
+    # Intuitive: the same. step.grad_norm is the norm before clipping with both.
+    assert norms["sgd"] == pytest.approx(0.01, rel=1e-3)
+    assert norms["fused_adam"] > 0.02
+
+
+def test_an_old_graph_raises(device: torch.device) -> None:
+    """The weights that an older forward pass saved have been written since."""
+    step, model, _ = start(device, lr=0.1)
+    for _ in range(5):
+        step(inputs(device))
+    hidden = model.layer(inputs(device).requires_grad_()).square().mean()
+    step(inputs(device))
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        hidden.backward()
+
+
+def test_autocast_around_the_loop_uses_no_stale_weights(device: torch.device) -> None:
+    """Its cache of casted weights outlives a call, and the weights change in between."""
+    expected = run(ZOO["autocast"], "plain", device)  # is entered in each call
+    with torch.autocast(device.type, dtype=torch.bfloat16):
+        for scope in ("none", "forward_backward", "full_iteration"):
+            assert_same_run(expected, run(ZOO["mlp"], scope, device))
+    assert_alive(expected)
+
+
+# What torch says of a reentrant checkpoint that no gradient goes through.
+pytestmark = pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
+
+
+def block(dropout: float) -> nn.Module:
+    layers = nn.Linear(8, 16), nn.GELU(), nn.Dropout(dropout), nn.Linear(16, 8)
+    return nn.Sequential(*layers, nn.Dropout(dropout))
+
+
+class Checkpointed(nn.Module):
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 8)
+        self.draws = way != "reentrant, without draws"  # and so without states of generators
+        self.blocks = nn.Sequential(*(block(0.3 if self.draws else 0.0) for _ in range(3)))
+        self.last = nn.Linear(8, 2)
+        self.way = way
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.first(x)
+        if self.way == "sequential":
+            hidden = checkpoint_sequential(self.blocks, 2, hidden, use_reentrant=False)
+        else:
+            options: Any = {"use_reentrant": "reentrant" in self.way}
+            for block in self.blocks:
+                hidden = hidden + checkpoint(
+                    block, hidden, preserve_rng_state=self.draws, **options
+                )
+        if self.way == "reentrant":  # through which no gradient goes
+            with torch.no_grad():
+                extra: Any = checkpoint(self.blocks[0], x.new_ones(2, 8), use_reentrant=True)
+            hidden = hidden + extra.mean()
+        out: Tensor = self.last(hidden)
+        return out
+
+
+@pytest.mark.parametrize("way", ["reentrant", "reentrant, without draws", "by hooks", "sequential"])
+def test_dropout_in_it_is_that_of_the_plain_loop(way: str, device: torch.device) -> None:
+    case = Case(lambda: Checkpointed(way), features(4), mean_square)
+    trace = run_as_eager(case, device, beside="plain", optimizer="sgd")
+    assert trace.report.num_calls["replay"] == 10
