@@ -27,17 +27,27 @@ CUDA = torch.device("cuda", 0)
 
 
 def make_step(
-    loss_fn: Callable[..., Tensor] | None = None, *, device: torch.device = CUDA, **options: Any
+    loss_fn: Callable[..., Tensor] | None = None,
+    num_calls: int = 0,
+    *,
+    device: torch.device = CUDA,
+    **options: Any,
 ) -> graphfsdp.CapturedStep:
+    """Return a step that has been called some times."""
     torch.manual_seed(0)
     model = Squared(nn.Linear(WIDTH, 8), nn.Dropout(0.1), nn.Linear(8, WIDTH)).to(device)
-    return graphfsdp.capture(
-        model, FusedAdam(model.parameters(), lr=0.01), loss_fn=loss_fn, **options
-    )
+    optimizer = FusedAdam(model.parameters(), lr=0.01)
+    return call(graphfsdp.capture(model, optimizer, loss_fn=loss_fn, **options), num_calls)
 
 
 def batch(rows: int = 12) -> Tensor:
     return torch.randn(rows, WIDTH, device=CUDA)
+
+
+def call(step: graphfsdp.CapturedStep, num_calls: int, rows: int = 12) -> graphfsdp.CapturedStep:
+    for _ in range(num_calls):
+        step(batch(rows))
+    return step
 
 
 def while_it_is_on(
@@ -89,9 +99,7 @@ def test_profilers_hear_of_captures_and_replays_as_of_any_graph() -> None:
         graph.reset()
 
     def a_step() -> None:
-        with make_step() as step:
-            for _ in range(8):
-                step(batch())
+        make_step(num_calls=8).close()
 
     events = ("capture_start", "capture_end", "instantiate", "replay_start", "replay_end")
     handles = [
@@ -115,9 +123,7 @@ def test_profilers_hear_of_captures_and_replays_as_of_any_graph() -> None:
 
 
 def test_the_driver_names_nodes_and_the_report_counts_them(tmp_path: Path) -> None:
-    with make_step() as step:
-        for _ in range(5):
-            step(batch())
+    with make_step(num_calls=5) as step:
         report = step.report()
     assert report.num_nodes is not None
     assert report.num_nodes > 10
@@ -204,17 +210,13 @@ def fails_once(
 ) -> tuple[graphfsdp.CapturedStep, BaseException]:
     """Let a capture fail, go on to the first replays; return the step and what was raised."""
     switch = {"on": True}
-    step = make_step(while_it_is_on(wrong, switch))
-    for _ in range(3):
-        step(batch())
+    step = make_step(while_it_is_on(wrong, switch), 3)
     with pytest.raises(error, match=words) as caught:
         step(batch())
     torch.cuda.empty_cache()
     torch.rand(3, device=CUDA)  # torch alone leaves allocator and generators in the middle of it
     switch["on"] = False
-    for _ in range(3):
-        step(batch())
-    assert step.phase is Phase.REPLAY
+    assert call(step, 3).phase is Phase.REPLAY
     return step, caught.value
 
 
@@ -282,14 +284,12 @@ def test_graphs_of_one_step_share_a_pool_and_a_pool_that_all_have_left_is_not_us
     others = private_pools()
     step = make_step(on_change="recapture", max_graphs=2)
     for rows in (12, 6, 12, 6):
-        for _ in range(5):
-            step(batch(rows))
+        call(step, 5, rows)
     assert step.report().num_captures == 2
     assert len(private_pools() - others) == 1
     step.evaluate(batch())
     for rows in (3, 4, 5):  # older graphs go
-        for _ in range(3):
-            step(batch(rows))
+        call(step, 3, rows)
     step.close()
 
 
@@ -317,9 +317,7 @@ def test_closing_after_an_error_of_the_device_still_frees_the_graph(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     others = private_pools()
-    step = make_step()
-    for _ in range(5):
-        step(batch())
+    step = make_step(num_calls=5)
 
     def fail(device: object = None) -> None:
         raise torch.AcceleratorError("CUDA error: operation failed due to a previous error")

@@ -93,9 +93,7 @@ def test_each_stream_has_to_fork_and_to_join(
         loss: Tensor = model(x)
         return loss
 
-    step = make_step(loss_fn)
-    for _ in range(3):
-        step(batch())
+    step = make_step(loss_fn, 3)
     if not words:
         step(batch())
         assert step.phase is Phase.REPLAY
@@ -124,9 +122,7 @@ def test_side_streams_that_fork_and_join_in_a_backward_pass_are_part_of_the_grap
         loss.register_hook(beside)
         return loss
 
-    with make_step(loss_fn) as step:
-        for _ in range(6):
-            step(batch())
+    with make_step(loss_fn, 6) as step:
         assert step.phase is Phase.REPLAY
 
 
@@ -169,9 +165,7 @@ def test_the_thread_that_autograd_computes_gradients_on_is_watched_and_let_go(wa
         loss.register_hook(doubles)
         return loss
 
-    step = make_step(loss_fn)
-    for _ in range(3):
-        step(batch())
+    step = make_step(loss_fn, 3)
     words = "event that was recorded before it"
     with pytest.raises(CaptureError, match=words) if waits else nullcontext():
         step(batch())
@@ -185,9 +179,7 @@ def test_the_thread_that_autograd_computes_gradients_on_is_watched_and_let_go(wa
 
 def test_nobody_else_is_given_the_stream_that_captures() -> None:
     """torch hands the same 32 streams out again and again."""
-    step = make_step(lambda model, x: model(x))
-    for _ in range(5):
-        step(batch())
+    step = make_step(lambda model, x: model(x), 5)
     mine = step._engine.backend._stream  # type: ignore[attr-defined]
     assert mine.cuda_stream not in {torch.cuda.Stream().cuda_stream for _ in range(200)}
     step.close()

@@ -42,25 +42,6 @@ class Net(nn.Module):
         return F.mse_loss(self.last(self.norm(F.gelu(self.first(x)))), x)
 
 
-def double(grad: Tensor) -> Tensor:
-    return grad.mul_(2)
-
-
-def changed_in_place(model: Net) -> None:
-    model.first.weight.register_hook(double)
-
-
-def looked_at(model: Net) -> None:
-    model.first.weight.register_post_accumulate_grad_hook(lambda param: None)
-
-
-def kept(model: Net) -> None:
-    def keep(grad: Tensor) -> None:
-        model.kept = grad
-
-    model.first.weight.register_hook(keep)
-
-
 def nothing(model: nn.Module) -> None: ...
 
 
@@ -74,13 +55,25 @@ def own_iteration(models: Any, optimizers: Any, x: Tensor) -> Tensor:
 
 # Options of capture; what is done to the model; then of the six gradients how many are copied by
 # themselves, and how often some are copied together.
-CASES: dict[str, tuple[dict[str, Any], Callable[[Net], None], int, int]] = {
+CASES: dict[str, tuple[dict[str, Any], Callable[[Net], object], int, int]] = {
     "plain": ({}, nothing, 0, 1),
     "clipped": ({"max_grad_norm": 0.1}, nothing, 0, 1),
     "two microbatches, of which the second adds": ({"microbatches": 2}, nothing, 0, 1),
-    "a hook changes a gradient in place": ({}, changed_in_place, 0, 1),
-    "a hook keeps a gradient": ({}, kept, 1, 1),
-    "a hook may look at a gradient early": ({}, looked_at, 0, 1),
+    "a hook changes a gradient in place": (
+        {},
+        lambda model: model.first.weight.register_hook(lambda grad: grad.mul_(2)),
+        *(0, 1),
+    ),
+    "a hook keeps a gradient": (
+        {},
+        lambda model: model.first.weight.register_hook(lambda grad: setattr(model, "kept", grad)),
+        *(1, 1),
+    ),
+    "a hook may look at a gradient early": (
+        {},
+        lambda model: model.first.weight.register_post_accumulate_grad_hook(lambda param: None),
+        *(0, 1),
+    ),
     "an iteration of the user's own": ({"iteration": own_iteration}, nothing, 2, 0),
 }
 
