@@ -29,7 +29,11 @@ def mine(numel: int, dtype: torch.dtype) -> Tensor:
     return of_rank(dist.get_rank(), numel, dtype)
 
 
-def right_results() -> None:
+@pytest.mark.parametrize(
+    "ranks", ["ranks2", "ranks4", pytest.param("gpu_ranks", marks=pytest.mark.gpu)]
+)
+@on_ranks()
+def test_results_are_right() -> None:
     num_ranks, rank = dist.get_world_size(), dist.get_rank()
     for dtype in DTYPES:
         whole = torch.full((3 * num_ranks,), -1, dtype=dtype, device=rank_device())
@@ -52,13 +56,6 @@ def right_results() -> None:
     empty = torch.empty(0, device=rank_device())
     all_gather_(empty, empty.clone(), world_group())
     reduce_scatter_(empty, empty.clone(), world_group())
-
-
-@pytest.mark.parametrize(
-    "ranks", ["ranks2", "ranks4", pytest.param("gpu_ranks", marks=pytest.mark.gpu)]
-)
-def test_results_are_right(request: pytest.FixtureRequest, ranks: str) -> None:
-    request.getfixturevalue(ranks).run(right_results)
 
 
 @on_ranks("ranks4")

@@ -1,4 +1,7 @@
-"""Whatever happens during a save, the checkpoints before it are there; damage is named."""
+"""Whatever happens during a save, the checkpoints before it are there; damage is named.
+
+And saves in the background: what happens there meanwhile is training.
+"""
 
 import contextlib
 import json
@@ -7,6 +10,7 @@ import random
 import re
 import shutil
 import tempfile
+import threading
 import unittest.mock
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -19,9 +23,9 @@ from torch import nn
 
 import forked_programs
 import graphfsdp
-from checkpoint_helpers import Setup, contents, digests, make, train_plainly
-from kill_saves import UNFINISHED, is_all, loaded_step, model_of
-from ranks import RankPool
+from checkpoint_helpers import Holding, Setup, contents, digests, make, train_plainly
+from kill_saves import UNFINISHED, is_all, loaded_step, model_of, numbers
+from ranks import on_ranks
 
 NUM_KILLS = 52
 
@@ -179,44 +183,134 @@ def test_damage_is_found_and_named_before_anything_is_written(
     assert loaded_step(tmp_path) == 1  # the one before
 
 
-def fail_on_one_rank(path: Path, act: str) -> str:
+def _no_space(handle: int) -> None:
+    raise OSError(28, "No space left on device")
+
+
+@pytest.mark.parametrize(
+    ("act", "kind", "words"),
+    [
+        (
+            *("save", graphfsdp.CheckpointError),
+            "(?s)^rank 1: the checkpoint cannot be written.*No space left on",
+        ),
+        (
+            "load",
+            graphfsdp.CheckpointDamagedError,
+            r"(?s)^the checkpoint.*data-00001-0\.safetensors",
+        ),
+    ],
+)
+@on_ranks("ranks2")
+def test_what_fails_on_one_rank_fails_on_all(
+    act: str, kind: type[Exception], words: str, tmp_path: Path
+) -> None:
     model, optimizer = make(Setup("optim_grads_params"))
     train_plainly(model, optimizer, 1)
-    folder = graphfsdp.save(path, model, optimizer, step=1)
+    folder = graphfsdp.save(tmp_path, model, optimizer, step=1)
     fsync = _no_space if dist.get_rank() == 1 and act == "save" else os.fsync
     if dist.get_rank() == 1 and act == "load":
         flip(folder / "data-00001-0.safetensors", -1)
     dist.barrier()
     train_plainly(model, optimizer, 1)
     before = digests(contents(model, optimizer))
-    step = 2 if act == "save" else 1
-    with (
-        unittest.mock.patch.object(os, "fsync", fsync),
-        pytest.raises(graphfsdp.CheckpointError) as caught,
-    ):
-        getattr(graphfsdp, act)(path, model, optimizer, step=step)
+    with unittest.mock.patch.object(os, "fsync", fsync), pytest.raises(kind, match=words):
+        getattr(graphfsdp, act)(tmp_path, model, optimizer, step=2 if act == "save" else 1)
     assert digests(contents(model, optimizer)) == before
     if act == "save":
-        graphfsdp.load(path, model, optimizer)  # the one before
-        assert (path / "latest").read_text() == "step-00000001\n"
-    return f"{caught.typename} {caught.value}"
+        graphfsdp.load(tmp_path, model, optimizer)  # the one before
+        assert (tmp_path / "latest").read_text() == "step-00000001\n"
 
 
-def _no_space(handle: int) -> None:
-    raise OSError(28, "No space left on device")
-
-
-@pytest.mark.parametrize(
-    ("act", "begin", "reason"),
-    [
-        ("save", "CheckpointError rank 1: the checkpoint cannot be written", "No space left on"),
-        ("load", "CheckpointDamagedError the checkpoint", "data-00001-0.safetensors"),
-    ],
-)
-def test_what_fails_on_one_rank_fails_on_all(
-    act: str, begin: str, reason: str, tmp_path: Path, ranks2: RankPool
+def test_training_goes_on_while_one_moment_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    first, second = ranks2.run(fail_on_one_rank, tmp_path, act)
-    assert first == second
-    assert first.startswith(begin)
-    assert reason in first
+    may_write, original = threading.Event(), os.fsync
+
+    def wait_then_sync(handle: Any) -> None:
+        assert may_write.wait(60)
+        original(handle)
+
+    monkeypatch.setattr(os, "fsync", wait_then_sync)
+    model, optimizer = model_of(1)
+    with graphfsdp.AsyncSaver() as saver:
+        saver.save(tmp_path, model, optimizer, step=1)
+        assert saver.is_saving
+        for _ in range(5):  # the state is another one long before it is written
+            optimizer.zero_grad()
+            model(torch.randn(3, 64)).square().sum().backward()
+            optimizer.step()
+        assert saver.is_saving
+        assert not (tmp_path / "latest").exists()
+        may_write.set()
+        assert saver.wait() == tmp_path / "step-00000001"
+        memory = {tensor.data_ptr() for tensor in saver._memory.values()}
+        saver.save(tmp_path, model, optimizer, step=2)
+        assert {tensor.data_ptr() for tensor in saver._memory.values()} == memory
+    other, its_optimizer = model_of(-1)
+    graphfsdp.load(tmp_path, other, its_optimizer, step=1)
+    assert is_all(1, other, its_optimizer)
+    graphfsdp.load(tmp_path, other, its_optimizer)
+    pairs = zip(numbers(model, optimizer), numbers(other, its_optimizer), strict=True)
+    assert all(torch.equal(a, b) for a, b in pairs)
+
+
+def test_a_failure_in_the_background_is_raised_by_who_waits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, optimizer = model_of(1)
+    graphfsdp.save(tmp_path, model, step=1)
+    saver = graphfsdp.AsyncSaver()
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", _no_space)
+        saver.save(tmp_path, model, optimizer, step=2)
+        with pytest.raises(graphfsdp.CheckpointError, match="No space left on device"):
+            saver.wait()
+    saver.save(tmp_path, model, optimizer, step=3)
+    saver.close()
+    with pytest.raises(graphfsdp.CheckpointError, match="was closed"):
+        saver.save(tmp_path, model, optimizer)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "latest",
+        "step-00000001",
+        "step-00000003",
+    ]
+
+
+@on_ranks("ranks2")
+def test_ranks_save_in_the_background_while_they_train(tmp_path: Path) -> None:
+    model, optimizer = make(Setup("optim_grads_params", "bf16"))
+    train_plainly(model, optimizer, 2)
+    expected = digests(contents(model, optimizer))
+    with graphfsdp.AsyncSaver() as saver:
+        saver.save(tmp_path, model, optimizer, step=2)
+        train_plainly(model, optimizer, 3)  # collectives of its own, at the same time
+        saver.save(tmp_path, model, optimizer, step=5)
+        train_plainly(model, optimizer, 1)
+    assert dist.is_initialized()
+    graphfsdp.load(tmp_path, model, optimizer, step=2)
+    assert digests(contents(model, optimizer)) == expected
+
+
+class Faulty(Holding):
+    def state_dict(self) -> dict[Any, Any]:
+        raise ValueError("no state at the moment")
+
+
+@on_ranks("ranks2")
+def test_an_object_that_fails_on_one_rank_ends_the_save_on_all(tmp_path: Path) -> None:
+    model, optimizer = make(Setup("optim_grads_params"))
+    objects = {"position": (Faulty if dist.get_rank() else Holding)({})}
+    expected, match = (
+        (ValueError, "^no state at the moment")
+        if dist.get_rank()
+        else (graphfsdp.CheckpointError, "rank 1: ValueError: no state at the moment")
+    )
+    with pytest.raises(expected, match=match):
+        graphfsdp.save(tmp_path, model, optimizer, objects=objects)
+    with (
+        graphfsdp.AsyncSaver() as saver,
+        pytest.raises(expected, match=match),
+    ):
+        saver.save(tmp_path, model, optimizer, objects=objects)
+    graphfsdp.save(tmp_path, model, optimizer)  # nobody is left waiting

@@ -72,10 +72,6 @@ def test_what_does_not_fit_can_be_left_as_it_is(kind: Any, tmp_path: Path) -> No
     its_optimizer.step()
 
 
-def fused(model: nn.Linear, **options: Any) -> torch.optim.Optimizer:
-    return trained(model, **options)
-
-
 def two_groups(model: nn.Linear) -> torch.optim.Optimizer:
     groups: list[dict[str, Any]] = [{"params": [model.weight]}]
     return FusedAdam([*groups, {"params": [model.bias], "weight_decay": 0.5}])
@@ -90,18 +86,18 @@ def adamw(model: nn.Linear, **options: Any) -> torch.optim.Optimizer:
 
 
 MISFITS: list[tuple[Callable[..., Any], Callable[..., Any], str]] = [
-    (partial(fused, amsgrad=True), fused, "was saved with amsgrad=True"),
-    (partial(fused, maximize=True), fused, "was saved with maximize=True"),
-    (partial(fused, bias_correction=False), fused, "was saved with bias_correction=False"),
-    (partial(fused, bias_correction=False), adamw, "saved with bias_correction=False, here True"),
+    (partial(trained, amsgrad=True), trained, "was saved with amsgrad=True"),
+    (partial(trained, maximize=True), trained, "was saved with maximize=True"),
+    (partial(trained, bias_correction=False), trained, "was saved with bias_correction=False"),
+    (partial(trained, bias_correction=False), adamw, "saved with bias_correction=False, here True"),
     (
-        partial(fused, weight_decay=0.1),
-        partial(fused, adam_w_mode=False),
+        partial(trained, weight_decay=0.1),
+        partial(trained, adam_w_mode=False),
         "decoupled_weight_decay=True",
     ),
     (adamw, partial(adamw, maximize=True), "saved with maximize=False, here True"),
-    (two_groups, fused, "in one parameter group here"),
-    (fused, sgd, "saved from FusedAdam, here a SGD"),
+    (two_groups, trained, "in one parameter group here"),
+    (trained, sgd, "saved from FusedAdam, here a SGD"),
     (lambda model: None, sgd, "saved without one"),
 ]
 

@@ -1,7 +1,7 @@
 """States that are harder than moments: wrappers, extra state, a state on each rank."""
 
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +11,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import graphfsdp
+from adam_helpers import make_muon
 from checkpoint_helpers import Holding
-from graphfsdp.optim import FusedAdam, Muon
+from graphfsdp.optim import FusedAdam
 from ranks import RankPool, on_ranks
 
 
@@ -232,12 +233,6 @@ def test_main_weights_that_were_saved_as_16_bits_are_whole_again(
         assert torch.equal(got[1], moment)
 
 
-def muon(params: Iterable[nn.Parameter], lr: float) -> Muon:
-    weight, bias = params
-    groups: list[dict[str, Any]] = [{"params": [weight]}, {"params": [bias], "use_muon": False}]
-    return Muon(groups, lr=lr)
-
-
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "SGD": functools.partial(torch.optim.SGD, momentum=0.9),
     **{
@@ -245,7 +240,7 @@ OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
         for name in ("RMSprop", "Adagrad", "NAdam", "Adamax", "Adafactor")
     },
     "FusedAdam": functools.partial(FusedAdam, weight_decay=0.1, maximize=True, master_weights=True),
-    "Muon": muon,
+    "Muon": make_muon,
 }
 
 

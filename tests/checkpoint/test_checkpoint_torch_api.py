@@ -69,7 +69,10 @@ def states_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, A
     return {"model": get_model_state_dict(model), "optimizer": state}
 
 
-def check_fsdp2(path: Path) -> None:
+# On four ranks some have no row of a parameter, and others behind them do.
+@pytest.mark.parametrize("ranks", ["ranks2", "ranks4"])
+@on_ranks()
+def test_checkpoints_of_fsdp2_are_loaded_and_ours_by_it(tmp_path: Path) -> None:
     """Theirs into ours, and back, by torch's own functions; and files of ours by its reader."""
     kinds: dict[str, Callable[..., Any]] = {
         "theirs": torch_fsdp.fully_shard,
@@ -77,7 +80,7 @@ def check_fsdp2(path: Path) -> None:
     }
     for saving, loading in (("theirs", "ours"), ("ours", "theirs"), ("ours", "ours")):
         model, optimizer = small(kinds[saving], 0)
-        folder = path / f"{saving} {loading}"
+        folder = tmp_path / f"{saving} {loading}"
         dcp_save(states_of(model, optimizer), checkpoint_id=folder)
         expected = contents(model, optimizer)
         other, its_optimizer = small(kinds[loading], 1)
@@ -87,7 +90,7 @@ def check_fsdp2(path: Path) -> None:
         set_optimizer_state_dict(other, its_optimizer, state["optimizer"])
         assert differing(other, its_optimizer, expected) == []
     model, optimizer = small(kinds["ours"], 2)
-    folder = graphfsdp.save(path / "saved", model, optimizer)
+    folder = graphfsdp.save(tmp_path / "saved", model, optimizer)
     other, its_optimizer = small(kinds["theirs"], 3)
     states: dict[str, Any] = get_optimizer_state_dict(other, its_optimizer)["state"]  # type: ignore[assignment]
     moments = {
@@ -97,14 +100,6 @@ def check_fsdp2(path: Path) -> None:
     state = {"model": get_model_state_dict(other), "optimizer": {"state": moments}}
     dcp_load(state, storage_reader=HuggingFaceStorageReader(str(folder)))
     assert differing(other, its_optimizer, contents(model, optimizer)) == []
-
-
-def test_checkpoints_of_fsdp2_are_loaded_and_ours_by_it(
-    tmp_path: Path, ranks2: RankPool, ranks4: RankPool
-) -> None:
-    """On four ranks some have no row of a parameter, and others behind them do."""
-    ranks2.run(check_fsdp2, tmp_path / "two")
-    ranks4.run(check_fsdp2, tmp_path / "four")
 
 
 OPTIONS = ("full_state_dict", "cpu_offload", "broadcast_from_rank0", "ignore_frozen_params")

@@ -13,7 +13,9 @@ from torch import Tensor, nn
 from torch.optim import lr_scheduler
 
 import graphfsdp
+from counting_net import mean_square
 from helpers import NUM_STEPS, Batch, Case, assert_same_run, run
+from iterations import steps_once
 
 Make = Callable[..., torch.optim.Optimizer]
 OPTIM = torch.optim
@@ -65,7 +67,7 @@ OTHER_BITS = ("RAdam", "NAdam, foreach")
 # a multiple with one rounding, and of some thousand numbers one is another where there are two.
 IN_16_BITS = (
     *("Adam", "Adam, amsgrad", "AdamW", "NAdam", "RMSprop"),
-    *("Adagrad, not fused", "Adamax", "AdamW, fused"),
+    *("Adagrad, not fused", "Adamax", "AdamW, fused", "Adadelta"),
 )
 
 
@@ -83,11 +85,6 @@ class Scale(nn.Module):
 def net(device: torch.device) -> nn.Module:
     layers = nn.Sequential(nn.Linear(6, 8, bias=False), nn.Dropout(0.2), nn.Linear(8, 1), Scale())
     return layers.to(device)
-
-
-def loss_fn(model: nn.Module, x: Tensor) -> Tensor:
-    loss: Tensor = model(x).square().mean()
-    return loss
 
 
 Setup = Callable[[nn.Module, torch.optim.Optimizer], Callable[[], object]]
@@ -124,7 +121,7 @@ def as_eager(
     case = Case(
         lambda: net(device).to(dtype),
         lambda generator: Batch((torch.randn(4, 6, generator=generator).to(dtype),)),
-        None if "iteration" in options else loss_fn,
+        None if "iteration" in options else mean_square,
         start,
     )
     options["optimizer"] = partial(MAKERS[name], lr=0.01)
@@ -151,7 +148,7 @@ def test_on_a_cpu_a_step_is_an_operator_for_each_group(how: str) -> None:
     if how == "with a hook":
         optimizer.register_step_post_hook(lambda *_: None)
     options: dict[str, Any] = {"compile": True} if how == "compiled" else {}
-    with graphfsdp.capture(model, optimizer, loss_fn=loss_fn, **options) as step:
+    with graphfsdp.capture(model, optimizer, loss_fn=mean_square, **options) as step:
         for _ in range(4):
             step(torch.randn(2, 5))
         counts = step.report().op_counts
@@ -163,24 +160,13 @@ def test_on_a_cpu_a_step_is_an_operator_for_each_group(how: str) -> None:
 def test_parameters_of_16_bits_have_the_bits_of_the_plain_loop(
     dtype: torch.dtype, name: str
 ) -> None:
-    as_eager(name, torch.device("cpu"), beside="plain", dtype=dtype)
-
-
-def test_adadelta_of_16_bits_is_captured_as_in_eager_mode() -> None:
-    as_eager("Adadelta", torch.device("cpu"), dtype=torch.bfloat16)
-
-
-def own_iteration(model: nn.Module, optim: torch.optim.Optimizer, x: Tensor) -> Tensor:
-    model.zero_grad()
-    loss = loss_fn(model, x)
-    loss.backward()
-    optim.step()
-    return loss
+    beside = "none" if name == "Adadelta" else "plain"
+    as_eager(name, torch.device("cpu"), beside=beside, dtype=dtype)
 
 
 @pytest.mark.parametrize("name", ["AdamW", "SGD"])
 def test_a_step_inside_an_own_iteration_is_the_same(name: str, device: torch.device) -> None:
-    as_eager(name, device, iteration=own_iteration)
+    as_eager(name, device, iteration=steps_once())
 
 
 def loads(model: nn.Module, optim: torch.optim.Optimizer) -> Callable[[], None]:
@@ -212,7 +198,7 @@ def test_a_step_that_was_taken_before_is_refused() -> None:
     step_of_before = optimizer.step
 
     def iterate(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor) -> Tensor:
-        loss = loss_fn(model, x)
+        loss = mean_square(model, x)
         loss.backward()
         step_of_before()
         return loss
@@ -243,9 +229,9 @@ def test_a_baked_number_that_changes_makes_another_graph(device: torch.device) -
 def test_a_list_of_numbers_is_the_tuple_that_a_file_has_made_it_of() -> None:
     """As torch.distributed.checkpoint and JSON do; and what is written into it is seen."""
     model = nn.Linear(3, 2)
-    optim = OPTIM.AdamW(model.parameters(), lr=0.01)
+    optim = torch.optim.AdamW(model.parameters(), lr=0.01)
     group = optim.param_groups[0]
-    with graphfsdp.capture(model, optim, loss_fn=loss_fn, warmup_steps=1) as step:
+    with graphfsdp.capture(model, optim, loss_fn=mean_square, warmup_steps=1) as step:
         for index in range(5):
             if index == 3:
                 group["betas"] = list(group["betas"])
@@ -260,7 +246,7 @@ def test_capturing_again_and_again_ends_in_an_error_that_names_the_way_out() -> 
     model = net(torch.device("cpu"))
     optim = torch.optim.AdamW(model.parameters(), lr=0.01)
     tick = decays(1)(model, optim)
-    step = graphfsdp.capture(model, optim, loss_fn=loss_fn, on_change="recapture")
+    step = graphfsdp.capture(model, optim, loss_fn=mean_square, on_change="recapture")
     num_calls = 0
     said = r"capturing again is useless: 5 graphs in a row .*'weight_decay' of group 0 .*FusedAdam"
     with pytest.raises(graphfsdp.GuardError, match=said):  # noqa: PT012, some call raises

@@ -1,7 +1,12 @@
-"""Optimizers that count in Python and fill numbers into tensors: captured with live numbers."""
+"""Numbers of groups: live where an optimizer fills them into tensors, else guarded.
 
+Such an optimizer counts in Python.
+"""
+
+import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -9,10 +14,13 @@ import torch
 from torch import Tensor, nn
 
 import graphfsdp
+from counting_net import mean_square
 from graphfsdp.errors import CaptureError, GuardError
+from graphfsdp.optim import FusedAdam
+from helpers import Batch, Case, Trace, assert_same_run, run
 
 Rate = Callable[[dict[str, Any], Any], Any]  # of a group and a step count
-STEPS = 8
+CPU = torch.device("cpu")
 
 
 def plain(group: dict[str, Any], step: Any) -> Any:
@@ -68,43 +76,49 @@ def hold_rate(param: Tensor, grad: Tensor, *others: Any) -> None:
     param.sub_(grad * 0.01)
 
 
-def loss_fn(model: nn.Module, x: Tensor) -> Tensor:
-    loss: Tensor = model(x).square().mean()
-    return loss
-
-
 def twice(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor) -> Tensor:
     for _ in range(2):
         optimizer.zero_grad()
-        loss = loss_fn(model, x)
+        loss = mean_square(model, x)
         loss.backward()
         optimizer.step()
     return loss.detach()
 
 
-def train(
+def trained(
     device: torch.device,
-    scope: str,
     rate: Rate = corrected,
     *,
     function: Callable[..., None] = update,
+    scopes: Iterable[str] = ("none", "full_iteration"),
     **options: Any,
-) -> tuple[list[Tensor], list[int]]:
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 1)).to(device)
-    groups = [{"params": model[0].parameters()}, {"params": model[2].parameters(), "lr": 0.05}]
-    optimizer = Counting(groups, rate, update=function)
-    if "iteration" not in options:
-        options["loss_fn"] = loss_fn
-    results = []
-    with graphfsdp.capture(model, optimizer, scope=scope, **options) as step:
-        for index in range(STEPS):
+) -> list[Trace]:
+    """Train in each scope, with groups whose numbers and counts are others in each call."""
+    steps_of_call = 2 if "iteration" in options else 1
+
+    def make(params: list[nn.Parameter]) -> Counting:
+        groups = [{"params": params[:2]}, {"params": params[2:], "lr": 0.05}]
+        return Counting(groups, rate, update=function)
+
+    def start(model: nn.Module, optimizer: torch.optim.Optimizer) -> Callable[[], None]:
+        calls = itertools.count(1)
+
+        def after_call() -> None:
+            counts = [state["step"] for state in optimizer.state.values()]
+            assert counts == [steps_of_call * next(calls)] * 4
             for group in optimizer.param_groups:
                 group["lr"] *= 0.8
-                group["betas"] = (0.9, 0.95 - index * 0.01)
-            results.append(step(torch.randn(5, 4, device=device)))
-    counts = [state["step"] for state in optimizer.state.values()]
-    return [*results, *(param.detach() for param in model.parameters())], counts
+                group["betas"] = (0.9, group["betas"][1] - 0.01)
+
+        return after_call
+
+    case = Case(
+        lambda: nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 1)),
+        lambda generator: Batch((torch.randn(5, 4, generator=generator),)),
+        None if "iteration" in options else mean_square,
+        start,
+    )
+    return [run(case, scope, device, optimizer=make, **options) for scope in scopes]
 
 
 def repeat(step: Callable[[Tensor], Any]) -> None:
@@ -125,10 +139,7 @@ def repeat(step: Callable[[Tensor], Any]) -> None:
 def test_what_is_filled_in_follows_counts_and_groups(
     device: torch.device, rate: Rate, options: dict[str, Any]
 ) -> None:
-    expected, counts = train(device, "none", rate, **options)
-    got, replayed = train(device, "full_iteration", rate, **options)
-    assert counts == replayed == [STEPS * (2 if "iteration" in options else 1)] * 4
-    assert all(map(torch.equal, expected, got))
+    assert_same_run(*trained(device, rate, **options))
 
 
 def add_by_number(param: Tensor, grad: Tensor, mean: Tensor, lr: Tensor, *others: Any) -> None:
@@ -136,10 +147,7 @@ def add_by_number(param: Tensor, grad: Tensor, mean: Tensor, lr: Tensor, *others
 
 
 def test_a_0d_tensor_as_a_factor_is_not_read() -> None:
-    device = torch.device("cpu")
-    expected, _ = train(device, "none", function=add_by_number)
-    got, _ = train(device, "full_iteration", function=add_by_number)
-    assert all(map(torch.equal, expected, got))
+    assert_same_run(*trained(CPU, function=add_by_number))
 
 
 @pytest.mark.parametrize(
@@ -154,7 +162,7 @@ def test_numbers_that_a_replay_would_hold_are_refused(
     rate: Rate, error: type[Exception], words: str
 ) -> None:
     with pytest.raises(error, match=words):
-        train(torch.device("cpu"), "full_iteration", rate)
+        trained(CPU, rate, scopes=["full_iteration"])
 
 
 def test_a_live_number_that_an_operator_would_hold_is_refused() -> None:
@@ -167,19 +175,25 @@ def test_a_live_number_that_an_operator_would_hold_is_refused() -> None:
 
     model = nn.Linear(4, 1)
     optimizer = Holding(model.parameters(), plain, update=hold_rate)
-    step = graphfsdp.capture(model, optimizer, loss_fn=loss_fn)
+    step = graphfsdp.capture(model, optimizer, loss_fn=mean_square)
     with pytest.raises(CaptureError, match=r"gives a number to an operator .*fill_\(\)"):
         repeat(step)
 
 
 def test_check_knows_counts_that_stay_live() -> None:
-    model = nn.Linear(4, 1)
-    optimizer = Counting(model.parameters(), corrected, update=update)
-    report = graphfsdp.check(model, optimizer, torch.ones(2, 4), loss_fn=loss_fn, target="cpu")
-    assert not report.hazards
-    optimizer = Counting(model.parameters(), rooted, update=update)
-    report = graphfsdp.check(model, optimizer, torch.ones(2, 4), loss_fn=loss_fn, target="cpu")
-    assert "takes a number out" in str(report)
+    model, x = nn.Linear(4, 1), torch.ones(2, 4)
+    live, held = (
+        graphfsdp.check(
+            model,
+            Counting(model.parameters(), rate, update=update),
+            x,
+            loss_fn=mean_square,
+            target="cpu",
+        )
+        for rate in (corrected, rooted)
+    )
+    assert not live.hazards
+    assert "takes a number out" in str(held)
 
 
 @pytest.mark.parametrize("is_refused", [False, True])
@@ -202,17 +216,56 @@ def test_compiled_steps_run_as_written_on_a_cpu_and_compile_as_ever_afterwards(
 
         def calls_it(model: nn.Module, x: Tensor) -> Tensor:
             compiled(*given)
-            return loss_fn(model, x)
+            return mean_square(model, x)
 
         step = graphfsdp.capture(model, optimizer, loss_fn=calls_it)
         with pytest.raises(CaptureError, match=r"compiled by torch\.compile"):
             repeat(step)
     else:
-        device = torch.device("cpu")
-        expected, _ = train(device, "none")
-        for scope in ("none", "forward_backward", "full_iteration"):
-            got, _ = train(device, scope, function=compiled)
-            assert all(map(torch.equal, expected, got))
+        (expected,) = trained(CPU, scopes=["none"])
+        scopes = ("none", "forward_backward", "full_iteration")
+        for got in trained(CPU, function=compiled, scopes=scopes):
+            assert_same_run(expected, got)
     assert not calls
     compiled(*given)
     assert calls
+
+
+adamw = partial(torch.optim.AdamW, fused=True)
+CHANGES: list[Callable[[dict[str, Any]], object]] = [
+    lambda group: group.update(lr=torch.tensor(0.5)),
+    lambda group: group.update(lr=0.5),
+    lambda group: setattr(group["lr"], "data", torch.tensor(0.1)),
+]
+
+
+@pytest.mark.parametrize(
+    ("make", "lr", "change", "words"),
+    [
+        (
+            torch.optim.SGD,
+            0.1,
+            lambda group: group.pop("momentum"),
+            r"'momentum' of group 0 .* now missing",
+        ),
+        *(
+            (make, torch.tensor(0.1), change, "group 0")
+            for make in (adamw, FusedAdam)
+            for change in CHANGES
+        ),
+    ],
+)
+def test_what_a_graph_cannot_follow_is_refused(
+    make: Any, lr: Any, change: Callable[[dict[str, Any]], object], words: str
+) -> None:
+    model = nn.Linear(4, 3)
+    optimizer = make(model.parameters(), lr=lr.clone() if isinstance(lr, Tensor) else lr)
+    with graphfsdp.capture(model, optimizer, loss_fn=mean_square) as step:
+        for _ in range(5):
+            step(torch.ones(2, 4))
+        if isinstance(lr, Tensor):
+            optimizer.param_groups[0]["lr"].fill_(0.5)  # which the graph reads
+            step(torch.ones(2, 4))
+        change(optimizer.param_groups[0])
+        with pytest.raises(GuardError, match=words):
+            step(torch.ones(2, 4))

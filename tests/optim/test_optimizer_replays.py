@@ -1,10 +1,13 @@
 """Every optimizer: ten replays are its own eager steps bit for bit, whole and on two ranks.
 
-Learning rate and weight decay are others in each step, and one step's gradients are not finite.
+Learning rate and weight decay are others in each step, and one step's gradients are not finite. And
+ours beside a published implementation's recorded numbers.
 """
 
 import itertools
+import json
 import math
+import pathlib
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any
@@ -15,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import graphfsdp
-from adam_helpers import Net, make_groups
+from adam_helpers import Net, make_muon
 from foreign_adams import CONTRACT, make_stand_in
 from graphfsdp.optim import FusedAdam, Muon
 from helpers import assert_same_states, local_part, quick_garbage_collection, snapshot
@@ -23,13 +26,6 @@ from ranks import on_ranks, rank_device
 from sharding_helpers import make_net, replayed_as_eager
 
 NUM_STEPS, BAD_STEP = 14, 7  # 3 warm-up, 1 capture, 10 replays
-
-
-def make_muon(model: nn.Module) -> Muon:
-    matrices = [param for param in model.parameters() if param.dim() == 2]
-    others = [param for param in model.parameters() if param.dim() != 2]
-    groups = make_groups({"params": matrices}, {"params": others, "use_muon": False})
-    return Muon(groups, lr=0.05)
 
 
 def torch_optimizer(kind: Any, model: nn.Module) -> torch.optim.Optimizer:
@@ -71,7 +67,7 @@ Make = Callable[[nn.Module], torch.optim.Optimizer]
 OURS: Mapping[str, Make] = MappingProxyType(
     {
         "adam": lambda m: FusedAdam(m.parameters(), lr=0.05, master_weights=True),
-        "muon": make_muon,
+        "muon": lambda m: make_muon(m.parameters(), lr=0.05),
     }
 )
 THEIRS: Mapping[str, Make] = MappingProxyType(
@@ -84,7 +80,7 @@ THEIRS: Mapping[str, Make] = MappingProxyType(
 )
 # Of which the step is behind the graph.
 OUTSIDE: Mapping[str, Make] = MappingProxyType(
-    {"torch adagrad": lambda m: torch.optim.Adagrad(m.parameters(), lr=0.05)}
+    {"torch rmsprop": lambda m: torch.optim.RMSprop(m.parameters(), lr=0.05)}
 )
 ADAMS = {name: make_adam(settings) for name, settings in {**MODES, **OWN}.items()}
 ALL = {**OURS, **THEIRS, **OUTSIDE, **ADAMS}
@@ -156,7 +152,7 @@ def test_a_replay_equals_the_eager_step(
         assert_alive(found, "parameter first.weight")
 
 
-# torch's fused SGD knows no DTensors, and is refused; see test_refused_precisions.py.
+# torch's fused SGD knows no DTensors, and is refused; see test_precision.py.
 @pytest.mark.parametrize("name", ["adam", "amsgrad", "muon", "torch adamw"])
 @on_ranks("ranks2")
 def test_a_sharded_replay_equals_the_eager_step(name: str) -> None:
@@ -177,3 +173,42 @@ def test_a_sharded_sgd_of_torch_has_an_lr_that_is_live() -> None:
         return torch.optim.SGD(params, lr=0.05, momentum=0.9, weight_decay=0.1)
 
     replayed_as_eager(lambda: make_net("optim_grads_params"), sgd)
+
+
+RECORDED = json.loads(
+    (pathlib.Path(__file__).parents[1] / "references" / "optimizer_steps.json").read_text()
+)
+# What makes it, and how far a weight may be off: a few roundings of numbers below 4 in each step.
+OPTIMIZERS: Mapping[str, tuple[Any, float]] = MappingProxyType(
+    {
+        "adamw": (FusedAdam, 1e-5),
+        # Directions are bfloat16: an entry may be a 64th off at the end of the five iterations,
+        # times lr, summed over lr's six steps, times the root of the shape's ratio.
+        "muon": (Muon, 0.1 * 2.45 * 1.23 / 32),
+    }
+)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_steps_are_those_of_the_reference(device: torch.device, name: str) -> None:
+    """Sharded ones take the steps of whole ones: test_mesh_optimizers.py."""
+    case = RECORDED["cases"][name]
+    make, bound = OPTIMIZERS[name]
+    shapes = RECORDED["shapes"][: len(case["weights"]["0"])]
+    params = [
+        nn.Parameter(torch.tensor(values, device=device).view(shape))
+        for values, shape in zip(RECORDED["start"], shapes, strict=False)
+    ]
+    optimizer = make(params, lr=RECORDED["lr"], **case["settings"])
+    found = {}
+    for step, grads in enumerate(RECORDED["grads"]):
+        optimizer.param_groups[0]["lr"] = RECORDED["lr"] / (1 + step)
+        optimizer.param_groups[0]["weight_decay"] = RECORDED["decay"] * step
+        for param, values in zip(params, grads, strict=False):
+            param.grad = torch.tensor(values, device=device).view(param.shape)
+        optimizer.step()
+        found[str(step)] = [param.detach().clone().cpu() for param in params]
+    for step, expected in case["weights"].items():
+        for weight, values in zip(found[step], expected, strict=True):
+            wanted = torch.tensor(values).view(weight.shape)
+            torch.testing.assert_close(weight, wanted, rtol=0, atol=bound)

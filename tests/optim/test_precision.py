@@ -1,17 +1,23 @@
-"""The precision guard: what it accepts, and that a replay has the bits of eager with it."""
+"""The precision guard: what it accepts, which replays as eager, and what it refuses."""
 
 import itertools
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch._C._distributed_c10d import HashStore
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
 
 import graphfsdp
 from graphfsdp import ConfigError, MixedPrecisionPolicy, PrecisionError
-from graphfsdp.optim import FusedAdam
-from helpers import Batch, Case, assert_same_run, run
+from graphfsdp.optim import FusedAdam, Muon
+from helpers import Batch, Case, assert_same_run, assert_same_state, run, snapshot
 from zoo_models import WIDTH, Squared
 
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -132,3 +138,209 @@ def test_only_the_parameters_that_clash_are_named() -> None:
         graphfsdp.capture(model, FusedAdam(model.parameters()), mp_policy=policy)
     assert "'0.weight'" in str(caught.value)
     assert "'1.weight'" not in str(caught.value)
+
+
+FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
+NONE, OUTSIDE, FULL = "none", "forward_backward", "full_iteration"
+Make = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
+
+
+def set_version(monkeypatch: pytest.MonkeyPatch, *version: int) -> None:
+    where = "graphfsdp.optim.adapters.foreign.installed_version"
+    monkeypatch.setattr(where, lambda _: version)
+
+
+@pytest.fixture(autouse=True)
+def _newest(monkeypatch: pytest.MonkeyPatch) -> None:
+    set_version(monkeypatch, 2, 20)
+
+
+@pytest.fixture
+def mesh_of_one() -> Iterator[None]:
+    """A process group of this process alone, for DTensors."""
+    if dist.is_initialized():
+        yield
+        return
+    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def make_foreign(package: str, params: list[nn.Parameter], **contract: Any) -> Any:
+    """Return an optimizer with the name and the attributes of a foreign FusedAdam."""
+    cls = type("FusedAdam", (torch.optim.SGD,), {"__module__": f"{package}.optimizers"})
+    optimizer = cls(params, lr=0.1)
+    for key, value in {"capturable": True, **contract}.items():
+        setattr(optimizer, key, value)
+    return optimizer
+
+
+def dtensor(*shape: int) -> Tensor:
+    mesh = init_device_mesh("cpu", (1,))
+    return DTensor.from_local(torch.zeros(shape), mesh, [Shard(0)], run_check=False)
+
+
+class Quantised(nn.Parameter):
+    """Looks like Transformer Engine's: any dtype outside, and its quantiser beside it."""
+
+    _quantizer = None
+
+
+def check(make: Make, scope: str, policy: dict[str, Any], **params: nn.Parameter) -> None:
+    """Begin a capture of a model that has such parameters; a refusal leaves all as it was."""
+    model = nn.Module()
+    model.layer = nn.Module()
+    for name, param in params.items():
+        model.layer.register_parameter(name, param)
+    optimizer = make([*params.values()])
+    before = snapshot(model, optimizer)
+    mp_policy = MixedPrecisionPolicy(**policy)
+    try:
+        graphfsdp.capture(model, optimizer, scope=scope, mp_policy=mp_policy).close()
+    except ConfigError:
+        assert_same_state(before, snapshot(model, optimizer))
+        assert not any(param._post_accumulate_grad_hooks for param in params.values())
+        assert all(param.grad is None for param in params.values())
+        raise
+
+
+@pytest.mark.parametrize("scope", [OUTSIDE, FULL])
+@pytest.mark.parametrize(
+    "make",
+    [
+        partial(FusedAdam, lr=0.1),
+        partial(Muon, lr=0.1),
+        partial(torch.optim.AdamW, lr=0.1, fused=True),
+        partial(torch.optim.SGD, lr=0.1, fused=True),
+        partial(torch.optim.RMSprop, lr=0.1),
+        partial(make_foreign, "transformer_engine"),
+        partial(make_foreign, "apex"),
+    ],
+)
+def test_parameters_that_are_8_bit_numbers_are_refused_and_frozen_ones_not(
+    make: Make, scope: str
+) -> None:
+    good = nn.Parameter(torch.zeros(2, 4))
+    words = r"8-bit numbers themselves, as 'layer\.weight'.*Remedy: parameters in float32"
+    for bad in (nn.Parameter(torch.zeros(2, 4).to(torch.float8_e4m3fn)), Quantised(good.data)):
+        with pytest.raises(ConfigError, match=words):
+            check(make, scope, {}, good=good, weight=bad)
+        bad.requires_grad_(False)
+        check(make, OUTSIDE, {}, good=good, weight=bad)
+
+
+adam = partial(FusedAdam, lr=0.1)
+main_weights = partial(adam, master_weights=True)
+decoupled = partial(adam, use_decoupled_grad=True)
+sgd = partial(torch.optim.SGD, lr=0.1, fused=True)
+with_momentum = partial(sgd, momentum=0.9)
+apex = partial(make_foreign, "apex")
+te = partial(make_foreign, "transformer_engine")
+# Policy and optimizer that clash, in any scope: maker, parameter's dtype, policy, what is told.
+CLASHES: list[tuple[Make, torch.dtype, dict[str, Any], str]] = [
+    (
+        *(adam, BF16, {"main_grads_dtype": FP32}),
+        "main_params_dtype .*bfloat16.*main_grads_dtype is float32.*use_decoupled_grad=True",
+    ),
+    (
+        *(adam, FP32, {"main_grads_dtype": BF16}),
+        r"main_grads_dtype is bfloat16.*'layer\.weight'.*main_grads_dtype=float32",
+    ),
+    (
+        *(main_weights, BF16, {"main_params_dtype": FP32, "main_grads_dtype": BF16}),
+        "main_params_dtype is float32.*main_grads_dtype is bfloat16",
+    ),
+    (
+        *(adam, BF16, {"main_params_dtype": FP32}),
+        "main_params_dtype is float32.*bfloat16.*master_weights=True",
+    ),
+    (
+        *(adam, BF16, {"use_decoupled_grad": True}),
+        r"use_decoupled_grad is True.*param\.grad.*FusedAdam\(\.\.\., use_decoupled_grad=True\)",
+    ),
+    (
+        *(decoupled, FP32, {"main_grads_dtype": BF16}),
+        r"use_decoupled_grad is False.*param\.decoupled_grad",
+    ),
+    (
+        *(partial(torch.optim.SGD, lr=0.1), FP32, {"use_decoupled_grad": True}),
+        "use_decoupled_grad.*SGD",
+    ),
+    (torch.optim.RMSprop, BF16, {"main_grads_dtype": FP32}, "RMSprop.*bfloat16.*float32"),
+    (
+        *(partial(torch.optim.AdamW, fused=True), BF16, {"main_grads_dtype": FP32}),
+        "AdamW.*bfloat16.*float32.*FusedAdam",
+    ),
+]
+# What Transformer Engine's has not in a graph.
+TE: list[tuple[Make, torch.dtype, str]] = [
+    (partial(te, capturable=False), FP32, "made without capturable=True, {} a replay would"),
+    (partial(te, store_param_remainders=True), FP32, "store_param_remainders=True, {}know no"),
+    (
+        *(partial(te, master_weights=True, master_weight_dtype=FP16), FP16),
+        r"main weights that are not float32, {}master_weight_dtype=torch\.float32",
+    ),
+    (
+        *(partial(te, exp_avg_sq_dtype=BF16), FP32),
+        "moments that are not both float32 or both bfloat16, {}FusedAdam",
+    ),
+]
+
+
+@pytest.mark.parametrize(
+    ("make", "dtype", "scope", "policy", "words"),
+    [
+        *(
+            (make, dtype, scope, policy, words)
+            for make, dtype, policy, words in CLASHES
+            for scope in (NONE, FULL)
+        ),
+        *((make, dtype, OUTSIDE, {}, None) for make, dtype, _ in TE),
+        *(
+            (make, dtype, FULL, {}, said.format(r"as for 'layer\.weight'.*"))
+            for make, dtype, said in TE
+        ),
+        (apex, FP32, OUTSIDE, {}, None),
+        (apex, FP32, FULL, {}, r"apex FusedAdam .*'forward_backward'"),
+        (sgd, FP32, FULL, {}, None),
+        (sgd, FP32, FULL, {"main_grads_dtype": BF16}, r"'layer\.weight'"),
+        (sgd, None, FULL, {}, r"'layer\.weight', which is a DTensor.*Remedy: fused=False"),
+        (partial(sgd, fused=False), None, FULL, {}, None),
+        # torch's kernel for momentum in 16 bits reads memory that nothing has written.
+        *((with_momentum, dtype, OUTSIDE, {}, "wei") for dtype in (BF16, FP16)),
+        (with_momentum, FP32, OUTSIDE, {}, None),
+        (partial(with_momentum, fused=False), BF16, OUTSIDE, {}, None),
+        (sgd, BF16, OUTSIDE, {}, None),
+    ],
+)
+@pytest.mark.usefixtures("mesh_of_one")
+def test_what_an_optimizer_cannot_do_is_refused_by_name(
+    make: Make, dtype: torch.dtype | None, scope: str, policy: dict[str, Any], words: str | None
+) -> None:
+    """Without a dtype the parameter is a DTensor."""
+    param = nn.Parameter(dtensor(2, 4) if dtype is None else torch.zeros(2, 4, dtype=dtype))
+    if words is None:
+        check(make, scope, policy, weight=param)
+        return
+    with pytest.raises(ConfigError, match=words) as caught:
+        check(make, scope, policy, weight=param)
+    if policy or "Transformer Engine" in str(caught.value):
+        assert isinstance(caught.value, PrecisionError)
+
+
+@pytest.mark.usefixtures("mesh_of_one")
+def test_transformer_engine_is_refused_before_the_version_that_can(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    policy = {"main_grads_dtype": BF16, "use_decoupled_grad": True}
+    make = partial(te, use_decoupled_grad=True, exp_avg_dtype=BF16, exp_avg_sq_dtype=BF16)
+    for value in (torch.zeros(2, 4), dtensor(2, 4), dtensor(0, 4)):
+        param = nn.Parameter(value)
+        for version in ((2, 20), (2, 21), (3, 0)):
+            set_version(monkeypatch, *version)
+            check(make, FULL, policy, weight=param)
+        set_version(monkeypatch, 2, 19)
+        words = "^Transformer Engine FusedAdam 2.19 .*Remedy: Transformer Engine 2.20"
+        with pytest.raises(PrecisionError, match=words):
+            check(make, FULL, policy, weight=param)
+        check(make, OUTSIDE, policy, weight=param)

@@ -12,7 +12,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import Tensor, nn
+from torch import nn
 
 import graphfsdp
 from adam_helpers import (
@@ -26,6 +26,7 @@ from adam_helpers import (
     set_grads,
     take_steps,
 )
+from counting_net import mean_square
 from graphfsdp.optim import FusedAdam, Muon
 from helpers import make_optimizer, no_host_sync
 
@@ -114,14 +115,10 @@ def test_a_norm_beyond_the_range_of_float32_is_skipped_as_the_document_says() ->
     assert optimizer.control.skipped_steps.item() == 1
 
 
-def loss_fn(model: nn.Module, x: Tensor) -> Tensor:
-    return model(x).square().mean()  # type: ignore[no-any-return]
-
-
 def test_looking_at_the_count_waits_for_nothing(device: torch.device) -> None:
     model = nn.Linear(5, 1).to(device)
     optimizer = FusedAdam(model.parameters())
-    with graphfsdp.capture(model, optimizer, loss_fn=loss_fn, skip_nonfinite=True) as step:
+    with graphfsdp.capture(model, optimizer, loss_fn=mean_square, skip_nonfinite=True) as step:
         step(torch.ones(2, 5, device=device))
         with no_host_sync(device):
             first = step.skipped_steps
@@ -145,14 +142,14 @@ def test_skipped_steps_are_in_checkpoints_of_any_optimizer(
 
     good, bad = torch.ones(2, 5, device=device), torch.full((2, 5), torch.nan, device=device)
     saved, loading = make(names[0]), make(names[1])
-    with graphfsdp.capture(*saved, loss_fn=loss_fn, skip_nonfinite=True) as step:
+    with graphfsdp.capture(*saved, loss_fn=mean_square, skip_nonfinite=True) as step:
         for x in (good, bad, good, good, bad):
             step(x)
         graphfsdp.save(tmp_path, *saved, step=2)
         step(bad)
         graphfsdp.save(tmp_path, *saved, step=3)
     graphfsdp.load(tmp_path, *loading, step=2)
-    with graphfsdp.capture(*loading, loss_fn=loss_fn, skip_nonfinite=True) as step:
+    with graphfsdp.capture(*loading, loss_fn=mean_square, skip_nonfinite=True) as step:
         for index in range(5):
             step(bad if index in (1, 4) else good)
         assert step.skipped_steps is not None

@@ -15,25 +15,19 @@ from adam_helpers import (
     copies_of,
     copy_weights,
     load_in_place,
-    make_groups,
+    make_muon,
     make_params,
     params_of,
     state_addresses,
     take_steps,
 )
 from graphfsdp.errors import ConfigError
-from graphfsdp.optim import FusedAdam, Muon
+from graphfsdp.optim import FusedAdam
 from helpers import same_bits
 
 Change = Callable[..., None]  # of a state dict, parameters beside it, and its optimizer
 FP32, BF16 = torch.float32, torch.bfloat16
 SHAPES: list[tuple[int, ...]] = [(20, 100), (100,), (3, 16, 5, 5), (0, 40), (), (6, 3)]
-
-
-def make_muon(params: list[nn.Parameter], lr: float) -> Muon:
-    groups = {is_matrix: [p for p in params if (p.dim() == 2) == is_matrix] for is_matrix in (1, 0)}
-    rest = {"params": groups[0], "use_muon": False}
-    return Muon(make_groups({"params": groups[1]}, rest), lr=lr)
 
 
 def make_adam(params: list[nn.Parameter], lr: float = 0.1, **settings: Any) -> FusedAdam:

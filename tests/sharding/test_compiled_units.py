@@ -6,7 +6,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
 
 from ranks import on_ranks
@@ -15,13 +14,10 @@ from sharding_helpers import (
     Training,
     adam,
     assert_same_training,
-    batches,
     make_net,
-    my_part,
     replayed_as_eager,
     shard,
     train,
-    unit_of,
 )
 from stand_in_compilers import compiling_models_by
 
@@ -56,11 +52,6 @@ class Recomputed(nn.Module):
 
     def forward(self, x: Tensor) -> Any:
         return checkpoint(self.inner, x, use_reentrant=False)
-
-
-def blocks_of(model: nn.Module) -> nn.ModuleList:
-    assert isinstance(model.blocks, nn.ModuleList)
-    return model.blocks
 
 
 def compiled_net(strategy: str, when: str, backend: Any, *, recompute: bool = False) -> nn.Module:
@@ -103,27 +94,6 @@ def test_compiled_units_train_as_eager_ones_do(strategy: str, when: str, recompu
     assert_same_training(expected, got)
     if ONE_GRAPH and not recompute:
         assert [size for size in tracer.sizes if size > 3] == [6, 5], tracer.sizes
-
-
-@on_ranks("ranks2")
-def test_compiled_units_let_go_of_their_weights_between_forward_and_backward() -> None:
-    model = compiled_net("optim_grads_params", "before", Tracer())
-    gathered = []
-
-    def note(block: nn.Module, args: object, out: object) -> None:
-        for buffer in unit_of(block).group.buffers:
-            assert buffer.full is not None
-            gathered.append(StorageWeakRef(buffer.full.untyped_storage()))
-
-    for block in blocks_of(model):
-        block.register_forward_hook(note, prepend=True)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        loss = model(*my_part(batches(1)[0]))
-        assert len(gathered) >= 2
-        assert all(each.expired() for each in gathered)
-        loss.backward()
-    assert all(p.grad is not None for name, p in model.named_parameters() if "blocks" in name)
 
 
 @pytest.mark.gpu

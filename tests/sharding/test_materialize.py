@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import graphfsdp
 from graphfsdp.sharding.layout import plan_unit
 from overlap_helpers import Stack
+from parallel_models import plain_model, tensor_parallel
 from ranks import on_ranks, rank_device
 from sharding_helpers import (
     STRATEGIES,
@@ -256,6 +257,29 @@ def test_init_weights_of_a_root_and_functions_of_the_user() -> None:
     assert torch.equal(plain.norm.weight.detach().cpu(), torch.full((6,), 4.0))
     assert plain.out.weight is plain.tokens.weight
     assert 2.0 < float(plain.tokens.weight.detach().std()) < 4.0
+
+
+@on_ranks("ranks4")
+def test_parameters_of_model_parallel_ranks_get_the_values_of_the_whole_model() -> None:
+    """What a whole model's initialisation draws; parameters without one are set by hand."""
+
+    def set_own(module: nn.Module) -> None:
+        for name in ("scale", "frozen"):
+            if hasattr(module, name):
+                nn.init.constant_(getattr(module, name), 0.5)
+
+    model = tensor_parallel(meta=True)
+    torch.manual_seed(3 + dist.get_rank())  # the first rank's values count
+    graphfsdp.materialize(model, init=set_own)
+    plain = plain_model().to(rank_device())
+    torch.manual_seed(3)
+    for module in plain.modules():
+        reset: Any = getattr(module, "reset_parameters", None)
+        if reset is not None:
+            reset()
+    set_own(plain)
+    for (name, param), whole in zip(model.named_parameters(), plain.parameters(), strict=True):
+        assert torch.equal(param.full_tensor(), whole), name
 
 
 @pytest.mark.gpu

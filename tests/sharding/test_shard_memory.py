@@ -1,17 +1,22 @@
 """Where sharded weights lie, and what gives its memory back."""
 
 import gc
+import warnings
 import weakref
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from test_compiled_units import Tracer, compiled_net
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 import graphfsdp
 from overlap_helpers import NUM_BLOCKS, WIDTH, Stack, Watch, make_stack
+from parallel_models import TP_AXES, part_of_axis, tensor_parallel, whole_batches
 from ranks import on_ranks, rank_device
-from sharding_helpers import adam, batches, buffers, make_net, my_part, shard
+from sharding_helpers import adam, batches, buffers, hybrid_mesh, make_net, my_part, shard
 
 
 @pytest.mark.parametrize("param_dtype", [torch.bfloat16, None])
@@ -63,3 +68,31 @@ def test_a_model_that_is_dropped_gives_its_buffers_back() -> None:
     gc.unfreeze()
     gc.collect()
     assert reference() is None
+
+
+@pytest.mark.parametrize(("ranks", "is_compiled"), [("ranks2", True), ("ranks4", False)])
+@on_ranks()
+def test_whole_weights_are_let_go_between_forward_and_backward(is_compiled: bool) -> None:
+    """Saved weights are places in the gathered buffer, DTensors too, so that it is freed."""
+    if is_compiled:
+        model: Any = compiled_net("optim_grads_params", "before", Tracer())
+        batch: Any = my_part(batches(1)[0])
+    else:
+        model = tensor_parallel(sequence=True)
+        batch = part_of_axis(whole_batches()[0], hybrid_mesh((2, 2), TP_AXES), "dp")
+    gathered: list[StorageWeakRef] = []
+
+    def note(block: nn.Module, args: object, out: object) -> None:
+        for buffer in buffers(block):
+            assert buffer.full is not None
+            gathered.append(StorageWeakRef(buffer.full.untyped_storage()))
+
+    for block in model.blocks:
+        block.register_forward_hook(note, prepend=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of torch.compile
+        loss = model(*batch)
+        assert len(gathered) >= 2
+        assert all(storage.expired() for storage in gathered)
+        loss.backward()
+    assert all(p.grad is not None for name, p in model.named_parameters() if "blocks" in name)

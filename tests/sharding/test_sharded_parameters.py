@@ -1,18 +1,21 @@
-"""What the parameters of a sharded module can do, and which of their gradients are refused."""
+"""Sharded parameters: what they can do, and what programs hold, replace, write or copy."""
 
+import copy
+import io
 import math
+import pickle
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import graphfsdp
 from counting_net import mean_square
-from everyday_scripts import whole_model
-from graphfsdp import ConfigError
+from everyday_scripts import Adapted, whole_model
+from graphfsdp import ConfigError, PhaseError
 from graphfsdp.optim import FusedAdam
 from graphfsdp.sharding.placement import RowShard
 from parallel_models import TP_AXES, part_of_axis, tensor_parallel, whole_batches
@@ -20,6 +23,10 @@ from ranks import on_ranks, rank_device
 from sharding_helpers import (
     STRATEGIES,
     Net,
+    adam,
+    assert_equal_tensors,
+    batches,
+    buffers,
     check_slices,
     full_gradients,
     full_parameters,
@@ -30,7 +37,176 @@ from sharding_helpers import (
     on_meta,
     raises_on_rank,
     shard,
+    train,
 )
+
+WIDTH, ROWS, NUM_STEPS = 8, 4, 14
+
+
+class Writing(nn.Module):
+    """Changes a weight in its own forward pass."""
+
+    def __init__(self, write: Callable[[Tensor], object], *, trains: bool) -> None:
+        super().__init__()
+        self.write: Callable[[Tensor], object] | None = write
+        self.frozen = nn.Linear(WIDTH, WIDTH).requires_grad_(trains)
+        self.layer = nn.Linear(WIDTH, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.layer(self.frozen(x))
+        if self.write is not None:
+            with torch.no_grad():
+                self.write(self.frozen.weight)
+        return out.mean()
+
+
+def clamp(weight: Tensor) -> object:
+    return weight.clamp_(-0.1, 0.1)
+
+
+def clamp_a_part(weight: Tensor) -> object:
+    return weight.detach()[1:3].t().clamp_(-0.1, 0.1)
+
+
+@on_ranks("ranks2")
+def test_writes_into_whole_weights_are_refused() -> None:
+    said = "forward pass of unit '(root)' writes into its weights in place", "Remedy"
+    x = torch.ones(2, WIDTH, device=rank_device())
+    for strategy in ("optim", "optim_grads_params"):
+        for write in (clamp, clamp_a_part):
+            for trains in (False, True):
+                model = Writing(write, trains=trains).to(rank_device())
+                graphfsdp.fully_shard(model, strategy=strategy)
+                with raises_on_rank(PhaseError, *said):
+                    model(x)
+                model.write = None
+                model(x).backward()  # the model is as before
+
+
+@on_ranks("ranks2")
+def test_writes_into_weights_that_are_no_copies_stay() -> None:
+    model = Writing(clamp, trains=False).to(rank_device())
+    graphfsdp.fully_shard(model, strategy="no_shard")
+    model(torch.ones(2, WIDTH, device=rank_device())).backward()
+    whole: Any = model.frozen.weight
+    assert float(whole.full_tensor().abs().max()) < 0.11
+
+
+@on_ranks("ranks2")
+def test_a_backward_through_other_weights_than_the_forwards_is_refused() -> None:
+    """Step on one loss before the backward pass of another one."""
+    for strategy in ("optim_grads", "optim_grads_params"):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 1)).to(rank_device())
+        graphfsdp.fully_shard(model, strategy=strategy)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        x = torch.ones(2, WIDTH, device=rank_device())
+        first, second = model(x).mean(), model(x).square().mean()
+        first.backward()
+        optimizer.step()
+        if strategy == "optim_grads":
+            second.backward()  # it has kept the weights of its forward
+            continue
+        with raises_on_rank(
+            PhaseError,
+            "were written between its forward and its backward",
+            "optimizer.step() and other writes after the last backward",
+        ):
+            second.backward()
+
+
+@on_ranks("ranks2")
+def test_writes_between_unshard_and_reshard_are_refused() -> None:
+    """And the weights are as they were, and can be written by what the error says."""
+    model: Any = nn.Linear(WIDTH, 3).to(rank_device())
+    whole = torch.ones(3, WIDTH, device=rank_device())
+    graphfsdp.fully_shard(model)
+    before = model.weight.full_tensor()
+    model.unshard()
+    assert model(torch.ones(2, WIDTH, device=rank_device())).shape == (2, 3)
+    model.reshard()  # only read
+    model.unshard()
+    with torch.no_grad():
+        model.weight.copy_(whole)
+    with raises_on_rank(PhaseError, "written between unshard() and reshard()", "load_state_dict"):
+        model.reshard()
+    assert torch.equal(model.weight.full_tensor(), before)
+    with torch.no_grad():
+        model.weight.mul_(2)
+    assert torch.equal(model.weight.full_tensor(), 2 * before)
+    model.load_state_dict({"weight": whole}, strict=False)
+    assert torch.equal(model.weight.full_tensor(), whole)
+
+
+def stack(strategy: str = "optim_grads_params", *, meta: bool = False) -> Any:
+    def make() -> nn.Module:
+        return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 3))
+
+    torch.manual_seed(0)
+    model: Any = on_meta(make) if meta else make().to(rank_device())
+    for layer in model:
+        graphfsdp.fully_shard(layer, strategy=strategy)
+    graphfsdp.fully_shard(model, strategy=strategy)
+    if meta:
+        model.to_empty(device=rank_device())
+        for param in model.parameters():
+            nn.init.constant_(param, 0.1)
+    return model
+
+
+def detached(model: nn.Module) -> dict[str, Any]:
+    return {name: param.detach() for name, param in model.named_parameters()}
+
+
+def slices(model: nn.Module) -> dict[str, Any]:
+    """Views of views, of which no parameter knows."""
+    return {name: param.to_local()[:1] for name, param in detached(model).items()}
+
+
+TAKES: tuple[Callable[[nn.Module], dict[str, Any]], ...] = (nn.Module.state_dict, detached, slices)
+
+
+def parts(values: dict[str, Any]) -> list[Tensor]:
+    return [getattr(value, "_local_tensor", value).clone() for value in values.values()]
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@on_ranks("ranks2")
+def test_what_is_held_follows_the_training(strategy: str) -> None:
+    """Whenever it was taken, and captured: a state dict is often taken once and saved later."""
+    data = [(torch.randn(2, WIDTH, device=rank_device()),) for _ in range(5)]
+    for when in ("at once", "on meta", "behind .to", "behind a load", "inside a root"):
+        root = model = stack(strategy, meta=when == "on meta")
+        if when == "behind .to":
+            model.to(rank_device())
+        if when == "behind a load":
+            model.load_state_dict(model.state_dict(), assign=True)
+        if when == "inside a root":  # which the first forward of its parts did not know
+            mean_square(model, data[0][0]).backward()
+        held = [take(model) for take in TAKES]
+        if when == "inside a root":
+            root = graphfsdp.fully_shard(nn.Sequential(model), strategy=strategy)
+        before = parts(held[2])
+        train(root, adam(root), data=data, loss_fn=mean_square)
+        for values, take in zip(held, TAKES, strict=True):
+            now = parts(take(model))
+            for index, local in enumerate(parts(values)):
+                assert torch.equal(local, now[index]), f"{take.__name__} {when}: {index}"
+        for old, new in zip(before, parts(held[2]), strict=True):
+            assert not old.numel() or not torch.equal(old, new), when
+
+
+@on_ranks("ranks2")
+def test_what_has_no_values_is_named_beside_what_has() -> None:
+    model = on_meta(Adapted)
+    graphfsdp.fully_shard(model)
+    model.down.to_empty(device=rank_device())
+    with raises_on_rank(graphfsdp.ConfigError, "'base.weight' was made on the meta device"):
+        model(torch.ones(2, WIDTH, device=rank_device()))
+    model = graphfsdp.fully_shard(Adapted().to(rank_device()))
+    model.down.double()
+    with raises_on_rank(graphfsdp.ConfigError, "'down.weight' does not lie in the buffers"):
+        model(torch.ones(2, WIDTH, device=rank_device()))
 
 
 @on_ranks("ranks2")
@@ -108,6 +284,17 @@ def test_torch_never_takes_what_it_knows_of_plain_shards_for_theirs(strategy: st
         RowShard.__hash__ = own_hash  # type: ignore[method-assign]
 
 
+@on_ranks("ranks4")
+def test_any_whole_cut_of_another_axis_is_sharded() -> None:
+    mesh = hybrid_mesh((2, 2), TP_AXES)
+    whole = torch.arange(10.0).view(5, 2)
+    for place in (Replicate(), Shard(0), Shard(1)):
+        layer: Any = nn.Linear(2, 5, bias=False)
+        layer.weight = nn.Parameter(distribute_tensor(whole, mesh["tp"], [place]))
+        graphfsdp.fully_shard(layer, mesh["dp"])
+        assert torch.equal(layer.weight.full_tensor(), whole), place
+
+
 def penalized(model: nn.Module, x: Tensor) -> Tensor:
     """Add a penalty on all weights, as people write it without sharding."""
     loss = mean_square(model, x)
@@ -140,3 +327,102 @@ def test_a_penalty_on_sharded_parameters_is_refused() -> None:
         with graphfsdp.capture(model, optimizer, loss_fn=mean_square) as step:
             for _ in range(5):  # the model can be trained nevertheless
                 step(x)
+
+
+def assert_apart(model: Any, twin: Any) -> None:
+    """No memory of one is the other's."""
+    mine = {b.main.untyped_storage().data_ptr() for b in buffers(model) if b.main.numel()}
+    theirs = {b.main.untyped_storage().data_ptr() for b in buffers(twin) if b.main.numel()}
+    assert theirs
+    assert mine.isdisjoint(theirs)
+    assert {id(p) for p in model.parameters()}.isdisjoint(map(id, twin.parameters()))
+    check_slices(twin)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@on_ranks("ranks2")
+def test_a_copy_trains_as_the_original_would(strategy: str) -> None:
+    """Copied before the first forward pass, after it, and with gradients; both then go on alone."""
+    for steps_before in (0, 2):
+        model = make_net(strategy)
+        if steps_before:
+            train(model, adam(model), num_steps=steps_before, scope="none")
+            model(*my_part(batches(1)[0])).backward()
+        twin = copy.deepcopy(model)
+        assert isinstance(twin, graphfsdp.FSDPModule)
+        assert_apart(model, twin)
+        pairs: Any = zip(model.parameters(), twin.parameters(), strict=True)
+        for mine, other in pairs:
+            assert (mine.grad is None) == (other.grad is None)
+            if mine.grad is not None:
+                assert torch.equal(mine.grad.to_local(), other.grad.to_local())
+        before = full_parameters(twin)
+        assert_equal_tensors(full_parameters(model), before)
+        runs = [train(model, adam(model))]
+        assert_equal_tensors(full_parameters(twin), before)  # it was left alone
+        assert_apart(model, twin)
+        runs.append(train(twin, adam(twin)))
+        assert_equal_tensors(*(run.tensors() for run in runs))
+        assert_apart(model, twin)
+
+
+@on_ranks("ranks2")
+def test_a_method_that_is_a_forward_pass_is_that_of_the_copy() -> None:
+    """Target networks in a graph are trained in test_sharded_iterations.py."""
+    model: Any = make_net("optim_grads_params")
+    graphfsdp.register_fsdp_forward_method(model, "logits")
+    target = copy.deepcopy(model)
+    with torch.no_grad():
+        for param in model.parameters():
+            param.mul_(2)
+    tokens, _ = my_part(batches(1)[0])
+    plain: Any = make_net(None)
+    assert torch.equal(target.logits(tokens), plain.logits(tokens))
+    assert not torch.equal(model.logits(tokens), plain.logits(tokens))
+
+
+@on_ranks("ranks4")
+def test_copies_on_two_axes_and_of_parts() -> None:
+    for outer in ("no_shard", "optim"):
+        model = hybrid_net("optim_grads_params", outer)
+        twin = copy.deepcopy(model)
+        runs = [train(each, adam(each)) for each in (model, twin)]
+        assert_equal_tensors(*(run.tensors() for run in runs))
+    block = copy.deepcopy(model.blocks[0])  # which is a root of its own
+    x = torch.ones(2, 8, device=rank_device())
+    assert torch.equal(block(x), model.blocks[0](x))
+    assert len(buffers(block)) == len(buffers(model.blocks[0]))
+
+
+@on_ranks("ranks2")
+def test_copies_without_values_and_what_is_refused() -> None:
+    model = shard(on_meta(Net), "optim_grads_params")
+    twin = copy.deepcopy(model)
+    for each in (model, twin):
+        torch.manual_seed(0)
+        with raises_on_rank(graphfsdp.ConfigError, "has no values yet"):
+            each(*my_part(batches(1)[0]))
+    twin.to_empty(device=rank_device())
+    assert all(param.is_meta for param in model.parameters())
+    wide: Any = graphfsdp.fully_shard(nn.Linear(4, 4).to(rank_device()))
+    wide.unshard()
+    with raises_on_rank(graphfsdp.NotCopyableError, "unit '(root)' cannot be copied", "unsharded"):
+        copy.deepcopy(wide)
+    wide.reshard()
+    assert isinstance(copy.deepcopy(wide), graphfsdp.FSDPModule)
+    policy = graphfsdp.MixedPrecisionPolicy(
+        param_dtype=torch.bfloat16, gather_format="float8", main_grads_dtype=torch.float32
+    )
+    packed = graphfsdp.fully_shard(nn.Linear(4, 4).to(rank_device()), mp_policy=policy)
+    with raises_on_rank(graphfsdp.NotCopyableError, "quantised"):
+        copy.deepcopy(packed)
+
+
+@on_ranks("ranks2")
+def test_pickles_are_refused() -> None:
+    """Before the first forward pass, as after it; scripts of FSDP2 save what the error says."""
+    model: Any = make_net("optim_grads_params")
+    for pickled in (pickle.dumps, lambda value: torch.save(value, io.BytesIO())):
+        for value in (model, [model], nn.Sequential(model)):
+            with raises_on_rank(graphfsdp.NotCopyableError, "cannot be pickled", "Remedy"):
+                pickled(value)

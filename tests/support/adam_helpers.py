@@ -1,7 +1,7 @@
 """Parameters, gradients and paths of a step for the tests of FusedAdam."""
 
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 from unittest.mock import patch
@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from graphfsdp.optim import Muon
 from graphfsdp.optim.fused import kernel, plan
 from graphfsdp.optim.fused.step import as_kernel, run_cuda
 from triton_helpers import use_interpreter
@@ -30,6 +31,16 @@ class Net(nn.Module):
 
 def make_groups(*groups: dict[str, Any]) -> list[dict[str, Any]]:
     return list(groups)
+
+
+def make_muon(params: Iterable[nn.Parameter], lr: float) -> Muon:
+    """Return one that takes matrices, and the steps of AdamW for all the rest that is trained."""
+    trained = [param for param in params if param.requires_grad]
+    groups: list[dict[str, Any]] = [
+        {"params": [param for param in trained if (param.dim() == 2) == uses], "use_muon": uses}
+        for uses in (True, False)
+    ]
+    return Muon(groups, lr=lr)
 
 
 def make_params(
