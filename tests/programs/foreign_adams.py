@@ -4,7 +4,6 @@ The contract is in references/fused_adam_contract.json.
 """
 
 import ast
-import inspect
 import json
 import pathlib
 from typing import Any
@@ -27,17 +26,6 @@ def make_stand_in(contract: dict[str, Any]) -> type[torch.optim.Optimizer]:
     }
 
     class FusedAdam(torch.optim.Optimizer):
-        __signature__ = inspect.Signature(
-            [
-                inspect.Parameter(
-                    name,
-                    inspect.Parameter.POSITIONAL_OR_KEYWORD,
-                    default=values.get(name, inspect.Parameter.empty),
-                )
-                for name in names
-            ]
-        )
-
         def __init__(self, params: Any, **given: Any) -> None:
             unknown = set(given) - set(names)
             if unknown:

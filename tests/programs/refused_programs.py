@@ -336,9 +336,6 @@ REFUSED: dict[str, Refused] = {
     "applied": writes(lambda self, h, x: h * x.clone().apply_(lambda _: 1), "Tensor.apply_"),
     "mapped": writes(lambda self, h, x: h * x.clone().map_(x, lambda *_: 1), "Tensor.map_"),
     # In backward passes, and behind handlers of exceptions.
-    "read_in_a_hook": in_backward(
-        lambda grad: grad * grad.tolist()[0][0], reads, "Tensor.tolist", module=None
-    ),
     "literal_in_a_hook": in_backward(
         lambda grad: grad * torch.tensor([grad.abs().max()], device=grad.device),
         *(reads, "torch.tensor"),
