@@ -6,86 +6,67 @@ new name and ``latest``. The last line is JSON: times as fast as plain dcp, medi
 """
 
 import argparse
+import itertools
 import json
 import pathlib
 import shutil
 import statistics
 import tempfile
-import time
 import warnings
 from collections.abc import Callable, Sequence
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 import graphfsdp
+from graphfsdp.bench.clock import in_turns, time_window
 from graphfsdp.optim import FusedAdam
 
 
-def trained(num_layers: int, width: int) -> tuple[nn.Module, FusedAdam]:
-    model = nn.Sequential(*(nn.Linear(width, width) for _ in range(num_layers)))
-    optimizer = FusedAdam(model.parameters(), lr=0.1)
-    model(torch.randn(4, width)).square().mean().backward()
-    optimizer.step()
-    return model, optimizer
-
-
-def tensors_of(model: nn.Module, optimizer: FusedAdam) -> dict[str, Tensor]:
-    states = {
-        f"{number}.{key}": value
-        for number, entries in enumerate(optimizer.state.values())
-        for key, value in entries.items()
-    }
-    return {**model.state_dict(), **states}
-
-
-def seconds(act: Callable[[], object]) -> float:
-    start = time.perf_counter()
-    act()
-    return time.perf_counter() - start
+def seconds(act: Callable[[], object]) -> Callable[[], float]:
+    return lambda: time_window([act], torch.device("cpu")).mean_ms / 1e3
 
 
 def measure(
     folder: pathlib.Path, num_layers: int, width: int, num_rounds: int
 ) -> dict[str, object]:
-    model, optimizer = trained(num_layers, width)
-    tensors = tensors_of(model, optimizer)
-    ratios: dict[str, list[float]] = {"save": [], "load": []}
-    theirs, ours = folder / "dcp", folder / "graphfsdp"
-    for number in range(num_rounds + 1):
+    model = nn.Sequential(*(nn.Linear(width, width) for _ in range(num_layers)))
+    optimizer = FusedAdam(model.parameters(), lr=0.1)
+    model(torch.randn(4, width)).square().mean().backward()
+    optimizer.step()
+    tensors = model.state_dict()
+    for number, state in enumerate(optimizer.state.values()):
+        tensors |= {f"{number}.{key}": value for key, value in state.items()}
+    theirs, ours, steps = folder / "dcp", folder / "graphfsdp", itertools.count()
 
-        def save_plainly() -> None:
-            shutil.rmtree(theirs, ignore_errors=True)
-            dcp_save(tensors, storage_writer=FileSystemWriter(theirs), no_dist=True)
+    def save_plainly() -> None:
+        shutil.rmtree(theirs, ignore_errors=True)
+        dcp_save(tensors, storage_writer=FileSystemWriter(theirs), no_dist=True)
 
-        def save(step: int = number) -> None:
-            graphfsdp.save(ours, model, optimizer, step=step, keep_last=1, rng=False)
+    def save() -> None:
+        graphfsdp.save(ours, model, optimizer, step=next(steps), keep_last=1, rng=False)
 
-        def load_plainly() -> None:
-            dcp_load(tensors, storage_reader=FileSystemReader(theirs), no_dist=True)
+    def load_plainly() -> None:
+        dcp_load(tensors, storage_reader=FileSystemReader(theirs), no_dist=True)
 
-        def load() -> None:
-            graphfsdp.load(ours, model, optimizer, rng=False)
+    def load() -> None:
+        graphfsdp.load(ours, model, optimizer, rng=False)
 
-        for what, acts in (("save", (save_plainly, save)), ("load", (load_plainly, load))):
-            turned = acts if number % 2 else acts[::-1]
-            found = {act: seconds(act) for act in turned}
-            if number > 0:  # the first round warms up
-                ratios[what].append(found[acts[0]] / found[acts[1]])
-    num_bytes = sum(tensor.nbytes for tensor in tensors.values())
-    return {
+    found: dict[str, object] = {
         "num_tensors": len(tensors),
-        "num_bytes": num_bytes,
+        "num_bytes": sum(tensor.nbytes for tensor in tensors.values()),
         "rounds": num_rounds,
         "torch": torch.__version__,
-        **{
-            what: [round(value, 3) for value in (statistics.median(all_), min(all_), max(all_))]
-            for what, all_ in ratios.items()
-        },
     }
+    for what, plainly, by_us in (("save", save_plainly, save), ("load", load_plainly, load)):
+        times = in_turns({"dcp": seconds(plainly), "ours": seconds(by_us)}, num_rounds + 1)
+        ratios = [a / b for a, b in zip(times["dcp"][1:], times["ours"][1:], strict=True)]  # warm
+        spread = statistics.median(ratios), min(ratios), max(ratios)
+        found[what] = [round(value, 3) for value in spread]
+    return found
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -8,9 +8,8 @@ is a time.
 
 import argparse
 import contextlib
-import functools
-import importlib.util
 import json
+import math
 import os
 import subprocess
 import sys
@@ -22,7 +21,6 @@ import torch
 import torch.distributed as dist
 import torch.distributed.fsdp as torch_fsdp
 from torch import Tensor, nn
-from torch.distributed import HashStore  # type: ignore[attr-defined]
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.flop_counter import flop_registry
 
@@ -30,15 +28,14 @@ import graphfsdp
 from benchmarks.readme_table import ROOT, with_section
 from cuda_stand_in import above, library
 from graphfsdp.base.op_tensors import OpCall, OperatorMode, flat_tensors
-from graphfsdp.bench import contenders, workloads
+from graphfsdp.bench import contenders
 from graphfsdp.bench.results import Table
-from graphfsdp.bench.workloads import Case, find_workload
+from graphfsdp.bench.workloads import find_workload, make_model
 from graphfsdp.config import ShardingStrategy
 from graphfsdp.optim import FusedAdam
 from graphfsdp.planning.plan import CALL_S, DEVICES, NODE_S, arithmetic_s
+from graphfsdp.training import build
 from graphfsdp.training.arguments import find_preset
-from graphfsdp.training.build import make_model, make_optimizer
-from graphfsdp.training.ranks import Ranks
 from played_group import played_ranks
 
 DOCS = ROOT / "docs"
@@ -48,18 +45,19 @@ LARGE_MODEL, NUM_PLAYED = "llama3-8b", 8
 NUM_CALLS = 6  # three warm-ups, the capture, and two of what is counted
 NUM_RANKS = 2
 DEVICE = torch.device("cuda", int(os.environ.get("RANK", "0")))
-_MIB = 1 << 20
 # More than anybody takes: where it is short, torch's allocator gives back what it had reserved.
 DEVICE_BYTES = 140 << 30
 
-Train = Callable[[Tensor, Tensor], object]
+Train = Callable[..., object]
+Numbers = dict[str, float]
 
 
-# ---- who trains: weights, gradients and moments in bfloat16 ----
+# ---- who trains ----
 
 
 def _model() -> nn.Module:
-    return workloads.make_model(find_workload(WORKLOAD).model).bfloat16().to(DEVICE)
+    """Return it with weights, and so gradients and moments, in bfloat16."""
+    return make_model(find_workload(WORKLOAD).model).bfloat16().to(DEVICE)
 
 
 class Plain:
@@ -88,15 +86,16 @@ class Plain:
 
     def __call__(self, *batch: Tensor) -> Tensor:
         if not self._num_graphs:
-            return self._iterate(*batch)
+            self._inputs = list(batch)
+            self._iterate()
+            return self._loss
         self._num_calls += 1
-        if not self._inputs:
-            self._inputs = [part.clone() for part in batch]
+        self._inputs = self._inputs or [part.clone() for part in batch]
         torch._foreach_copy_(self._inputs, batch)
         if self._num_calls <= contenders.WARMUP_STEPS:
             self._stream.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(self._stream):
-                self._loss = self._iterate(*self._inputs)
+                self._iterate()
             torch.cuda.current_stream().wait_stream(self._stream)
             return self._loss
         if not self._graphs:
@@ -106,24 +105,21 @@ class Plain:
         return self._loss.clone()
 
     def _capture(self) -> None:
-        parts: list[Callable[[], object]] = [self._forward_backward, self._step]
-        if self._num_graphs == 1:
-            parts = [functools.partial(self._iterate, *self._inputs)]
+        one, two = (self._iterate,), (self._forward_backward, self._step)
         pool = torch.cuda.graph_pool_handle()
-        for part in parts:
+        for part in one if self._num_graphs == 1 else two:
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph, pool=pool, stream=self._stream):
                 part()
             self._graphs.append(graph)
 
-    def _iterate(self, *batch: Tensor) -> Tensor:
-        self._forward_backward(*batch)
+    def _iterate(self) -> None:
+        self._forward_backward()
         self._step()
         self._optimizer.zero_grad(set_to_none=True)
-        return self._loss
 
-    def _forward_backward(self, *batch: Tensor) -> None:
-        loss: Tensor = self._model(*(batch or self._inputs))
+    def _forward_backward(self) -> None:
+        loss: Tensor = self._model(*self._inputs)
         loss.backward()
         self._loss = loss.detach()
 
@@ -143,118 +139,80 @@ def _ours(scope: str, *, compiled: bool = False, model: nn.Module | None = None)
     )
 
 
-# ---- who trains: float32 weights, gradients and moments, computed in bfloat16 ----
-
-
-def _of_bench(name: str) -> Train:
-    case = Case(find_workload(WORKLOAD), "bf16", BATCH_SIZE)
-    ranks = Ranks(launched=name != "pytorch")
-    if ranks.launched:
-        store = HashStore()
-        dist.init_process_group(
-            "cpu:gloo,cuda:nccl", store=store, rank=0, world_size=1, device_id=DEVICE
-        )
-    if name == "megatron_fsdp":
-        # It compares numbers on the device, which nobody computes here.
-        from megatron_fsdp import param_and_grad_buffer
-
-        param_and_grad_buffer.validate_uneven_dtensor = lambda _: None
-    spec = contenders.CONTENDERS_BY_NAME[name]
-    made = spec.make(contenders.Setting(case, DEVICE, ranks=ranks))
-    return lambda *batch: made(batch, 0)
-
-
-# ---- who trains on two ranks, everything in bfloat16 ----
-
-
-def _on_ranks(scope: str | None) -> Train:
-    """Return FSDP2 in two graphs where no scope of ours is given."""
-    shard = torch_fsdp.fully_shard if scope is None else graphfsdp.fully_shard
-    model = _model()
-    for block in model.get_submodule("blocks").children():
-        shard(block)
-    shard(model)
-    return Plain(2, model=model) if scope is None else _ours(scope, model=model)
-
-
-# ---- who trains Llama-3-8B, as one rank of eight: float32, computed in bfloat16 ----
+def _sharded(model: nn.Module, shard: Callable[..., object], **options: Any) -> nn.Module:
+    for module in (*model.get_submodule("blocks").children(), model):
+        shard(module, **options)
+    return model
 
 
 def _large(scope: str | None, num_graphs: int = 0, *, root_reshards: bool | None = None) -> Train:
-    """Return FSDP2 with torch's fused AdamW where no scope of ours is given."""
+    """Train as one rank of eight in float32, computed in bfloat16; FSDP2 where no scope is given.
+
+    FSDP2 has torch's fused AdamW.
+    """
     config = find_preset(LARGE_MODEL)
     assert config.vocab_size is not None
-    model = make_model(config, config.vocab_size, torch.device("meta"), torch.float32)
+    model: nn.Module = build.make_model(
+        config, config.vocab_size, torch.device("meta"), torch.float32
+    )
     mesh = init_device_mesh("cuda", (NUM_PLAYED,))
     if scope is None:
         policy = torch_fsdp.MixedPrecisionPolicy(config.param_dtype, torch.float32)
-        for module in (*model.blocks, model):
-            torch_fsdp.fully_shard(module, mesh=mesh, mp_policy=policy)
+        _sharded(model, torch_fsdp.fully_shard, mesh=mesh, mp_policy=policy)
         return Plain(num_graphs, model=model.to_empty(device=DEVICE))
-    strategy = ShardingStrategy.OPTIM_GRADS_PARAMS
-    for module in (*model.blocks, model):
-        graphfsdp.fully_shard(
-            module,
-            mesh,
-            strategy=strategy,
-            mp_policy=config.mp_policy,
-            reshard_after_forward=root_reshards,
-        )
-    model.to_empty(device=DEVICE)
-    optimizer = make_optimizer(config, model, sharded=True)
+    _sharded(
+        model,
+        graphfsdp.fully_shard,
+        mesh=mesh,
+        strategy=ShardingStrategy.OPTIM_GRADS_PARAMS,
+        mp_policy=config.mp_policy,
+        reshard_after_forward=root_reshards,
+    )
+    optimizer = build.make_optimizer(config, model.to_empty(device=DEVICE), sharded=True)
     limit = contenders.MAX_GRAD_NORM
     return graphfsdp.capture(
         model, optimizer, scope=scope, max_grad_norm=limit, mp_policy=config.mp_policy
     )
 
 
-LARGE: Mapping[str, Callable[[], Train]] = MappingProxyType(
+# By the sections of the pages that they are in.
+KINDS: Mapping[str, Mapping[str, Callable[[], Train]]] = MappingProxyType(
     {
-        "FSDP2, AdamW(fused)": functools.partial(_large, None),
-        "FSDP2, one of eight, two graphs": functools.partial(_large, None, 2),
-        "graphfsdp, one of eight, eager": functools.partial(_large, "none"),
-        "graphfsdp, one of eight, the root gathered again, captured": functools.partial(
-            _large, "full_iteration", root_reshards=True
-        ),
-        "graphfsdp, one of eight, captured": functools.partial(_large, "full_iteration"),
+        "narrow": {
+            "PyTorch, AdamW(fused)": Plain,
+            "the same, one graph by hand": lambda: Plain(1),
+            "the same, two graphs as in torchtitan": lambda: Plain(2),
+            "graphfsdp, eager": lambda: _ours("none"),
+            "graphfsdp, captured": lambda: _ours("full_iteration"),
+        },
+        "compiled": {
+            "torch.compile, AdamW(fused)": lambda: Plain(0, "default"),
+            "the same, reduce-overhead": lambda: Plain(0, "reduce-overhead"),
+            "the same, two graphs as in torchtitan, compiled": lambda: Plain(2, "default"),
+            "graphfsdp, compile=True, captured": lambda: _ours("full_iteration", compiled=True),
+        },
+        "ranked": {
+            "FSDP2, two graphs as in torchtitan": lambda: Plain(
+                2, model=_sharded(_model(), torch_fsdp.fully_shard)
+            ),
+            "graphfsdp, two ranks, eager": lambda: _ours(
+                "none", model=_sharded(_model(), graphfsdp.fully_shard)
+            ),
+            "graphfsdp, two ranks, captured": lambda: _ours(
+                "full_iteration", model=_sharded(_model(), graphfsdp.fully_shard)
+            ),
+        },
+        "large": {
+            "FSDP2, AdamW(fused)": lambda: _large(None),
+            "FSDP2, one of eight, two graphs": lambda: _large(None, 2),
+            "graphfsdp, one of eight, eager": lambda: _large("none"),
+            "graphfsdp, one of eight, the root gathered again, captured": lambda: _large(
+                "full_iteration", root_reshards=True
+            ),
+            "graphfsdp, one of eight, captured": lambda: _large("full_iteration"),
+        },
     }
 )
-RANKED: Mapping[str, Callable[[], Train]] = MappingProxyType(
-    {
-        "FSDP2, two graphs as in torchtitan": functools.partial(_on_ranks, None),
-        "graphfsdp, two ranks, eager": functools.partial(_on_ranks, "none"),
-        "graphfsdp, two ranks, captured": functools.partial(_on_ranks, "full_iteration"),
-    }
-)
-NARROW: Mapping[str, Callable[[], Train]] = MappingProxyType(
-    {
-        "PyTorch, AdamW(fused)": Plain,
-        "the same, one graph by hand": functools.partial(Plain, 1),
-        "the same, two graphs as in torchtitan": functools.partial(Plain, 2),
-        "graphfsdp, eager": functools.partial(_ours, "none"),
-        "graphfsdp, captured": functools.partial(_ours, "full_iteration"),
-    }
-)
-COMPILED: Mapping[str, Callable[[], Train]] = MappingProxyType(
-    {
-        "torch.compile, AdamW(fused)": functools.partial(Plain, 0, "default"),
-        "the same, reduce-overhead": functools.partial(Plain, 0, "reduce-overhead"),
-        "the same, two graphs as in torchtitan, compiled": functools.partial(Plain, 2, "default"),
-        "graphfsdp, compile=True, captured": functools.partial(
-            _ours, "full_iteration", compiled=True
-        ),
-    }
-)
-WIDE: Mapping[str, Callable[[], Train]] = MappingProxyType(
-    {
-        "PyTorch, autocast": functools.partial(_of_bench, "pytorch"),
-        "FSDP2, one rank": functools.partial(_of_bench, "fsdp2"),
-        "Megatron-FSDP 0.6.1, one rank": functools.partial(_of_bench, "megatron_fsdp"),
-        "graphfsdp, one rank, eager": functools.partial(_of_bench, "eager"),
-        "graphfsdp, one rank, captured": functools.partial(_of_bench, "full_iteration"),
-    }
-)
-CONTENDERS = MappingProxyType({**NARROW, **COMPILED, **WIDE, **RANKED, **LARGE})
 
 
 # ---- what is counted ----
@@ -277,7 +235,8 @@ class _Operators(OperatorMode):
         result = call.run()
         if library.counts().launches > before:
             written = call.written
-            read = [tensor for tensor in call.read() if not _is_among(tensor, written)]
+            known = set(map(id, written))
+            read = [tensor for tensor in call.read() if id(tensor) not in known]
             made = [*written, *flat_tensors([result])]
             num_bytes = sum(map(_nbytes, (*read, *{id(each): each for each in made}.values())))
             found = self.in_captures if captures else self.outside
@@ -297,42 +256,35 @@ def _flops(call: OpCall, result: Any) -> int:
         return 0
     args = list(call.args)
     if "scaled_dot_product" in call.name:  # torch's formula has it that keys have as many heads
-        heads = max(each.shape[1] for each in args if isinstance(each, Tensor) and each.dim() == 4)
-        for index, each in enumerate(args):
-            if isinstance(each, Tensor) and each.dim() == 4:
-                shape = (len(each), heads, *each.shape[2:])
-                args[index] = torch.empty(shape, device="meta")
+        places = [i for i, each in enumerate(args) if isinstance(each, Tensor) and each.dim() == 4]
+        heads = max(args[place].shape[1] for place in places)
+        for place in places:
+            rows, _, *rest = args[place].shape
+            args[place] = torch.empty((rows, heads, *rest), device="meta")
     return int(count(*args, **call.kwargs, out_val=result))
 
 
-def _is_among(tensor: Tensor, others: Sequence[Tensor]) -> bool:
-    return any(tensor is other for other in others)
-
-
 def _nbytes(tensor: Tensor) -> int:
-    if tensor.device.type != "cuda":
+    if tensor.device.type != "cuda" or not tensor.numel():
         return 0
     sizes = (size for size, step in zip(tensor.shape, tensor.stride(), strict=True) if step)
-    numel = 1
-    for size in sizes:
-        numel *= size
-    return numel * tensor.element_size() if tensor.numel() else 0
+    return math.prod(sizes) * tensor.element_size()
 
 
-def measure(name: str) -> dict[str, float]:
+def measure(kind: str, name: str) -> Numbers:
     """Train with a contender, and count its last iteration; in a process of its own."""
     torch.backends.cuda.enable_cudnn_sdp(False)  # cuDNN is not played
-    if name in LARGE:
-        with played_ranks(NUM_PLAYED):
-            return _counted(name, (1, find_preset(LARGE_MODEL).seq_length))
-    if name in RANKED:
-        torch.cuda.set_device(int(os.environ["RANK"]))
+    size = BATCH_SIZE, find_workload(WORKLOAD).items_per_sample
+    if kind == "large":
+        size = 1, find_preset(LARGE_MODEL).seq_length
+    if kind == "ranked":
+        torch.cuda.set_device(DEVICE)
         dist.init_process_group("cpu:gloo,cuda:nccl")
-    return _counted(name, (BATCH_SIZE, find_workload(WORKLOAD).items_per_sample))
+    with played_ranks(NUM_PLAYED) if kind == "large" else contextlib.nullcontext():
+        return _counted(KINDS[kind][name](), size, kind not in ("compiled", "ranked"))
 
 
-def _counted(name: str, size: tuple[int, int]) -> dict[str, float]:
-    train = CONTENDERS[name]()
+def _counted(train: Train, size: tuple[int, int], counts_bytes: bool) -> Numbers:
     batch = [torch.zeros(size, dtype=torch.int64, device=DEVICE) for _ in "xy"]
     torch.cuda.empty_cache()  # what made the weights
     torch.cuda.reset_peak_memory_stats()
@@ -343,9 +295,8 @@ def _counted(name: str, size: tuple[int, int]) -> dict[str, float]:
         before = library.counts()
         # Under a mode torch.compile would run what it has compiled operator by operator.
         # On several ranks our captures want to see streams wait for each other.
-        is_counted = name not in COMPILED and name not in RANKED
-        counts_bytes = number >= contenders.WARMUP_STEPS and is_counted
-        with operators if counts_bytes else contextlib.nullcontext():
+        is_looked_at = counts_bytes and number >= contenders.WARMUP_STEPS
+        with operators if is_looked_at else contextlib.nullcontext():
             train(*batch)
         found = library.counts().since(before)
         if not captured and any(operators.in_captures.values()):
@@ -358,18 +309,18 @@ def _counted(name: str, size: tuple[int, int]) -> dict[str, float]:
     }
 
 
-def measured(name: str) -> dict[str, float]:
+def measured(kind: str, name: str) -> Numbers:
     environment = above.environment() | {
         "CUDA_STAND_IN_KERNELS": "none",
         "CUDA_STAND_IN_MEMORY": str(DEVICE_BYTES),
         "GRAPHFSDP_AUDIT": "0",  # eleven of the first 2,048 iterations, and none of these
     }
     launcher: list[str] = []
-    if name in RANKED:
+    if kind == "ranked":
         environment |= {"CUDA_STAND_IN_DEVICES": str(NUM_RANKS)}
         launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={NUM_RANKS}"]
     done = subprocess.run(
-        [sys.executable, *launcher, "-m", "benchmarks.emulated", "--measure", name],
+        [sys.executable, *launcher, "-m", "benchmarks.emulated", "--measure", kind, name],
         env=environment,
         capture_output=True,
         text=True,
@@ -377,82 +328,74 @@ def measured(name: str) -> dict[str, float]:
     )
     if done.returncode:
         raise RuntimeError(f"{name} failed:\n{done.stderr}")
-    found: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
+    found: Numbers = json.loads(done.stdout.splitlines()[-1])
     return found
-
-
-def _is_here(name: str) -> bool:
-    return "Megatron" not in name or importlib.util.find_spec("megatron_fsdp") is not None
 
 
 # ---- the tables ----
 
 
-def launches(found: Mapping[str, Mapping[str, float]]) -> str:
-    heading: tuple[str, ...] = (
-        *("one iteration", "calls of the host", "graphs", "kernels", "copies", "memsets"),
-        *("waits of the host", "moved by copies, MiB", "read and written by operators, MiB"),
-    )
-    keys = ("calls", "graphs", "kernels", "copies", "fills", "waits")
-    rows: list[tuple[str, ...]] = [
-        (
-            name,
-            *(str(numbers[key]) for key in keys),
-            *(f"{numbers[key] / _MIB:,.0f}" for key in ("moved_bytes", "operand_bytes")),
-        )
-        for name, numbers in found.items()
-    ]
-    if not any(numbers["operand_bytes"] for numbers in found.values()):
-        heading, rows = heading[:-1], [row[:-1] for row in rows]
-    return Table("", heading, rows).markdown()
-
-
-def memory(found: Mapping[str, Mapping[str, float]]) -> str:
-    heading = ("peak", "reserved, MiB", "allocated, MiB", "reserved, of graphfsdp captured")
-    ours = [numbers for name, numbers in found.items() if name.endswith("captured")][-1]
+def table(
+    title: str, columns: Mapping[str, Callable[[Numbers], str]], found: Mapping[str, Numbers]
+) -> str:
     rows = [
-        (
-            name,
-            f"{numbers['reserved'] / _MIB:,.0f}",
-            f"{numbers['allocated'] / _MIB:,.0f}",
-            f"{numbers['reserved'] / ours['reserved']:.3f}",
-        )
-        for name, numbers in found.items()
+        (name, *(cell(numbers) for cell in columns.values())) for name, numbers in found.items()
     ]
-    return Table("", heading, rows).markdown()
+    return Table("", (title, *columns), rows).markdown()
 
 
-def bounds(found: Mapping[str, Mapping[str, float]]) -> str:
-    """Return the least times of contenders whose operators were counted, in ms."""
-    heading = ("bound, not measured, ms", *(device.name for device in DEVICES.values()))
-    rows = [
-        (name, *(f"{1e3 * max(numbers[key], numbers['calls'] * CALL_S):.2f}" for key in DEVICES))
-        for name, numbers in found.items()
-    ]
-    return Table("", heading, rows).markdown()
+def tables(kind: str, found: Mapping[str, Numbers]) -> dict[str, str]:
+    """Return them by their sections of the pages."""
+
+    def count(key: str) -> Callable[[Numbers], str]:
+        return lambda numbers: str(numbers[key])
+
+    def mebibytes(key: str) -> Callable[[Numbers], str]:
+        return lambda numbers: f"{numbers[key] / 2**20:,.0f}"
+
+    launches = {
+        "calls of the host": count("calls"),
+        **{name: count(name) for name in ("graphs", "kernels", "copies")},
+        "memsets": count("fills"),
+        "waits of the host": count("waits"),
+        "moved by copies, MiB": mebibytes("moved_bytes"),
+    }
+    (*_, ours) = (numbers for name, numbers in found.items() if name.endswith("captured"))
+    memory = {
+        "reserved, MiB": mebibytes("reserved"),
+        "allocated, MiB": mebibytes("allocated"),
+        "reserved, of graphfsdp captured": (
+            lambda numbers: f"{numbers['reserved'] / ours['reserved']:.3f}"
+        ),
+    }
+    made = {f"memory_{kind}": table("peak", memory, found)}
+    if all(numbers["operand_bytes"] for numbers in found.values()):
+        launches["read and written by operators, MiB"] = mebibytes("operand_bytes")
+
+        def least_ms(key: str) -> Callable[[Numbers], str]:
+            return lambda numbers: f"{1e3 * max(numbers[key], numbers['calls'] * CALL_S):.2f}"
+
+        bounds = {device.name: least_ms(key) for key, device in DEVICES.items()}
+        made[f"bounds_{kind}"] = table("bound, not measured, ms", bounds, found)
+    return made | {f"launches_{kind}": table("one iteration", launches, found)}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--measure", metavar="CONTENDER")
-    name = parser.parse_args(arguments).measure
-    if name is not None:
-        numbers = json.dumps(measure(name))
+    parser.add_argument("--measure", nargs=2, metavar=("KIND", "CONTENDER"))
+    one = parser.parse_args(arguments).measure
+    if one is not None:
+        numbers = json.dumps(measure(*one))
         if DEVICE.index == 0:  # of a launcher's ranks the first
             print(numbers)
         return 0
     sections: dict[str, str] = {}
-    kinds = {"narrow": NARROW, "compiled": COMPILED, "wide": WIDE}
-    kinds |= {"ranked": RANKED, "large": LARGE}
-    for kind, names in kinds.items():
-        found = {each: measured(each) for each in names if _is_here(each)}
-        sections |= {f"launches_{kind}": launches(found), f"memory_{kind}": memory(found)}
-        if all(numbers["operand_bytes"] for numbers in found.values()):
-            sections[f"bounds_{kind}"] = bounds(found)
+    for kind, names in KINDS.items():
+        sections |= tables(kind, {name: measured(kind, name) for name in names})
     for page in PAGES:
         text = page.read_text(encoding="utf-8")
-        for section, table in sections.items():
-            text = with_section(text, section, lambda table=table: table)  # type: ignore[misc]
+        for section, made in sections.items():
+            text = with_section(text, section, made)
         page.write_text(text, encoding="utf-8")
     return 0
 

@@ -5,14 +5,17 @@ the same with ``graphfsdp.capture_in_place`` before it. Ten iterations of one, t
 so on: the ratio of each pair is of processor time. Losses must be equal, bit for bit.
 """
 
+import functools
+import itertools
 import statistics
-import time
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
 
 import graphfsdp
 from benchmarks.rows import CPU, tell_of_the_zoo
+from graphfsdp.bench.clock import in_turns, time_window
 from graphfsdp.bench.contenders import MAX_GRAD_NORM, Setting, initial_model
 from graphfsdp.bench.results import Row
 from graphfsdp.bench.workloads import Case, batch_source
@@ -23,54 +26,45 @@ NUM_FIRST = 80  # iterations in which it is decided what stays
 NUM_PAIRS, NUM_TOGETHER = 40, 10
 
 
-class Loop:
-    """One training loop."""
+def loop_of(model: nn.Module, optimizer: torch.optim.Optimizer, case: Case) -> Callable[[], Tensor]:
+    batches = itertools.cycle(batch_source(case, CPU, Ranks()).take(0, NUM_BATCHES))
 
-    def __init__(self, case: Case, *, in_place: bool) -> None:
-        self._model: nn.Module = initial_model(Setting(case, CPU))
-        self._optimizer = torch.optim.AdamW(self._model.parameters(), lr=1e-3)
-        self._batches = batch_source(case, CPU, Ranks()).take(0, NUM_BATCHES)
-        self.parts = graphfsdp.capture_in_place(self._model, self._optimizer) if in_place else None
+    def iterate() -> Tensor:
+        optimizer.zero_grad()
+        loss: Tensor = model(*next(batches))
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), MAX_GRAD_NORM)
+        optimizer.step()
+        return loss.detach()
 
-    def run(self, num_steps: int) -> list[Tensor]:
-        losses = []
-        for index in range(num_steps):
-            self._optimizer.zero_grad()
-            loss = self._model(*self._batches[index % NUM_BATCHES])
-            loss.backward()
-            nn.utils.clip_grad_norm_(self._model.parameters(), MAX_GRAD_NORM)
-            self._optimizer.step()
-            losses.append(loss.detach())
-        return losses
-
-
-def seconds(loop: Loop) -> float:
-    began = time.process_time()
-    loop.run(NUM_TOGETHER)
-    return time.process_time() - began
+    return iterate
 
 
 def measure(case: Case) -> Row:
-    plain, in_place = Loop(case, in_place=False), Loop(case, in_place=True)
+    models = [initial_model(Setting(case, CPU)) for _ in range(2)]
+    optimizers = [torch.optim.AdamW(model.parameters(), lr=1e-3) for model in models]
+    parts = graphfsdp.capture_in_place(models[1], optimizers[1])
+    plain, in_place = map(loop_of, models, optimizers, (case, case))
     losses = []
-    for loop in (plain, in_place):
+    for iterate in (plain, in_place):
         torch.manual_seed(0)  # of dropout
-        losses.append(torch.stack(loop.run(NUM_FIRST)))
+        losses.append(torch.stack([iterate() for _ in range(NUM_FIRST)]))
     if not torch.equal(*losses):
         raise SystemExit(f"{case.workload.name}: other losses with the line than without it")
-    ratios, times = [], []
-    for turn in range(NUM_PAIRS):
-        order = (plain, in_place) if turn % 2 else (in_place, plain)
-        taken = {loop: seconds(loop) for loop in order}
-        ratios.append(taken[in_place] / taken[plain])
-        times.append(taken[plain] / NUM_TOGETHER * 1e6)
-    assert in_place.parts is not None
-    part = in_place.parts.report().parts[0]
-    in_place.parts.close()
+    windows = in_turns(
+        {
+            "plain": functools.partial(time_window, [plain] * NUM_TOGETHER, CPU),
+            "in_place": functools.partial(time_window, [in_place] * NUM_TOGETHER, CPU),
+        },
+        NUM_PAIRS,
+    )
+    pairs = zip(windows["in_place"], windows["plain"], strict=True)
+    part = parts.report().parts[0]
+    parts.close()
     return {
         "name": case.workload.name,
-        "plain_us": statistics.median(times),
-        "ratio": statistics.median(ratios),
+        "plain_us": 1e3 * statistics.median(window.cpu_ms for window in windows["plain"]),
+        "ratio": statistics.median(mine.cpu_ms / theirs.cpu_ms for mine, theirs in pairs),
         "model": part.state,
         "why": part.why,
     }

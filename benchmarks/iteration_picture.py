@@ -5,11 +5,11 @@ captured one, in turns. The operators of each row are those of torch's profiler;
 is the median without it, since it makes whatever it looks at slower.
 """
 
+import itertools
 import pathlib
 import statistics
 import sys
-from collections.abc import Iterable, Iterator, Sequence
-from functools import partial
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 from xml.sax.saxutils import escape
 
@@ -18,7 +18,7 @@ from torch.autograd.profiler_util import FunctionEvent
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from benchmarks.rows import CPU
-from graphfsdp.bench.clock import time_window
+from graphfsdp.bench.clock import Window, in_turns, time_window
 from graphfsdp.bench.contenders import Contender, Setting, own_contender, torch_loop
 from graphfsdp.bench.machine import find_environment
 from graphfsdp.bench.results import environment_text
@@ -32,7 +32,7 @@ PICTURE = pathlib.Path(__file__).resolve().parent.parent / "docs" / "pictures" /
 PHASES = ("forward", "backward", "optimizer")
 COLOURS = ("#3b7dd8", "#d9822b", "#2e8b57")
 WIDTH, LEFT, TOP, HEIGHT, GAP = 860, 20, 70, 44, 34
-ROUNDS, STEPS = 40, 10
+ROUNDS, STEPS, NUM_BATCHES = 40, 10, 10
 
 
 class Operator(NamedTuple):
@@ -107,14 +107,18 @@ def measure() -> tuple[list[Row], str]:
     case = Case(find_workload("zoo-gpt"), "fp32", ROWS)
     setting, source = Setting(case, CPU), batch_source(case, CPU, Ranks())
     plain, ours = torch_loop(setting), own_contender(setting, Scope.FULL_ITERATION)
-    times: dict[str, list[float]] = {"plain": [], "ours": []}
     environment = find_environment(CPU)
-    for number in range(ROUNDS):
-        batches = source.take(number * STEPS, STEPS)
-        turns = [("plain", plain), ("ours", ours)]
-        for name, contender in turns if number % 2 else turns[::-1]:
-            window = time_window([partial(contender.train, batch) for batch in batches], CPU)
-            times[name] += window.step_ms if number else ()  # the first ones are warm-ups
+    batches = source.take(0, NUM_BATCHES)
+    turn = itertools.cycle(batches)
+
+    def window(contender: Contender) -> Callable[[], Window]:
+        return lambda: time_window([lambda: contender.train(next(turn))] * STEPS, CPU)
+
+    windows = in_turns({"plain": window(plain), "ours": window(ours)}, ROUNDS)
+    ms = {  # the first ones are warm-ups
+        name: statistics.median(step for each in found[1:] for step in each.step_ms)
+        for name, found in windows.items()
+    }
     assert ours.captured is not None
     nodes = [
         (node.op.split(".")[1], node.site.phase.value)
@@ -124,10 +128,10 @@ def measure() -> tuple[list[Row], str]:
     loop, replay = (profiled(contender, batches) for contender in (plain, ours))
     ours.close()
     rows = [
-        Row("a plain PyTorch loop", statistics.median(times["plain"]), loop),
+        Row("a plain PyTorch loop", ms["plain"], loop),
         Row(
             "the same iteration, captured: one call",
-            statistics.median(times["ours"]),
+            ms["ours"],
             with_phases(replay, nodes),
         ),
     ]
@@ -138,7 +142,7 @@ def measure() -> tuple[list[Row], str]:
 def svg(rows: Sequence[Row], caption: str) -> str:
     longest = max(row.ms for row in rows)
     scale = (WIDTH - 2 * LEFT) / longest
-    height = TOP + len(rows) * (HEIGHT + GAP) + 34
+    height = TOP + len(rows) * (HEIGHT + GAP) + 12
     lines = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" '
         'font-family="sans-serif" font-size="13" fill="#222">',
@@ -170,15 +174,8 @@ def svg(rows: Sequence[Row], caption: str) -> str:
             )
             lines.append(f'<path fill="{colour}" d="{path}"/>')
     bottom = TOP + len(rows) * (HEIGHT + GAP) - GAP + 20
-    step = next(size for size in (0.1, 0.2, 0.5, 1, 2, 5, 10, 50, 1e9) if longest / size < 12)
-    for tick in range(int(longest / step) + 1):
-        x = LEFT + tick * step * scale
-        lines.append(
-            f'<text x="{x:.1f}" y="{bottom}" font-size="11" fill="#777" '
-            f'text-anchor="middle">{tick * step:g}</text>'
-        )
     for number, line in enumerate(caption.split("\n"), 1):
-        y = bottom + 6 + 16 * number
+        y = bottom - 16 + 16 * number
         lines.append(f'<text x="{LEFT}" y="{y}" font-size="11">{escape(line)}</text>')
     return "\n".join((*lines, "</svg>", ""))
 

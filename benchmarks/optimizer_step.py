@@ -7,6 +7,7 @@ copy does, on a GPU; elsewhere nothing is judged.
 """
 
 import dataclasses
+import functools
 import os
 import statistics
 import sys
@@ -17,8 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.rows import parser_for, tell
-from graphfsdp.base.collector import without_collector
-from graphfsdp.bench.clock import Window, time_window
+from graphfsdp.bench.clock import in_turns, time_window
 from graphfsdp.bench.results import Row
 from graphfsdp.bench.workloads import find_workload, make_model
 from graphfsdp.optim import FusedAdam
@@ -81,20 +81,6 @@ def captured(step: Step) -> Step:
     return graph.replay
 
 
-def in_turns(
-    steps: Mapping[str, Step], num_rounds: int, num_steps: int, device: torch.device
-) -> dict[str, list[Window]]:
-    """The order turns round after each round, so that nobody always follows the same neighbour."""
-    windows: dict[str, list[Window]] = {name: [] for name in steps}
-    order = list(steps)
-    for _ in range(num_rounds):
-        with without_collector():
-            for name in order:
-                windows[name].append(time_window([steps[name]] * num_steps, device))
-        order.reverse()
-    return windows
-
-
 def copy_bytes_per_s(device: torch.device, num_bytes: int) -> float:
     """Return the traffic of a large copy, read and written bytes together: the ceiling."""
     source = torch.randn(num_bytes // 4, device=device)
@@ -129,8 +115,14 @@ def measure(model: str, device: torch.device) -> list[Row]:
     rows = []
     for way, these in ways.items():
         # Rounds and steps of each; what is judged nowhere takes few.
-        length = (3, 2) if not judges else (8, 5) if num_params > 5e8 else (20, 10)
-        windows = in_turns(these, *length, device)
+        num_rounds, num_steps = (3, 2) if not judges else (8, 5) if num_params > 5e8 else (20, 10)
+        windows = in_turns(
+            {
+                name: functools.partial(time_window, [step] * num_steps, device)
+                for name, step in these.items()
+            },
+            num_rounds,
+        )
         for name, own in windows.items():
             ms = statistics.median(window.mean_ms for window in own)
             share = moved[name] * 1e3 / ms / ceiling

@@ -11,7 +11,6 @@ bench`` into benchmarks/results.
 """
 
 import argparse
-import functools
 import json
 import pathlib
 import re
@@ -164,17 +163,18 @@ SECTIONS: Mapping[str, Callable[[pathlib.Path], str]] = {
 
 def updated(text: str, results: pathlib.Path = RESULTS) -> str:
     for name, make in SECTIONS.items():
-        text = with_section(text, name, functools.partial(make, results))
+        if f"<!-- {name}: begin -->" in text:
+            text = with_section(text, name, make(results))
     return text
 
 
-def with_section(text: str, name: str, make: Callable[[], str]) -> str:
-    """Put what ``make`` returns between the markers of that name, if there are any."""
+def with_section(text: str, name: str, content: str) -> str:
+    """Put it between the markers of that name, if there are any."""
     begin, end = f"<!-- {name}: begin -->", f"<!-- {name}: end -->"
     before, found, rest = text.partition(begin)
     if not found:
         return text
-    return f"{before}{begin}\n{make()}\n{end}{rest.partition(end)[2]}"
+    return f"{before}{begin}\n{content}\n{end}{rest.partition(end)[2]}"
 
 
 def keep(folder: pathlib.Path, results: pathlib.Path = RESULTS) -> pathlib.Path:

@@ -2,10 +2,15 @@
 
 import itertools
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
+
+from graphfsdp.base.collector import without_collector
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -47,6 +52,18 @@ def time_window(steps: Sequence[Callable[[], object]], device: torch.device) -> 
     rounded = tuple(float(f"{value:.6g}") for value in step_ms)
     host_ms, cpu_ms = (ns / 1e6 / len(steps) for ns in (marks[-1] - marks[0], cpu_ns))
     return Window(rounded, host_ms, cpu_ms)
+
+
+def in_turns(measures: Mapping[str, Callable[[], T]], num_rounds: int) -> dict[str, list[T]]:
+    """The order turns round after each round, so that nobody always follows the same neighbour."""
+    found: dict[str, list[T]] = {name: [] for name in measures}
+    order = list(measures)
+    for _ in range(num_rounds):
+        with without_collector():
+            for name in order:
+                found[name].append(measures[name]())
+        order.reverse()
+    return found
 
 
 MIN_ROUNDS, MAX_ROUNDS = 5, 100

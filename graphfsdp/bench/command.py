@@ -2,23 +2,19 @@
 
 import dataclasses
 import datetime
+import math
 import shlex
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import Annotated, Literal
+from typing import Annotated
 
 import torch
 from rich.console import Console
 
-from graphfsdp.bench.contenders import (
-    CONTENDERS,
-    TIMEOUT_MINUTES,
-    Setting,
-    find_contenders,
-)
+from graphfsdp.bench.contenders import CONTENDERS, TIMEOUT_MINUTES, Setting, find_contenders
 from graphfsdp.bench.machine import find_environment
 from graphfsdp.bench.measure import NUM_THREADS, measure_case
 from graphfsdp.bench.mlperf import run_mlperf
@@ -88,10 +84,6 @@ class BenchOptions:
         "NAME",
     ] = None
     device: Annotated[DeviceChoice, "auto takes a GPU where there is one"] = "auto"
-    compile: Annotated[
-        Literal["on", "auto"],
-        "what compiled_recording compiles on a CPU: everything, or what is faster so",
-    ] = "auto"
     seconds: Annotated[
         float, "timed region of a case, all contenders together; at least 5 rounds are run"
     ] = 15.0
@@ -156,7 +148,6 @@ def make_parser() -> Parser:
 _WIDTH = 160  # of a file or a pipe, whose tables would be narrow
 # No case ends in less: Python and torch have to start.
 SHORTEST_CASE_S = 20.0
-_NO_LIMIT_S = 24 * 3600.0
 
 
 def run_bench(arguments: Sequence[str], console: Console) -> int:
@@ -174,7 +165,7 @@ def run_bench(arguments: Sequence[str], console: Console) -> int:
         result = Result({"environment": environment, "options": asked, "command": command})
         width = None if console.is_terminal else max(console.width, _WIDTH)
         console = Console(file=console.file, width=width, quiet=not ranks.is_first)
-        limit_s = _NO_LIMIT_S if options.budget is None else options.budget * 60
+        limit_s = math.inf if options.budget is None else options.budget * 60
         deadline = time.monotonic() + limit_s
         return _Bench(options, ranks, device, console, result, deadline).run()
 
@@ -230,9 +221,7 @@ class _Bench:
         if left_s < SHORTEST_CASE_S:
             raise CaseFailedError(f"the budget of {self._options.budget:g} min was spent")
         limit_s = min(left_s, max(3 * left_s / num_left, SHORTEST_CASE_S))
-        how = self._options.compile == "on" or "auto"
-        seconds = self._options.seconds
-        setting = Setting(case, self._device, self._ranks, how, seconds, limit_s)
+        setting = Setting(case, self._device, self._ranks, self._options.seconds, limit_s)
         if not self._ranks.launched:
             return run_case(setting)
         try:

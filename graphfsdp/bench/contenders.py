@@ -41,15 +41,13 @@ _LR_WARMUP_STEPS = 10
 class Setting:
     """A case, and how it is measured.
 
-    ``compile`` is how the contender that compiles a recording does it. ``limit_s`` is of the whole
-    case: when half of it is over, no contender starts, and when most is, no round. ``excluded``
-    says of contenders that ended a process before, how.
+    ``limit_s`` is of the whole case: when half of it is over, no contender starts, and when most
+    is, no round. ``excluded`` says of contenders that ended a process before, how.
     """
 
     case: Case
     device: torch.device
     ranks: Ranks = field(default_factory=Ranks)
-    compile: bool | str = "auto"
     seconds: float = 15.0  # of the timed region
     limit_s: float = math.inf
     excluded: Mapping[str, str] = field(default_factory=dict)
@@ -147,7 +145,6 @@ def own_contender(setting: Setting, scope: Scope, *, compiled: bool = False) -> 
         master_weights=setting.bf16 and not setting.ranks.launched,
         **ADAM,
     )
-    on_gpu = setting.device.type == "cuda"
     step = graphfsdp.capture(
         model,
         optimizer,
@@ -155,7 +152,7 @@ def own_contender(setting: Setting, scope: Scope, *, compiled: bool = False) -> 
         warmup_steps=WARMUP_STEPS,
         max_grad_norm=MAX_GRAD_NORM,
         mp_policy=policy,
-        compile=compiled and (on_gpu or setting.compile),
+        compile=compiled and (True if setting.device.type == "cuda" else "auto"),
     )
 
     return Contender(lambda batch: step(*batch), optimizer, step)
@@ -163,7 +160,6 @@ def own_contender(setting: Setting, scope: Scope, *, compiled: bool = False) -> 
 
 def tutorial_loop(
     forward: Callable[..., Any],
-    params: Sequence[nn.Parameter],
     optimizer: torch.optim.Optimizer,
     *,
     precision: Callable[[], contextlib.AbstractContextManager[object]] = contextlib.nullcontext,
@@ -171,6 +167,7 @@ def tutorial_loop(
 ) -> Contender:
     """Return the loop that PyTorch's tutorials teach: backward, clip, step, zero_grad."""
     take_step = optimizer_step or optimizer.step
+    params = [param for group in optimizer.param_groups for param in group["params"]]
 
     def train(batch: Batch) -> Tensor:  # [] float32 loss
         with precision():
@@ -184,8 +181,8 @@ def tutorial_loop(
     return Contender(train, optimizer)
 
 
-def adamw(params: Sequence[nn.Parameter]) -> torch.optim.AdamW:
-    return torch.optim.AdamW(params, fused=True, **ADAM)
+def adamw(model: nn.Module) -> torch.optim.AdamW:
+    return torch.optim.AdamW(model.parameters(), fused=True, **ADAM)
 
 
 def torch_loop(
@@ -196,18 +193,17 @@ def torch_loop(
     if setting.ranks.launched:
         devices = [setting.device] if setting.device.type == "cuda" else None
         model = DistributedDataParallel(model, device_ids=devices)
-    params = list(model.parameters())
-    optimizer, step = adamw(params), None
+    optimizer, step = adamw(model), None
     if compile_optimizer:  # as PyTorch's recipe has it
         # A tensor: a number would be part of the code, which each change would compile anew.
-        rate = torch.tensor(PEAK_LR, device=params[0].device)
-        optimizer = torch.optim.AdamW(params, **{**ADAM, "lr": rate})
+        rate = torch.tensor(PEAK_LR, device=setting.device)
+        optimizer = torch.optim.AdamW(model.parameters(), **{**ADAM, "lr": rate})
         step = torch.compile(optimizer.step)
     precision: Callable[[], Any] = contextlib.nullcontext
     if setting.bf16:
         precision = functools.partial(torch.autocast, setting.device.type, dtype=torch.bfloat16)
     forward = model if compile_mode is None else torch.compile(model, mode=compile_mode)
-    return tutorial_loop(forward, params, optimizer, precision=precision, optimizer_step=step)
+    return tutorial_loop(forward, optimizer, precision=precision, optimizer_step=step)
 
 
 def reduce_overhead(setting: Setting) -> Contender:
@@ -247,8 +243,7 @@ def fsdp2(setting: Setting, *, compile_blocks: bool = False) -> Contender:
             blocks[index] = torch.compile(block)
         fully_shard(blocks[index], mesh=mesh, mp_policy=policy)
     fully_shard(model, mesh=mesh, mp_policy=policy)
-    params = list(model.parameters())
-    return tutorial_loop(model, params, adamw(params))
+    return tutorial_loop(model, adamw(model))
 
 
 def megatron_fsdp(setting: Setting) -> Contender:
@@ -264,8 +259,7 @@ def megatron_fsdp(setting: Setting) -> Contender:
     sharded: nn.Module = fully_shard_model(
         module=model, fsdp_unit_modules=kinds, zero_dp_strategy=3, device=device
     )
-    params = list(sharded.parameters())
-    return tutorial_loop(sharded, params, fully_shard_optimizer(adamw(params)))
+    return tutorial_loop(sharded, fully_shard_optimizer(adamw(sharded)))
 
 
 CONTENDERS = (
@@ -336,17 +330,13 @@ CONTENDERS = (
 )
 
 
-CONTENDERS_BY_NAME: Mapping[str, ContenderSpec] = MappingProxyType(
-    {spec.name: spec for spec in CONTENDERS}
-)
-
-
 def find_contenders(names: tuple[str, ...] | None) -> tuple[ContenderSpec, ...]:
     """The reference always comes first; None is all."""
+    known = [spec.name for spec in CONTENDERS]
     for name in names or ():
-        if name not in CONTENDERS_BY_NAME:
+        if name not in known:
             raise ConfigError(
-                f"there is no contender {name!r}; expected some of {', '.join(CONTENDERS_BY_NAME)}"
+                f"there is no contender {name!r}; expected some of {', '.join(known)}"
             )
     return tuple(
         spec for spec in CONTENDERS if names is None or spec.name == REFERENCE or spec.name in names

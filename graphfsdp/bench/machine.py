@@ -6,9 +6,7 @@ import os
 import platform
 import re
 import subprocess
-from collections.abc import Mapping
 from pathlib import Path
-from types import MappingProxyType
 
 import torch
 from torch.utils.flop_counter import FlopCounterMode
@@ -23,11 +21,7 @@ from graphfsdp.training.metrics import flops_per_token
 
 PALM_FORMULA = "6 N + 12 L C T per token (PaLM, appendix B)"
 COUNTED = "3 x the matrix products and convolutions of a forward pass, counted"
-_PACKAGES = ("graphfsdp", "numpy", "triton", "transformer-engine", "apex", "megatron-fsdp")
-# What nvidia-smi is asked for, each with its unit.
-_QUERY: Mapping[str, str] = MappingProxyType(
-    {"driver": "driver_version", "max_clock": "clocks.max.sm", "power_limit": "power.limit"}
-)
+_PACKAGES = ("numpy", "triton", "transformer-engine", "apex", "megatron-fsdp")
 
 
 def find_environment(
@@ -38,14 +32,17 @@ def find_environment(
     ``date`` is UTC; threads are torch's on the CPU, in each process; ``load_average`` counts
     programs that ran before the start.
     """
-    installed = {name: found for name in _PACKAGES if (found := _version_of(name))}
+    known = {found.name.lower(): found.version for found in importlib.metadata.distributions()}
     load = round(os.getloadavg()[0], 2) if hasattr(os, "getloadavg") else None
     return {
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "commit": _commit(),
         "python": platform.python_version(),
         "torch": torch.__version__,
-        "versions": {"graphfsdp": graphfsdp.__version__, **installed},
+        "versions": {
+            "graphfsdp": graphfsdp.__version__,
+            **{name: known[name] for name in _PACKAGES if name in known},
+        },
         "system": f"{platform.system()} {platform.machine()}",
         "cpu": _cpu_name(),
         "num_cpus": os.cpu_count() or 1,
@@ -59,30 +56,19 @@ def find_environment(
 
 
 def _gpu_facts(device: torch.device) -> Row:
-    names = ("gpu", "gpu_memory_bytes", "compute_capability", "cuda", *_QUERY)
     if device.type != "cuda":
-        return dict.fromkeys(names)
+        return dict.fromkeys(("gpu", "gpu_memory_bytes", "compute_capability", "cuda", "driver"))
     properties = torch.cuda.get_device_properties(device)
-    query = f"--query-gpu={','.join(_QUERY.values())}"
-    answer = _output_of("nvidia-smi", query, "--format=csv,noheader") or ""
-    said = [line.split(", ") for line in answer.splitlines()]
-    index = device.index or 0
-    values = said[index] if index < len(said) else []
+    # And how fast it may be.
+    query = "--query-gpu=driver_version,clocks.max.sm,power.limit"
+    answer = _output_of("nvidia-smi", query, "--format=csv,noheader", f"--id={device.index or 0}")
     return {
         "gpu": properties.name,
         "gpu_memory_bytes": properties.total_memory,
         "compute_capability": f"{properties.major}.{properties.minor}",
         "cuda": torch.version.cuda,
-        **dict.fromkeys(_QUERY),
-        **dict(zip(_QUERY, values, strict=False)),
+        "driver": answer,
     }
-
-
-def _version_of(package: str) -> str | None:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
 
 
 def _commit() -> str | None:
@@ -110,20 +96,20 @@ def _cpu_name() -> str:
     return platform.processor() or platform.machine()
 
 
-def model_flops(case: Case, batch: Batch) -> tuple[float, str]:
-    """Only matrix products and convolutions count, and recomputation does not."""
+def model_facts(case: Case, batch: Batch) -> Row:
+    """How large a case is; only matrix products and convolutions count, recomputation does not."""
     with torch.device("meta"):
         model = make_model(case.workload.model)
     if isinstance(model, GPT):
         num_tokens = case.batch_size * case.workload.items_per_sample
         num_idle = model.num_idle_weights if isinstance(model, ExpertGPT) else 0
-        return float((flops_per_token(model) - 6 * num_idle) * num_tokens), PALM_FORMULA
-    with FlopCounterMode(display=False) as counter, torch.no_grad():
-        model(*(tensor.to("meta") for tensor in batch))
-    return 3.0 * counter.get_total_flops(), COUNTED
-
-
-def num_parameters(case: Case) -> int:
-    with torch.device("meta"):
-        model = make_model(case.workload.model)
-    return sum(param.numel() for param in model.parameters())
+        flops, formula = (flops_per_token(model) - 6 * num_idle) * num_tokens, PALM_FORMULA
+    else:
+        with FlopCounterMode(display=False) as counter, torch.no_grad():
+            model(*(tensor.to("meta") for tensor in batch))
+        flops, formula = 3 * counter.get_total_flops(), COUNTED
+    return {
+        "num_parameters": sum(param.numel() for param in model.parameters()),
+        "flops_per_step": float(flops),
+        "flops_formula": formula,
+    }

@@ -22,13 +22,12 @@ from graphfsdp.bench.contenders import (
     find_contenders,
     group_for,
 )
-from graphfsdp.bench.machine import model_flops, num_parameters
+from graphfsdp.bench.machine import model_facts
 from graphfsdp.bench.results import REFERENCE, Row
 from graphfsdp.bench.workloads import BatchSource, batch_source
 from graphfsdp.data import Batch
 from graphfsdp.errors import ConfigError, GraphFSDPError
 from graphfsdp.training.metrics import peak_of
-from graphfsdp.training.ranks import Ranks
 
 T = TypeVar("T")
 
@@ -41,33 +40,11 @@ _NUM_EARLY_STEPS = 10
 _START_SHARE, _TIMING_SHARE = 0.5, 0.8
 _MAX_CHARACTERS = 400  # of a reason
 
+Turn = Callable[[str], object]  # told whose turn it is
+
 
 class ContenderFailedError(GraphFSDPError):
     """A contender cannot run here, on some rank; the message says why."""
-
-
-def together(make: Callable[[], T], ranks: Ranks) -> T:
-    """Run what may fail; where it fails on any rank, every rank raises ContenderFailedError."""
-
-    def attempt() -> T:
-        try:
-            return make()
-        except Exception as error:  # whatever it dies of is a result: it could not run here
-            text = " ".join(str(error).split("\n\n")[0].split())
-            text = text[:_MAX_CHARACTERS] + " ..." if len(text) > _MAX_CHARACTERS else text
-            raise ContenderFailedError(f"{type(error).__name__}: {text}") from error
-
-    return ranks.members.together(attempt)
-
-
-def line_up(ranks: Ranks, device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    if ranks.size > 1:
-        dist.barrier()
-
-
-Turn = Callable[[str], object]  # told whose turn it is
 
 
 @dataclass
@@ -83,7 +60,7 @@ class RunningContender:
     build_ms: float
     before: tuple[int, int]
     warmup_ms: float = 0.0
-    memory_bytes: tuple[int, int] | None = None  # of a GPU's allocator: allocated, reserved
+    memory_bytes: tuple[int | None, int | None] = (None, None)  # likewise, at the most
     losses: list[Tensor] = field(default_factory=list)
     windows: list[Window] = field(default_factory=list)
 
@@ -118,10 +95,9 @@ class RunningContender:
     def row(self, reference: Tensor) -> Row:
         """``reference`` are the losses of the contender that all others are compared with."""
         report = self.contender.report()
-        allocated, reserved = self.memory_bytes or (None, None)
+        allocated, reserved = self.memory_bytes
         return {
-            "contender": self.spec.name,
-            "description": self.spec.description,
+            **_names_of(self.spec),
             # Before the timed region; the warm-up has capture and compilation in it.
             "build_ms": self.build_ms,
             "warmup_ms": self.warmup_ms,
@@ -142,11 +118,14 @@ class RunningContender:
         return torch.cat(self.losses).cpu()
 
 
+def _names_of(spec: ContenderSpec) -> Row:
+    return {"contender": spec.name, "description": spec.description}
+
+
 def build_contender(spec: ContenderSpec, setting: Setting) -> RunningContender:
     device = setting.device
     before = (0, 0)
     if device.type == "cuda":
-        torch.cuda.synchronize(device)
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(device)
         before = torch.cuda.memory_allocated(device), torch.cuda.memory_reserved(device)
@@ -165,7 +144,6 @@ def measure_case(
     """
     case = setting.case
     source = batch_source(case, setting.device, setting.ranks)
-    flops, formula = model_flops(case, source.make(0))
     facts = {
         "case": case.key,
         "workload": case.workload.name,
@@ -174,9 +152,7 @@ def measure_case(
         "items_per_sample": case.workload.items_per_sample,
         "unit": case.workload.unit,
         "data": source.description,
-        "num_parameters": num_parameters(case),
-        "flops_per_step": flops,
-        "flops_formula": formula,
+        **model_facts(case, source.make(0)),
         "stated_tflops": peak_of(setting.device, case.torch_dtype),
     }
     wanted = find_contenders(case.contenders) if specs is None else specs
@@ -186,122 +162,125 @@ def measure_case(
             rows = bench.run(wanted)
         finally:
             bench.close()
-    return [{**facts, **row} for row in (*rows, *bench.not_run)]
+    return [{**facts, **row} for row in rows]
 
 
 class _CaseBench:
     def __init__(self, setting: Setting, source: BatchSource, turn: Turn) -> None:
         self._setting, self._source, self._turn = setting, source, turn
-        self.not_run: list[Row] = []
-        self._running: list[RunningContender] = []
+        self._members = setting.ranks.members
+        self._running: dict[str, RunningContender] = {}
+        self._not_run: dict[str, Row] = {}
         self._next_step = NUM_WARMUP_STEPS
         self._started = time.monotonic()
 
     def run(self, specs: Sequence[ContenderSpec]) -> list[Row]:
-        self._start(specs)
-        self._time(*self._probe())
-        line_up(self._setting.ranks, self._setting.device)
+        """Those that compile start last, if time is left."""
+        batches = self._source.take(0, NUM_WARMUP_STEPS)
+        for spec in sorted(specs, key=lambda spec: spec.compiles):
+            self._start(spec, batches)
+        self._reference()
+        names = [spec.name for spec in specs]
+        order = [self._running[name] for name in names if name in self._running]
+        self._time(order, *self._probe(order))
+        self._line_up()
         losses = self._reference().all_losses()
-        return [item.row(losses) for item in self._running]
+        ran = [item.row(losses) for item in order if item.spec.name in self._running]
+        return ran + [self._not_run[name] for name in names if name in self._not_run]
+
+    def close(self) -> None:
+        """Free all contenders, also after a failure."""
+        for item in self._running.values():
+            item.contender.close()
+        self._running.clear()
 
     def _is_late(self, share: float) -> bool:
         """Tell whether that share of the time for the case is over; all ranks agree."""
         late = time.monotonic() - self._started > share * self._setting.limit_s
-        return self._setting.ranks.members.gather(late)[0]
+        return self._members.gather(late)[0]
 
-    def close(self) -> None:
-        """Free all contenders, also after a failure."""
-        for item in self._running:
-            item.contender.close()
-        self._running.clear()
+    def _line_up(self) -> None:
+        if self._setting.device.type == "cuda":
+            torch.cuda.synchronize(self._setting.device)
+        if self._setting.ranks.size > 1:
+            dist.barrier()
 
     def _reference(self) -> RunningContender:
-        for item in self._running:
-            if item.spec.name == REFERENCE:
-                return item
-        failed = next(row for row in self.not_run if row["contender"] == REFERENCE)
-        raise ConfigError(
-            f"{self._setting.case.key}: the reference ({REFERENCE}) cannot run here, so there is "
-            f"nothing to compare with: {failed['reason']}"
-        )
+        if REFERENCE not in self._running:
+            raise ConfigError(
+                f"{self._setting.case.key}: the reference ({REFERENCE}) cannot run here, so there "
+                f"is nothing to compare with: {self._not_run[REFERENCE]['reason']}"
+            )
+        return self._running[REFERENCE]
 
-    def _start(self, specs: Sequence[ContenderSpec]) -> None:
-        """Those that compile come last, if time is left."""
-        batches = self._source.take(0, NUM_WARMUP_STEPS)
-        for spec in sorted(specs, key=lambda spec: spec.compiles):
-            self._turn(spec.name)
-            try:
-                self._start_one(spec, batches)
-            except ContenderFailedError as error:
-                self._leave_out(spec, str(error))
-        self._reference()
-        names = [spec.name for spec in specs]
-        self._running.sort(key=lambda item: names.index(item.spec.name))
-        self.not_run.sort(key=lambda row: names.index(row["contender"]))
-
-    def _start_one(self, spec: ContenderSpec, batches: Sequence[Batch]) -> None:
+    def _start(self, spec: ContenderSpec, batches: Sequence[Batch]) -> None:
         """Build and warm up; ranks tell each other after both, before anyone communicates alone."""
         setting = self._setting
-        if spec.name in setting.excluded:
-            raise ContenderFailedError(setting.excluded[spec.name])
-        if spec.name != REFERENCE and self._is_late(_START_SHARE):
-            raise ContenderFailedError("the time for this case was over before")
-        line_up(setting.ranks, setting.device)
-        built = together(lambda: build_contender(spec, setting), setting.ranks)
-        try:
-            together(lambda: built.warm_up(batches, setting.device), setting.ranks)
-        except ContenderFailedError:
-            built.contender.close()
-            raise
-        self._running.append(built)
+        reason = setting.excluded.get(spec.name)
+        if reason is None and spec.name != REFERENCE and self._is_late(_START_SHARE):
+            reason = "the time for this case was over before"
+        if reason is not None:
+            self._leave_out(spec, reason)
+            return
+        built = self._attempt(spec, lambda: build_contender(spec, setting))
+        if built is not None:
+            self._running[spec.name] = built
+            self._attempt(spec, lambda: built.warm_up(batches, setting.device))
 
-    def _probe(self) -> tuple[int, int]:
-        step_ms = []
-        for item in list(self._running):
-            self._turn(item.spec.name)
-            window = self._window(item, self._source.take(self._next_step, _NUM_PROBES))
-            if window is not None:
-                step_ms.append(window)
-        self._next_step += _NUM_PROBES
+    def _probe(self, order: Sequence[RunningContender]) -> tuple[int, int]:
+        windows = self._round(order, _NUM_PROBES)
         self._reference()
-        schedule = make_schedule(step_ms, self._setting.seconds)
-        return self._setting.ranks.members.gather(schedule)[0]
+        schedule = make_schedule([each.mean_ms for each in windows], self._setting.seconds)
+        return self._members.gather(schedule)[0]
 
-    def _time(self, num_rounds: int, num_steps: int) -> None:
+    def _time(self, order: Sequence[RunningContender], num_rounds: int, num_steps: int) -> None:
         """The order turns round after each round; where time is nearly over, fewer must do."""
-        order = list(self._running)
         for number in range(num_rounds):
-            batches = self._source.take(self._next_step, num_steps)
             if number and self._is_late(_TIMING_SHARE):
                 break
             with without_collector():
-                for item in order:
-                    if item in self._running:
-                        self._turn(item.spec.name)
-                        self._window(item, batches, keep=True)
-            order.reverse()
-            self._next_step += num_steps
+                self._round(order[:: -1 if number % 2 else 1], num_steps, keep=True)
 
-    def _window(
-        self, item: RunningContender, batches: list[Batch], *, keep: bool = False
-    ) -> float | None:
-        """Return ms per step; a contender that fails in the window on any rank leaves."""
-        device, ranks = self._setting.device, self._setting.ranks
-        line_up(ranks, device)
+    def _round(
+        self, order: Sequence[RunningContender], num_steps: int, *, keep: bool = False
+    ) -> list[Window]:
+        """Return a window of each contender that still runs; one that fails in its own leaves."""
+        batches = self._source.take(self._next_step, num_steps)
+        first, device = self._next_step, self._setting.device
+        windows = []
+        for item in order:
+            if item.spec.name in self._running:
+                run = functools.partial(item.time, batches, first, device)
+                window = self._attempt(item.spec, run)
+                if window is not None:
+                    windows.append(window)
+                    item.windows += [window] if keep else []
+        self._next_step += num_steps
+        return windows
+
+    def _attempt(self, spec: ContenderSpec, act: Callable[[], T]) -> T | None:
+        """Do what may fail; a contender for which it fails on any rank leaves, on every rank."""
+
+        def attempt() -> T:
+            try:
+                return act()
+            except Exception as error:  # whatever it dies of is a result: it could not run here
+                text = " ".join(str(error).split("\n\n")[0].split())
+                text = text[:_MAX_CHARACTERS] + " ..." if len(text) > _MAX_CHARACTERS else text
+                raise ContenderFailedError(f"{type(error).__name__}: {text}") from error
+
+        self._line_up()
+        self._turn(spec.name)
         try:
-            window = together(lambda: item.time(batches, self._next_step, device), ranks)
+            return self._members.together(attempt)
         except ContenderFailedError as error:
-            self._running.remove(item)
-            item.contender.close()
-            self._leave_out(item.spec, str(error))
+            if spec.name in self._running:
+                self._running.pop(spec.name).contender.close()
+            self._leave_out(spec, str(error))
             return None
-        if keep:
-            item.windows.append(window)
-        return window.mean_ms
 
     def _leave_out(self, spec: ContenderSpec, reason: str) -> None:
-        facts = {"contender": spec.name, "description": spec.description}
-        self.not_run.append({**facts, "reason": reason})
+        self._not_run[spec.name] = {**_names_of(spec), "reason": reason}
 
 
 def compare_losses(

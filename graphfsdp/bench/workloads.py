@@ -20,16 +20,7 @@ from graphfsdp.training.ranks import Ranks
 SEED = 0  # of weights and batches, the same for every contender
 
 
-@dataclass(frozen=True)
-class ZooConfig:
-    name: str
-
-    @property
-    def architecture(self) -> zoo.Architecture:
-        return zoo.architectures()[self.name]
-
-
-ModelConfig = GPTConfig | ZooConfig
+ModelConfig = GPTConfig | str  # the name of one of the zoo's architectures
 DtypeName = Literal["fp32", "bf16"]
 _BYTES = 256  # of text
 
@@ -46,8 +37,8 @@ class Workload:
     @property
     def items_per_sample(self) -> int:
         """Tokens of a sequence; 1 for an image or a series."""
-        if isinstance(self.model, ZooConfig):
-            return self.model.architecture.items_per_sample
+        if isinstance(self.model, str):
+            return zoo.architectures()[self.model].items_per_sample
         return self.model.seq_length
 
     @property
@@ -78,8 +69,8 @@ class Case:
 def make_model(model: ModelConfig) -> nn.Module:
     """Return the model, which returns its loss; torch's global generator draws its weights."""
     match model:
-        case ZooConfig():
-            return model.architecture.make()
+        case str():
+            return zoo.architectures()[model].make()
         case ExpertConfig():
             return ExpertGPT(model)
     return GPT(model)
@@ -134,7 +125,7 @@ def workloads() -> Iterator[Workload]:
     yield Workload("moe-180m", "16 experts, 2 per token, 8 layers", small, 8)
     for name, found in zoo.architectures().items():
         about = f"{found.description}, width {zoo.WIDTH}"
-        yield Workload(f"zoo-{name}", about, ZooConfig(name), 4)
+        yield Workload(f"zoo-{name}", about, name, 4)
 
 
 def find_workload(name: str) -> Workload:
@@ -206,8 +197,8 @@ class BatchSource:
 
 def batch_source(case: Case, device: torch.device, ranks: Ranks) -> BatchSource:
     model, rows = case.workload.model, case.batch_size
-    if isinstance(model, ZooConfig):
-        random = model.architecture.batch
+    if isinstance(model, str):
+        random = zoo.architectures()[model].batch
 
         def make_random(step: int) -> Batch:
             number = int(np.random.default_rng((SEED, step, ranks.rank)).integers(2**62))

@@ -74,12 +74,9 @@ class TokenModel(nn.Module):
         return functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 
-class Translator(nn.Module):
+class Translator(TokenModel):
     def __init__(self) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(VOCABULARY, WIDTH)
-        self.body = nn.Transformer(WIDTH, 4, 2, 2, 2 * WIDTH, dropout=0.1, batch_first=True)
-        self.head = nn.Linear(WIDTH, VOCABULARY)
+        super().__init__(nn.Transformer(WIDTH, 4, 2, 2, 2 * WIDTH, dropout=0.1, batch_first=True))
         self.register_buffer("mask", nn.Transformer.generate_square_subsequent_mask(TOKENS))
 
     def forward(self, source: Tensor, targets: Tensor) -> Tensor:

@@ -6,7 +6,7 @@ is gathered before an operator reads its weights, and the next one with it, the 
 from forward to backward, and while one unit's gradients are reduced the next one's are made.
 """
 
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any, NamedTuple
 
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 
-from graphfsdp.base.op_tensors import OpCall, OperatorMode, is_empty
+from graphfsdp.base.op_tensors import OpCall, OperatorMode, flat_tensors, is_empty, storage_key
 from graphfsdp.base.torch_internals import key_of
 from graphfsdp.sharding.plan import BufferPlan
 
@@ -117,7 +117,7 @@ class _Iteration(OperatorMode):
         super().__init__()
         self._units, self._stage, self._lives = units, stage, lives
         self._unit_of = {
-            key_of(param.untyped_storage()): index
+            storage_key(param): index
             for index, unit in enumerate(units)
             for param in unit.parameters
         }
@@ -146,7 +146,7 @@ class _Iteration(OperatorMode):
         self._begun.clear()
 
     def on_op(self, call: OpCall) -> Any:
-        given = {key_of(each) for each in _storages((*call.args, *call.kwargs.values()))}
+        given = set(map(storage_key, flat_tensors((*call.args, *call.kwargs.values()))))
         read = {self._unit_of[key] for key in given if key in self._unit_of}
         for index in read - self._begun if self._stage else ():
             self._begun.add(index)
@@ -154,10 +154,9 @@ class _Iteration(OperatorMode):
                 if 0 <= each < len(self._units):
                     self._lives.hold((each, "weights"), self._units[each].weight_bytes)
         result = call.run()
-        returned = _storages(result if isinstance(result, list | tuple) else (result,))
-        made = [storage for storage in returned if key_of(storage) not in given]
-        for storage in made:
-            self._lives.add(storage)
+        made = [each for each in flat_tensors([result]) if storage_key(each) not in given]
+        for tensor in made:
+            self._lives.add(tensor.untyped_storage())
         self.num_kernels += bool(made or call.written) and not is_empty(call.op)
         return result
 
@@ -182,15 +181,6 @@ class _Iteration(OperatorMode):
             self._reducing = index
         if self.reduces and index == 0:  # the root is the last
             lives.drop((index, "grads"))
-
-
-def _storages(values: Iterable[Any]) -> Iterator[torch.UntypedStorage]:
-    """Yield the storages of tensors, and of lists of them."""
-    for value in values:
-        if isinstance(value, list | tuple):
-            yield from _storages(value)
-        elif isinstance(value, Tensor):
-            yield value.untyped_storage()
 
 
 class _FusedRMSNorm(torch.autograd.Function):

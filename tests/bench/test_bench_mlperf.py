@@ -15,7 +15,7 @@ from rich.console import Console
 
 import graphfsdp
 from graphfsdp.bench import mlperf
-from graphfsdp.bench.mlperf import olympic_mean, run_mlperf, run_record
+from graphfsdp.bench.mlperf import run_mlperf, run_record, score
 from graphfsdp.cli import main
 from graphfsdp.errors import ConfigError
 from graphfsdp.training.mllog import RULES, rules_for
@@ -29,18 +29,31 @@ needs_mllog = pytest.mark.skipif(
 TIMES = st.lists(st.floats(0.001, 1e6), min_size=3, max_size=12)
 
 
+def scored(*times: float | None, accepted: bool = True) -> tuple[float | None, str]:
+    return score(
+        [
+            {"run_s": time, "converged": time is not None, "accepted": accepted, "log": "a log"}
+            for time in times
+        ]
+    )
+
+
 @settings(max_examples=30)
 @given(TIMES)
-def test_the_olympic_mean_leaves_the_two_ends_out(times: list[float]) -> None:
+def test_the_score_leaves_the_two_ends_out(times: list[float]) -> None:
     inner = sorted(times)[1:-1]
-    assert olympic_mean(times) == statistics.fmean(inner)
+    assert scored(*times) == (statistics.fmean(inner), "")
     # A run that missed the target is the slowest, whatever its clock said.
-    assert olympic_mean([*times, None]) == statistics.fmean(sorted(times)[1:])
+    assert scored(*times, None) == (statistics.fmean(sorted(times)[1:]), "")
 
-    with pytest.raises(ConfigError, match="at least 3 runs, got 2"):
-        olympic_mean(times[:2])
-    with pytest.raises(ConfigError, match="2 of 5 runs did not reach the target"):
-        olympic_mean([*times[:3], None, None])
+
+def test_what_has_no_score_says_why() -> None:
+    seconds, why = scored(1.0, 2.0, 3.0, None, None)
+    assert seconds is None
+    assert why.startswith("2 of 5 runs did not reach the target")
+    seconds, why = scored(1.0, 2.0, 3.0, accepted=False)
+    assert seconds is None
+    assert why == "the compliance checker does not accept a log, a log, a log"
 
 
 def write_log(path: Path, *, status: str | None) -> None:
