@@ -18,6 +18,7 @@ from graphfsdp.base.op_tensors import (
     storage_key,
 )
 from graphfsdp.base.torch_internals import (
+    RECOMPUTES,
     OpOverload,
     TorchDispatchMode,
     num_users,
@@ -233,6 +234,7 @@ class _Keep(OperatorMode):
 
     def __init__(self, drawn: list[_Drawn]) -> None:
         super().__init__()
+        setattr(self, RECOMPUTES, True)
         self._drawn = drawn
 
     def __exit__(
@@ -266,6 +268,7 @@ class _Repeat(OperatorMode):
 
     def __init__(self, drawn: list[_Drawn]) -> None:
         super().__init__()
+        setattr(self, RECOMPUTES, True)
         self._drawn = drawn
         self._next = 0
         self._own: set[int] = set()  # storages that this call has made

@@ -175,16 +175,21 @@ def not_traced(function: F) -> F:
     return not_compiled(function)
 
 
+# On the modes of ``recompute``.
+RECOMPUTES = "_graphfsdp_recomputes"
+
+
 @contextmanager
 def apart_from_checkpoints() -> Iterator[None]:
-    """Hide what the body does from torch's selective checkpoints.
+    """Hide what the body does from torch's selective checkpoints and from ``recompute``.
 
-    They count operators, and expect the same ones in a recomputation.
+    The first count operators, and expect the same ones in a recomputation; the other one writes no
+    tensor again that was there before, such as what a joined gather brings.
     """
     stack = dispatch_mode_stack()
-    first = next((place for place, mode in enumerate(stack) if _is_selective(mode)), len(stack))
+    first = next((place for place, mode in enumerate(stack) if _recomputes(mode)), len(stack))
     above = [_python_dispatch._pop_mode() for _ in stack[first:]][::-1]
-    others = [mode for mode in above if not _is_selective(mode)]
+    others = [mode for mode in above if not _recomputes(mode)]
     for mode in others:
         _python_dispatch._push_mode(mode)
     try:
@@ -196,7 +201,8 @@ def apart_from_checkpoints() -> Iterator[None]:
             _python_dispatch._push_mode(mode)
 
 
-def _is_selective(mode: TorchDispatchMode) -> bool:
+def _recomputes(mode: TorchDispatchMode) -> bool:
     from torch.utils.checkpoint import _CachedTorchDispatchMode, _CachingTorchDispatchMode
 
-    return isinstance(mode, _CachedTorchDispatchMode | _CachingTorchDispatchMode)
+    is_selective = isinstance(mode, _CachedTorchDispatchMode | _CachingTorchDispatchMode)
+    return is_selective or getattr(mode, RECOMPUTES, False)

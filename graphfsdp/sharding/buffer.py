@@ -6,7 +6,9 @@ all-gather, and has after a reduction over that axis. I = S, unless the optimize
 an outer axis as well.
 """
 
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -17,6 +19,7 @@ from torch.distributed.tensor.placement_types import Placement
 
 from graphfsdp.base.collectives import Transfer, all_gather_
 from graphfsdp.base.host_memory import zeros_flat
+from graphfsdp.base.joined import JoinedGather, joined
 from graphfsdp.base.streams import Lane
 from graphfsdp.base.torch_internals import local_tensor_of
 from graphfsdp.config import MixedPrecisionPolicy, ShardingStrategy
@@ -46,7 +49,7 @@ class _Gather(NamedTuple):
 
 class _Prefetched(NamedTuple):
     gather: _Gather
-    transfer: Transfer
+    transfer: Transfer | JoinedGather
     moment: Moment  # what must not have changed when the weights are used
 
 
@@ -223,20 +226,23 @@ class ShardBuffer:
             self.full = self._arrived(gather)
         return self.full
 
-    def begin_unshard(self, lane: Lane) -> None:
-        """Begin to gather weights that are not here. Capture: as ``unshard``, which adds a wait."""
-        if self.full is not None or self.is_prefetched or not self.sharded:
-            return
-        if self.layout.total_numel:
-            packs_first = self.packing is not None and self.packing.is_old
-            gathers_outside = self.mesh.cuts_outside and self._inner is None
-            if packs_first or gathers_outside or self.extension is not None:
-                lane.join()  # those collectives are on the current stream
-            gather = self._next_gather()
-            transfer = Transfer(gather.whole, gather.sent)
-            with lane.begun():
-                all_gather_(gather.whole, gather.sent, gather.group, transfer)
-            self._prefetched = _Prefetched(gather, transfer, self.moment())
+    def _begin_gather(self, lane: Lane) -> _Gather:
+        """Bring what will be gathered to where it is sent from. Capture: a cast, at most."""
+        packs_first = self.packing is not None and self.packing.is_old
+        gathers_outside = self.mesh.cuts_outside and self._inner is None
+        if packs_first or gathers_outside or self.extension is not None:
+            lane.join()  # those collectives are on the current stream
+        return self._next_gather()
+
+    @property
+    def whole_bytes(self) -> int:
+        return self.layout.total_numel * self.dtypes.compute.itemsize
+
+    @property
+    def is_missing(self) -> bool:
+        """Whether whole weights are neither here nor on their way."""
+        here = self.full is not None or self.is_prefetched
+        return self.sharded and not here and self.layout.total_numel > 0
 
     @property
     def is_prefetched(self) -> bool:
@@ -362,3 +368,26 @@ class ShardBuffer:
 def version_of(tensor: Tensor) -> int:
     """Return what counts the writes into a tensor, where that is counted."""
     return -1 if tensor.is_inference() else tensor._version
+
+
+def begin_unshard(buffers: Sequence[ShardBuffer], lane: Lane) -> None:
+    """Begin to gather the weights of buffers that miss them, those of small ones together.
+
+    Capture: as ``unshard``, which adds a wait; for joined ones see JoinedGather.
+    """
+    gathers = [(buffer, buffer._begin_gather(lane)) for buffer in buffers]
+    for together in joined((each, each[1].whole, each[1].group) for each in gathers):
+        whole, sent, group, _ = together[0][1]
+        transfer: Transfer | JoinedGather
+        begin: Callable[[], None]
+        if len(together) == 1:
+            transfer = Transfer(whole, sent)
+            begin = partial(all_gather_, whole, sent, group, transfer)
+        else:
+            wholes = [gather.whole for _, gather in together]
+            transfer = JoinedGather(wholes, [gather.sent for _, gather in together], group)
+            begin = transfer.begin
+        with lane.begun():
+            begin()
+        for buffer, gather in together:
+            buffer._prefetched = _Prefetched(gather, transfer, buffer.moment())

@@ -9,7 +9,7 @@ what is about to be added, then, when ``.grad`` is bound, those that torch calls
 gradient that reaches the parameter on another way would be overwritten, and is an error.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from graphfsdp.base.collectives import Transfer, all_reduce_, reduce_scatter_
 from graphfsdp.base.flat_buffer import copy_all
+from graphfsdp.base.joined import JoinedReduceScatter, joined
 from graphfsdp.base.streams import Lane
 from graphfsdp.errors import ConfigError
 from graphfsdp.sharding.layout import BufferLayout, Slot
@@ -60,7 +61,7 @@ class _Reducing(NamedTuple):
 
     how: How
     lane: Lane | None
-    transfer: Transfer | None  # None where it was waited for at once
+    transfer: Transfer | JoinedReduceScatter | None  # None where it was waited for at once
     reduced: Tensor
     target: Tensor  # where that belongs
     adds: bool  # onto it, or over it
@@ -202,13 +203,34 @@ class Gradients:
             an outer axis one more for its last microbatch, which ``end_reduce`` begins. A lane adds
             a wait to each.
         """
-        full, self._full = self._full, None
-        copy_all(*self._zeros())  # where layers have added all gradients themselves
-        self._written.clear()
+        full = self.take_whole()
         if full is not None and full.numel():
             self._begin_inside(full, lane, how)
         elif how.outside:
             self._begin_outside(lane, how)
+
+    @property
+    def joinable(self) -> Tensor | None:
+        """What may be reduced together with that of others: [B], where one reduction is all."""
+        alone = not self._sharded or self._mesh.outer is not None
+        return None if alone or self._full is None or not self._full.numel() else self._full
+
+    def peers(self, how: How) -> tuple[dist.ProcessGroup, str]:
+        """Over which ranks a reduction is, and what it comes to."""
+        return self._mesh.inner, how.reduction.collective
+
+    def expect(self, part: Tensor, transfer: JoinedReduceScatter, lane: Lane, how: How) -> None:
+        """Take note that this rank's part [S] of what was joinable will come with others."""
+        self._reducing = _Reducing(
+            how, lane, transfer, part, self.main, adds=how.accumulate, inside=True
+        )
+
+    def take_whole(self) -> Tensor | None:
+        """Return [B] gradients, or None; they are the caller's from now on."""
+        full, self._full = self._full, None
+        copy_all(*self._zeros())  # where layers have added all gradients themselves
+        self._written.clear()
+        return full
 
     def end_reduce(self) -> None:
         """Wait for what has begun, and bring it to the main grads, over the outer axis as well."""
@@ -280,6 +302,29 @@ class Gradients:
         elif reduced is not target:
             target.copy_(reduced)
         return reducing
+
+
+def begin_reductions(entries: Iterable[tuple[Gradients, How]], lane: Lane) -> None:
+    """Begin to reduce the gradients of several buffers, those of small ones together.
+
+    Capture: as ``Gradients.begin_reduce``; of joined ones see JoinedReduceScatter.
+    """
+    for together in joined((each, each[0].joinable, each[0].peers(each[1])) for each in entries):
+        if len(together) == 1:
+            gradients, how = together[0]
+            gradients.begin_reduce(lane, how)
+        else:
+            _begin_together(together, lane)
+
+
+def _begin_together(entries: Sequence[tuple[Gradients, How]], lane: Lane) -> None:
+    group, collective = entries[0][0].peers(entries[0][1])
+    wholes = [whole for gradients, _ in entries if (whole := gradients.take_whole()) is not None]
+    transfer = JoinedReduceScatter(wholes, group, collective)
+    with lane.begun():
+        transfer.begin()
+    for (gradients, how), part in zip(entries, transfer.parts, strict=True):
+        gradients.expect(part, transfer, lane, how)
 
 
 def shaped(flat: Tensor, slot: Slot, num_rows: int | None = None) -> Tensor:

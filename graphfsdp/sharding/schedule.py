@@ -13,18 +13,25 @@ Note [Collectives in a graph]: branches of a CUDA graph have no order, and each 
 by itself. Where one rank begins with an all-gather and another one with a reduction, each waits for
 the other, for ever if a GPU has no room for both. So in a capture all collectives go by one lane,
 and a gather that was not begun ahead comes behind what is under way there.
+
+Note [Small units go together]: the next unit's weights are gathered ahead, and with them those of
+the units behind it as long as all are short (base/joined); nothing more is gathered until the first
+unit is on that has nothing here. Gradients of small units wait for each other, at most until the
+pass is over. So a model of many small units has few collectives, of which each costs its latency.
+Without ``overlap`` each unit is gathered and reduced on its own.
 """
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
-from itertools import groupby
+from itertools import chain, groupby
 from operator import itemgetter
 from typing import NamedTuple, Protocol
 
 import torch
 
+from graphfsdp.base.joined import is_short
 from graphfsdp.base.streams import Lane, is_capturing
 from graphfsdp.base.torch_internals import (
     NO_BACKWARD,
@@ -32,8 +39,8 @@ from graphfsdp.base.torch_internals import (
     backward_node,
     when_backward_ends,
 )
-from graphfsdp.sharding.buffer import ShardBuffer
-from graphfsdp.sharding.gradients import Gradients, How
+from graphfsdp.sharding.buffer import ShardBuffer, begin_unshard
+from graphfsdp.sharding.gradients import Gradients, How, begin_reductions
 from graphfsdp.sharding.group import ShardGroup
 from graphfsdp.sharding.packing import PackedWeights
 
@@ -45,7 +52,7 @@ class Scheduled(Protocol):
     @property
     def group(self) -> ShardGroup: ...
 
-    def prefetch(self, buffer: ShardBuffer, lane: Lane) -> None: ...
+    def missing(self, buffers: Iterable[ShardBuffer]) -> list[ShardBuffer]: ...
 
     def leave_backward(self) -> None: ...
 
@@ -72,7 +79,7 @@ class Order:
         self.begin()
 
     def note(self, unit: Scheduled, buffers: Sequence[ShardBuffer]) -> list[Entry]:
-        """Return the next unit's buffers, if known; of the same unit those that follow at once."""
+        """Return the next units' buffers, if known; of the same unit those that follow at once."""
         for buffer in buffers:
             index = len(self._seen)
             self._seen.append((unit, buffer))
@@ -81,10 +88,17 @@ class Order:
         return list(self._next(unit)) if self._follows else []
 
     def _next(self, unit: Scheduled) -> Iterator[Entry]:
+        ahead = 0
         for following, entries in groupby(self.known[len(self._seen) :], itemgetter(0)):
-            yield from entries
-            if following is not unit:
+            if following is unit and not ahead:
+                yield from entries
+                continue
+            others = list(entries)
+            size = sum(buffer.whole_bytes for _, buffer in others)
+            if ahead and not is_short(ahead + size):
                 return
+            yield from others
+            ahead += size
 
 
 class _Reduction(NamedTuple):
@@ -92,7 +106,17 @@ class _Reduction(NamedTuple):
 
     unit: Scheduled
     gradients: Sequence[Gradients]
+    how: How
     done: Callable[[], None] | None
+
+    @property
+    def waits(self) -> bool:
+        """Whether others may join it."""
+        return all(each.joinable is not None for each in self.gradients)
+
+    @property
+    def whole_bytes(self) -> int:
+        return sum(each.joinable.nbytes for each in self.gradients if each.joinable is not None)
 
     def finish(self) -> None:
         for each in self.gradients:
@@ -120,7 +144,8 @@ class Schedule:
         self._backward = Order()
         self._inside: list[Scheduled] = []  # units whose forward runs, outermost first
         self._prefetched: list[ShardBuffer] = []
-        self._reductions: deque[_Reduction] = deque()
+        self._reductions: deque[Sequence[_Reduction]] = deque()  # begun; those together are one
+        self._waiting: list[_Reduction] = []  # until more have come
         self._task = NO_BACKWARD  # the backward pass that is under way, by autograd's number
         self._passes: list[int] = []  # it and those that it runs inside of, outermost first
         self.iteration_is_over = True
@@ -154,7 +179,7 @@ class Schedule:
             # All of them: what was here already will have to be gathered in the next iteration.
             upcoming = self._forward.note(unit, unit.group.buffers)
         if unit.group.options.overlap:
-            self._prefetch(upcoming)
+            self._prefetch(unit, upcoming)
 
     def leave_forward(self, unit: Scheduled) -> None:
         if unit not in self._inside:
@@ -174,7 +199,7 @@ class Schedule:
     def make_room(self) -> None:
         """Wait for reductions until one more whole gradient buffer may be made."""
         while len(self._reductions) >= MAX_FULL_GRADS:
-            self._reductions.popleft().finish()
+            self._finish_first()
 
     def reduce(
         self,
@@ -184,24 +209,48 @@ class Schedule:
         done: Callable[[], None] | None,
     ) -> None:
         """Begin to reduce the gradients of a unit's buffers; all is over before backward is."""
-        overlaps = unit.group.options.overlap
-        for each in gradients:
-            each.begin_reduce(self._lane("reduce", each.device) if overlaps else None, how)
-        self._reductions.append(_Reduction(unit, gradients, done))
-        if not overlaps:
+        reduction = _Reduction(unit, gradients, how, done)
+        if not unit.group.options.overlap:
+            self._begin_reductions()
+            for each in gradients:
+                each.begin_reduce(None, how)
+            self._reductions.append([reduction])
             self.finish_reduction(unit)
+            return
+        size = sum(each.whole_bytes for each in (reduction, *self._waiting))
+        if not (reduction.waits and is_short(size)):
+            self._begin_reductions()
+        self._waiting.append(reduction)
+        if not (reduction.waits and is_short(reduction.whole_bytes)):
+            self._begin_reductions()
+
+    def _begin_reductions(self) -> None:
+        waiting, self._waiting = self._waiting, []
+        if not waiting:
+            return
+        entries = [(each, reduction.how) for reduction in waiting for each in reduction.gradients]
+        for device, of_device in groupby(entries, lambda entry: entry[0].device):
+            begin_reductions(of_device, self._lane("reduce", device))
+        self._reductions.append(waiting)
 
     def finish_reduction(self, unit: Scheduled) -> None:
         """Wait for the gradients of one unit, and of those that began before it."""
-        while any(reduction.unit is unit for reduction in self._reductions):
-            self._reductions.popleft().finish()
+        if any(reduction.unit is unit for reduction in self._waiting):
+            self._begin_reductions()
+        while any(reduction.unit is unit for reduction in chain.from_iterable(self._reductions)):
+            self._finish_first()
+
+    def _finish_first(self) -> None:
+        for reduction in self._reductions.popleft():
+            reduction.finish()
 
     def settle(self) -> None:
         """Wait for whatever is under way, and drop what nobody has used."""
         self._task = NO_BACKWARD
         self._drop_prefetched()
+        self._begin_reductions()
         while self._reductions:
-            self._reductions.popleft().finish()
+            self._finish_first()
 
     def abandon(self) -> None:
         """Forget an iteration that an exception has ended, here or on another rank.
@@ -221,8 +270,10 @@ class Schedule:
             # the iteration has an error to tell already.
             with suppress(RuntimeError):
                 self._prefetched.pop().drop_prefetched()
+        self._waiting.clear()
         while self._reductions:
-            self._reductions.popleft().abandon()
+            for reduction in self._reductions.popleft():
+                reduction.abandon()
 
     def queue_up(self, buffer: ShardBuffer) -> None:
         """Let a gather on the current stream have its turn; see Note [Collectives in a graph]."""
@@ -237,12 +288,16 @@ class Schedule:
             self._lanes[key] = Lane(stream)
         return self._lanes[key]
 
-    def _prefetch(self, entries: Sequence[Entry]) -> None:
-        for unit, buffer in entries:
-            before = buffer.is_prefetched
-            unit.prefetch(buffer, self._lane("gather", buffer.device))
-            if buffer.is_prefetched and not before:
-                self._prefetched.append(buffer)
+    def _prefetch(self, current: Scheduled, entries: Sequence[Entry]) -> None:
+        missing: list[ShardBuffer] = []
+        for unit, of_unit in groupby(entries, itemgetter(0)):
+            of_this = unit.missing(buffer for _, buffer in of_unit)
+            if not of_this and unit is not current:
+                break
+            missing += of_this
+        for device, buffers in groupby(missing, lambda buffer: buffer.device):
+            begin_unshard([*buffers], self._lane("gather", device))
+        self._prefetched += missing
 
     def _drop_prefetched(self) -> None:
         while self._prefetched:

@@ -37,7 +37,7 @@ from torch.autograd.function import once_differentiable
 from torch.autograd.graph import saved_tensors_hooks
 
 from graphfsdp.base.dtensors import Wrapping
-from graphfsdp.base.streams import Lane, nvtx_range
+from graphfsdp.base.streams import nvtx_range
 from graphfsdp.base.torch_internals import (
     NO_BACKWARD,
     apart_from_checkpoints,
@@ -125,12 +125,12 @@ class Unit:
     def is_whole(self) -> bool:
         return self.pinned or self.in_forward
 
-    def prefetch(self, buffer: ShardBuffer, lane: Lane) -> None:
-        """Begin to gather, unless the unit is at work. Capture: see ShardBuffer.begin_unshard."""
-        if not self.is_whole:
-            self._refresh()
-            with nvtx_range(f"unshard {self.group.name}"):
-                buffer.begin_unshard(lane)
+    def missing(self, buffers: Iterable[ShardBuffer]) -> list[ShardBuffer]:
+        """Return what has to be gathered for the unit's next pass, nothing while it is at work."""
+        if self.is_whole:
+            return []
+        self._refresh()
+        return [buffer for buffer in buffers if buffer.is_missing]
 
     @property
     def _reshards_after_forward(self) -> bool:

@@ -149,6 +149,7 @@ class _Kernels:
         self._within = threading.local()  # an operator: its inner operators compute nothing
         self._error: BaseException | None = None  # of what was computed last
         _hide_from_dynamo(_Kernels._run)
+        _hide_from_dynamo(_Kernels._kernel)
         self._callback = library.COMPUTE(self._run)
         self._library.stand_in_set_compute(self._callback)
         # What is destroyed behind Python must not call it.
@@ -159,15 +160,13 @@ class _Kernels:
         known = _Op(op, torch.library.get_kernel(op, "CUDA"), short)
         registration = torch.library.Library(namespace, "IMPL")
         self._registrations.append(registration)
-        registration.impl(short, self._kernel(known), "CUDA", with_keyset=True, allow_override=True)
+        # No closure: what this holds plays C++, and is none of what the product looks through.
+        kernel = functools.partial(self._kernel, known)
+        registration.impl(short, kernel, "CUDA", with_keyset=True, allow_override=True)
 
-    def _kernel(self, known: _Op) -> Callable[..., Any]:
-        def kernel(keyset: Any, *args: Any, **kwargs: Any) -> Any:
-            with _unseen():
-                return self._call(known, keyset, args, kwargs)
-
-        _hide_from_dynamo(kernel)
-        return kernel
+    def _kernel(self, known: _Op, keyset: Any, *args: Any, **kwargs: Any) -> Any:
+        with _unseen():
+            return self._call(known, keyset, args, kwargs)
 
     def _call(self, known: _Op, keyset: Any, args: Any, kwargs: Any) -> Any:
         """Run an operator's CUDA code, and have what its kernels would do computed behind it."""

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import graphfsdp
-from overlap_helpers import NUM_BLOCKS, Journal, inputs, make_stack
+from overlap_helpers import NUM_BLOCKS, Journal, inputs, make_stack, short_up_to
 from ranks import on_ranks
 from sharding_helpers import (
     adam,
@@ -21,12 +21,13 @@ from sharding_helpers import (
 )
 
 
-def journals(**options: Any) -> list[list[str]]:
+def journals(*, joins: int = 0, **options: Any) -> list[list[str]]:
+    """Note two iterations; collectives are joined up to so many bytes."""
     model = make_stack(**options)
     lines: list[list[str]] = []
     model.prepare_shards()
     for x in inputs(2):
-        with Journal(model) as journal:
+        with Journal(model) as journal, short_up_to(joins):
             model(x).backward()
         lines.append(journal.lines)
         model.zero_grad()
@@ -55,6 +56,23 @@ def test_the_next_unit_is_gathered_before_this_one_computes(reshards: bool | Non
     options: dict[str, Any] = {"overlap": False, "reshard_after_forward": reshards}
     lines = [line for pair in journals(**options) for line in pair]
     assert not [line for line in lines if "begin" in line or "wait" in line]
+
+
+@on_ranks("ranks2")
+def test_small_units_are_gathered_and_reduced_together() -> None:
+    """All that fit; of a stack whose blocks fit in pairs two each time."""
+    sizes = {buffer.whole_bytes for buffer in buffers(make_stack().blocks)}
+    assert len(sizes) == 1
+    for joins, num_reductions in ((1 << 20, 1), (2 * max(sizes), 3)):  # the root's is one more
+        first, second = journals(joins=joins)
+        num_gathers = NUM_BLOCKS * max(sizes) // min(joins, NUM_BLOCKS * max(sizes))
+        gathers = [line for line in second if "all_gather" in line]
+        assert gathers == ["all_gather root/0", "all_gather root/1"] + (
+            ["begin all_gather several"] * 2 * num_gathers
+        )
+        assert not [line for line in first if line.startswith("begin all_gather")]
+        for lines in (first, second):
+            assert sum("reduce_scatter" in line for line in lines) == num_reductions
 
 
 @pytest.mark.gpu
@@ -242,7 +260,7 @@ def captured_after_failures(fails_at: Sequence[int], **options: Any) -> int:
             raise ArithmeticError
 
     model.blocks[2].norm.register_forward_pre_hook(fail)
-    with graphfsdp.capture(model, adam(model), **options) as step:
+    with graphfsdp.capture(model, adam(model), **options) as step, short_up_to(0):
         for index, x in enumerate(inputs(6)):
             is_failing = index in fails_at
             if is_failing:
@@ -266,7 +284,7 @@ def test_whatever_happened_before_a_capture_it_overlaps() -> None:
 def test_weights_that_backward_keeps_are_gathered_once() -> None:
     model = make_stack(reshard_after_forward=False)
     model.prepare_shards()
-    with Journal(model) as journal:
+    with Journal(model) as journal, short_up_to(0):
         for part, x in enumerate(inputs(3)):
             model.set_requires_gradient_sync(part == 2)
             model.set_reshard_after_backward(part == 2)

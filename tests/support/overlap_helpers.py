@@ -1,8 +1,10 @@
 """A stack of blocks in any order; a journal of collectives, and somebody who watches them."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -14,6 +16,14 @@ from sharding_helpers import Block, shard, units
 
 WIDTH = 16  # of which two and three ranks lay a block out in one buffer
 NUM_BLOCKS = 4
+
+
+@contextmanager
+def short_up_to(num_bytes: int) -> Iterator[None]:
+    """Join collectives of so many bytes together; of 0 each unit has its own, as large ones do."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("graphfsdp.base.joined.MAX_BYTES", num_bytes)
+        yield
 
 
 class Stack(nn.Module):
@@ -68,7 +78,7 @@ class Journal(TorchDispatchMode):
         kind = str(func).removeprefix("graphfsdp.").partition("_.")[0]
         if kind in ("all_gather", "reduce_scatter", "wait"):
             found = [self._names.get(tensor.data_ptr()) for tensor in args[:2]]
-            name = next(name for name in found if name is not None)
+            name = next((name for name in found if name is not None), "several")
             ticket = args[-1] if kind != "wait" else None
             begun = isinstance(ticket, Tensor)
             self.lines.append(f"{'begin ' if begun else ''}{kind} {name}")
