@@ -217,7 +217,10 @@ def _units(config: TrainConfig, model: GPT, num_parts: int) -> Iterator[Unit]:
 def _collectives(
     units: tuple[Unit, ...], axes: Axes, stage: int, num_microbatches: int
 ) -> Iterator[Collective]:
-    """Yield an iteration's: gathers as the units run, reductions the other way round."""
+    """Yield an iteration's: gathers as the units run, reductions the other way round.
+
+    Each unit's is counted on its own; an iteration joins those of small ones (base/joined).
+    """
     for index, unit in enumerate(units):
         passes = 2 if index else 1  # that gather: the root is kept for its backward
         num_gathers = passes * num_microbatches if stage == 3 else 1
