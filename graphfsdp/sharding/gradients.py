@@ -211,8 +211,11 @@ class Gradients:
 
     @property
     def joinable(self) -> Tensor | None:
-        """What may be reduced together with that of others: [B], where one reduction is all."""
-        alone = not self._sharded or self._mesh.outer is not None
+        """What may be reduced together with that of others: [B], where one reduction is all.
+
+        On a CPU alone: on a GPU gradients land in what is reduced, which a copy would undo.
+        """
+        alone = not self._sharded or self._mesh.outer is not None or self.device.type != "cpu"
         return None if alone or self._full is None or not self._full.numel() else self._full
 
     def peers(self, how: How) -> tuple[dist.ProcessGroup, str]:
