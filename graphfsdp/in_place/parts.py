@@ -3,8 +3,10 @@
 Note [Never slower]: whether a graph of a part is faster than the part as it is written, nobody
 knows beforehand. So iterations with it and without it take turns for a while, in an order that a
 loop with a rhythm of its own (each fifth iteration trains the generator) does not share, and only
-what is faster stays. What does not pay, or no graph can hold, costs nothing after that: the
-module's own call is put back.
+what is faster stays. What was timed before a capture is no measure of what comes behind it (a
+curriculum's next length, whose first calls are warm-ups and recordings), so a trial begins anew
+with each. What does not pay, or no graph can hold, costs nothing after that: the module's own call
+is put back.
 """
 
 import logging
@@ -42,6 +44,7 @@ _LOG = logging.getLogger("graphfsdp")
 # Whether the part is on. Each quarter has as many of both, and so has, as near as can be, whatever
 # comes each second to fifth time: an epoch of three batches with its end, say.
 _TURNS = tuple(bool(int(turn)) for turn in "00011101010111001010101000100111")
+_MOST_ANEW = 64  # times that a trial begins anew: captures have to end some day
 _COMPILED = "it is compiled"
 _PAYS = 0.97  # of the time without it
 _TAKEN_BY = "_graphfsdp_taken_by"  # whose a step is that stands in the place of the optimizer's
@@ -53,18 +56,28 @@ class _Trial:
 
     def __init__(self, part: ModulePart) -> None:
         self.part = part
-        self._turn = -1
+        self._num_begun = 0
         self._times: dict[bool, list[float]] = {True: [], False: []}
-        self.is_disturbed = True  # by a capture, say
-        self._next()
+        self._turn = -1
+        self.disturb()
+
+    def disturb(self) -> None:
+        """Forget what was timed, and the iteration that is under way."""
+        self._is_disturbed = True
+        if self._num_begun < _MOST_ANEW:
+            self._num_begun += 1
+            self._turn = -1
+            for times in self._times.values():
+                times.clear()
+            self._next()
 
     def _next(self) -> None:
         self._turn += 1
         self.part.is_on = self._turn < len(_TURNS) and _TURNS[self._turn]
 
     def add(self, seconds: float) -> None:
-        if self.is_disturbed:  # this iteration tells nothing
-            self.is_disturbed = False
+        if self._is_disturbed:
+            self._is_disturbed = False
             return
         self._times[self.part.is_on].append(seconds)
         self._next()
@@ -171,7 +184,7 @@ class Parts:
 
     def _disturb(self) -> None:
         if self._trial is not None:
-            self._trial.is_disturbed = True
+            self._trial.disturb()
 
     def _take_step(self, place: int) -> None:
         optimizer = self._optimizers[place]

@@ -5,6 +5,7 @@ Every part is kept here, whether or not it pays.
 
 import copy
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext, suppress
 from functools import partial
@@ -442,12 +443,40 @@ def test_other_kinds_of_calls_run_as_written_where_memory_is_short(
     assert 0 < found < replays(check(has_other_shapes))
 
 
-def test_parts_that_do_not_pay_are_given_up_and_cost_nothing() -> None:
-    parts = check(partial(trains, count=60), keep="pays")
-    assert parts.phase in (graphfsdp.Phase.REPLAY, graphfsdp.Phase.EAGER)
+@pytest.mark.parametrize(
+    ("replay_s", "state", "why"),
+    [
+        (0.5, "captured", ""),
+        (1.5, "as written", "it does not pay: an iteration would take 1.50 times as long"),
+    ],
+    ids=["faster", "slower"],
+)
+def test_what_is_faster_stays_though_a_curriculum_makes_early_replays_dear(
+    monkeypatch: pytest.MonkeyPatch, replay_s: float, state: str, why: str
+) -> None:
+    """By a made-up clock: a call as written takes a second, the first replays of a form three."""
+    model = make_net()
+    optimizer = make_adam(model)
+    now = 0.0
+    num_replayed: Counter[int] = Counter()
+    parts = graphfsdp.capture_in_place(model, optimizer)
+    monkeypatch.setattr("graphfsdp.in_place.parts.time.process_time", lambda: now)
+    for index in range(160):
+        rows = 2 + min(index // 10, 4)
+        before = replays(parts)
+        optimizer.zero_grad()
+        of_logits(model, 0, torch.randn(rows, 6), torch.randint(4, (rows,))).backward()
+        is_replay = replays(parts) > before
+        num_replayed[rows] += is_replay
+        now += (3.0 if num_replayed[rows] < 4 else replay_s) if is_replay else 1.0
+        optimizer.step()
     (line,) = (part for part in parts.report().parts if part.name == "model")
-    assert line.state in ("captured", "as written")
-    assert line.why == "" if line.state == "captured" else line.why.startswith("it does not pay")
+    assert (line.state, line.why) == (state, why)
+    assert parts.phase is (graphfsdp.Phase.EAGER if why else graphfsdp.Phase.REPLAY)
+
+
+def test_a_loop_trains_the_same_while_its_parts_are_tried() -> None:
+    check(partial(trains, count=60), keep="pays")
 
 
 def learns_to_learn(model: Net, index: int, x: Tensor, y: Tensor) -> Tensor:
