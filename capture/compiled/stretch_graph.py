@@ -10,6 +10,7 @@ from torch import Tensor, fx
 from graphfsdp._capture.compiled.views import derive, is_part, regions
 from graphfsdp._capture.trace.values import Geometry, Node, Value, geometry_of, span
 from graphfsdp.base.op_tensors import RUNNING_STATISTICS
+from graphfsdp.base.torch_internals import schema_of
 
 _ATEN = torch.ops.aten
 
@@ -121,6 +122,12 @@ class StretchGraph:
 
     def _results(self, node: Node, args: list[Any], kwargs: dict[str, Any]) -> list[fx.Node]:
         op = node.op
+        looks = _hidden_looks(node)
+        if looks:
+            return [
+                derive(self._entries[id(base)], base.geometry, value.geometry, self._emit)
+                for value, base in looks
+            ]
         if op is _ATEN._foreach_norm.Scalar:  # Inductor has no kernel of its own for it
             power = args[1] if len(args) > 1 else kwargs.get("ord", 2)
             dtype = args[2] if len(args) > 2 else kwargs.get("dtype")
@@ -163,6 +170,22 @@ class StretchGraph:
             scalar = self._emit(_ATEN.as_strided.default, entry, list(shape), list(stride))
             self._scalars[entry] = scalar
         return scalar
+
+
+def _hidden_looks(node: Node) -> list[tuple[Value, Value]]:
+    """Return results, each with the operand whose memory it looks at against the schema's word.
+
+    Such is ``unsafe_split``, by which a GRU cuts its gates: a compiler believes that what is
+    written into a part leaves the whole as it is.
+    """
+    if any(result.alias_info is not None for result in schema_of(node.op).returns):
+        return []
+    operands = {id(value.storage): value for value in node.inputs}
+    results = [value for value in node.outputs if value is not None]
+    looks = [
+        (value, operands[id(value.storage)]) for value in results if id(value.storage) in operands
+    ]
+    return looks if len(looks) == len(node.outputs) else []
 
 
 def _line(entry: fx.Node) -> str:

@@ -42,12 +42,33 @@ def derive(base: Any, known: Geometry, wanted: Geometry, emit: Emit) -> Any:
     sorted_shape = [cut[dim] for dim in order]
     is_dense = view is not base and is_contiguous(sorted_shape, [stride[dim] for dim in order])
     if not is_dense:
+        starts = _box(first, shape, stride, known)
+        if starts is not None:  # which may be written into, unlike a look by strides
+            for dim, (start, size) in enumerate(zip(starts, shape, strict=True)):
+                if size != known[1][dim]:
+                    base = emit(_ATEN.slice.Tensor, base, dim, start, start + size)
+            return base
         # Without an offset, which would count from where the input's own memory begins.
         return emit(_ATEN.as_strided.default, view, list(shape), list(stride))
     view = emit(_ATEN.view.default, view, sorted_shape)
     if order != sorted(order):
         view = emit(_ATEN.permute.default, view, [order.index(dim) for dim in range(len(order))])
     return view if cut == shape else emit(_ATEN.expand.default, view, list(shape))
+
+
+def _box(
+    first: int, shape: Sequence[int], stride: Sequence[int], known: Geometry
+) -> list[int] | None:
+    """Return where a view begins in each dimension of a tensor without gaps, if it is cut of it."""
+    if tuple(stride) != tuple(known[2]) or not is_contiguous(known[1], known[2]):
+        return None
+    starts = []
+    for size, step, whole in zip(shape, stride, known[1], strict=True):
+        start, first = divmod(first, step) if whole > 1 else (0, first)
+        if start + size > whole:
+            return None
+        starts.append(start)
+    return None if first else starts
 
 
 def is_contiguous(shape: Sequence[int], stride: Sequence[int]) -> bool:

@@ -135,6 +135,7 @@ class Graph:
                     self._fake_of[entry] = _stand_in(*form)
                 elif kind == "call_function":
                     self._fake_of[entry] = self._run(entry, form, number)
+                    names[name] = self._laid_out(entry, form)
         entries = self._graph.find_nodes(op="placeholder")
         self.fakes: list[Tensor] = [self._fake_of[entry] for entry in entries]
         self.module = fx.GraphModule(torch.nn.Module(), self._graph)
@@ -147,6 +148,8 @@ class Graph:
             fake = entry.target(*args, **kwargs)
             if form is None or _is_like(fake, *form):
                 return fake
+            if _makes_memory(entry) and _can_be_laid_out(fake, *form):
+                return fake
             why = "has a result of other strides than its description"
         except Exception as error:
             if number is None:
@@ -156,6 +159,25 @@ class Graph:
         assert number is not None
         self.refused.setdefault(number, why)
         return None if form is None else _stand_in(*form)
+
+    def _laid_out(self, entry: fx.Node, form: Any) -> fx.Node:
+        """Copy a result whose strides torch tells otherwise than the recording had them.
+
+        Later nodes look at its memory by these. A compiler makes no copy of it, but writes it so.
+        """
+        fake = self._fake_of[entry]
+        if form is None or _is_like(fake, *form):
+            return entry
+        order = _dims_by_stride(form[1])
+        contiguous = {"memory_format": torch.contiguous_format}
+        for target, *args, kwargs in (
+            (torch.ops.aten.permute.default, order, {}),
+            (torch.ops.aten.clone.default, contiguous),
+            (torch.ops.aten.permute.default, [order.index(dim) for dim in range(len(order))], {}),
+        ):
+            entry = self._graph.call_function(target, (entry, *args), kwargs)
+            fake = self._fake_of[entry] = target(fake, *args, **kwargs)
+        return entry
 
     def computes_in(self, dtype: torch.dtype) -> bool:
         fakes = (fake for fake in self._fake_of.values() if isinstance(fake, Tensor))
@@ -179,6 +201,28 @@ def _is_like(fake: Tensor, shape: Sequence[int], stride: Sequence[int], dtype: t
     told = [step for size, step in zip(fake.shape, fake.stride(), strict=True) if size != 1]
     real = [step for size, step in zip(shape, stride, strict=True) if size != 1]
     return tuple(fake.shape) == shape and fake.dtype == dtype and (told == real or not fake.numel())
+
+
+def _makes_memory(entry: fx.Node) -> bool:
+    """Tell whether a result is no look at an operand, which a copy of it would not be."""
+    op: Any = entry.args[0] if entry.target is operator.getitem else entry
+    return all(result.alias_info is None for result in op.target._schema.returns)
+
+
+def _can_be_laid_out(
+    fake: Any, shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype
+) -> bool:
+    """Tell whether it has only other strides, and the wanted ones leave no gap."""
+    if not isinstance(fake, Tensor) or tuple(fake.shape) != shape or fake.dtype != dtype:
+        return False
+    order = _dims_by_stride(stride)
+    dense = torch.empty([shape[dim] for dim in order], dtype=dtype, device="meta")
+    return _is_like(dense, dense.shape, [stride[dim] for dim in order], dtype)
+
+
+def _dims_by_stride(stride: Sequence[int]) -> list[int]:
+    """Return the dimensions from the widest step to the narrowest."""
+    return sorted(range(len(stride)), key=lambda dim: -stride[dim])
 
 
 def _in_float32(attention: fx.Node, narrow: torch.dtype) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 from unittest import mock
 
 import pytest
+import torch
 from torch import Tensor, nn
 
 from graphfsdp._capture.compiled import inductor as inductor
@@ -32,11 +33,15 @@ Compiler = Callable[[StretchGraph], Compiled]
 
 
 def as_it_is(graph: StretchGraph) -> Compiled:
-    """Return what runs the operators of the graph that Inductor gets, whose bits are eager's."""
+    """Return what runs the operators of the graph that Inductor gets, whose bits are eager's.
+
+    As a compiler does, it believes what their schemas say of the memory that results look at.
+    """
     read = worker.Graph(graph.text.splitlines())
     if read.refused:
         raise RefusedError(read.refused)
-    return lambda inputs: list(read.module(*inputs))
+    run = torch.func.functionalize(read.module)
+    return lambda inputs: list(run(*inputs))
 
 
 @contextlib.contextmanager

@@ -29,7 +29,11 @@ TEXT = "\n".join(
         f"('less', torch.ops.aten.mul.Tensor, (square, 0.01), {{}}, {HALF}, 4)",
         f"('sin', torch.ops.aten.sin.default, (x0,), {{}}, {FORM}, 0)",
         f"('add', torch.ops.aten.add.Tensor, (sin, x1), {{'alpha': 2}}, {FORM}, 1)",
-        "('output', 'output', ((add, less),), {}, None, None)",
+        # Strides that torch would not give it, as some backward passes have, and a look by these.
+        "('neg', torch.ops.aten.neg.default, (x1,), {}, ((4, 5), (1, 4), torch.float32), 5)",
+        "('look', torch.ops.aten.as_strided.default, (neg, [20], [1]), {}, None, 6)",
+        "('twice', torch.ops.aten.mul.Tensor, (look, 2.0), {}, ((20,), (1,), torch.float32), 7)",
+        "('output', 'output', ((add, less, neg, twice),), {}, None, None)",
     ]
 )
 # Trains with a cache in a folder. With a text, Inductor is given that in place of any graph,
@@ -88,7 +92,10 @@ def begins_no_process() -> Any:
 def check(function: Callable[[list[Tensor]], list[Tensor]]) -> None:
     one, other = torch.randn(4, 5), torch.randn(4, 5)
     one[0] = 1000
-    result, less = function([one, other])
+    result, less, negative, twice = function([one, other])
+    assert negative.stride() == (1, 4)
+    assert torch.equal(negative, -other)
+    assert torch.equal(twice, -2 * other.t().reshape(-1))
     torch.testing.assert_close(result, one.sin() + 2 * other)
     # Infinite in the first row. Inductor of torch 2.15 rounds numbers of a program as well.
     expected = one.half() * one.half() * 0.01
@@ -115,7 +122,7 @@ def test_what_is_damaged_is_made_anew(
     # Inductor's constants come last.
     torch.save({**torch.load(made), "constants": [torch.ones(4, 5)]}, made)
     with inductor.Compiler() as compiler:
-        result, _ = compiler.compile(graph())([torch.zeros(4, 5)])
+        result, *_ = compiler.compile(graph())([torch.zeros(4, 5)])
     assert torch.equal(result, torch.full((4, 5), 2.0))
     assert capfd.readouterr().out == ""
 
@@ -126,8 +133,7 @@ def test_what_is_refused_is_so_without_a_process_the_next_time(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     text = TEXT.replace("sin.default, (x0,)", "mm.default, (x0, x1)")
-    *first, add, output = text.splitlines()
-    text = "\n".join([*first, add.replace("(5, 1)", "(1, 4)"), output])
+    text = text.replace("{'alpha': 2}, ((4, 5), (5, 1)", "{'alpha': 2}, ((4, 5), (6, 1)")
     found = []
     for _ in range(2):
         with inductor.Compiler() as compiler, pytest.raises(RefusedError) as caught:
