@@ -169,7 +169,7 @@ class Graph:
         if form is None or _is_like(fake, *form):
             return entry
         order = _dims_by_stride(form[1])
-        contiguous = {"memory_format": torch.contiguous_format}
+        contiguous: dict[str, Any] = {"memory_format": torch.contiguous_format}
         for target, *args, kwargs in (
             (torch.ops.aten.permute.default, order, {}),
             (torch.ops.aten.clone.default, contiguous),
