@@ -46,6 +46,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from graphfsdp.base.streams import keep_for_current, stream_of
 from graphfsdp.base.torch_internals import backend_of, key_of
 from graphfsdp.errors import ConfigError, PhaseError
 
@@ -430,16 +431,21 @@ class Exchange:
 
 
 class Transfer:
-    """A collective that is under way; the memory that it uses lives as long as this."""
+    """A collective that is under way; the memory that it uses lives as long as this.
+
+    ``made_on``: the stream that was current then, of a GPU.
+    """
 
     def __init__(self, output: Tensor, source: Tensor) -> None:
         self._output = output
         self._source = source
+        self.made_on = stream_of(output)
         self.ticket: Tensor = output.new_empty(0)
 
     def wait(self) -> None:
         """On CUDA the current stream waits, on a CPU the host. Capture: one node."""
         torch.ops.graphfsdp.wait_(self._output, self._source, self.ticket)
+        keep_for_current((self._output, self._source), self.made_on)
 
 
 def all_gather_(

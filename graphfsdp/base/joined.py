@@ -53,8 +53,8 @@ def joined(items: Iterable[tuple[_Item, Tensor | None, Any]]) -> Iterator[list[_
 class JoinedGather:
     """All-gathers that are made as one; each of them may be waited for, in any order.
 
-    All memory is from the stream that this is made on, which waits for the lane before anything
-    here is freed: the allocator gives memory out again in the order of that stream alone.
+    All memory is from the stream that this is made on, ``made_on``. That, or whatever stream waits,
+    waits for the lane before anything here is freed (see keep_for_current).
     """
 
     def __init__(
@@ -67,9 +67,12 @@ class JoinedGather:
         self._wholes = wholes
         self._sizes = [shard.numel() for shard in shards]
         self._group = group
-        self._sent = torch.cat([shard.reshape(-1) for shard in shards])
+        self._sent = shards[0].new_empty(sum(self._sizes))
+        _join([shard.reshape(-1) for shard in shards], self._sent, dim=0)
         self._arrived = self._sent.new_empty(group.size() * self._sent.numel())
         self._transfer: Transfer | None = Transfer(self._arrived, self._sent)
+        self.made_on = self._transfer.made_on
+        self._there: torch.cuda.Event | None = None
 
     def begin(self) -> None:
         """Capture: one collective, on the current stream; the first ``wait`` is two nodes."""
@@ -79,11 +82,17 @@ class JoinedGather:
         """On CUDA the current stream waits, on a CPU the host; then all wholes are there."""
         transfer, self._transfer = self._transfer, None
         if transfer is None:
+            if self._there is not None:  # the copy is on another stream, if units run on several
+                self._there.wait()
             return
         transfer.wait()
         ranks = self._arrived.view(-1, sum(self._sizes))
         out = [whole.view(len(ranks), -1) for whole in self._wholes]
-        torch.split_with_sizes_copy(ranks, self._sizes, dim=1, out=out)
+        # What was begun inside of torch.inference_mode may be waited for outside of it.
+        with torch.inference_mode(self._arrived.is_inference()):
+            torch.split_with_sizes_copy(ranks, self._sizes, dim=1, out=out)
+        if ranks.is_cuda:
+            self._there = torch.cuda.current_stream(ranks.device).record_event()
         del self._arrived, self._sent, self._wholes
 
 
@@ -97,7 +106,8 @@ class JoinedReduceScatter:
         """Put together [R * S] each, what this rank contributes. Capture: one copy."""
         ranks = group.size()
         self._group, self._reduction = group, reduction
-        self._sent = torch.cat([whole.view(ranks, -1) for whole in wholes], dim=1).view(-1)
+        self._sent = wholes[0].new_empty(sum(whole.numel() for whole in wholes))
+        _join([whole.view(ranks, -1) for whole in wholes], self._sent.view(ranks, -1), dim=1)
         self._reduced = self._sent.new_empty(self._sent.numel() // ranks)
         self.parts = self._reduced.split([whole.numel() // ranks for whole in wholes])
         self._transfer: Transfer | None = Transfer(self._reduced, self._sent)
@@ -118,3 +128,9 @@ class JoinedReduceScatter:
         if transfer is not None:
             transfer.wait()
             del self._sent
+
+
+def _join(parts: Sequence[Tensor], whole: Tensor, dim: int) -> None:
+    # Into given memory, where autocast has no say: it refuses to make one of another 16-bit dtype
+    # than its own.
+    torch.cat(list(parts), dim, out=whole)

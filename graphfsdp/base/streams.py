@@ -5,7 +5,7 @@ Without a stream, on a CPU, nothing happens; ranges are shown in torch's profile
 
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -13,6 +13,7 @@ from functools import cache
 from typing import Protocol
 
 import torch
+from torch import Tensor
 from torch._C._profiler import _RecordFunctionFast
 
 from graphfsdp.base.torch_internals import profiler_is_on
@@ -109,6 +110,22 @@ class Lane:
             has_begun = is_capturing()  # else to wait for it would leave the capture (error 905)
         if has_begun:
             current.wait_stream(self.stream)
+
+
+def stream_of(tensor: Tensor) -> "torch.cuda.Stream | None":
+    """Return the current stream of a tensor's device, None on a CPU."""
+    return torch.cuda.current_stream(tensor.device) if tensor.is_cuda else None
+
+
+def keep_for_current(tensors: Iterable[Tensor], made_on: "torch.cuda.Stream | None") -> None:
+    """Have memory kept that another stream was given, until the current one is through with it.
+
+    The allocator gives memory out again in the order of the stream that it was made on.
+    """
+    if made_on is None or made_on == torch.cuda.current_stream(made_on.device):
+        return
+    for tensor in tensors:
+        tensor.record_stream(torch.cuda.current_stream(made_on.device))
 
 
 def is_capturing() -> bool:

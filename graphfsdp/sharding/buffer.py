@@ -20,7 +20,7 @@ from torch.distributed.tensor.placement_types import Placement
 from graphfsdp.base.collectives import Transfer, all_gather_
 from graphfsdp.base.host_memory import zeros_flat
 from graphfsdp.base.joined import JoinedGather, joined
-from graphfsdp.base.streams import Lane
+from graphfsdp.base.streams import Lane, keep_for_current
 from graphfsdp.base.torch_internals import local_tensor_of
 from graphfsdp.config import MixedPrecisionPolicy, ShardingStrategy
 from graphfsdp.sharding.extension import Extension
@@ -51,6 +51,10 @@ class _Prefetched(NamedTuple):
     gather: _Gather
     transfer: Transfer | JoinedGather
     moment: Moment  # what must not have changed when the weights are used
+
+    def wait(self) -> None:
+        self.transfer.wait()
+        keep_for_current([self.gather.whole], self.transfer.made_on)
 
 
 class ShardBuffer:
@@ -252,7 +256,7 @@ class ShardBuffer:
         """Forget weights that were gathered ahead, as soon as they are here."""
         prefetched, self._prefetched = self._prefetched, None
         if prefetched is not None:
-            prefetched.transfer.wait()
+            prefetched.wait()
 
     def moment(self) -> Moment:
         """Another value after each write into weights; one through a DTensor counts there alone."""
@@ -281,7 +285,7 @@ class ShardBuffer:
         prefetched, self._prefetched = self._prefetched, None
         if prefetched is None:
             return
-        prefetched.transfer.wait()
+        prefetched.wait()
         self._gathered_at = prefetched.moment
         if prefetched.moment == self.moment():
             self.full = self._arrived(prefetched.gather)

@@ -99,6 +99,36 @@ def with_contexts(strategy: str) -> Any:
     return shard(model.to(rank_device()), strategy, **OVERLAP)
 
 
+class OnTwoStreams(Net):
+    """Its blocks are two towers, each on a stream of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks.extend([Block(8) for _ in range(4)])
+        self.streams = [torch.cuda.Stream() for _ in range(2)]
+
+    def logits(self, tokens: Tensor) -> Tensor:
+        hidden, current = self.embedding(tokens), torch.cuda.current_stream()
+        found = []
+        for number, stream in enumerate(self.streams):
+            stream.wait_stream(current)
+            with torch.cuda.stream(stream):
+                tower = hidden
+                for block in self.blocks[number::2]:
+                    tower = block(tower)
+            found.append(tower)
+        for stream, tower in zip(self.streams, found, strict=True):
+            current.wait_stream(stream)
+            tower.record_stream(current)
+        out: Tensor = self.head(sum(found)) * self.scale
+        return out
+
+
+def on_two_streams() -> Any:
+    torch.manual_seed(0)
+    return shard(OnTwoStreams().to(rank_device()), "optim_grads_params", **OVERLAP)
+
+
 MOVING: dict[str, Any] = {"bias_update_rate": 0.01, "capacity_factor": 1.5, "recomputes": True}
 MODELS: dict[str, Callable[[], Any]] = {
     **{
@@ -110,6 +140,7 @@ MODELS: dict[str, Callable[[], Any]] = {
     "recompute parts": functools.partial(recomputing, "part_ours"),
     "contexts, ZeRO-2": functools.partial(with_contexts, "optim_grads"),
     "contexts, ZeRO-3": functools.partial(with_contexts, "optim_grads_params"),
+    "two streams": on_two_streams,
     "hybrid": functools.partial(hybrid_net, "optim_grads_params", "no_shard", **OVERLAP),
     "hybrid, both axes cut": functools.partial(hybrid_net, "optim_grads", "optim", **OVERLAP),
     "tensor parallel": functools.partial(tensor_parallel, "optim_grads"),
@@ -162,6 +193,30 @@ def interleaved(strategy: str, seeds: range) -> None:
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_sharded_loops_run_in_any_interleaving(strategy: str, gpu_ranks: RankPool) -> None:
     gpu_ranks.run(interleaved, strategy, range(1, 11), limit_s=250)
+
+
+def interleaved_towers(seeds: range) -> None:
+    runs = []
+    for seed in (0, *seeds):
+        model = on_two_streams()
+        optim = adam(model)
+        losses = []
+        for index, part in enumerate(map(my_part, batches(4))):
+            # The first one gathers nothing ahead: each tower on its stream, in no common order.
+            with chosen(streams=seed) if seed and index else contextlib.nullcontext():
+                losses.append(model(*part))
+                losses[-1].backward()
+                optim.step()
+                optim.zero_grad()
+                torch.cuda.synchronize()
+        runs.append([*losses, *full_parameters(model).values()])
+        assert_equal_tensors(runs[0], runs[-1])
+
+
+@pytest.mark.time_limit(300)
+def test_units_on_two_streams_run_in_any_interleaving(gpu_ranks: RankPool) -> None:
+    """What was gathered or freed on one stream is waited for on the other."""
+    gpu_ranks.run(interleaved_towers, range(1, 21), limit_s=250)
 
 
 @contextlib.contextmanager

@@ -156,6 +156,27 @@ def infers(model: Any, plain: bool) -> list[Tensor]:
     return values
 
 
+def infers_in_part(model: Any, plain: bool) -> list[Tensor]:
+    """What it begins to gather inside of torch.inference_mode is used outside of it."""
+    mode = torch.inference_mode()
+    model.blocks[1].register_forward_pre_hook(lambda *_: mode.__enter__(), prepend=True)
+    model.blocks[1].register_forward_hook(lambda *_: mode.__exit__(None, None, None))
+    of_two = 2 * buffers(model.blocks[1])[0].whole_bytes
+    with torch.no_grad(), short_up_to(of_two):
+        return [model(x) for x in inputs(3)]
+
+
+def autocasts(model: Any, plain: bool) -> list[Tensor]:
+    """To another dtype than its weights have, around the backward pass as well."""
+    values: list[Tensor] = []
+    for x in inputs(3):
+        with torch.autocast(x.device.type, torch.float16):
+            loss = model(x)
+            loss.backward()
+        values += [loss.detach(), *gradients_of(model)]
+    return values
+
+
 def writes_its_weights(model: Any, plain: bool) -> list[Tensor]:
     """A hook writes weights after they were gathered ahead, which gathers them again."""
 
@@ -230,22 +251,24 @@ def accumulates(model: Any, plain: bool) -> list[Tensor]:
 
 
 @pytest.mark.parametrize(
-    ("does", "gather_format"),
+    ("does", "precision"),
     [
-        (changes_its_order, None),
-        (infers, None),
-        (infers, "float8"),
-        (writes_its_weights, None),
-        (fails, None),
-        (accumulates, None),
+        (changes_its_order, {}),
+        (infers, {}),
+        (infers, {"gather_format": "float8"}),
+        (infers_in_part, {}),
+        (autocasts, {"param_dtype": torch.bfloat16, "reduce_dtype": torch.bfloat16}),
+        (writes_its_weights, {}),
+        (fails, {}),
+        (accumulates, {}),
     ],
 )
 @on_ranks("ranks2")
 def test_numbers_are_those_without_overlap(
-    does: Callable[[Any, bool], list[Tensor]], gather_format: str | None
+    does: Callable[[Any, bool], list[Tensor]], precision: dict[str, Any]
 ) -> None:
     """And a failure leaves none, beside a model that has not failed."""
-    policy = graphfsdp.MixedPrecisionPolicy(gather_format=gather_format)
+    policy = graphfsdp.MixedPrecisionPolicy(**precision)
     runs = [does(make_stack(mp_policy=policy, overlap=not plain), plain) for plain in (True, False)]
     assert_equal_tensors(*runs)
 
