@@ -44,6 +44,13 @@ def entries(root: Path) -> list[Entry]:
 
 def resolve(path: Path, step: int | None = None) -> Path:
     """Without a step, the one that ``latest`` names."""
+    try:
+        return _resolve(path, step)
+    except (OSError, ValueError) as error:  # a name that no file can have
+        raise CheckpointError(f"{path} cannot be looked at ({error})") from None
+
+
+def _resolve(path: Path, step: int | None) -> Path:
     if (path / MANIFEST).is_file() and step is None:
         return path
     known = entries(path)
@@ -150,7 +157,7 @@ def explained(root: Path) -> Iterator[None]:
     """Say of a failure of the file system what was to be done, and that nothing is lost."""
     try:
         yield
-    except (OSError, SafetensorError) as error:
+    except (OSError, ValueError, SafetensorError) as error:
         where = getattr(error, "filename", None) or root
         why = getattr(error, "strerror", None) or error
         raise CheckpointError(

@@ -56,6 +56,11 @@ class LoadPlan:
     def width(self, key: str) -> int:
         return self.manifest.tensors[key].dtype.itemsize
 
+    def has_its_dtype(self, name: str, param: Tensor) -> bool:
+        """Tell whether a parameter of the model was saved with the dtype that it has."""
+        key = self.saved_key(name)
+        return key is not None and self.manifest.tensors[key].dtype == param.dtype
+
     def saved_key(self, name: str) -> str | None:
         """Return the key of a model's tensor, whichever of its names it was saved under."""
         aliases = self.manifest.facts.get("aliases", {})
@@ -80,7 +85,13 @@ def plan_model(plan: LoadPlan) -> None:
             plan.problems.append(f"model: {name!r} is missing in the checkpoint")
         else:
             used.add(key.removeprefix(MODEL))
-        if key is None or not plan.fits(key, tensor.shape, f"model: {name!r}"):
+        is_own = name not in plan.model.copies
+        if not is_own:
+            plan.problems.append(
+                f"model: {name!r} is no parameter or buffer, but what a hook of state_dict() has "
+                "made, and what is loaded into that would not reach the model"
+            )
+        if key is None or not plan.fits(key, tensor.shape, f"model: {name!r}") or not is_own:
             plan.unread.add(name)
             continue
         # From the main weight, where that has more digits to give.

@@ -27,11 +27,16 @@ from graphfsdp.checkpoint.objects import (
     RandomState,
     Snapshot,
     Stateful,
-    check_objects,
+    check_arguments,
 )
 from graphfsdp.checkpoint.optimizer import plan_optimizer
 from graphfsdp.checkpoint.values import decode, dtype_of
-from graphfsdp.errors import CheckpointDamagedError, CheckpointError, CheckpointMismatchError
+from graphfsdp.errors import (
+    CheckpointDamagedError,
+    CheckpointError,
+    CheckpointMismatchError,
+    first_line,
+)
 from graphfsdp.sharding.materialize import memory_for_values
 
 if TYPE_CHECKING:
@@ -96,7 +101,7 @@ def load(
         ConfigError: an argument cannot be used.
     """
     members = Members.find(process_group)
-    check_objects(objects or {})
+    check_arguments(model, optimizer, objects)
     folder = members.first(lambda: resolve(Path(path), step))
     module: nn.Module = as_module(model)
     named = members.together(lambda: name_model(module))
@@ -193,8 +198,8 @@ def _read_manifest(folder: Path) -> Manifest:
         digest, body = document["sha256_of_body"], document["body"]
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read ({error.strerror or error})") from None
-    except (ValueError, KeyError, TypeError) as error:
-        raise CheckpointDamagedError(f"{path} is damaged: {error!r}") from None
+    except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
+        raise CheckpointDamagedError(f"{path} is damaged: {first_line(error)}") from None
     if (kind, version) != (FORMAT, VERSION):
         raise CheckpointError(
             f"{path} has the format {kind!r} version {version}; this release reads {FORMAT!r} "

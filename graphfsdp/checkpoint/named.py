@@ -4,7 +4,7 @@ A checkpoint does not know of a pipeline's stages: each tensor is saved under it
 rank has it.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from graphfsdp.base.dtensors import is_dtensor, local_part, wrap_like
+from graphfsdp.base.op_tensors import storage_key
 from graphfsdp.base.sharded import pipeline_stages, put_back, units_of
 from graphfsdp.errors import ConfigError
 
@@ -53,6 +54,7 @@ class NamedModel:
     tensors: dict[str, Tensor]
     aliases: dict[str, str]  # other names of the same tensors
     extra: dict[str, tuple[nn.Module, Any]]  # what modules give as get_extra_state
+    copies: set[str]  # tensors in other memory than the model's, which hooks have made
 
     def names(self) -> set[str]:
         return {*self.tensors, *self.aliases, *self.extra}
@@ -75,8 +77,9 @@ def name_model(model: nn.Module) -> NamedModel:
     if isinstance(model, nn.parallel.DistributedDataParallel):
         model = model.module
     put_back(units_of(model))
-    named = NamedModel({}, {}, {})
+    named = NamedModel({}, {}, {}, set())
     first_names: dict[int, str] = {}  # by identity
+    own = {id(t): t for t in (*model.parameters(), *model.buffers())}
     for stage in model if isinstance(model, Stages) else (model,):
         for raw_name, value in stage.state_dict(keep_vars=True).items():
             name = raw_name
@@ -89,9 +92,16 @@ def name_model(model: nn.Module) -> NamedModel:
                 named.extra[name] = (stage.get_submodule(owner), value)
             elif (first := first_names.setdefault(id(value), name)) == name:
                 named.tensors[name] = value
+                if id(value) not in own and not _shares_memory(value, own.values()):
+                    named.copies.add(name)
             else:
                 named.aliases[name] = first
     return named
+
+
+def _shares_memory(tensor: Tensor, others: Iterable[Tensor]) -> bool:
+    key = storage_key(local_part(tensor))
+    return any(storage_key(local_part(other)) == key for other in others)
 
 
 def state_part(param: Tensor, value: Any) -> Tensor | None:

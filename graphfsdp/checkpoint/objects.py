@@ -8,11 +8,11 @@ from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from graphfsdp.base.dtensors import is_dtensor
-from graphfsdp.checkpoint.named import NamedModel, part_of
-from graphfsdp.checkpoint.values import Json, encode
+from graphfsdp.checkpoint.named import NamedModel, as_module, part_of
+from graphfsdp.checkpoint.values import Json, encode, in_bytes
 from graphfsdp.errors import CheckpointError, ConfigError
 
 # Names of ours among the objects.
@@ -98,7 +98,7 @@ class Snapshot:
     def store(self, where: str, tensor: Tensor) -> str:
         """A plain tensor's key has its digest: ranks whose tensors are equal write one."""
         if not is_dtensor(tensor):
-            tensor = tensor.detach().cpu().contiguous()
+            tensor = in_bytes(tensor)
             content = tensor.reshape(-1).view(torch.uint8).numpy().data
             where = f"{where}#{hashlib.sha256(content).hexdigest()[:16]}"
         self.tensors[where] = part_of(tensor)
@@ -115,8 +115,21 @@ class Snapshot:
                 ) from None
 
 
-def check_objects(objects: Mapping[str, Any]) -> None:
-    for name, thing in objects.items():
+def check_arguments(model: object, optimizer: object, objects: Mapping[str, Any] | None) -> None:
+    """Refuse what is of another type than ``save`` and ``load`` take."""
+    for name, given, expected, holds in (
+        ("model", model, "a module", isinstance(as_module(model), nn.Module)),
+        (
+            "optimizer",
+            optimizer,
+            "one optimizer, or None",
+            optimizer is None or hasattr(optimizer, "param_groups"),
+        ),
+        ("objects", objects, "a mapping, or None", isinstance(objects, Mapping | None)),
+    ):
+        if not holds:
+            raise ConfigError(f"{name} must be {expected}, got a {type(given).__name__}")
+    for name, thing in (objects or {}).items():
         if name in (RANDOM, BUFFERS):
             raise ConfigError(f"objects may not have the name {name!r}, which is taken")
         if not isinstance(thing, Stateful):

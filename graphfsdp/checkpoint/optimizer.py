@@ -43,8 +43,10 @@ def describe_optimizer(
         where = f"{OPTIMIZER}param_groups[{row}]"
         groups.append({"params": [], "hyper": encode(hyper, where, snapshot.store)})
     state: dict[str, Json] = {}
+    common = dict(state_dict["state"])  # what is left of it belongs to no parameter
     for row, name, param, index in states_by_name(model, optimizer, state_dict):
         groups[row]["params"].append(name)
+        common.pop(index, None)
         for key, value in state_dict["state"].get(index, {}).items():
             # A step count is a number beside the others, also that of a 0-D parameter.
             is_like = name in model.tensors and key != "step"
@@ -67,6 +69,7 @@ def describe_optimizer(
         "kind": type(optimizer).__name__,
         "groups": groups,
         "rest": encode(rest, f"{OPTIMIZER}rest", snapshot.store),
+        "common": encode(common, f"{OPTIMIZER}common", snapshot.store),
         "state": state,
     }
 
@@ -84,8 +87,11 @@ def plan_optimizer(plan: LoadPlan, optimizer: torch.optim.Optimizer) -> None:
     row_of = {name: row for row, group in enumerate(saved["groups"]) for name in group["params"]}
     names: list[list[str]] = [[] for _ in optimizer.param_groups]
     state: dict[Any, Any] = {}
+    common = dict(current["state"])  # what is left of it belongs to no parameter
+    as_saved: dict[Tensor, dict[str, Any]] = {}
     for row, name, param, index in states_by_name(plan.model, optimizer, current):
         names[row].append(name)
+        common.pop(index, None)
         read = current["state"].get(index, {})
         if name in row_of:
             read = _read_state(plan, saved["state"].get(name, {}), name, param, read, optimizer)
@@ -95,6 +101,8 @@ def plan_optimizer(plan: LoadPlan, optimizer: torch.optim.Optimizer) -> None:
             )
         if read:
             state[index] = read
+        if kind == saved["kind"] and plan.has_its_dtype(name, param):
+            as_saved[param] = read
     plan.unused += [
         f"optimizer: the checkpoint has a state of {name!r}, which this one does not train"
         for name in saved["state"].keys() - set().union(*names)
@@ -109,6 +117,7 @@ def plan_optimizer(plan: LoadPlan, optimizer: torch.optim.Optimizer) -> None:
         if not isinstance(optimizer, FusedAdam):  # which compares below, with better words
             numbers = _compare_rules(plan, numbers, here)
         groups.append({**here, **numbers})
+    state |= decode(saved["common"], plan.read) if "common" in saved else common
     rest = decode(saved["rest"], plan.read)
     more = {key: value for key, value in rest.items() if key in current}
     state_dict = {**current, "state": state, "param_groups": groups, **more}
@@ -118,7 +127,7 @@ def plan_optimizer(plan: LoadPlan, optimizer: torch.optim.Optimizer) -> None:
         except ConfigError as error:
             plan.problems.append(f"optimizer: {error}")
             return
-    plan.afterwards.append(lambda: _load_in_place(optimizer, state_dict))
+    plan.afterwards.append(lambda: _load_in_place(optimizer, state_dict, as_saved))
     if "control" in rest and "control" not in current:
         skipped = rest["control"]["skipped_steps"]
         plan.afterwards.append(lambda: make_skip_counter(optimizer).copy_(skipped))
@@ -197,12 +206,17 @@ def _read_state(
     return found
 
 
-def _load_in_place(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
+def _load_in_place(
+    optimizer: torch.optim.Optimizer,
+    state_dict: dict[str, Any],
+    as_saved: Mapping[Tensor, Mapping[str, Any]],
+) -> None:
     """Load a state into the tensors that exist, so that a captured step goes on with it.
 
     torch's optimizers put new tensors into their state and their groups. Where one existed with
     the same shape, dtype and device, its values are replaced instead; numbers of groups come from
-    a file, on the CPU, and torch leaves them there.
+    a file, on the CPU, and torch leaves them there. It also casts states to the dtype of their
+    parameter, which would round wider ones: of the parameters in ``as_saved`` they keep their own.
     """
 
     def places() -> dict[Any, dict[str, Any]]:
@@ -212,6 +226,12 @@ def _load_in_place(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any])
 
     before = {place: dict(entries) for place, entries in places().items()}
     optimizer.load_state_dict(state_dict)
+    has_torchs = type(optimizer).load_state_dict is torch.optim.Optimizer.load_state_dict
+    for param, saved in as_saved.items() if has_torchs else ():
+        for key, value in saved.items():
+            cast = optimizer.state[param].get(key)
+            if isinstance(cast, Tensor) and cast.dtype != value.dtype:
+                optimizer.state[param][key] = value.to(cast.device)
     for place, entries in places().items():
         for key, old in before.get(place, {}).items():
             new = entries.get(key)

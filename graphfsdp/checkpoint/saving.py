@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any, Self
 
 import torch
 import torch.distributed as dist
+from safetensors.torch import load as load_bytes
+from safetensors.torch import save as save_bytes
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
@@ -37,10 +39,10 @@ from graphfsdp.checkpoint.objects import (
     RandomState,
     Snapshot,
     Stateful,
-    check_objects,
+    check_arguments,
 )
 from graphfsdp.checkpoint.optimizer import describe_optimizer
-from graphfsdp.checkpoint.values import Json, encode
+from graphfsdp.checkpoint.values import Json, encode, in_bytes, refuse_no_bytes
 from graphfsdp.errors import CheckpointError, ConfigError, GraphFSDPError
 
 if TYPE_CHECKING:
@@ -104,8 +106,8 @@ def _take_snapshot(
     keep: Callable[[dict[str, Tensor]], dict[str, Tensor]] = lambda tensors: tensors,
 ) -> Snapshot:
     """Return the state at this moment, of whose tensors ``keep`` may make copies."""
+    check_arguments(model, optimizer, objects)
     things = dict(objects or {})
-    check_objects(things)
     if rng:
         things[RANDOM] = RandomState()
     module: nn.Module = as_module(model)
@@ -118,6 +120,7 @@ def _take_snapshot(
             left_out = named.buffers() if members.rank else {}
         for name, tensor in named.tensors.items():
             if name not in left_out:
+                refuse_no_bytes(f"{MODEL}{name}", tensor)
                 snapshot.tensors[f"{MODEL}{name}"] = part_of(tensor)
         extra = {name: state for name, (_, state) in named.extra.items()}
         snapshot.facts["aliases"] = named.aliases
@@ -366,29 +369,30 @@ def _in_files(items: Sequence[WriteItem]) -> Iterable[list[WriteItem]]:
 
 def _write_tensors(path: Path, items: Sequence[WriteItem], planner: SavePlanner) -> None:
     tensors: dict[str, Tensor] = {}
-    addresses: set[int] = set()
     offsets = {}
     for item in items:
         assert item.tensor_data is not None
         tensor = planner.resolve_data(item)
         assert isinstance(tensor, Tensor)
-        tensor = tensor.detach().cpu().contiguous()
-        if tensor.data_ptr() in addresses:  # which safetensors refuses
-            tensor = tensor.clone()
-        addresses.add(tensor.data_ptr())
-        tensors[item.index.fqn] = tensor
+        tensors[item.index.fqn] = in_bytes(tensor)
         offsets[item.index.fqn] = {"saved_offsets": list(item.tensor_data.chunk.offsets)}
+    end = 0
+    for name, tensor in sorted(tensors.items(), key=lambda each: each[1].data_ptr()):
+        if tensor.data_ptr() < end:  # safetensors refuses what shares memory
+            tensors[name] = tensor.clone()
+        end = max(end, tensor.data_ptr() + tensor.nbytes)
     # What HuggingFaceStorageReader looks for.
     about = {"format": "pt", "DCP_VERSION": "1.0", "DCP_SHARDING_INFO": json.dumps(offsets)}
-    try:
-        save_file(tensors, path, about)
-    except KeyError as error:  # its word for a dtype that it has no name for
-        (dtype,) = error.args
-        names = [name for name, tensor in tensors.items() if tensor.dtype == dtype]
-        raise CheckpointError(
-            f"{names} have the dtype {dtype}, which a safetensors file cannot hold. Remedy: cast "
-            "them or view them as another one"
-        ) from error
+    for dtype in {tensor.dtype for tensor in tensors.values()}:
+        try:
+            load_bytes(save_bytes({"": torch.empty(0, dtype=dtype, device="cpu")}))
+        except KeyError as error:  # its word for a dtype that it cannot write, or not read back
+            names = [name for name, tensor in tensors.items() if tensor.dtype == dtype]
+            raise CheckpointError(
+                f"{names} have the dtype {dtype}, which a safetensors file cannot hold. Remedy: "
+                "cast them or view them as another one"
+            ) from error
+    save_file(tensors, path, about)
 
 
 def _sync(path: Path) -> SavedFile:

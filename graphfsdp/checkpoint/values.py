@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.parameter import is_lazy
 
 from graphfsdp.base.dtensors import is_dtensor
 from graphfsdp.errors import CheckpointError
@@ -34,6 +35,22 @@ def dtype_of(name: str) -> torch.dtype:
     if not isinstance(dtype, torch.dtype):
         raise CheckpointError(f"the checkpoint names the dtype {name!r}, which torch does not have")
     return dtype
+
+
+def refuse_no_bytes(where: str, tensor: Tensor) -> None:
+    """Refuse a tensor that is more, or less, than numbers in memory."""
+    if is_lazy(tensor):
+        kind = "a lazy tensor that has no shape yet"
+    elif tensor.is_meta:
+        kind = "a tensor on the meta device, which has no values"
+    elif tensor.is_quantized or tensor.is_nested or tensor.layout != torch.strided:
+        kind = f"a tensor of {tensor.dtype} with the layout {tensor.layout}"
+    else:
+        return
+    raise CheckpointError(
+        f"{where} is {kind}; expected numbers in plain memory. Remedy: a dense tensor in its place "
+        "that has values"
+    )
 
 
 def tensor_under(key: str) -> Json:
@@ -129,14 +146,20 @@ def _encode_mapping(value: Mapping[Any, Any], where: str, store: StoreTensor) ->
 
 
 def _encode_tensor(value: Tensor, where: str, store: StoreTensor) -> Json:
+    refuse_no_bytes(where, value)
     if is_dtensor(value) or value.nbytes > INLINE_BYTES:
         return tensor_under(store(where, value))
     found = {_TAG: "tensor", "dtype": dtype_name(value.dtype), "shape": list(value.shape)}
     value = value.detach()
     if value.dim() == 0 and not value.is_complex() and math.isfinite(value.item()):
         return {**found, "value": value.item()}  # exact: a Python float has 53 bits
-    flat = value.cpu().contiguous().reshape(-1)
+    flat = in_bytes(value).reshape(-1)
     return {**found, "base64": _to_text(flat.view(torch.uint8).numpy().tobytes())}
+
+
+def in_bytes(tensor: Tensor) -> Tensor:
+    """Return it on the CPU, its memory being its values in order."""
+    return tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
 
 
 def _decode_tensor(value: dict[str, Json]) -> Tensor:

@@ -164,7 +164,7 @@ def parse_train_arguments(arguments: Sequence[str]) -> TrainConfig:
     given = vars(parser.parse_args(arguments))
     file = given.pop("config", None)
     if file is not None:
-        words = [*_words_of(file)]
+        words = [*_words_of(file, parser)]
         try:
             given = {**vars(parser.parse_args(words)), **given}
         except ConfigError as error:
@@ -181,19 +181,20 @@ def parse_train_arguments(arguments: Sequence[str]) -> TrainConfig:
     return replace(preset, **{**shape, **given})
 
 
-def _words_of(file: str) -> Iterator[str]:
+def _words_of(file: str, parser: Parser) -> Iterator[str]:
     """Yield a file's settings as flags, so that both are read and refused alike."""
     path = Path(file)
     is_toml = path.suffix == ".toml"
     try:
         text = path.read_text(encoding="utf-8")
         data = tomllib.loads(text) if is_toml else json.loads(text)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         kind = "TOML" if is_toml else "JSON"
         raise ConfigError(f"--config {file}: cannot be read as {kind} ({error})") from None
     if not isinstance(data, dict):
         raise ConfigError(f'--config {file}: holds no settings by name, such as {{"lr": 1e-3}}')
-    known = {"cuda_graph_impl", *TrainConfig().settings()}
+    is_switch = parser.takes_nothing()
+    known = is_switch.keys() - {"help", "_h", "config"}
     for key, value in data.items():
         name = key.replace("-", "_")
         # What a run has added to its config.json, and null, which is what was not given.
@@ -204,6 +205,11 @@ def _words_of(file: str) -> Iterator[str]:
             meant = f"; is {near[0]} meant?" if near else ""
             raise ConfigError(f"--config {file}: there is no setting {key!r}{meant}")
         if isinstance(value, bool):
+            if not is_switch[name]:
+                raise ConfigError(
+                    f"--config {file}: {key} is {str(value).lower()}; expected what "
+                    f"{flag_name(name)} takes, or nothing at all"
+                )
             yield flag_name(name) if value else f"--no-{name.replace('_', '-')}"
         elif isinstance(value, int | float | str):
             yield f"{flag_name(name)}={value}"

@@ -345,10 +345,11 @@ class TrainConfig(GPTConfig):
         ):
             self._at_least(name, 1)
         for name in (
-            *("seed", "lr_warmup_iters", "eval_interval", "save_interval"),
+            *("lr_warmup_iters", "eval_interval", "save_interval"),
             *("weight_decay", "adam_eps"),
         ):
             self._at_least(name, 0)
+        self._in_range("seed", lambda seed: 0 <= seed < 2**63, "at least 0 and below 2**63")
         self._in_range("lr", lambda lr: lr > 0, "greater than 0")
         self._in_range("target_loss", lambda loss: loss > 0, "greater than 0")
         self._in_range("min_lr", lambda rate: 0 <= rate <= self.lr, f"in [0, --lr {self.lr}]")

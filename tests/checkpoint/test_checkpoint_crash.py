@@ -183,6 +183,21 @@ def test_damage_is_found_and_named_before_anything_is_written(
     assert loaded_step(tmp_path) == 1  # the one before
 
 
+@pytest.mark.parametrize("text", ["[" * 100_000, '{"format": "", "version": Infinity}', "[]", "{"])
+def test_a_manifest_of_somebody_else_is_damage(text: str, tmp_path: Path) -> None:
+    manifest = graphfsdp.save(tmp_path, *model_of(1)) / "manifest.json"
+    manifest.write_text(text)
+    with pytest.raises(graphfsdp.CheckpointDamagedError, match=r"manifest\.json is damaged"):
+        graphfsdp.load(tmp_path, *model_of(2))
+
+
+@pytest.mark.parametrize("act", [graphfsdp.save, graphfsdp.load])
+@pytest.mark.parametrize("name", ["x" * 300, "a\0b"])
+def test_a_name_that_no_file_can_have_is_refused(act: Any, name: str, tmp_path: Path) -> None:
+    with pytest.raises(graphfsdp.CheckpointError, match="cannot be"):
+        act(tmp_path / name, *model_of(1))
+
+
 def _no_space(handle: int) -> None:
     raise OSError(28, "No space left on device")
 

@@ -115,10 +115,33 @@ def test_another_update_rule_is_reported_before_anything_is_written(
     assert all(torch.equal(a, b) for a, b in zip(before, bits(other, optimizer), strict=True))
 
 
-def with_buffer(dtype: torch.dtype) -> nn.Module:
+def with_buffer(tensor: Tensor) -> nn.Module:
     model = nn.Linear(1, 1)
-    model.register_buffer("phases", torch.zeros(3, dtype=dtype))
+    model.register_buffer("phases", tensor)
     return model
+
+
+def with_hook() -> nn.Module:
+    """Return a module whose state dict has copies of what it holds."""
+
+    def copy(module: nn.Module, state: dict[str, Any], prefix: str, _: object) -> None:
+        state[prefix + "weight"] = state[prefix + "weight"].clone()
+
+    model = nn.Linear(3, 2)
+    model.register_state_dict_post_hook(copy)
+    return model
+
+
+def test_what_a_hook_has_put_into_the_state_dict_is_not_taken_for_the_weight(
+    tmp_path: Path,
+) -> None:
+    graphfsdp.save(tmp_path, with_hook())
+    said = "'weight' is no parameter or buffer, but what a hook of state_dict"
+    other = with_hook()
+    with pytest.raises(graphfsdp.CheckpointMismatchError, match=said):
+        graphfsdp.load(tmp_path, other)
+    (skipped,) = graphfsdp.load(tmp_path, other, strict=False).skipped
+    assert said in skipped
 
 
 ENDLESS: dict[str, Any] = {}
@@ -132,9 +155,32 @@ UNSAVED: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"objects": {"it": 3}}, graphfsdp.ConfigError, r"objects\['it'\] is a int"),
     ({"objects": {"random": Holding({})}}, graphfsdp.ConfigError, "'random', which is taken"),
     (
-        {"model": with_buffer(torch.complex128)},
+        {"model": with_buffer(torch.zeros(3, dtype=torch.complex128))},
         *(graphfsdp.CheckpointError, r"'model\.phases'\] have the dtype torch\.complex128"),
     ),
+    (  # which safetensors writes and does not read
+        {"model": with_buffer(torch.zeros(3, dtype=torch.uint8).view(torch.float8_e8m0fnu))},
+        *(graphfsdp.CheckpointError, r"'model\.phases'\] have the dtype torch\.float8_e8m0fnu"),
+    ),
+    (
+        {"model": with_buffer(torch.eye(2).to_sparse())},
+        *(graphfsdp.CheckpointError, r"model\.phases is a tensor of .* layout torch\.sparse_coo"),
+    ),
+    (
+        {"model": nn.LazyLinear(3)},
+        *(graphfsdp.CheckpointError, r"model\.weight is a lazy tensor that has no shape"),
+    ),
+    (
+        {"objects": {"it": Holding({"a": torch.empty(2, device="meta")})}},
+        *(graphfsdp.CheckpointError, r"objects/it\.a is a tensor on the meta device"),
+    ),
+    ({"model": {}}, graphfsdp.ConfigError, "model must be a module, got a dict"),
+    (
+        {"optimizer": [1]},
+        graphfsdp.ConfigError,
+        "optimizer must be one optimizer, or None, got a l",
+    ),
+    ({"objects": [1]}, graphfsdp.ConfigError, "objects must be a mapping, or None, got a list"),
     *(
         ({"step": step}, graphfsdp.ConfigError, "step must be an integer of at least 0")
         for step in ("3", 2.0, True, -1)

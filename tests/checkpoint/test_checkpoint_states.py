@@ -61,6 +61,21 @@ def test_extra_state_and_names_without_wrappers(tmp_path: Path) -> None:
     assert torch.equal(other.get_parameter("0.linear.weight"), inner.linear.weight)
 
 
+def test_views_of_one_memory_come_back_with_their_values(tmp_path: Path) -> None:
+    def make(values: Tensor) -> nn.Module:
+        model = nn.Module()
+        for name, part in {"a": values[:6], "b": values[4:], "c": values[1:3].conj()}.items():
+            model.register_buffer(name, part)
+        return model
+
+    model = make(torch.randn(9, dtype=torch.complex64))
+    graphfsdp.save(tmp_path, model)
+    other = make(torch.zeros(9, dtype=torch.complex64))
+    graphfsdp.load(tmp_path, other)
+    for name, value in model.named_buffers():
+        assert torch.equal(other.get_buffer(name), value), name
+
+
 def own(number: int) -> Holding:
     """Return an object whose state is another one on each rank, with a large tensor in it."""
     state = {"own": torch.full((5000,), float(number)), "common": torch.arange(9000)}
@@ -233,7 +248,30 @@ def test_main_weights_that_were_saved_as_16_bits_are_whole_again(
         assert torch.equal(got[1], moment)
 
 
+class Own(torch.optim.Optimizer):
+    """A state of another precision than its weights', and one that is no parameter's."""
+
+    def __init__(self, params: Any, lr: float, dtype: torch.dtype) -> None:
+        super().__init__(params, {"lr": lr})
+        self._dtype = dtype
+        self.state["common"] = {"num": 0, "sum": torch.zeros(())}  # type: ignore[index]
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        common = self.state["common"]  # type: ignore[index]
+        common["num"] += 1
+        for group in self.param_groups:
+            for param in group["params"]:
+                mean = self.state[param].setdefault("mean", torch.zeros_like(param).to(self._dtype))
+                mean.lerp_(param.grad.to(self._dtype), 0.1)
+                common["sum"] += mean.sum()
+                rate = group["lr"] / common["num"] + 1e-3 * common["sum"]
+                param.sub_((rate * mean).to(param.dtype))
+
+
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
+    "Own in 64 bits": functools.partial(Own, dtype=torch.float64),
+    "Own in 16 bits": functools.partial(Own, dtype=torch.bfloat16),
     "SGD": functools.partial(torch.optim.SGD, momentum=0.9),
     **{
         name: getattr(torch.optim, name)

@@ -48,6 +48,8 @@ def test_a_file_of_settings_counts_more_than_the_preset_and_less_than_flags(
     assert parse(f"--lr 0.25 --config {toml} --no-bf16 --num-layers 1") == dataclasses.replace(
         expected, lr=0.25, bf16=False, num_layers=1
     )
+    also.write_text('{"data_path": "some.txt", "cuda-graph-impl": "none"}')
+    assert parse(f"--config {also}") == parse("--data some.txt --cuda-graph-scope none")
     # As a run keeps them.
     kept = {**expected.settings(), "resolved": {"num_ranks": 1}, "versions": {}}
     also.write_text(json.dumps(kept))
@@ -64,7 +66,10 @@ def test_a_file_of_settings_counts_more_than_the_preset_and_less_than_flags(
         ('{"micro_batchsize": 1}', "no setting 'micro_batchsize'; is micro_batch_size meant?"),
         ('{"lr": "fast"}', "run.json: argument --lr: invalid float value: 'fast'"),
         ('{"lr": [1]}', "lr is a list; expected a number, a text, true or false"),
-        ('{"lr": true}', "run.json: argument --lr: expected one argument"),
+        ('{"lr": true}', "run.json: lr is true; expected what --lr takes"),
+        ('{"wandb": false}', "run.json: wandb is false; expected what --wandb takes"),
+        ('{"help": true}', "there is no setting 'help'"),
+        ("[" * 100_000, r"run.json: cannot be read as JSON \("),
         ('{"bf16": 1}', "run.json: argument --bf16"),
         ('{"lr": 0}', "--lr must be greater than 0"),
     ],
@@ -174,6 +179,7 @@ def test_who_has_run_it_is_told_by_key() -> None:
         ("--hidden-dropout 1.5", r"--hidden-dropout must be in \[0, 1\)"),
         ("--log-interval 0", "--log-interval must be at least 1"),
         ("--seed -1", "--seed must be at least 0"),
+        (f"--seed {2**63}", "--seed must be at least 0 and below 2"),
         ("--data-parallel-sharding-strategy 4", "argument --data-parallel-sharding-strategy: inv"),
         ("--num-distributed-optimizer-instances 0", "-instances must be at least 1, got 0"),
         ("--outer-dp-sharding-strategy optim", "add --num-distributed-optimizer-instances"),
