@@ -109,6 +109,7 @@ profiler_is_on: Callable[[], bool] = torch._C._autograd._profiler_enabled
 has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
 functorch_level = torch._C._functorch.maybe_current_level
 is_functorch_wrapped = torch._C._functorch.is_functorch_wrapped_tensor  # as vmap leaves tensors
+is_batched_for_engine = torch._C._functorch.is_legacy_batchedtensor  # as is_grads_batched has it
 num_users = torch._C._storage_Use_Count  # of the storage with such a key
 key_of: Callable[[torch.UntypedStorage], int] = attrgetter("_cdata")  # no two that live have one
 schema_of: Callable[[OpOverload], torch.FunctionSchema] = attrgetter("_schema")

@@ -9,6 +9,7 @@ hands over each of them, and the engine adds them up as ever.
 import logging
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -20,6 +21,7 @@ from torch.autograd.graph import GradientEdge, Node
 from graphfsdp._capture.rules.watcher import noting_code
 from graphfsdp._capture.trace.backend import Graph, GraphBackend
 from graphfsdp._capture.trace.ran import Ran
+from graphfsdp.base.torch_internals import functorch_level, is_batched_for_engine
 from graphfsdp.in_place.part_recording import NotAPartError, recorded
 
 _LOG = logging.getLogger("graphfsdp")
@@ -123,13 +125,19 @@ class PartBackward:
         results: Sequence[GradientEdge | None],
         leaves: Sequence[Tensor],
         uses: Sequence[Sequence[tuple[Node, int]]],
+        with_stand_ins: Callable[[], AbstractContextManager[None]],
         on_capture: Callable[[], None],
     ) -> None:
-        """``uses`` has the nodes of each leaf's, and which of their inputs it is."""
+        """``uses`` has the nodes of each leaf's, and which of their inputs it is.
+
+        ``with_stand_ins``: has the module's parameters be those of the recording, as what Python
+        there is in the kept graph has them.
+        """
         self._module = module
         self._backend = backend
         self._results = results
         self._leaves = leaves
+        self._with_stand_ins = with_stand_ins
         self._on_capture = on_capture
         self.num_uses = list(map(len, uses))
         self._uses = uses
@@ -142,6 +150,8 @@ class PartBackward:
 
     def run(self, grads: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
         """Return a gradient for each use of each leaf, of those of the results."""
+        if functorch_level() is not None or any(map(_is_batched, grads)):  # many passes at once
+            return self._as_recorded(grads)
         # torch computes a backward pass that is begun within torch.autocast under that.
         key = (torch.is_autocast_enabled(self._backend.device.type), *map(_form_of, grads))
         graph = self._graphs.get(key)
@@ -149,11 +159,15 @@ class PartBackward:
             return graph.run(grads)
         comes = any(grad is not None for grad in grads)
         if not comes or key in self._graphs or len(self._graphs) == _MOST_GRAPHS:
-            return self._through_kept(grads)
+            return self._as_recorded(grads)
         self._num_passes[key] += 1
         if self._num_passes[key] > _NUM_WARM:
             return self._record(key, grads)
         with self._ran.noting():
+            return self._as_recorded(grads)
+
+    def _as_recorded(self, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
+        with self._with_stand_ins():
             return self._through_kept(grads)
 
     def _through_kept(self, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
@@ -211,7 +225,7 @@ class PartBackward:
             )
         except NotAPartError as error:
             _LOG.info("the backward pass of a part stays eager: %s", error)
-            return self._through_kept(grads)
+            return self._as_recorded(grads)
         backward = _BackwardGraph(graph, held, is_there)
         self._graphs[key] = backward
         return backward.spread(made)
@@ -222,6 +236,10 @@ class PartBackward:
                 graph.graph.close()
         self._graphs.clear()
         self._results, self._leaves, self._uses = (), (), ()
+
+
+def _is_batched(grad: Tensor | None) -> bool:
+    return grad is not None and is_batched_for_engine(grad)
 
 
 def _form_of(grad: Tensor | None) -> Any:

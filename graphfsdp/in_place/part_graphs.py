@@ -32,7 +32,7 @@ from torch.autograd.graph import Node, get_gradient_edge, saved_tensors_hooks
 from graphfsdp._capture.batch_writes import BatchWrites, Handed
 from graphfsdp._capture.recording import kept_by
 from graphfsdp._capture.rules.constants import ConstantWatch
-from graphfsdp._capture.trace.backend import GraphBackend
+from graphfsdp._capture.trace.backend import Effect, GraphBackend
 from graphfsdp._capture.trees import flatten
 from graphfsdp._capture.undo.host_state import generators_of
 from graphfsdp.base.op_tensors import storage_key
@@ -214,6 +214,22 @@ class PartGraphs:
     @contextmanager
     def _standing_in(self) -> Iterator[None]:
         """Have these parameters in the module while the body runs."""
+        self._params = {
+            id(self._stand_ins[id(param)]): param
+            for param in self._module.parameters()
+            if id(param) in self._stand_ins
+        }
+        with self._put_in():
+            yield
+        by_id = {id(param): param for param in self._stand_ins.values()}
+        for key, param in self._params.items():
+            if by_id[key].data_ptr() != param.data_ptr():
+                raise NotAPartError("it gives its weights other memory")
+            if by_id[key]._backward_hooks or by_id[key]._post_accumulate_grad_hooks:
+                raise NotAPartError("it gives its weights one more hook in each call")
+
+    @contextmanager
+    def _put_in(self) -> Iterator[None]:
         own = self._stand_ins
         tables: list[tuple[dict[str, Any], str, Any]] = []
         for module in self._module.modules():
@@ -227,9 +243,6 @@ class PartGraphs:
                 refs = [None if weight is None else weakref.ref(weight) for weight in weights]
                 tables.append((vars(module), "_flat_weights", weights))
                 tables.append((vars(module), "_flat_weight_refs", refs))
-        self._params = {
-            id(own[id(param)]): param for param in self._module.parameters() if id(param) in own
-        }
         before = [(table, name, table[name]) for table, name, _ in tables]
         for table, name, value in tables:
             table[name] = value
@@ -238,12 +251,24 @@ class PartGraphs:
         finally:
             for table, name, value in before:
                 table[name] = value
-        by_id = {id(param): param for param in own.values()}
-        for key, param in self._params.items():
-            if by_id[key].data_ptr() != param.data_ptr():
-                raise NotAPartError("it gives its weights other memory")
-            if by_id[key]._backward_hooks or by_id[key]._post_accumulate_grad_hooks:
-                raise NotAPartError("it gives its weights one more hook in each call")
+
+    @contextmanager
+    def _on_the_way_back(self) -> Iterator[None]:
+        """Have them in the module while Python of a function or hook may run it again.
+
+        Such a function asks for gradients of what it was given, or goes backward by itself.
+        """
+        pairs = [(self._stand_ins[id(param)], param) for param in self._params.values()]
+        for stand_in, param in pairs:
+            stand_in.grad = param.grad
+        try:
+            with self._put_in():
+                yield
+        finally:
+            for stand_in, param in pairs:
+                if stand_in.grad is not param.grad:
+                    param.grad = stand_in.grad
+                stand_in.grad = None
 
     def _find_saved(self, results: Sequence[Tensor], saved: Sequence[Tensor]) -> None:
         """See Note [Written behind autograd's back]."""
@@ -315,6 +340,7 @@ class PartGraphs:
             [get_gradient_edge(tensor) if tensor.requires_grad else None for tensor in kept],
             [leaves[key] for key in uses],
             [*uses.values()],
+            self._on_the_way_back,
             self._on_capture,
         )
         # What gradients go to, once for each use: parameters, and by their places inputs.
@@ -346,6 +372,11 @@ class PartGraphs:
         """``given``: the call's arguments, and behind them its casts."""
         self._load(given)
         return self._graph.replay()
+
+    @property
+    def is_undone(self) -> bool:
+        """Tell whether a replay that has failed has left everything as it was."""
+        return self._graph.effect is Effect.NONE
 
     def hand_out(self, results: list[Tensor], given: Sequence[Any], again: Again) -> Any:
         """Return what the module returns, of the results of its graph."""

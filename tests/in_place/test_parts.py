@@ -269,6 +269,27 @@ def asks_for_some(model: Net, optimizer: torch.optim.Optimizer) -> Iterator[Any]
         optimizer.step()
 
 
+def asks_for_many(model: Net, optimizer: torch.optim.Optimizer) -> Iterator[Any]:
+    """Gradients of each result, in one pass."""
+    for index, x, y in batches(24):
+        logits = model(x)
+        each = torch.eye(4)[:, None].repeat(1, 8, 1)
+        weights = list(model.parameters())
+        if index % 4 == 1:
+            yield from torch.autograd.grad(
+                logits, weights, each, is_grads_batched=True, retain_graph=True
+            )
+        if index % 4 == 2:
+
+            def of(row: Tensor, logits: Tensor = logits, weights: Any = weights) -> Any:
+                return torch.autograd.grad(logits, weights, row, retain_graph=True)
+
+            yield from torch.func.vmap(of)(each)
+        optimizer.zero_grad()
+        cross_entropy(logits, y).backward()
+        optimizer.step()
+
+
 def before_each(change: Callable[[Any, torch.optim.Optimizer, int], object]) -> Loop:
     def loop(model: Net, optimizer: torch.optim.Optimizer) -> Iterator[Any]:
         for index, x, y in batches(30):
@@ -294,6 +315,7 @@ REPLAYED: dict[str, Loop] = {
     "a scaler": scales,
     "gradients in other forms": in_forms,
     "some gradients alone": asks_for_some,
+    "many gradients at once": asks_for_many,
     "a number that changes once": before_each(
         lambda model, _, index: setattr(model, "scale", 1.0 if index < 8 else 0.5)
     ),
@@ -333,6 +355,28 @@ def test_a_loop_trains_as_without_it(name: str, device: str) -> None:
     if name in REPLAYED:
         assert replays(parts) >= 4 if device == "cpu" else parts.report().parts[0].num_replays >= 8
         assert states(parts)["model"] == "captured"
+
+
+class Gathering(Net):
+    """Fails in the middle, for some numbers, and not for their shape."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        logits = super().forward(x)
+        return logits.gather(1, (x[:, :4] > 8).long() * 4)
+
+
+def test_a_call_that_fails_leaves_what_it_leaves_without_the_line() -> None:
+    def loop(model: Net, optimizer: torch.optim.Optimizer) -> Iterator[Any]:
+        for index, x, y in batches(30):
+            x[0, 0] += 9 * (index % 4 == 3)
+            try:
+                iterates(model, optimizer, x, y)
+            except RuntimeError as error:
+                yield str(error).startswith("index 4 is out of bounds")
+            yield model.norm.running_mean
+            yield torch.get_rng_state()
+
+    assert replays(check(loop, Gathering)) >= 10
 
 
 def test_a_cell_that_is_run_again_takes_the_place_of_the_one_before() -> None:

@@ -136,6 +136,55 @@ def test_a_recomputation_draws_what_it_drew_before() -> None:
     check(trains, Recomputing)
 
 
+class RunsAgain(torch.autograd.Function):
+    """Runs a layer without a graph, and on the way back once more, as a reversible net does."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, layer: nn.Module, asks: bool, *weights: Tensor) -> Tensor:
+        ctx.layer, ctx.asks, ctx.weights = layer, asks, weights
+        ctx.save_for_backward(x)
+        with torch.no_grad():
+            out: Tensor = layer(x)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        (x,) = ctx.saved_tensors
+        with torch.enable_grad():
+            x = x.detach().requires_grad_()
+            out = ctx.layer(x)
+        if ctx.asks:  # which gives None, not an error, for weights that the layer has not used
+            of_x, *others = torch.autograd.grad(out, (x, *ctx.weights), grad, allow_unused=True)
+            return (of_x, None, None, *others)
+        out.backward(grad)
+        return (x.grad, None, None, *[None] * len(ctx.weights))
+
+
+class Reversible(Net):
+    def __init__(self, asks: bool) -> None:
+        super().__init__()
+        self.asks = asks
+
+    def forward(self, x: Tensor) -> Tensor:
+        layer = self.embed
+        hidden: Any = RunsAgain.apply(x * 1.0, layer, self.asks, *layer.parameters())  # type: ignore[no-untyped-call]
+        out: Tensor = self.head(self.norm(hidden))
+        return out
+
+
+@pytest.mark.parametrize("asks", [False, True], ids=["goes_backward", "asks_for_gradients"])
+def test_a_module_that_runs_again_on_the_way_back_has_the_weights_it_was_given(asks: bool) -> None:
+    def loop(model: Any, optimizer: torch.optim.Optimizer) -> Iterator[Any]:
+        for index, x, y in batches(24):
+            cross_entropy(model(x.requires_grad_()), y).backward()
+            yield model.embed.weight.grad
+            if index % 2:
+                optimizer.step()
+                optimizer.zero_grad()
+
+    assert replays(check(loop, lambda: Reversible(asks))) >= 10
+
+
 class Sharing(nn.Module):
     """Gradients that are one tensor, one of the input's, and none."""
 
