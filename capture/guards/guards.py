@@ -101,7 +101,7 @@ class Guards:
         before = self._began
         assert before is not None
         found = self._walk()
-        self.moves = refuse_deciding(before.moves_to(found), self._ran, refuse)
+        self.moves = refuse_deciding(before.moves_to(found), self._ran, found, refuse)
         # No method of this: what a dropped step holds is to be freed without the collector.
         take = partial(walk, self._names, self._model, self._functions)
         self._read = ReadPlaces(take, found, before, self._assignments, was_read)
@@ -158,7 +158,7 @@ class Guards:
         """
         if self._asked.hold() or self._read is None:
             return
-        refuse_deciding(self._read.let_go_of_moves(), self._ran)
+        refuse_deciding(self._read.let_go_of_moves(), self._ran, self._walk())
         self._ask()
 
     def stands_still(self) -> list[str]:

@@ -41,7 +41,7 @@ class Move:
     Attributes:
         title: What it is, for messages.
         words: From what to what it has moved.
-        name: By which code comes to it; see ``Uses.deciding``, also for ``key`` and ``owner``.
+        name: By which code comes to it; see ``Uses.deciding``, also for all that follow.
         is_drawn: It is a generator or an iterator, which gives another value each time.
     """
 
@@ -50,6 +50,7 @@ class Move:
     name: str
     key: object = None
     owner: type | None = None
+    count: int | None = None
     is_drawn: bool = False
 
     def __str__(self) -> str:
@@ -103,7 +104,10 @@ def move_of(old: Place, new: Place) -> Move:
     words = f"{change.old} -> {change.new}"
     is_item = new.owner is None and isinstance(new.holder, dict) and new.key != new.name
     key = new.key if is_item else _first_key(old.known, new.known)
-    return Move(change.name, words, new.name, key, None if new.owner is None else type(new.owner))
+    owner = None if new.owner is None else type(new.owner)
+    count = new.known if is_item or not isinstance(new.known, dict) else new.known.get(key)
+    count = count if isinstance(count, int) else None
+    return Move(change.name, words, new.name, key, owner, count)
 
 
 def _put_back(place: Place) -> None:
@@ -153,14 +157,16 @@ def _are_of_others(old: Place, new: Place) -> bool:
     return isinstance(old.holder, FunctionType) and old.holder is not new.holder
 
 
-def refuse_deciding(moves: Sequence[Move], ran: Ran, refuse: Refuse = raised) -> Sequence[Move]:
+def refuse_deciding(
+    moves: Sequence[Move], ran: Ran, found: Walk, refuse: Refuse = raised
+) -> Sequence[Move]:
     """Refuse moves from which more follows than other moves and log lines; return the others."""
     if not moves:
         return ()
     others = []
-    uses = Uses(ran.readable())
+    uses = Uses(ran, found.places)
     for move in sorted(moves, key=lambda move: not move.is_drawn):
-        decides, source = uses.deciding(move.name, move.key, move.owner)
+        decides, source = uses.deciding(move.name, move.key, move.owner, move.count)
         if move.is_drawn:
             why = (
                 f"the iteration {move}; a replay runs no Python, so it would go on with what "

@@ -146,6 +146,21 @@ def of_losses() -> Loss:
     return loss_fn
 
 
+def that_keeps_a_log() -> Loss:
+    state = types.SimpleNamespace(calls=0, epoch=0, history=[], log={})
+
+    def loss_fn(model: nn.Module, x: Tensor) -> Tensor:
+        state.calls += 1
+        state.epoch = state.calls // 5
+        state.log["calls"] = (calls := state.calls)
+        if calls % 5 == 0:
+            state.history.append(calls)
+            state.log["last"] = calls
+        return mean_square(model, x)
+
+    return loss_fn
+
+
 def that_has_decided() -> Loss:
     calls, state = 0, {"calls": 0, "best": 0}
 
@@ -171,6 +186,7 @@ HARMLESS: dict[str, tuple[Callable[[], Loss], tuple[str, ...]]] = {
     ),
     "prints": (that_prints, ("'calls' of closure variable 'state'",)),
     "losses": (of_losses, ("losses",)),
+    "log": (that_keeps_a_log, ("'calls' of closure variable 'state'",)),
     "decided": (that_has_decided, ("'calls' of closure variable 'state'",)),
 }
 
@@ -191,7 +207,9 @@ def test_what_decides_nothing_is_warned_of_once_and_replays_are_right(
     assert_same_run(run(cases[0], "none", CPU), replayed)
 
 
-STATE: Any = types.SimpleNamespace(calls=0, table={"calls": 0})
+STATE: Any = types.SimpleNamespace(
+    calls=0, table={"calls": 0, "rate": 1.0}, rate=1.0, layer=nn.Dropout(0.0), kept=[1.0]
+)
 
 
 def twice(loss: Tensor, calls: int) -> Tensor:
@@ -210,7 +228,50 @@ def prints_and_more(loss: Tensor) -> Tensor:
     return loss
 
 
-# What makes more of a count than that, after it was moved.
+def sets_a_rate(loss: Tensor) -> Tensor:
+    if STATE.calls > 1_000:
+        STATE.rate = 0.5
+    return loss.mul(STATE.rate)
+
+
+def sets_a_rate_by_another(loss: Tensor) -> Tensor:
+    if STATE.calls % 1_000 == 0:
+        STATE.table["rate"] *= 0.5
+    STATE.rate = STATE.table["rate"]
+    return loss.mul(STATE.rate)
+
+
+def sets_what_torch_reads(loss: Tensor) -> Tensor:
+    if STATE.calls > 1_000:
+        STATE.layer.p = 0.5
+    dropped: Tensor = STATE.layer(loss)
+    return dropped
+
+
+def adds_to_a_list(loss: Tensor) -> Tensor:
+    if STATE.calls > 1_000:
+        STATE.kept.append(0.5)
+    return loss.mul(STATE.kept[-1])
+
+
+def by_a_walrus(loss: Tensor) -> Tensor:
+    STATE.rate = calls = STATE.calls
+    return loss * 2 if (later := calls) and later > 1_000 else loss
+
+
+def gives_to_what_is_called_like_a_container(loss: Tensor) -> Tensor:
+    Halving.update(loss, STATE.calls > 1_000)
+    return loss
+
+
+class Halving:
+    @staticmethod
+    def update(loss: Tensor, is_late: bool) -> None:
+        if is_late:
+            loss *= 0.5
+
+
+# What makes more of a count than that, after it was moved; or of what the count has moved.
 FOLLOWS: dict[str, Callable[[Tensor], Any]] = {
     "branch": lambda loss: loss * 2 if STATE.calls > 1_000 else loss,
     "factor": lambda loss: loss * max(STATE.calls, 10**9),
@@ -219,6 +280,12 @@ FOLLOWS: dict[str, Callable[[Tensor], Any]] = {
     "item": lambda loss: loss * (2 if STATE.table["calls"] > 1_000 else 1),
     "loop": lambda loss: sum(loss for _ in range(min(STATE.calls, 1))),
     "branch that does more than to print": prints_and_more,
+    "rate that is set late": sets_a_rate,
+    "rate that is set by another": sets_a_rate_by_another,
+    "what torch reads": sets_what_torch_reads,
+    "list that grows late": adds_to_a_list,
+    "name in an expression": by_a_walrus,
+    "method called like a container's": gives_to_what_is_called_like_a_container,
 }
 
 
