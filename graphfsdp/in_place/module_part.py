@@ -136,7 +136,7 @@ class ModulePart:
         if kind is None and key is not None and len(self._kinds) < _MOST_KINDS:
             kind = self._kinds[key] = _Kind(is_refused=not all(map(_is_held, leaves)))
         if kind is None or kind.is_refused:
-            self._count_refused()
+            self._count_refused(leaves)
             return written(*args, **kwargs)
         self._num_refused = 0
         if kind.num_seen < _NUM_WARM_UPS:
@@ -145,11 +145,17 @@ class ModulePart:
             return written(*args, **kwargs)
         return self._replay(kind, leaves, spec, args, kwargs)
 
-    def _count_refused(self) -> None:
+    def _count_refused(self, leaves: Sequence[Any]) -> None:
         """Give up once so many calls in a row were looked at for nothing."""
         self._num_refused += 1
-        if self._num_refused == _MOST_REFUSED:
-            self.leave(f"{SLOW} no graph holds any of its last {_MOST_REFUSED} calls")
+        if self._num_refused < _MOST_REFUSED:
+            return
+        for leaf in leaves:
+            if not (type(leaf) is Tensor or isinstance(leaf, _PLAIN)):
+                # The modules in it may well be given tensors.
+                self.leave(f"it is given a {type(leaf).__name__}, which no graph can be given")
+                return
+        self.leave(f"{SLOW} no graph holds any of its last {_MOST_REFUSED} calls")
 
     def _is_ordinary(self) -> bool:
         """Tell whether the call is one of a loop, and no transform, hook or mode has part in it."""

@@ -274,6 +274,25 @@ def test_a_dict_of_tensors_and_numbers_is_made_anew() -> None:
     assert replays(check(trains_by(loss_of), Many)) >= 4
 
 
+def test_the_net_in_what_is_given_objects_is_captured() -> None:
+    class Wrapped(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = make_net()
+
+        def forward(self, batch: Any) -> Any:
+            return self.net(batch.x)
+
+    def loss_of(model: Any, _: int, x: Tensor, y: Tensor) -> Tensor:
+        return cross_entropy(model(SimpleNamespace(x=x)), y)
+
+    parts = check(trains_by(loss_of, 48), Wrapped)
+    (line, net, _) = parts.report().parts
+    assert line.why == "it is given a SimpleNamespace, which no graph can be given"
+    assert (net.name, net.state) == ("model.net", "captured")
+    assert net.num_replays >= 10
+
+
 @pytest.mark.parametrize("way", ["an attribute", "a buffer"])
 def test_what_comes_with_an_input_is_seen(way: str) -> None:
     class Queue(Net):
