@@ -14,7 +14,7 @@ from torch.overrides import TorchFunctionMode
 
 from graphfsdp._capture.rules.functions import FunctionRules
 from graphfsdp._capture.rules.host_calls import HostWatch, host_watch
-from graphfsdp._capture.rules.looks import all_masks, one_hot
+from graphfsdp._capture.rules.looks import one_hot
 from graphfsdp._capture.rules.refusals import (
     HIGHER_ORDER,
     NO_STORAGE,
@@ -184,10 +184,9 @@ class Watcher:
         self, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Any:
         seal = self.seal
-        for answered in (one_hot, all_masks):  # the masks of a program that is watched as it is
-            answer = answered(function, args, kwargs)
-            if answer is not NotImplemented:
-                return answer
+        answer = one_hot(function, args, kwargs)
+        if answer is not NotImplemented:
+            return answer
         if self._num_quiet:
             return seal(self._call(function, args, kwargs))
         refused = self._function_rules.refuse(function, args, kwargs, self.varies)

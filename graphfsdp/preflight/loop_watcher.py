@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from graphfsdp._capture.rules.constants import ConstantLog
+from graphfsdp._capture.rules.looks import all_masks
 from graphfsdp._capture.rules.refusals import PYTHON_RANDOM, Refusal
 from graphfsdp._capture.trace.source import (
     Site,
@@ -140,6 +141,9 @@ class LoopWatcher(NotingWatcher):
     def on_function(
         self, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Any:
+        answer = all_masks(function, args, kwargs)  # as in a capture
+        if answer is not NotImplemented:
+            return answer
         with self._judging(flat_tensors([*args, *kwargs.values()])):
             return super().on_function(function, args, kwargs)
 

@@ -1,6 +1,6 @@
 """Hugging Face models with the masks of two dimensions that every fine-tuning script passes."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from helpers import Batch, Case, assert_same_run, run
+from parts_helpers import check
 
 transformers = pytest.importorskip("transformers")
 
@@ -102,3 +103,21 @@ def test_a_captured_mask_of_two_dimensions_has_the_bits_of_a_plain_loops_of_four
     captured = run(Case(make, passed), "full_iteration", CPU, optimizer="adamw")
     assert_same_run(plain, captured)
     assert captured.report.num_calls["replay"] == 10
+
+
+def test_a_loop_that_is_captured_in_place_reads_its_masks_and_is_told_so() -> None:
+    """Another mask has other bits, so the model runs as written there."""
+
+    def loop(model: Any, optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
+        for _ in range(24):
+            loss = model(**words()(torch.default_generator).kwargs).loss
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            yield loss
+
+    parts = check(loop, make("Llama", "CausalLM", **WORDS, **SMALL, use_cache=False))
+    lines = {line.name: line for line in parts.report().parts}
+    assert "reads a value of the iteration on the host" in lines["model"].why
+    assert "masking_utils.py" in lines["model"].why
+    assert lines["model.model.layers.0"].num_replays >= 10
