@@ -1,6 +1,6 @@
 """Cuts a recording into stretches that are compiled and nodes that run as they were recorded."""
 
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Collection, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import takewhile
 
@@ -69,10 +69,10 @@ class Cutter:
     stretch that it lies in, in the recorded order, and cuts nothing.
     """
 
-    def __init__(self, nodes: Sequence[Node], commit_node: int | None) -> None:
-        """No stretch goes across ``commit_node``, before which replays can be undone."""
+    def __init__(self, nodes: Sequence[Node], borders: Collection[int | None]) -> None:
+        """No stretch goes across a border, such as the point up to which replays can be undone."""
         self._nodes = nodes
-        self._borders = {commit_node, *layer_borders(nodes)}
+        self._borders = {*borders, *layer_borders(nodes)}
         self._mixed = _storages_of_several_dtypes(nodes)
 
     def cut(self, refused: Mapping[int, str]) -> list[Stretch]:

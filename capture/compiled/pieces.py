@@ -1,6 +1,6 @@
 """Compiled stretches as nodes of a program."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -63,7 +63,7 @@ class Piece:
 
 def find_pieces(
     nodes: Sequence[Node],
-    commit_node: int | None,
+    borders: Collection[int | None],
     roots: Sequence[Value],
     refused: dict[int, str],
 ) -> list[Stretch | Piece]:
@@ -76,7 +76,7 @@ def find_pieces(
         for value in node.outputs:
             if value is not None and not value.storage.external:
                 bases.setdefault(id(value.storage), (value, node))
-    cutter = Cutter(nodes, commit_node)
+    cutter = Cutter(nodes, borders)
     while True:
         stretches = cutter.cut(refused)
         needs = _Needs(stretches, roots)

@@ -40,6 +40,7 @@ class Recorded:
 
     Attributes:
         commit_node: See CommitPoint.
+        step_node: From which on optimizers step and nothing is differentiated, behind the commit.
         generators: What the program may draw from.
     """
 
@@ -48,6 +49,7 @@ class Recorded:
     arena: Arena
     commit: Commit
     commit_node: int | None
+    step_node: int | None
     generators: Sequence[torch.Generator]
     how: Compile
 
@@ -119,8 +121,8 @@ class _Compiling:
         with Compiler(deliver_waiting) as compiler:
             num_refused = -1
             while num_refused < len(refused):
-                commit_node = self._recorded.commit_node
-                self._items = find_pieces(program.nodes, commit_node, roots, refused)
+                borders = {self._recorded.commit_node, self._recorded.step_node}
+                self._items = find_pieces(program.nodes, borders, roots, refused)
                 num_refused = len(refused)
                 pieces = [item for item in self._items if isinstance(item, Piece)]
                 for number, piece in enumerate(pieces, 1):
@@ -171,8 +173,8 @@ class _Compiling:
             trials[index] = _Trial(
                 piece,
                 function,
-                before_commit=self._recorded.commit_node is None
-                or piece.stretch.start < self._recorded.commit_node,
+                differentiates=self._recorded.step_node is None
+                or piece.stretch.start < self._recorded.step_node,
                 fail=partial(self._failures.setdefault, index),
             )
         if list(map(contents_digest, [*_run(self._build(trials)), *written])) != expected:
@@ -309,13 +311,13 @@ class _Trial:
         piece: Piece,
         function: Compiled,
         *,
-        before_commit: bool,
+        differentiates: bool,
         fail: Callable[[str], object],
     ) -> None:
         self._function = function
         self._as_recorded = piece.graph.run
         self._fail = fail
-        self._before_commit = before_commit
+        self._differentiates = differentiates
         written = {
             id(value.storage)
             for node in piece.stretch.nodes
@@ -354,7 +356,7 @@ class _Trial:
         joint = max(scales, default=0.0)
         for scale, one, other in zip(scales, expected, got, strict=True):
             # What steps computes each element by itself; what differentiates has sums that vanish.
-            size = joint if self._before_commit else scale
+            size = joint if self._differentiates else scale
             parts = zip(chunks(one), chunks(other), strict=True)
             if any(beyond(*part, self._bound * size).any() for part in parts):
                 gap = float((one.double() - other.double()).abs().max())

@@ -18,6 +18,7 @@ from graphfsdp._capture.cpu.program import ProgramBuilder, Replay, finished
 from graphfsdp._capture.cpu.recorder import Recorder
 from graphfsdp._capture.trace.backend import Check, Effect, Graph, GraphFacts, Iterate
 from graphfsdp._capture.trace.program_facts import NodeFacts
+from graphfsdp._capture.trace.source import OpPhase, Site
 from graphfsdp._capture.trace.values import (
     Node,
     Value,
@@ -292,6 +293,7 @@ class CpuGraphBackend:
                 self.arena,
                 undone.commit,
                 point.node,
+                _first_step(builder.nodes, recorder.sites.sites(), point.node),
                 list({id(g): g for node in recording.nodes for g in _generators(node)}.values()),
                 self._compile,
             )
@@ -349,6 +351,20 @@ def _by_node(nodes: Sequence[NodeFacts], times_us: Sequence[float]) -> tuple[flo
     for index, time_us in zip(called, times_us, strict=False):
         found[index] = time_us
     return tuple(found)
+
+
+def _first_step(
+    nodes: Sequence[Node], sites: Sequence[Site], commit_node: int | None
+) -> int | None:
+    """Return the first node of the optimizer behind the commit point, which statistics may set."""
+    if commit_node is None:
+        return None
+    behind = (
+        index
+        for index in range(commit_node, len(nodes))
+        if sites[nodes[index].site].phase is OpPhase.OPTIMIZER
+    )
+    return next(behind, None)
 
 
 def _generators(node: Node) -> list[torch.Generator]:
