@@ -184,8 +184,11 @@ def raised(error: CaptureError) -> None:
 
 def first_line(error: BaseException) -> str:
     """Return the kind of an error and the first line of what it says."""
-    lines = str(error).strip().splitlines() or ["no message"]
-    return f"{type(error).__name__}: {lines[0]}"
+    try:
+        lines = str(error).strip().splitlines()
+    except Exception as failure:  # of an exception of somebody else's
+        lines = [f"no message, whose making fails by {type(failure).__name__}"]
+    return f"{type(error).__name__}: {(lines or ['no message'])[0]}"
 
 
 def split_remedy(message: str) -> tuple[str, str]:

@@ -2,8 +2,9 @@
 
 import sys
 import textwrap
+from collections import UserDict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, is_dataclass
 from typing import Any
 
 from graphfsdp._capture.trace.source import OpPhase, Site, frames, is_users_file
@@ -122,11 +123,12 @@ class Advice:
             places = [*places[:_MOST_PLACES], f"and elsewhere: {_operators(left)}"]
         lines.append(_paragraph("an iteration:", places))
         inputs = ", ".join(self.inputs) or "*batch"
+        params = ", ".join(name.rpartition(".")[2] for name in self.inputs) or "*batch"
         where = f"{_place(self.begins)} to {_place(self.ends)}"
         lines.append(
             f"one graph of it:  step = graphfsdp.capture({given}, iteration=iterate), and in the "
             f"loop\n{_INDENT}step({inputs}) in place of {where}, which become\n"
-            f"{_INDENT}def iterate(model, optimizer, {inputs})"
+            f"{_INDENT}def iterate(model, optimizer, {params})"
         )
         if self.beside:
             places = [f"{_place(source)} {_text(source)}" for source in self.beside]
@@ -173,6 +175,13 @@ def _text(source: SourceLine) -> str:
     return source.text if len(source.text) <= 60 else f"{source.text[:57]}..."
 
 
+def _items_of(value: object) -> Iterable[object]:
+    """Return what a batch holds."""
+    if isinstance(value, dict | UserDict):
+        return list(value.values())
+    return vars(value).values() if is_dataclass(value) and not isinstance(value, type) else ()
+
+
 def names_of(*values: object, fallback: str) -> list[str]:
     """Return what the script calls these where it is now."""
     frame = next((f for f in frames() if is_users_file(f.f_code.co_filename)), None)
@@ -185,5 +194,11 @@ def names_of(*values: object, fallback: str) -> list[str]:
     for name, value in scope.items():
         if isinstance(value, list | tuple) and len(values) > 1 and set(map(id, value)) == wanted:
             return [name]
-    known = {id(value): name for name, value in scope.items()}
+    holding = {
+        id(item): name
+        for name, value in scope.items()
+        for item in _items_of(value)
+        if id(item) in wanted
+    }
+    known = holding | {id(value): name for name, value in scope.items()}
     return list(dict.fromkeys(known.get(id(value), fallback) for value in values))

@@ -5,9 +5,10 @@ import contextlib
 import os
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import TracebackType
+from typing import NoReturn
 
 from rich.console import Console
 
@@ -17,7 +18,7 @@ from graphfsdp.errors import ConfigError
 from graphfsdp.preflight.report import CheckReport
 from graphfsdp.preflight.script import ScriptCheck, ScriptError
 
-_EXIT_HAZARDS = 1
+_EXIT_HAZARDS, _EXIT_NO_CHECK = 1, 2
 _EXPECTED = "SCRIPT.py, -m MODULE or MODULE:FUNCTION"
 _DESCRIPTION = """\
 Run one training iteration under the rules of a capture and report everything that a graph
@@ -54,25 +55,23 @@ def run_check(arguments: Sequence[str], console: Console) -> int:
     given = _parse(arguments)
     flags = {name: value for name, value in vars(given).items() if name in flags_of(ScriptCheck)}
     how = ScriptCheck(given.ignore, **flags)
+    show = _Shows(given.json)
     # The program's own output must not get into JSON that another program reads.
     aside = contextlib.redirect_stdout(sys.stderr) if given.json == "-" else None
     try:
         with aside or contextlib.nullcontext():
-            report = _report(how, given)
+            report = _report(how, given, show)
     except ScriptError as error:
         if error.cause is not None:
             _show_traceback(error.cause)
         raise
-    _show(report, given.json)
-    return 0 if report.ok else _EXIT_HAZARDS
+    return show(report)
 
 
-def _report(how: ScriptCheck, given: argparse.Namespace) -> CheckReport:
+def _report(how: ScriptCheck, given: argparse.Namespace, show: "_Shows") -> CheckReport:
     name, *rest = given.target_and_arguments
-    if given.module:
-        return how.run_script(name, rest, is_module=True)
-    if Path(name).is_file():
-        return how.run_script(name, rest, is_module=False)
+    if given.module or Path(name).is_file():
+        return how.run_script(name, rest, is_module=given.module, end_process=show.and_end)
     if ":" in name:
         if rest:
             raise ConfigError(f"{name} takes no arguments, got {' '.join(rest)}")
@@ -127,19 +126,42 @@ def _ours(arguments: Sequence[str]) -> list[str]:
     return list(arguments[:index])
 
 
-def _show(report: CheckReport, json: str | None) -> None:
-    if json == "-":
-        sys.stdout.write(report.to_json_text() + "\n")
-        return
-    if json is not None:
+class _Shows:
+    """Shows a report where it was to be shown when this was made, whatever a script has moved."""
+
+    def __init__(self, json: str | None) -> None:
+        self._json = json
+        self._path = "" if json is None else os.path.abspath(json)
+        self._open, self._out, self._errors = open, sys.stdout, sys.stderr
+
+    def __call__(self, report: CheckReport) -> int:
+        """Return the exit code."""
+        code = 0 if report.ok else _EXIT_HAZARDS
+        if self._json == "-":
+            self._out.write(report.to_json_text() + "\n")
+            return code
+        if self._json is not None:
+            try:
+                with self._open(self._path, "w", encoding="utf-8") as file:
+                    file.write(report.to_json_text() + "\n")
+            except OSError as error:  # not exit code 1, which says that there are hazards
+                reason = error.strerror or str(error)
+                raise ConfigError(f"--json={self._json}: cannot be written ({reason})") from None
+        # Of several ranks, those that found something speak, and the first.
+        if os.environ.get("LOCAL_RANK", "0") == "0" or not report.ok:
+            self._out.write(f"{report}\n")
+        return code
+
+    def and_end(self, find: Callable[[], CheckReport]) -> NoReturn:
+        """Show what is found, and end the process as it stands."""
         try:
-            Path(json).write_text(report.to_json_text() + "\n", encoding="utf-8")
-        except OSError as error:  # not exit code 1, which says that there are hazards
-            reason = error.strerror or str(error)
-            raise ConfigError(f"--json={json}: cannot be written ({reason})") from None
-    if os.environ.get("LOCAL_RANK", "0") != "0" and report.ok:
-        return  # of several ranks, those that found something speak, and the first
-    sys.stdout.write(f"{report}\n")
+            code = self(find())
+        except ConfigError as error:
+            self._errors.write(f"error: {error}\n")
+            code = _EXIT_NO_CHECK
+        self._out.flush()
+        self._errors.flush()
+        os._exit(code)
 
 
 def _show_traceback(error: BaseException) -> None:

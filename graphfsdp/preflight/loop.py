@@ -5,7 +5,8 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from functools import wraps
+from dataclasses import replace
+from functools import cached_property, wraps
 from typing import Any, NoReturn
 from unittest import mock
 
@@ -14,10 +15,12 @@ from torch import Tensor, nn
 
 from graphfsdp import in_place
 from graphfsdp._capture.phase import Phase
+from graphfsdp._capture.step import CapturedStep
 from graphfsdp._capture.trace.source import user_source_line
-from graphfsdp.api import answering
+from graphfsdp.api import answering, make_engine
 from graphfsdp.base.hazards import HazardKind
 from graphfsdp.base.op_tensors import as_written
+from graphfsdp.config import Scope
 from graphfsdp.in_place.parts import Parts
 from graphfsdp.preconditions import Program
 from graphfsdp.preflight.check import check_program
@@ -36,6 +39,7 @@ class ScriptRun:
 
     Attributes:
         report: What was found; None until then.
+        is_to_end: Set when it is, or when the script has ended.
     """
 
     def __init__(self, target: str = "cuda", ignore: Sequence[HazardKind | str] = ()) -> None:
@@ -46,6 +50,7 @@ class ScriptRun:
         self._looks = True  # for a loop
         self._loop: WatchedLoop | None = None
         self._thread = threading.get_ident()
+        self.is_to_end = threading.Event()
         self._num_looks = 0  # for what may be trained, that found nothing
         self._next_look = 0.0  # seconds
 
@@ -103,7 +108,11 @@ class ScriptRun:
 
     def _on_call(self, module: nn.Module, args: Any, kwargs: Any) -> AbstractContextManager[object]:
         """Note a call; return what to run it in."""
-        if threading.get_ident() != self._thread or not self._looks:
+        if threading.get_ident() != self._thread:
+            return nullcontext()
+        if self.report is not None and trains(module):  # it has caught what was to end it
+            raise CheckedExit(0)
+        if not self._looks:
             return nullcontext()
         if self._loop is None and trains(module) and time.monotonic() >= self._next_look:
             began = time.monotonic()
@@ -136,7 +145,10 @@ class ScriptRun:
         self._has_captured, self._looks = True, False
         self._leave()
         return _CheckedStep(
-            lambda args, kwargs: self.end(check_program(program, args, kwargs, target=self._target))
+            program,
+            lambda args, kwargs: self.end(
+                check_program(program, args, kwargs, target=self._target)
+            ),
         )
 
     def _finish(self) -> None:
@@ -148,6 +160,7 @@ class ScriptRun:
         """End the script with a report."""
         self._looks = False
         self.report = self.report or report.without(self._ignored)
+        self.is_to_end.set()
         raise CheckedExit(0)
 
     def _leave(self) -> None:
@@ -156,14 +169,30 @@ class ScriptRun:
 
 
 class _CheckedStep(ExitStack):
-    """What a script gets in place of a captured step; its first call ends the script."""
+    """What a script gets in place of a captured step; its first call ends the script.
+
+    What it is asked before, a step answers that captures nothing.
+    """
 
     phase = Phase.WARMUP
-    grad_norm = None
 
-    def __init__(self, check: Callable[[tuple[Any, ...], dict[str, Any]], NoReturn]) -> None:
+    def __init__(
+        self, program: Program, check: Callable[[tuple[Any, ...], dict[str, Any]], NoReturn]
+    ) -> None:
         super().__init__()
-        self._check = check
+        self._program, self._check = program, check
+
+    @cached_property
+    def _eager(self) -> CapturedStep:
+        options = replace(self._program.options, scope=Scope.NONE)
+        engine = make_engine(replace(self._program, options=options))
+        step = CapturedStep(engine, options)
+        self.callback(step.close)
+        return step
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._eager, name)
 
     def __call__(self, *args: Any, **kwargs: Any) -> NoReturn:
+        self.close()
         self._check(args, kwargs)

@@ -1,7 +1,8 @@
 """Runs a program so that nothing on disk is changed: what it writes goes to a folder for it alone.
 
-Followed are Python's own ways to files and ``torch.save``. Not followed are libraries that write
-by themselves, in C or Rust, processes that the program starts, and the network.
+Followed are Python's own ways to files, ``torch.save`` and safetensors. Not followed are other
+libraries that write by themselves, in C or Rust, processes that the program starts, and the
+network.
 """
 
 import builtins
@@ -17,6 +18,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import safetensors.torch
 import torch
 
 _WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
@@ -29,7 +31,8 @@ def nothing_written() -> Iterator[None]:
     Temporary files lie there as well, where also what no Python opens is found: the sockets of
     worker processes, say. Devices are left alone.
     """
-    with tempfile.TemporaryDirectory(prefix="graphfsdp_check_") as scratch:
+    with tempfile.TemporaryDirectory(prefix="graphfsdp_check_") as made:
+        scratch = os.path.realpath(made)  # as the working directory is shown
         replaced = _Aside(Path(scratch)).replaced()
         temporary = os.path.join(scratch, "tmp")
         os.mkdir(temporary)
@@ -62,7 +65,11 @@ class _Aside:
             (os, "mkdir", self._mkdir),
             (os, "listdir", self._listdir),
             (os, "scandir", self._scandir),
+            (os, "chdir", self._chdir),
             (torch, "save", self._save),
+            (safetensors.torch, "serialize_file", self._save),
+            (safetensors.torch, "safe_open", self._open_tensors),
+            (safetensors, "safe_open", self._open_tensors),
         ]
         found += [(os, name, self._ask) for name in ("stat", "lstat", "access", "readlink")]
         changes = ("remove", "unlink", "rmdir", "truncate", "chmod", "utime")
@@ -75,10 +82,20 @@ class _Aside:
         """Return where a path lies aside; None for what is no path, or is left alone."""
         if not isinstance(path, str | bytes | os.PathLike):
             return None
-        whole = Path(os.path.abspath(os.fsdecode(path)))
+        named = os.fsdecode(path)
+        whole = Path(os.path.abspath(named))
+        if whole.is_relative_to(self._scratch) and not os.path.isabs(named):
+            return whole  # the program is in a folder that it has made
         if any(whole.is_relative_to(folder) for folder in self._free):
             return None
         return self._scratch / whole.relative_to(whole.anchor)
+
+    def _before(self, path: Any) -> Any:
+        """Return where it lies that the program has not written."""
+        whole = Path(os.path.abspath(os.fsdecode(path)))
+        if not whole.is_relative_to(self._scratch):
+            return path
+        return Path(whole.anchor) / whole.relative_to(self._scratch)
 
     def _for_writing(self, path: Any, *, keeps: bool) -> Any:
         """Return where to write; ``keeps``: what was there before is read or added to."""
@@ -86,8 +103,8 @@ class _Aside:
         if place is None:
             return path
         os.makedirs(place.parent, exist_ok=True)
-        if keeps and not place.exists() and os.path.isfile(path):
-            shutil.copyfile(path, place)
+        if keeps and not place.exists() and os.path.isfile(self._before(path)):
+            shutil.copyfile(self._before(path), place)
         return place
 
     def _open(self, original: Any, file: Any, *args: Any, **kwargs: Any) -> Any:
@@ -108,7 +125,9 @@ class _Aside:
     def _where(self, path: Any) -> Any:
         """Return where to read."""
         place = self._place(path)
-        return path if place is None or not os.access(place, os.F_OK) else place
+        if place is None:
+            return path
+        return place if os.access(place, os.F_OK) else self._before(path)
 
     def _ask(self, original: Any, path: Any, *args: Any, **kwargs: Any) -> Any:
         return original(self._where(path), *args, **kwargs)
@@ -126,7 +145,7 @@ class _Aside:
         found = list(original(aside))
         if aside is not path:
             with contextlib.suppress(OSError):  # there has been none
-                found += original(path)
+                found += original(self._before(path))
         return found
 
     def _mkdir(self, original: Any, path: Any, *args: Any, **kwargs: Any) -> None:
@@ -141,11 +160,24 @@ class _Aside:
     def _save(self, original: Any, obj: object, f: Any, *args: Any, **kwargs: Any) -> None:
         original(obj, self._for_writing(f, keeps=False), *args, **kwargs)
 
+    def _open_tensors(self, original: Any, filename: Any, *args: Any, **kwargs: Any) -> Any:
+        return original(self._where(filename), *args, **kwargs)
+
+    def _chdir(self, original: Any, path: Any) -> None:
+        """Go to where the folder was before, if it was there: libraries in C look there as well."""
+        place = self._place(path)
+        try:
+            original(path if place is None else self._before(path))
+        except FileNotFoundError:
+            if place is None:
+                raise
+            original(place)
+
     def _change(self, original: Any, path: Any, *args: Any, **kwargs: Any) -> None:
         """Do it to what lies aside; what has been there before stays as it is."""
-        where = self._where(path)
-        if where is not path or self._place(path) is None:
-            original(where, *args, **kwargs)
+        place = self._place(path)
+        if place is None or os.path.lexists(place):
+            original(path if place is None else place, *args, **kwargs)
         else:
             os.lstat(path)  # as it would, it says of what is not there that it is not
 

@@ -1,10 +1,16 @@
 """Checks a program that was not written for it: its first captured step, or a function of it."""
 
+import atexit
 import contextlib
 import importlib
+import importlib.util
+import os
 import runpy
 import signal
 import sys
+import threading
+import time
+import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +22,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from graphfsdp.base.hazards import HazardKind
+from graphfsdp.command_line import require
 from graphfsdp.errors import ConfigError, first_line
 from graphfsdp.preconditions import Program
 from graphfsdp.preflight.check import check_program
@@ -23,7 +30,10 @@ from graphfsdp.preflight.loop import ScriptRun
 from graphfsdp.preflight.no_writes import nothing_written
 from graphfsdp.preflight.report import CheckReport
 
-_NO_CUDA = ("CUDA", "NVIDIA", "accelerator")
+_NO_CUDA = ("CUDA", "_cuda", "NVIDIA", "accelerator")
+# So long a program may take to end by itself, its threads behind it.
+_GRACE_S = 60.0
+_THREADS_S = 5.0
 
 
 class ScriptError(ConfigError):
@@ -51,21 +61,41 @@ class ScriptCheck:
         float, "stop a script that has not come to its second iteration by then", "SECONDS"
     ] = 600.0
 
-    def run_script(self, name: str, arguments: Sequence[str], *, is_module: bool) -> CheckReport:
+    def __post_init__(self) -> None:
+        in_range = 0 < self.limit_s < threading.TIMEOUT_MAX / 2
+        require("limit_s", self.limit_s, in_range, "greater than 0, and a time that can pass")
+
+    def run_script(
+        self,
+        name: str,
+        arguments: Sequence[str],
+        *,
+        is_module: bool,
+        end_process: Callable[[Callable[[], CheckReport]], object],
+    ) -> CheckReport:
         """Run a script up to the first call of its captured step, and check that iteration.
 
         One that does not call ``graphfsdp.capture`` runs as far as its loop has to be watched.
+        ``end_process`` is handed what would be returned, where the script does not let itself be
+        ended.
         """
         run = ScriptRun(self.target, self.ignore)
         folder = "" if is_module else str(Path(name).resolve().parent)
         how = "ran to its end"
+        if is_module:
+            _refuse_no_module(name)
+
+        def give_up() -> None:
+            end_process(lambda: _found_by(run, f"did not end after {self.limit_s:g} seconds"))
+
         try:
             with (
                 _as_program([name, *arguments], folder),
                 self._device(),
                 nothing_written(),
+                _its_exits(),
                 run.following(),
-                _time_limit(self.limit_s),
+                _time_limit(self.limit_s, run, give_up),
             ):
                 if is_module:
                     runpy.run_module(name, run_name="__main__", alter_sys=True)
@@ -76,16 +106,12 @@ class ScriptCheck:
             how = f"was stopped after {self.limit_s:g} seconds"
         except SystemExit as done:
             how = f"ended with exit code {done.code}"
-        except Exception as error:  # whatever somebody else's program raises
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:  # whatever somebody else's program raises
             if run.report is None:
                 _refuse_failure(error, self)
-        if run.report is None:
-            raise ScriptError(
-                f"the program {how} and {run.came_to}. Remedy: let it run two iterations, or write "
-                "a function that returns (model, optimizer, batch, loss_fn) and check "
-                "MODULE:FUNCTION"
-            )
-        return run.report
+        return _found_by(run, how)
 
     def run_function(self, name: str) -> CheckReport:
         """Call a function that returns what ``graphfsdp.check`` takes, and check that.
@@ -114,34 +140,114 @@ class ScriptCheck:
         return cpu_instead() if self.device == "cpu" else contextlib.nullcontext()
 
 
+def _found_by(run: ScriptRun, how: str) -> CheckReport:
+    """Return the report of a program that has ended; ``how``: in which way."""
+    if run.report is None:
+        raise ScriptError(
+            f"the program {how} and {run.came_to}. Remedy: let it run two iterations, or write "
+            "a function that returns (model, optimizer, batch, loss_fn) and check "
+            "MODULE:FUNCTION"
+        )
+    return run.report
+
+
 class _OverTimeError(BaseException):
     """Ends a script that has not come to a check; nothing that it does catches this by accident."""
 
 
 @contextlib.contextmanager
-def _time_limit(limit_s: float) -> Iterator[None]:
-    """End the body after so many seconds."""
+def _time_limit(limit_s: float, run: ScriptRun, give_up: Callable[[], object]) -> Iterator[None]:
+    """End the body after so many seconds; ``give_up`` where it catches that, or waits in C."""
+    is_over = threading.Event()
 
     def end(*details: object) -> NoReturn:
         raise _OverTimeError
 
+    def watch() -> None:
+        run.is_to_end.wait(limit_s)
+        if not is_over.wait(_GRACE_S):
+            give_up()
+
     previous = signal.signal(signal.SIGALRM, end)
     signal.setitimer(signal.ITIMER_REAL, limit_s)
+    threading.Thread(target=watch, daemon=True).start()
     try:
         yield
     finally:
+        is_over.set()
+        run.is_to_end.set()
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, previous)
 
 
 @contextlib.contextmanager
 def _as_program(argv: list[str], folder: str) -> Iterator[None]:
-    with mock.patch.object(sys, "argv", argv), mock.patch.object(sys, "path", [folder, *sys.path]):
+    """Run the body as Python would run a program; streams and folder are then what they were."""
+    patches: dict[str, Any] = {"argv": argv, "path": [folder, *sys.path]}
+    patches |= {name: getattr(sys, name) for name in ("stdin", "stdout", "stderr", "excepthook")}
+    with mock.patch.multiple(sys, **patches), contextlib.chdir(os.getcwd()):
         yield
+
+
+@contextlib.contextmanager
+def _its_exits() -> Iterator[None]:
+    """Have what the body leaves for Python's exit happen when it ends, where files are led aside.
+
+    Its threads end with the process, some seconds later, whatever they do.
+    """
+    calls: list[tuple[Callable[..., object], Any, Any]] = []
+    threads: list[threading.Thread] = []
+    start, unregister = threading.Thread.start, atexit.unregister
+
+    def note(function: Callable[..., object], *args: Any, **kwargs: Any) -> Callable[..., object]:
+        calls.append((function, args, kwargs))
+        return function
+
+    def forget(function: Callable[..., object]) -> None:
+        calls[:] = [each for each in calls if each[0] != function]
+        unregister(function)
+
+    def start_for_now(thread: threading.Thread) -> None:
+        if not thread.daemon:
+            threads.append(thread)
+            thread.daemon = True
+        start(thread)
+
+    try:
+        with (
+            mock.patch.object(atexit, "register", note),
+            mock.patch.object(atexit, "unregister", forget),
+            mock.patch.object(threading.Thread, "start", start_for_now),
+        ):
+            yield
+    finally:
+        while calls:
+            function, args, kwargs = calls.pop()
+            try:
+                function(*args, **kwargs)
+            except Exception:  # Python goes on with the next one, too
+                traceback.print_exc()
+        until = time.monotonic() + _THREADS_S
+        for thread in threads:
+            thread.join(max(0.0, until - time.monotonic()))
+
+
+def _refuse_no_module(name: str) -> None:
+    """Refuse what ``python -m`` would not find."""
+    try:
+        spec = importlib.util.find_spec(name)
+        if spec is not None and spec.submodule_search_locations is not None:
+            spec = importlib.util.find_spec(f"{name}.__main__")
+    except (ImportError, ValueError):
+        spec = None
+    if spec is None:
+        raise ScriptError(f"there is no module {name!r} to run from here")
 
 
 def _find(name: str) -> Any:
     place, _, attribute = name.rpartition(":")
+    if not place:
+        raise ScriptError(f"{name!r} names no module; expected MODULE:FUNCTION")
     if place.endswith(".py"):
         if not Path(place).is_file():
             raise ScriptError(f"there is no file {place!r}")
@@ -176,9 +282,9 @@ def _arguments_of(made: object) -> dict[str, Any]:
     return found
 
 
-def _refuse_failure(error: Exception, how: ScriptCheck) -> NoReturn:
+def _refuse_failure(error: BaseException, how: ScriptCheck) -> NoReturn:
     message = f"the program failed before a check: {first_line(error)}"
-    if any(word in str(error) for word in _NO_CUDA):
+    if any(word in message for word in _NO_CUDA):
         message += (
             ". Remedy: it calls torch.cuda directly, which --device cpu cannot answer; make that "
             "depend on torch.cuda.is_available()"
@@ -193,7 +299,16 @@ def _refuse_failure(error: Exception, how: ScriptCheck) -> NoReturn:
 def cpu_instead() -> Iterator[None]:
     """Run a program that is written for a GPU; its GradScaler scales, as it would there."""
     tells = "torch.cuda.amp.common.amp_definitely_not_available"
-    with mock.patch(tells, return_value=False), CpuInstead():
+    autocast = torch.autocast.__init__
+
+    def on_cpu(mode: torch.autocast, device_type: str, *args: Any, **kwargs: Any) -> None:
+        autocast(mode, _replaced(device_type, "device"), *args, **kwargs)
+
+    with (
+        mock.patch(tells, return_value=False),
+        mock.patch.object(torch.autocast, "__init__", on_cpu),
+        CpuInstead(),
+    ):
         yield
 
 

@@ -285,7 +285,8 @@ class WatchedLoop:
             names=self._names_of_parts(),
             begins=begins,
             ends=user_source_line(),
-            inputs=names_of(*inputs, fallback="..."),
+            # Others are made in the iteration, or found by what makes up its code.
+            inputs=[name for name in names_of(*inputs, fallback="") if name],
             launches=watcher.launches(),
             has_other_shapes=any(each.forms != iteration.forms for each in self._judged),
             is_theirs=self._is_theirs,

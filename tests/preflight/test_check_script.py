@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import forked_programs
 import graphfsdp
 import loops
 from graphfsdp.cli import main
@@ -130,6 +131,10 @@ SAID: dict[str, tuple[int, list[str]]] = {
     "hooked.py": (0, ["can be captured: "]),
     # Files are copied, listed and removed, and the folder stays as it was.
     "files.py": (0, ["can be captured: "]),
+    "later.py": (0, ["can be captured: "]),
+    # A step answers before its first call, and autocast for a GPU is the CPU's.
+    "--device cpu asks.py": (0, ["can be captured: "]),
+    "batched.py": (0, ["step(batch) in place of", "def iterate(model, optimizer, batch)"]),
     # Functions that return what is to be checked.
     "factory:pair": (0, ["can be captured: "]),
     "factory.py:pair": (0, ["can be captured: "]),
@@ -237,6 +242,11 @@ def test_a_script_for_a_gpu_is_told_what_to_do_and_checked_with_device_cpu(
         ("factory:number", "no function 'number'"),
         ("factory:absent", "no function 'absent'"),
         ("nowhere:f", "no module 'nowhere'"),
+        (":f", "':f' names no module; expected MODULE:FUNCTION"),
+        ("-m nowhere", "there is no module 'nowhere' to run"),
+        ("-m nowhere.inside", "there is no module 'nowhere.inside' to run"),
+        ("--limit-s nan good.py", "--limit-s must be greater than 0"),
+        ("odd.py", "Odd: no message, whose making fails by ValueError"),
         ("nowhere.py:f", "no file 'nowhere.py'"),
     ],
 )
@@ -249,6 +259,26 @@ def test_what_cannot_be_checked_is_exit_code_2(
     assert "preflight/script.py" not in shown.err
     if line == "broken.py":
         assert "in f\n    raise ValueError('broken here')" in shown.err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "said"),
+    [
+        (["trains"], 0, "graphfsdp.capture_in_place(model, optimizer)"),
+        ([], 2, "did not end after 1 seconds and did not call graphfsdp.capture"),
+    ],
+)
+def test_a_script_that_does_not_let_itself_be_ended_is_ended(
+    folder: Path, arguments: list[str], code: int, said: str
+) -> None:
+    program = (
+        "import sys\nfrom graphfsdp.preflight import script\nscript._GRACE_S = 1.0\n"
+        "from graphfsdp.cli import main\nsys.exit(main(sys.argv[1:]))"
+    )
+    limit = ["--limit-s", "60" if code == 0 else "1"]
+    done = forked_programs.run_source(program, "check", *limit, f"{folder}/swallows.py", *arguments)
+    assert done.returncode == code
+    assert said in done.stdout + done.stderr
 
 
 def test_help_has_an_example_of_each_kind(capsys: pytest.CaptureFixture[str]) -> None:

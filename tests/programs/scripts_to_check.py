@@ -355,6 +355,78 @@ for step in range(20):
     assert len(list(Path("steps").glob("*/model.pt"))) <= 2
 """
 
+# One that goes into a folder which it has made, writes through safetensors, has its output
+# elsewhere, and leaves a thread and a function for Python's exit that write.
+LATER = """
+import atexit, io, os, sys, threading, torch, graphfsdp
+from pathlib import Path
+from safetensors.torch import load_file, save_file
+os.makedirs("run/inner")
+os.chdir("run/inner")
+assert "write" in Path("../../later.py").read_text() and "later.py" in os.listdir("../..")
+def write(name):
+    stop.wait()
+    Path(name).write_text("late")
+stop = threading.Event()
+threading.Thread(target=write, args=["../../thread.txt"]).start()
+atexit.register(write, "exit.txt")
+atexit.register(stop.set)
+sys.stdout = io.StringIO()
+model = torch.nn.Linear(2, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for step in range(20):
+    model(torch.ones(2, 2)).mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    save_file(model.state_dict(), "model.safetensors")
+    assert torch.equal(load_file("model.safetensors")["weight"], model.weight)
+    graphfsdp.save("../checkpoints", model, optimizer, step=step, keep_last=2)
+    assert graphfsdp.load("../checkpoints", model, optimizer).step == step
+"""
+# What is asked of a step before its first call, with modes of a GPU.
+ASKS = (
+    HEAD
+    + """
+def loss_fn(model, x):
+    with torch.autocast("cuda", dtype=torch.bfloat16):
+        return model(x).square().mean()
+step = graphfsdp.capture(model, optimizer, loss_fn=loss_fn, microbatches=2)
+before = model.weight.clone()
+print(step.report(), step.microbatches, step.phase, step.grad_norm)
+assert step.evaluate(torch.ones(2, 4)) == step.evaluate(torch.ones(2, 4))
+assert torch.equal(model.weight, before)
+step(torch.ones(2, 4))
+"""
+)
+# A batch whose tensors have no names of their own, and numbers that are drawn on the way.
+BATCHED = (
+    HEAD
+    + """
+for _ in range(20):
+    batch = {"x": torch.randn(8, 4), "y": torch.randn(8, 1)}
+    loss = (model(batch["x"] + torch.randn(8, 4)) - batch["y"]).square().mean()
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+"""
+)
+# Whatever ends it, it goes on.
+SWALLOWS = (
+    HEAD
+    + """
+import time
+while True:
+    try:
+        if "trains" in sys.argv:
+            model(torch.ones(2, 4)).mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        time.sleep(0.01)
+    except:
+        continue
+"""
+)
+
 PROGRAMS = {
     "good.py": GOOD,
     "neighbour.py": NEIGHBOUR,
@@ -378,6 +450,17 @@ PROGRAMS = {
     "target.py": TARGET,
     "skips.py": SKIPS,
     "files.py": FILES,
+    "later.py": LATER,
+    "asks.py": ASKS,
+    "batched.py": BATCHED,
+    "swallows.py": SWALLOWS,
+    "odd.py": HEAD
+    + """
+class Odd(BaseException):
+    def __str__(self):
+        raise ValueError
+raise Odd
+""",
     "leaving.py": HEAD + "sys.exit(3)",
     "hooked.py": """
 import torch

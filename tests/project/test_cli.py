@@ -21,6 +21,13 @@ def test_help_lists_every_command(capsys: pytest.CaptureFixture[str]) -> None:
         assert summary in shown
 
 
+def test_help_is_a_command_too(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["help"]) == 0
+    assert "  train " in capsys.readouterr().out
+    assert main(["help", "check"]) == 0
+    assert "usage: graphfsdp check" in capsys.readouterr().out
+
+
 def test_the_package_runs_as_a_module_and_tells_its_version() -> None:
     program = "import runpy; runpy.run_module('graphfsdp', None, '__main__')"
     done = forked_programs.run_source(program, "--version")
