@@ -113,8 +113,8 @@ def _open_token_file(path: Path) -> TokenArray:
     """OSError if it cannot be read, ConfigError if it holds something else."""
     if path.suffix == ".npy":
         try:
-            tokens: TokenArray = np.load(path, mmap_mode="r")
-        except ValueError as error:
+            tokens: TokenArray = np.lib.format.open_memmap(path, mode="r")
+        except (ValueError, EOFError) as error:
             raise ConfigError(
                 f"--data {path}: is no .npy file that can be mapped ({error})"
             ) from None

@@ -2,14 +2,13 @@
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 from graphfsdp.checkpoint import AsyncSaver, load, save
-from graphfsdp.checkpoint.folder import entries
 from graphfsdp.command_line import flag_name
 from graphfsdp.errors import ConfigError
 from graphfsdp.training.build import TrainingRun
+from graphfsdp.training.run_directory import begins_anew
 
 
 @dataclass(frozen=True)
@@ -60,7 +59,7 @@ class RunCheckpoints:
         config, run = self._run.config, self._run
         if config.load is None:
             return Position(), []
-        if config.load == config.save and not entries(Path(config.load)):
+        if begins_anew(config):
             return Position(), [f"{config.load} has no checkpoint yet: the run starts from nothing"]
         loaded = load(config.load, run.model, run.optimizer, objects={"run": self})
         position = self._position

@@ -8,6 +8,7 @@ from types import MappingProxyType
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -47,7 +48,16 @@ _KEPT = ("config.json", "generation_config.json", "tokenizer*", "special_tokens_
 
 def shape_of(folder: str) -> dict[str, Any]:
     """Return the settings that a model of that folder has, by the names of TrainConfig."""
-    theirs = _config(folder)
+    try:
+        return _shape_of(folder, _config(folder))
+    except (KeyError, TypeError, ZeroDivisionError) as error:
+        raise ConfigError(
+            f"--hf-model {folder}: config.json lacks a number of the model's shape, or has "
+            f"something else there ({error!r}); give a folder as save_pretrained writes it"
+        ) from None
+
+
+def _shape_of(folder: str, theirs: Mapping[str, Any]) -> dict[str, Any]:
     if theirs["model_type"] == "gpt2":
         _expect(folder, theirs, activation_function="gelu_new", layer_norm_epsilon=1e-5)
         _expect(folder, theirs, scale_attn_by_inverse_layer_idx=False, tie_word_embeddings=True)
@@ -92,7 +102,12 @@ def shape_of(folder: str) -> dict[str, Any]:
 def load_weights(model: GPT, folder: str) -> None:
     """Copy the weights of a folder into a model of its shape, on any device and in any dtype."""
     files = sorted(Path(folder).glob("*.safetensors"))
-    theirs = {name: t for file in files for name, t in load_file(file).items()}
+    try:
+        theirs = {name: t for file in files for name, t in load_file(file).items()}
+    except (OSError, SafetensorError) as error:
+        raise ConfigError(
+            f"--hf-model {folder}: its files of safetensors cannot be read ({error})"
+        ) from None
     # What a GPT-2 of the hub is without its language-model head lacks the prefix.
     theirs = {name.removeprefix("transformer."): tensor for name, tensor in theirs.items()}
     for name, ours in model.named_parameters():
@@ -101,7 +116,8 @@ def load_weights(model: GPT, folder: str) -> None:
         if missing:
             raise ConfigError(f"--hf-model {folder}: its files of safetensors lack {missing[0]}")
         found = [theirs[each].T if is_transposed else theirs[each] for each in names]
-        tensor = torch.cat(found)
+        goes_together = len({each.shape[1:] for each in found}) == 1
+        tensor = torch.cat(found) if goes_together else found[0]
         if tensor.shape != ours.shape:
             raise ConfigError(
                 f"--hf-model {folder}: {names[0]} makes {list(tensor.shape)} of {name}, which is "

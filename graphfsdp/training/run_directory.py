@@ -12,7 +12,8 @@ from typing import Any
 from safetensors.torch import save_file
 from torch import Tensor
 
-from graphfsdp.errors import ConfigError
+from graphfsdp.checkpoint.folder import entries, resolve
+from graphfsdp.errors import CheckpointError, ConfigError
 from graphfsdp.training.config import TrainConfig
 from graphfsdp.training.metrics import Metrics
 
@@ -26,6 +27,18 @@ def refuse_unusable_directories(config: TrainConfig) -> None:
     if config.save is not None:
         with in_the_words_of("--save", config.save):
             Path(config.save).mkdir(parents=True, exist_ok=True)
+    if config.load is not None and not begins_anew(config):
+        try:
+            resolve(Path(config.load))
+        except CheckpointError as error:
+            raise ConfigError(f"--load {config.load}: {error}") from None
+
+
+def begins_anew(config: TrainConfig) -> bool:
+    """Tell whether a run that saves where it loads has saved nothing yet."""
+    if config.load is None or config.load != config.save:
+        return False
+    return not entries(Path(config.load))
 
 
 def _refuse_used(out: str, *, resumes: bool) -> None:
@@ -113,7 +126,7 @@ def _kept_until(path: Path, iteration: int) -> list[str]:
     for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else ():
         try:
             step = json.loads(line)["step"]
-        except (ValueError, KeyError):
+        except (ValueError, KeyError, TypeError):
             break
         if step > iteration:
             break

@@ -89,8 +89,8 @@ def test_what_cannot_be_resumed_is_said(
     device: torch.device, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = str(tmp_path / "checkpoints")
-    assert main(arguments(device, tmp_path / "a", "--load", folder)) == 1
-    assert "is no folder of checkpoints" in capsys.readouterr().err
+    assert main(arguments(device, tmp_path / "a", "--load", folder)) == 2
+    assert f"--load {folder}: {folder} is no folder of checkpoints" in capsys.readouterr().err
     first = ["--save", folder, "--train-iters", "8", "--lr-warmup-iters", "2"]
     assert main(arguments(device, tmp_path / "a", *first)) == 0
     again = arguments(device, tmp_path / "b", "--load", folder, *first)

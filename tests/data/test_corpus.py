@@ -124,14 +124,14 @@ def test_of_a_huge_file_a_part_is_counted(tmp_path: Path, monkeypatch: pytest.Mo
     [
         (np.ones(4), r"holds float64 of shape \(4,\); expected tokens as integers"),
         (np.array([3, -1]), r"has numbers from -1 to 3; expected tokens in 0\.\."),
-        (None, r"is no .npy file that can be mapped"),
+        *((text, r"is no .npy file that can be mapped") for text in (b"no", b"", b"PK\3\4 zipped")),
     ],
-    ids=["floats", "negative", "text"],
+    ids=["floats", "negative", "text", "empty", "zip"],
 )
 def test_what_is_no_file_of_tokens_is_said(tokens: Any, said: str, tmp_path: Path) -> None:
     path = tmp_path / "x.npy"
-    if tokens is None:
-        path.write_bytes(b"no")
+    if isinstance(tokens, bytes):
+        path.write_bytes(tokens)
     else:
         np.save(path, tokens)
     with pytest.raises(ConfigError, match=said):

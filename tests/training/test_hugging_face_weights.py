@@ -104,6 +104,9 @@ def test_a_model_of_transformers_has_the_same_logits_and_takes_what_was_trained(
         ({"rope_parameters": {"rope_type": "llama3"}}, "has rope_type 'llama3'"),
         ({"rope_parameters": None, "rope_scaling": {"type": "linear"}}, "has type 'linear'"),
         ({**GPT2, "activation_function": "relu"}, "has activation_function 'relu'"),
+        ({"num_attention_heads": 0}, r"config\.json lacks a number of the model's shape"),
+        ({"hidden_size": None}, r"config\.json lacks a number of the model's shape"),
+        ({"model_type": "gpt2", "tie_word_embeddings": True}, r"KeyError\('n_positions'\)"),
     ],
 )
 def test_what_the_trainer_s_model_would_compute_otherwise_is_refused(
@@ -124,6 +127,9 @@ def test_other_shapes_missing_files_and_a_model_without_memory_are_refused(tmp_p
     wider = model_of(folder_of(tmp_path / "wider", {**LLAMA, "intermediate_size": 64}))
     with pytest.raises(ConfigError, match=r"mlp\.gate_proj\.weight makes \[48, 32\] of blocks\.0"):
         load_weights(wider, str(target))
+    (target / "model.safetensors").write_bytes(b"cut off")
+    with pytest.raises(ConfigError, match="its files of safetensors cannot be read"):
+        load_weights(model, str(target))
     with pytest.raises(ConfigError, match=r"config\.json cannot be read"):
         shape_of(str(tmp_path))
     with pytest.raises(ConfigError, match="--hf-model reads the whole weights"):
