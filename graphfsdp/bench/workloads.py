@@ -148,7 +148,7 @@ _GPU = (
     *("eager", "pytorch", "compile", "fsdp2"),
     *("forward_backward", "full_iteration", "compiled_recording"),
 )
-_ZOO = tuple((f"zoo-{name}", "fp32", 4, _FEW) for name in zoo.architectures())
+_ZOO = tuple((f"zoo-{name}", "fp32", 4, _QUICK) for name in zoo.architectures())
 # Workload, precision, batch size and contenders of each case, the most telling ones first.
 _SUITES: Mapping[str, tuple[tuple[str, Any, int, tuple[str, ...] | None], ...]] = MappingProxyType(
     {
