@@ -18,7 +18,7 @@ from graphfsdp._capture.inputs import StaticInputs, TensorLeaf
 from graphfsdp._capture.iteration import Iteration
 from graphfsdp._capture.messages import messages_as_operators
 from graphfsdp._capture.ranks.ranks import Ranks, WarmUpAgainError
-from graphfsdp._capture.recording import Recording, Recordings, Results, kept_by, new_of
+from graphfsdp._capture.recording import Recording, Recordings, Results
 from graphfsdp._capture.rules.constants import ConstantWatch
 from graphfsdp._capture.trace.backend import GraphBackend
 from graphfsdp._capture.trace.ran import Ran
@@ -365,7 +365,6 @@ class Engine:
         if trains:
             self.before_capture()
             scratch += self.gradients.storages()
-        before = kept_by(self.model)
         runs = self.backend.device.type == "cpu"
 
         def iterate() -> list[Tensor]:
@@ -381,7 +380,7 @@ class Engine:
         recording.begin(self.gradients.num_hooks())
         if trains:
             recording.landed = self.gradients.landed()
-            recording.kept = new_of(kept_by(self.model), before)
+            recording.kept = guards.kept
         self._step_together(recording)
         return results
 

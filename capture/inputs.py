@@ -26,10 +26,11 @@ class TensorLeaf:
     shape: torch.Size
     dtype: torch.dtype
     device: torch.device
+    layout: torch.layout
 
     @classmethod
     def of(cls, tensor: Tensor) -> "TensorLeaf":
-        return cls(tensor.shape, tensor.dtype, tensor.device)
+        return cls(tensor.shape, tensor.dtype, tensor.device, tensor.layout)
 
     def matches(self, leaf: object) -> bool:
         return (
@@ -37,10 +38,12 @@ class TensorLeaf:
             and leaf.shape == self.shape
             and leaf.dtype == self.dtype
             and leaf.device == self.device
+            and leaf.layout == self.layout
         )
 
     def __str__(self) -> str:
-        return f"a {self.dtype} tensor of shape {tuple(self.shape)} on {self.device}"
+        layout = "" if self.layout is torch.strided else f" of layout {self.layout}"
+        return f"a {self.dtype} tensor of shape {tuple(self.shape)} on {self.device}{layout}"
 
 
 @dataclass(frozen=True)
@@ -360,6 +363,8 @@ def _other_leaf(name: str, expected: TensorLeaf | PlainLeaf, leaf: object) -> st
         )
     elif isinstance(got, PlainLeaf):
         remedy = f"pass a tensor, as before ({_AS_TENSOR[isinstance(leaf, np.ndarray)]})"
+    elif got.layout != expected.layout:
+        remedy = f"pass it as the first batch was, {name}.to_dense()"
     elif got.shape == expected.shape:
         remedy = (
             f"pass it as the first batch was, {name}.to({expected.device.type!r}, "

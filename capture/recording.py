@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from graphfsdp._capture.gradients import Landed
 from graphfsdp._capture.guards.guards import Guards
+from graphfsdp._capture.guards.kept import Kept
 from graphfsdp._capture.inputs import StaticInputs
 from graphfsdp._capture.rules.constants import ConstantLog, ConstantWatch
 from graphfsdp._capture.trace.backend import Graph
@@ -21,22 +22,12 @@ from graphfsdp.config import OnChange
 from graphfsdp.errors import BatchMismatchError, split_remedy
 
 _LOG = logging.getLogger("graphfsdp")
-Kept = tuple[nn.Module, str, Tensor]  # module, attribute, what it holds
 
 
-def kept_by(model: nn.Module) -> list[Kept]:
+def kept_by(model: nn.Module) -> list[Tensor]:
     """Return the tensors that modules keep as plain attributes."""
-    return [
-        (module, name, value)
-        for module in model.modules()
-        for name, value in vars(module).items()
-        if isinstance(value, Tensor)
-    ]
-
-
-def new_of(kept: Sequence[Kept], before: Sequence[Kept]) -> list[Kept]:
-    old = {(id(module), name): tensor for module, name, tensor in before}
-    return [item for item in kept if old.get((id(item[0]), item[1])) is not item[2]]
+    held = (value for module in model.modules() for value in vars(module).values())
+    return [value for value in held if isinstance(value, Tensor)]
 
 
 class Results:
@@ -107,8 +98,7 @@ class Recording:
         guards: What must be as it was when the graph was made; None before that.
         constants: Compares the last warm-up with the capture; None before the last warm-up.
         has_waited: Its warm-up has begun anew once, for other values than before.
-        kept: What the recorded iteration has left in plain attributes of modules; a replay writes
-            into these tensors.
+        kept: What the recorded iteration has left in Python; a replay writes into these tensors.
     """
 
     results: Results

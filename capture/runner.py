@@ -14,6 +14,7 @@ from torch import Tensor
 from graphfsdp._capture.ahead_of_time import FirstStates
 from graphfsdp._capture.audit import Auditor
 from graphfsdp._capture.engine import Engine
+from graphfsdp._capture.guards.kept import put_back as put_kept_back
 from graphfsdp._capture.phase import Phase
 from graphfsdp._capture.recording import Recording, Recordings
 from graphfsdp._capture.report.report import CaptureReport
@@ -143,8 +144,7 @@ class Runner:
             engine.optimizer.before_replay()
         engine.gradients.rebind(recording.landed)
         if engine.replayed is not recording:  # somebody's eager run may have put others there
-            for module, name, tensor in recording.kept:
-                vars(module)[name] = tensor
+            put_kept_back(recording.kept)
             engine.replayed = recording
 
     def _after_replay(self) -> None:

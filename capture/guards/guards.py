@@ -15,6 +15,7 @@ from graphfsdp._capture.guards.hooks import (
     tables_of_modules,
     users_hooks,
 )
+from graphfsdp._capture.guards.kept import Held, Kept
 from graphfsdp._capture.guards.modules import classes, modes, structure, weights_of
 from graphfsdp._capture.guards.moves import Before, Move, refuse_deciding
 from graphfsdp._capture.guards.names import ReadNames
@@ -39,6 +40,7 @@ class Guards:
     Attributes:
         moves: What the recorded iteration has moved in Python and decides nothing, once it is
             armed.
+        kept: What it has left in Python, once it is armed.
     """
 
     def __init__(
@@ -75,8 +77,10 @@ class Guards:
         self._ran = ran
         self._names = ReadNames(ran)
         self._began: Before | None = None
+        self._held: Held | None = None
         self._assignments = Assignments()
         self.moves: Sequence[Move] = ()
+        self.kept: list[Kept] = []
         self._units = units_of(model)
         self._unit_settings: list[Any] = []  # before the recording
         self._kinds: list[Places | ReadPlaces] = []
@@ -87,7 +91,9 @@ class Guards:
     def recording(self) -> Iterator[None]:
         """Enter while the iteration is recorded."""
         self._unit_settings = settings_of(self._units)
-        self._began = self.python()
+        found = self._walk()
+        self._began, self._held = Before(found), Held(found)
+        del found  # it holds tensors that the iteration may let go
         with self._assignments.noting():
             yield
 
@@ -98,9 +104,11 @@ class Guards:
             was_read: Tells whether the recording has touched a tensor's storage.
             refuse: Raises what it is given, or notes it.
         """
-        before = self._began
+        before, held = self._began, self._held
         assert before is not None
+        assert held is not None
         found = self._walk()
+        self.kept, self._held = held.left(found), None
         self.moves = refuse_deciding(before.moves_to(found), self._ran, found, refuse)
         # No method of this: what a dropped step holds is to be freed without the collector.
         take = partial(walk, self._names, self._model, self._functions)
@@ -190,7 +198,8 @@ class Guards:
     def close(self) -> None:
         """Let go of everything."""
         self._kinds, self._read, self._asked = [], None, Asked(())
-        self._began = None
+        self._began = self._held = None
+        self.kept = []
 
     def _walk(self) -> Walk:
         return walk(self._names, self._model, self._functions)

@@ -67,7 +67,9 @@ def _mode_changes(
         name = f"module {path!r}" if path else "the model"
         if num_below:
             name += f" (with {num_below} modules in it)"
-        call = f"{path or 'model'}.{'train' if old else 'eval'}()"
+        is_name = all(part.isidentifier() for part in path.split("."))
+        owner = f"model.{path}" if is_name else f"model.get_submodule({path!r})"
+        call = f"{owner if path else 'model'}.{'train' if old else 'eval'}()"
         remedy = f"call {call} before the step (validation in between is fine)"
         yield Change(ChangeKind.MODE, name, words[old], words[not old], remedy)
 

@@ -103,6 +103,8 @@ def _group_changes(
 ) -> Iterator[Change]:
     if list(map(id, old)) != list(map(id, new)):
         words = (_listed(names, old, new), _listed(names, new, old))
+        if words[0] == words[1]:
+            words = words[0], f"{words[1]} in another order"
         yield Change(ChangeKind.GROUPS, title, *words, _GROUPS)
 
 

@@ -275,7 +275,7 @@ def same_objects(live: Any, copy: Any) -> bool:
 
 def change_of(title: str, old: Any, new: Any) -> Change:
     """Return the change of a value; of a container, of the first item that differs."""
-    remedy = _remedy(old)
+    remedy = _remedy(new if old is MISSING else old)
     title, old, new = _first_difference(title, old, new)
     words = show(old, new), show(new, old)
     if words[0] == words[1]:

@@ -34,6 +34,8 @@ from graphfsdp._capture.guards.places import (
     is_plain,
 )
 from graphfsdp._capture.trace.source import file_of, has_compiled, is_installed_file, is_users_file
+from graphfsdp.base.hazards import HazardKind
+from graphfsdp.errors import CaptureError
 
 _MAX_ITEMS = 10_000  # of longer containers, only the length is looked at
 _MAX_OBJECTS = 1_000  # in one container
@@ -69,6 +71,7 @@ class Walk:
         sure: Titles of those that the model and its functions lead to; others come of functions
             that merely have the code, of which some are made anew each time.
         modules: The modules that it met, by their ids, with what they are called.
+        tables: What other objects that it met hold as attributes, by ids.
     """
 
     def __init__(
@@ -77,6 +80,7 @@ class Walk:
         """Walk now; ``functions`` are the loss function, or the user's iteration, and hooks."""
         self.places: dict[str, Place] = {}
         self.modules: dict[int, tuple[str, nn.Module]] = {}
+        self.tables: dict[int, dict[str, Any]] = {}
         self._names = names
         self._seen: set[tuple[object, ...]] = set()
         self._alive: list[object] = []  # whose ids are in there
@@ -218,6 +222,14 @@ class Walk:
 
     def _module(self, path: str, module: nn.Module) -> None:
         """Look at what code that ran reads of a module, and of what that holds."""
+        if isinstance(module, torch.jit.ScriptModule):
+            raise CaptureError(
+                f"the iteration comes to {path or type(module).__name__!r}, which is TorchScript; "
+                "its attributes lie in C++, where nothing sees that they change. Ways out: the "
+                "module as it was before torch.jit.script or trace, with the same state_dict; "
+                "graphfsdp.capture_in_place, which runs it as written; or scope='none'",
+                kind=HazardKind.STATE,
+            )
         self.modules.setdefault(id(module), (path, module))
         kind, handed = type(module), self._names.handed
         # What functions read of a module that they are handed, if it has that.
@@ -374,6 +386,9 @@ class Walk:
         self, title: str, value: Any, read: AbstractSet[str], deeper: AbstractSet[str], depth: int
     ) -> None:
         names = dict.fromkeys(read, deeper)
+        table = None if isinstance(value, (type, *FUNCTIONS)) else _attributes_of(value)
+        if table is not None:
+            self.tables[id(table)] = table
         if isinstance(value, type) or not isinstance(value, FUNCTIONS):
             kind = value if isinstance(value, type) else type(value)
             for name, more in self._names.read_of_class(kind).items():

@@ -152,7 +152,7 @@ class PartGraphs:
                 self._backend,
                 constants.ran,
                 partial(self._forward, constants),
-                state=[*module.parameters(), *module.buffers(), *(t for *_, t in kept_by(module))],
+                state=[*module.parameters(), *module.buffers(), *kept_by(module)],
                 given=self._inputs(),
                 refuse_more=constants.check_memory,
             )

@@ -155,6 +155,13 @@ class TorchAdapter(BakedAdapter):
     def _run_step(
         self, step: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
+        closure = next(filter(None, (*args, *kwargs.values())), None)
+        num_own = 1  # see stepping; others run before the closure
+        if closure and self._is_plain and len(self.optimizer._optimizer_step_pre_hooks) == num_own:
+            with torch.enable_grad():  # torch's own begin with this
+                loss = closure()
+            self._run_step(step, (), {})
+            return loss
         if self._steps_by_groups(step, args, kwargs):
             return None
         with self._as_capturable() as rates, one_mesh_at_a_time(self.optimizer):

@@ -90,6 +90,17 @@ pytree.register_pytree_node(
 )
 
 
+class Nameless(Rows):
+    """Registered as torch's remedy has it, without names for what is in it."""
+
+
+pytree.register_pytree_node(
+    Nameless,
+    lambda rows: (list(rows.data.values()), list(rows.keys())),
+    lambda values, keys: Nameless(**dict(zip(keys, values, strict=True))),
+)
+
+
 def mean_square(x: Tensor) -> Tensor:
     return x.square().mean()
 
@@ -201,6 +212,11 @@ PROGRAMS = {
         writes_rows,
         lambda x: (Rows(x=x, inside=Rows(y=x + 1)),),
         lambda zeros: (Rows(h=zeros),),
+    ),
+    "a class that is registered without names": Program(
+        writes_rows,
+        lambda x: (Nameless(x=x, inside=Rows(y=x + 1)),),
+        lambda zeros: (Nameless(h=zeros),),
     ),
     "gradients of an input": Program(forces),
     "an input in the autograd graph": Program(gates),

@@ -191,6 +191,15 @@ def test_torchscript_is_refused_by_name_and_the_ways_out_work(make: Make, where:
     check_captured(lambda: nn.Sequential(make()), scope="none")  # a hook counts calls
 
 
+def test_torchscript_beside_the_model_is_refused_by_name() -> None:
+    critic, model = scripted(Plain()), Plain()
+    options: Any = {"loss_fn": lambda model, x: model(critic(x) + x), "warmup_steps": 1}
+    with graphfsdp.capture(model, adam(model.parameters()), **options) as step:
+        step(X)
+        with pytest.raises(graphfsdp.CaptureError, match=r"is TorchScript.*capture_in_place"):
+            step(X)
+
+
 def test_a_function_of_torchscript_is_captured() -> None:
     @scripted
     def gate(x: Tensor, scale: float) -> Tensor:

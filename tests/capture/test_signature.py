@@ -70,6 +70,10 @@ MISMATCHES: dict[str, tuple[Change, str]] = {
         r"args\[1\]: .*got a torch.float64.*args\[1\].to\('c.*float32",
     ),
     "integers": (set_weights(lambda w: w.long()), r"args\[1\]: .*float32.*got a torch.int64"),
+    "layout": (
+        set_weights(lambda w: w.to_sparse()),
+        r"args\[1\]: .*got .* of layout torch\.sparse_coo.*args\[1\]\.to_dense\(\)",
+    ),
     "device": (set_weights(lambda w: w.to("meta")), r"args\[1\]: .*got .* on meta"),
     "number_for_tensor": (
         set_weights(lambda w: 1.5),

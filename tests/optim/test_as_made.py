@@ -169,6 +169,24 @@ def test_a_step_inside_an_own_iteration_is_the_same(name: str, device: torch.dev
     as_eager(name, device, iteration=steps_once())
 
 
+def steps_by_a_closure(
+    model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor
+) -> Tensor | None:
+    def closure() -> Any:
+        optimizer.zero_grad()
+        loss = mean_square(model, x)
+        loss.backward()
+        return loss
+
+    loss: Any = optimizer.step(closure)
+    return None if loss is None else loss.detach()
+
+
+@pytest.mark.parametrize("name", ["AdamW", "SGD, nesterov", "Adagrad", "NAdam", "Muon"])
+def test_a_step_by_a_closure_is_the_same(name: str, device: torch.device) -> None:
+    as_eager(name, device, iteration=steps_by_a_closure)
+
+
 def loads(model: nn.Module, optim: torch.optim.Optimizer) -> Callable[[], None]:
     """Load, after some replays, a state with another lr, another step count, other moments."""
     calls = itertools.count()

@@ -104,6 +104,69 @@ def test_a_tensor_that_is_replaced_before_the_capture_costs_one_more_warm_up(
     step.close()
 
 
+def by_a_hook(model: nn.Module) -> tuple[Any, Callable[[], Any]]:
+    seen: dict[str, Tensor] = {}
+    model.register_forward_hook(lambda module, args, out: seen.__setitem__("out", out))
+    return (lambda model, x: model(x).square().mean()), lambda: seen["out"]
+
+
+def in_a_list(model: nn.Module) -> tuple[Any, Callable[[], Any]]:
+    seen: list[Tensor] = []
+    model.register_forward_hook(lambda module, args, out: seen.append(out.detach()))
+
+    def loss_fn(model: nn.Module, x: Tensor) -> Tensor:
+        seen.clear()
+        loss: Tensor = model(x).square().mean()
+        return loss
+
+    return loss_fn, lambda: seen[0]
+
+
+def as_an_attribute(model: nn.Module) -> tuple[Any, Callable[[], Any]]:
+    class Criterion:
+        def __call__(self, model: nn.Module, x: Tensor) -> Tensor:
+            self.outs: list[Tensor] = [model(x)]
+            return self.outs[0].square().mean()
+
+    criterion: Any = Criterion()
+    return criterion, lambda: criterion.outs[0]
+
+
+def as_a_variable(model: nn.Module) -> tuple[Any, Callable[[], Any]]:
+    last: Any = None
+
+    def loss_fn(model: nn.Module, x: Tensor) -> Tensor:
+        nonlocal last
+        last = model(x)
+        loss: Tensor = last.square().mean()
+        return loss
+
+    return loss_fn, lambda: last
+
+
+@pytest.mark.parametrize("make", [by_a_hook, in_a_list, as_an_attribute, as_a_variable])
+def test_what_is_kept_to_be_looked_at_is_that_of_the_last_call(
+    device: torch.device, make: Callable[[nn.Module], tuple[Any, Callable[[], Any]]]
+) -> None:
+    runs = []
+    for scope in ("none", "full_iteration"):
+        torch.manual_seed(0)
+        model = nn.Linear(4, 4).to(device)
+        optimizer = FusedAdam(model.parameters(), lr=1e-2)
+        loss_fn, look = make(model)
+        options: Any = {"loss_fn": loss_fn, "scope": scope, "on_change": "recapture", "audit": 4}
+        seen = []
+        with graphfsdp.capture(model, optimizer, **options) as step:
+            for index in range(24):
+                step(torch.randn(2 + index // 2 % 2, 4, device=device))
+                seen.append(look().detach().clone())
+            calls = step.report().num_calls
+        runs.append(torch.cat(seen))
+    assert calls["replay"] >= 12
+    assert calls["audit"] >= 2
+    assert torch.equal(*runs)
+
+
 def test_results_may_be_the_next_batch(device: torch.device) -> None:
     def loss_fn(model: nn.Module, x: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
         out = model(x + hidden)
