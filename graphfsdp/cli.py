@@ -1,5 +1,6 @@
 """The command line: ``graphfsdp COMMAND ...``, also as ``python -m graphfsdp COMMAND ...``."""
 
+import io
 import os
 import re
 import signal
@@ -56,9 +57,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
     speaks = os.environ.get("LOCAL_RANK", "0") == "0"
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper) and stream.errors == "strict":
+            stream.reconfigure(errors="backslashreplace")  # of an encoding without such letters
     errors = Console(stderr=True, quiet=not speaks)
     try:
-        return _dispatch(arguments)
+        code = _dispatch(arguments)
+        _flush()
+        return code
     except SystemExit as done:  # argparse, after printing a help
         return done.code if isinstance(done.code, int) else 0
     except KeyboardInterrupt:
@@ -77,6 +83,14 @@ def main(argv: Sequence[str] | None = None) -> int:
             return _tell_of_interrupt(errors)
         _complain_of_rank(str(error))
         return EXIT_FAILED
+
+
+def _flush() -> None:
+    """Write what is left; nothing, where the reader has left, as ``head`` does."""
+    try:
+        sys.stdout.flush()
+    except BrokenPipeError:  # which Python would tell of when it ends
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _tell_of_interrupt(errors: Console) -> int:

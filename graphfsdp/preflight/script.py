@@ -82,8 +82,6 @@ class ScriptCheck:
         run = ScriptRun(self.target, self.ignore)
         folder = "" if is_module else str(Path(name).resolve().parent)
         how = "ran to its end"
-        if is_module:
-            _refuse_no_module(name)
 
         def give_up() -> None:
             end_process(lambda: _found_by(run, f"did not end after {self.limit_s:g} seconds"))
@@ -98,6 +96,7 @@ class ScriptCheck:
                 _time_limit(self.limit_s, run, give_up),
             ):
                 if is_module:
+                    _refuse_no_module(name)
                     runpy.run_module(name, run_name="__main__", alter_sys=True)
                 else:
                     # Python's own `__file__` of a script is absolute, too.
@@ -106,7 +105,7 @@ class ScriptCheck:
             how = f"was stopped after {self.limit_s:g} seconds"
         except SystemExit as done:
             how = f"ended with exit code {done.code}"
-        except KeyboardInterrupt:
+        except (KeyboardInterrupt, ScriptError):
             raise
         except BaseException as error:  # whatever somebody else's program raises
             if run.report is None:

@@ -2,6 +2,7 @@
 
 import gc
 import json
+import os
 import runpy
 import shlex
 import sys
@@ -200,12 +201,17 @@ def test_what_a_graph_cannot_hold_is_told_and_nothing_else(
 
 
 def test_a_module_is_run_like_python_m(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    sys.path.insert(0, str(folder))
-    try:
-        assert main(["check", "-m", "good", "2"]) == 0
-    finally:
-        sys.path.remove(str(folder))
+    assert main(["check", "-m", "good", "2"]) == 0
     assert "iteration 0 __main__" in capsys.readouterr().out
+
+
+def test_a_reader_that_has_left_is_no_error(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    reads, writes = os.pipe()
+    os.close(reads)
+    with open(writes, "w") as pipe:
+        monkeypatch.setattr(sys, "stdout", pipe)
+        assert main(["check", "factory.py:pair"]) == 0
+        pipe.flush()
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")

@@ -1,6 +1,8 @@
 """The command line: commands, exit codes, bad input."""
 
 import argparse
+import io
+import sys
 from pathlib import Path
 
 import pytest
@@ -19,6 +21,15 @@ def test_help_lists_every_command(capsys: pytest.CaptureFixture[str]) -> None:
     for name, (summary, _) in cli.COMMANDS.items():
         assert f"  {name} " in shown
         assert summary in shown
+
+
+def test_names_that_the_terminal_has_no_letters_for_are_told(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    shown = io.BytesIO()
+    monkeypatch.setattr(sys, "stderr", io.TextIOWrapper(shown, "ascii", write_through=True))
+    assert main(["train", "--data", "größe.txt"]) == 2
+    assert b"--data gr\\xf6\\xdfe.txt: cannot be read" in shown.getvalue()
 
 
 def test_help_is_a_command_too(capsys: pytest.CaptureFixture[str]) -> None:
