@@ -268,9 +268,13 @@ class Walk:
                 )
                 continue
             base = next((base for base in bases if name in vars(base)), None)
-            if own is not None and (base is not None or (is_module and not depth)):
-                # What an object gets of its own comes before what its class has.
+            # What an object gets of its own comes before what its class has, and before a default
+            # with which code asks for it by its name.
+            is_asked_for = base is not None or name in self._names.texts
+            if own is not None and (is_asked_for or (is_module and not depth)):
                 self._note(what, own, name, MISSING, f".{name}")
+            elif own is None and base is None and is_asked_for and owner is kind:
+                self._note(what, vars(kind), name, MISSING, f".{name}", of_class=kind)
             if base is not None and base not in OF_PYTHON:
                 self._add_class(owner, base, name, deeper, depth)
 

@@ -1,9 +1,12 @@
 """Which Python code an iteration has run."""
 
+import io
+import logging
 import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from queue import SimpleQueue
 from types import CodeType, FrameType, FunctionType
 from typing import Any
 
@@ -14,6 +17,9 @@ from graphfsdp._capture.trace.source import (
     is_users_file,
 )
 from graphfsdp.base.torch_internals import dispatch_mode_stack
+
+_LOGS = logging.Logger.callHandlers.__code__  # what a logger's level lets through
+_TELLS = ("print", "write", "writelines", "put")  # names of functions in C
 
 
 class Ran:
@@ -30,11 +36,14 @@ class Ran:
     Attributes:
         codes: All of it.
         asked: Calls of users' code that have told the time or asked for a file, in words.
+        told: Names of the functions that have printed, logged, or put something into a queue or a
+            file, in what was noted; what they are called with is found nowhere else.
     """
 
     def __init__(self) -> None:
         self.codes: set[CodeType] = set()
         self.asked: dict[str, None] = {}
+        self.told: list[str] = []
         self._watching: set[CodeType] = set()  # of modes around it
 
     def by_users(self) -> set[CodeType]:
@@ -70,10 +79,16 @@ class Ran:
             return
         self.leave_out_modes()
         codes, thread = self.codes, threading.get_ident()
+        told: list[str] = []
+        self.told = told
 
         def hook(frame: FrameType, event: Any, arg: Any) -> None:
             if event == "call":
                 codes.add(frame.f_code)
+                if frame.f_code is _LOGS:
+                    told.append("logging")
+            elif event == "c_call" and arg.__name__ in _TELLS and _is_told(arg):
+                told.append(arg.__name__)
             if previous is not None and threading.get_ident() == thread:
                 previous(frame, event, arg)
 
@@ -82,3 +97,7 @@ class Ran:
             yield
         finally:
             sys.setprofile(previous)
+
+
+def _is_told(function: Any) -> bool:
+    return function is print or isinstance(function.__self__, (io.IOBase, SimpleQueue))

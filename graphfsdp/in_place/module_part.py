@@ -417,9 +417,9 @@ class ModulePart:
 class _Settling:
     """Tells whether a warm-up did what it did not do the time before.
 
-    What has been drawn from an iterator, or read from a file, cannot be put back when a recording
-    is given up, nor a tensor in whose place an object of the user's has got another. So one is
-    begun only behind a warm-up that did nothing of the kind.
+    What has been drawn from an iterator, read from a file or printed cannot be put back when a
+    recording is given up, nor a tensor in whose place an object of the user's has got another. So
+    one is begun only behind a warm-up that did nothing of the kind.
     """
 
     def __init__(self, module: nn.Module, device: torch.device, constants: ConstantWatch) -> None:
@@ -437,6 +437,8 @@ class _Settling:
         moves = self._guards.moved(self._before, but_for_tensors=False)
         if moves:
             return f"it moves Python: {moves[0]}"
+        if told := self._constants.ran.told:
+            return f"it tells something ({told[0]}), which a replay does not"
         for found in self._known.differences(now):
             if found.kind is not HazardKind.STATE:  # memory, which a recording looks at
                 return found.hazard.why

@@ -2,12 +2,14 @@
 
 import io
 import itertools
+import logging
 import os
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
+from queue import SimpleQueue
 from types import SimpleNamespace
 from typing import Any
 
@@ -31,6 +33,10 @@ from parts_helpers import (
 
 START = time.monotonic()
 LINES = io.StringIO("1\n" * 1000)
+LOGGER = logging.getLogger("a user's")
+LOGGER.setLevel(logging.INFO)
+LOGGED = io.StringIO()
+LOGGER.addHandler(logging.StreamHandler(LOGGED))
 SWITCH = Path(__file__).with_name("nobody has this")
 
 
@@ -54,6 +60,8 @@ class Around(nn.Module):
         self.recent = OrderedDict.fromkeys(range(4))
         self.told: list[Any] = []
         self.held = SimpleNamespace(state=torch.zeros(8, 4))
+        self.printed = io.StringIO()
+        self.queue: SimpleQueue[Tensor] = SimpleQueue()
 
     def forward(self, x: Tensor) -> Any:
         return self.what(self, x)
@@ -143,6 +151,27 @@ def test_what_no_graph_can_hold_runs_as_written_and_the_net_in_it_is_captured(
     assert states(check(trains, device=device))["model"] == "captured"
 
 
+def prints(module: Any, x: Tensor) -> Any:
+    print(len(x), file=module.printed)
+    return module.net(x)
+
+
+def writes(module: Any, x: Tensor) -> Any:
+    module.printed.write("x")
+    return module.net(x)
+
+
+def logs(module: Any, x: Tensor) -> Any:
+    LOGGER.info("%d rows", len(x))
+    return module.net(x)
+
+
+def puts_into_a_queue(module: Any, x: Tensor) -> Any:
+    logits = module.net(x)
+    module.queue.put(logits.detach())
+    return logits
+
+
 def advances_an_iterator(module: Any, x: Tensor) -> Any:
     module.told.append(next(module.numbers))
     return module.net(x)
@@ -194,6 +223,10 @@ def marks(module: Any, x: Tensor, *, result: bool) -> Any:
 
 # In Python, or on tensors.
 DONE: dict[str, Callable[[Any, Tensor], Any]] = {
+    "a line that is printed": prints,
+    "a line that is written": writes,
+    "a line that is logged": logs,
+    "a queue": puts_into_a_queue,
     "another tensor of an object": gives_an_object_another_tensor,
     "a hook of a weight": hooks_its_weight,
     "an iterator": advances_an_iterator,
@@ -213,6 +246,7 @@ DONE: dict[str, Callable[[Any, Tensor], Any]] = {
 @pytest.mark.parametrize("what", DONE)
 def test_what_a_call_does_beside_its_result_is_done_once_and_found(what: str) -> None:
     def loop(model: Any, optimizer: torch.optim.Optimizer) -> Iterator[Any]:
+        LOGGED.seek(0)
         first = torch.ones(6, requires_grad=True)
         for _, x, y in batches():
             optimizer.zero_grad()
@@ -226,6 +260,8 @@ def test_what_a_call_does_beside_its_result_is_done_once_and_found(what: str) ->
             model.held.state = model.held.state.detach()
             yield from (loss, first.grad, number, Around.num_calls, list(model.recent))
             yield len(model.told) and model.told[-1]
+            yield from (model.printed.tell(), LOGGED.tell())
+            yield model.queue.qsize() and model.queue.get_nowait()
             for kept in (given, logits):
                 yield kept.grad if kept.retains_grad else 0
 

@@ -78,6 +78,18 @@ def of_its_class() -> Way:
     return Way(lambda: owner.weight, put, "'weight' of .* was missing")
 
 
+def of_absent(owner: Any) -> Way:
+    """Return the way to what is asked for by its name, with a default until it is there."""
+
+    def put(n: int) -> None:
+        if n != 1:
+            owner.absent = n
+        elif hasattr(owner, "absent"):
+            del owner.absent
+
+    return Way(lambda: getattr(owner, "absent", 1), put, "'absent' of .* was missing")
+
+
 def of_memory() -> Way:
     weight = torch.ones(())
     memory = {1: weight.data, 2: torch.full((), 2.0)}
@@ -100,6 +112,8 @@ REPLACED: dict[str, Callable[[], Way]] = {
     "registered": of_registry,
     "keyword_of_a_partial": of_keyword,
     "attribute_of_its_class": of_its_class,
+    "absent_attribute": lambda: of_absent(types.SimpleNamespace()),
+    "absent_attribute_of_a_class": lambda: of_absent(type("Settings", (), {})),
     "memory_of_a_tensor": of_memory,
     "tensor": of_tensor,
 }
