@@ -28,7 +28,7 @@ from graphfsdp.base.capturable import CapturableOptimizer
 from graphfsdp.base.changes import Change
 from graphfsdp.base.op_tensors import as_written
 from graphfsdp.base.recomputation import torchs_checkpoints_as_ours
-from graphfsdp.base.sharded import main_grads_of, put_back, sharded_roots, units_of
+from graphfsdp.base.sharded import main_grads_of, sharded_roots, units_of
 from graphfsdp.base.streams import in_turn, nvtx_range
 from graphfsdp.config import CaptureOptions, MixedPrecisionPolicy, OnChange, Scope, Undo
 from graphfsdp.errors import CaptureError, GuardError, Refuse, raised
@@ -69,7 +69,6 @@ class Engine:
         self.backend = backend
         self._find_params = find_params
         self.units = units_of(model)
-        put_back(self.units)
         self._policy = policy
         self._make_iteration = make_iteration
         self._take_gradients()

@@ -16,7 +16,7 @@ from graphfsdp._capture.pipelines import Pipeline
 from graphfsdp._capture.trace.source import compiled_modules
 from graphfsdp.base.capturable import CapturableOptimizer, IterationPart
 from graphfsdp.base.hazards import HazardKind
-from graphfsdp.base.sharded import IGNORED, sharded_roots
+from graphfsdp.base.sharded import IGNORED, put_back, sharded_roots, units_of
 from graphfsdp.config import CaptureOptions, Compile, MixedPrecisionPolicy, Scope
 from graphfsdp.errors import ConfigError, PrecisionError
 from graphfsdp.optim.adapters.backends import JointOptimizer, UnsteppedOptimizer, adapt
@@ -214,6 +214,7 @@ def prepare(
     noting: Noting = raising,
 ) -> Trained:
     """Refuse what is wrong with a model and its optimizers by themselves."""
+    put_back(units_of(model))
     if options.scope is not Scope.NONE:
         refuse_opaque_modules(model)
         refuse_offloaded_shards(model)

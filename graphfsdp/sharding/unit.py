@@ -198,7 +198,7 @@ class Unit:
         self.in_forward = False
         self.schedule.leave_forward(self)
         if self.pinned:
-            self.group.install([view for _, view in self.group.full_views()])
+            self.group.install(self._leaves())
             return
         self.group.install_shards()
         if backward_id() != NO_BACKWARD and torch.is_grad_enabled() and self.group.trainable:
@@ -225,8 +225,8 @@ class Unit:
         self.pinned = True
         self.schedule.packed.forget()
         self.group.reshard(outside=True)
-        with torch.no_grad():
-            self.group.install([view for _, view in self.group.full_views()])
+        with torch.inference_mode(False), torch.no_grad():  # they may be used outside of it
+            self.group.install(self._leaves())
         self._unsharded = self.group.copies()
 
     def reshard(self) -> None:
@@ -290,7 +290,7 @@ class Unit:
 
     def _end_backward(self) -> None:
         """Drop weights that a backward pass has gathered, and put the shards back."""
-        if self.phase is not Phase.AT_REST:
+        if self.phase is not Phase.AT_REST and not self.is_whole:
             self.group.install_shards()
         self._enter(Phase.AT_REST)
         if self._frees and self.settings.reshard_after_backward and not self.is_whole:
@@ -366,24 +366,37 @@ class Unit:
         self._enter(Phase.RECOMPUTING)
         self._queue_end_of_backward()
         with self._gathering(self.group.buffers):
-            views = list(self.group.full_views())
+            leaves = self._leaves()
+        self.group.install(leaves)
+        return True
+
+    def _leaves(self) -> list[Tensor]:
+        """Return whole weights to compute with outside of the unit's forward, gathered if need be.
+
+        What autograd accumulates into them are gradients of the unit like any other.
+        """
+        views = list(self.group.full_views())
         leaves = [view.detach().requires_grad_(item.trains) for item, view in views]
         for position, leaf in enumerate(leaves):
             if leaf.requires_grad:
                 take = functools.partial(self._take_from_leaf, position)
                 leaf.register_post_accumulate_grad_hook(take)
-        self.group.install(leaves)
-        return True
+        return leaves
 
     def _take_from_leaf(self, position: int, leaf: Tensor) -> None:
         """Add a gradient that a reentrant checkpoint has computed to those of the unit.
 
         Autograd runs what was made last first, so ``Unshard`` comes after all checkpoints of its
         pass, and takes the other gradients. Where nothing else uses the weights it never comes:
-        see ``_finish_backward``.
+        see ``_finish_backward``. Weights that were unsharded by hand may be used anywhere, by a
+        penalty behind the forward pass, too.
         """
         grad, leaf.grad = leaf.grad, None
         assert grad is not None
+        if self.phase is Phase.AT_REST:
+            self._enter(Phase.RECOMPUTING)
+            self._queue_end_of_backward()
+            self.schedule.follow_backward()
         self.schedule.finish_reduction(self)
         self.schedule.make_room()
         self._enter(Phase.REDUCING)

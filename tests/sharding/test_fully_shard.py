@@ -13,7 +13,10 @@ import graphfsdp
 from counting_net import mean_square
 from everyday_scripts import Tower
 from ranks import on_ranks, rank_device
+from recomputing_models import Recomputing
 from sharding_helpers import (
+    ATOL,
+    RTOL,
     Training,
     adam,
     assert_equal_tensors,
@@ -167,6 +170,25 @@ def test_an_iteration_with_words_of_fsdp2(strategy: str, iteration: Callable[...
     got = replayed_as_eager(lambda: tower(strategy), num_steps=NUM_CAPTURED, **options)
     start = full_parameters(tower(strategy))
     assert not any(torch.equal(value, start[name]) for name, value in got.params.items())
+
+
+@pytest.mark.parametrize("way", ["none", "block_torch", "block_reentrant", "part_ours"])
+@on_ranks("ranks2")
+def test_weights_that_are_unsharded_by_hand_train_wherever_they_are_used(way: str) -> None:
+    """Where parts of their unit run again, and behind its forward pass, as in one process."""
+    found = []
+    for is_sharded in (False, True):
+        torch.manual_seed(0)
+        model: Any = Recomputing(way, dropout=0.0).to(rank_device(), torch.float64)
+        if is_sharded:
+            graphfsdp.fully_shard(model)
+        for tokens, targets in batches(2):  # the second one's gradients are added
+            if is_sharded:
+                model.unshard()
+            loss = model(tokens.to(rank_device()), targets.to(rank_device()))
+            (loss + model.head.weight.square().sum()).backward()
+        found.append(full_gradients(model))
+    torch.testing.assert_close(*found, rtol=RTOL, atol=ATOL)
 
 
 def returning_iteration(model: Any, optim: Any, x: Tensor) -> dict[str, Any]:
