@@ -21,7 +21,7 @@ from torch.nn.modules import module as torch_module
 
 from graphfsdp import errors
 from graphfsdp.base.hazards import SourceLine
-from graphfsdp.base.torch_internals import COMPILED_CALL, backward_node
+from graphfsdp.base.torch_internals import COMPILED_CALL, backward_node, sequence_number
 
 _TORCH = str(Path(torch.__file__).parent)
 _PACKAGE = Path(inspect.getfile(errors)).parent
@@ -298,7 +298,7 @@ class SiteTable:
     ) -> _UnnumberedSite:
         if module is not None:  # recomputation runs modules again
             return _UnnumberedSite(OpPhase.BACKWARD, module, *self._users_line())
-        number = node._sequence_nr()
+        number = sequence_number(node)
         if number == _NO_SEQUENCE:
             owner = self._owners.get(id(getattr(node, "variable", None)))
             return _UnnumberedSite(OpPhase.BACKWARD, owner, None, 0)

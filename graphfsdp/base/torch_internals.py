@@ -124,6 +124,11 @@ local_tensor_of: Callable[[Any], Tensor] = attrgetter("_local_tensor")
 known_spec = attrgetter("_spec")
 
 
+def sequence_number(node: torch.autograd.graph.Node) -> int:
+    """Return when it was made: a backward pass goes through what was made last first."""
+    return node._sequence_nr()
+
+
 def is_in_backward() -> bool:
     return backward_id() != NO_BACKWARD
 

@@ -3,6 +3,12 @@
 Note [Casts are inputs]: what comes of all uses of such a cast is added up before it is cast back.
 So a part whose weights the loop uses as well, in the same block, may not cast them within its
 graph: it takes autocast's own casts, as it takes inputs, and hands their gradients to them.
+
+Note [Order around casts]: autograd goes backward from what was made last to what was made first.
+Where a weight is used without its cast as well (a tied embedding), what comes of that is added
+before or behind what comes of the cast, and last bits tell. A part has its casts made before it
+runs. So what comes of such another use goes to the weight through a node of its own, which is made
+before the cast or behind it, as the use was; and warm-ups have casts made where they are used.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -11,8 +17,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import Node
 
+from graphfsdp.base.op_tensors import OpCall, OperatorMode
+from graphfsdp.base.torch_internals import sequence_number, without_modes
 from graphfsdp.in_place.part_backward import nodes_behind
+from graphfsdp.in_place.part_recording import NotAPartError
 
 # torch has nothing that asks for a cast itself. By dimensions of a weight: what multiplies with it
 # and is cast, and the name under which its backward pass has the weight.
@@ -32,27 +42,76 @@ class Casts:
 
     Attributes:
         weights: All of them.
+        others: Those that are used without their casts as well, once for each such use.
     """
 
-    def __init__(self, weights: Sequence[Tensor], dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        weights: Sequence[Tensor],
+        dtype: torch.dtype,
+        before: Sequence[Tensor] = (),
+        behind: Sequence[Tensor] = (),
+    ) -> None:
+        """``before`` and ``behind`` the cast are the other uses, in the order of the backward."""
         self.weights = weights
+        self.others = [*before, *behind]
+        self._before, self._behind = before, behind
         self._dtype = dtype
         self._takes = [_take(weight, dtype) for weight in weights]
 
     def __call__(self) -> list[Tensor]:
-        """Return the casts, which are made where nobody has yet."""
-        return [take() for take in self._takes]
+        """Return the casts, which are made where nobody has yet, and a node for each other use.
+
+        A node is a tensor that hands its gradient on to the weight.
+        """
+        before = _nodes_to(self._before)
+        casts = [take() for take in self._takes]
+        return [*casts, *before, *_nodes_to(self._behind)]
+
+    def values(self) -> list[Tensor]:
+        """Return the casts alone, and make none for the block if that could change an order."""
+        if not self.others:
+            return self()
+        return [weight.detach().to(self._dtype) for weight in self.weights]
 
     def of(self, others: Sequence[Tensor]) -> "Casts":
         """Return those of other weights of the same shapes."""
         return Casts(others, self._dtype)
 
 
+class UnseenCasts(OperatorMode):
+    """Hides from what looks on that autocast casts these weights."""
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Let compiled regions run compiled."""
+        return True
+
+    def __init__(self, casts: Casts) -> None:
+        super().__init__()
+        self._left = {id(weight) for weight in casts.weights}
+
+    def on_op(self, call: OpCall) -> Any:
+        is_cast = call.op is torch.ops.aten._to_copy.default and id(call.args[0]) in self._left
+        if not is_cast:
+            return call.run()
+        self._left.remove(id(call.args[0]))  # a second one is not autocast's
+        with without_modes():
+            return call.run()
+
+
 def casts_behind(results: Sequence[Tensor], weights: Sequence[Tensor], dtype: torch.dtype) -> Casts:
-    """Find the weights whose casts these results have been made of, in the block that is open."""
+    """Find the weights whose casts these results have been made of, in the block that is open.
+
+    Raises:
+        NotAPartError: no order of the nodes of a part would be that of the module's.
+    """
     own = {id(weight): weight for weight in weights if weight.dim() in _SAVED_BY}
     found: dict[int, Tensor] = {}
-    for node in nodes_behind(results):
+    casts: dict[Node, int] = {}
+    uses: list[tuple[int, int, bool]] = []  # number, weight, of its cast
+    nodes = [*nodes_behind(results)]
+    for node in nodes:
         if node.name() != "ToCopyBackward0":
             continue
         ((following, _),) = node.next_functions
@@ -60,7 +119,27 @@ def casts_behind(results: Sequence[Tensor], weights: Sequence[Tensor], dtype: to
         # The module may as well have cast it by itself.
         if weight is not None and Casts([weight], dtype)()[0].grad_fn is node:
             found[id(weight)] = weight
-    return Casts(list(found.values()), dtype)
+            casts[node] = id(weight)
+    for node in nodes:
+        if node in casts:
+            continue
+        for following, _ in node.next_functions:
+            key = casts.get(following, id(getattr(following, "variable", None)))  # type: ignore[arg-type]
+            if key in found:
+                uses.append((sequence_number(node), key, following in casts))
+    uses.sort(key=lambda use: -use[0])  # the order of the backward pass
+    first = {key: number for number, key, of_cast in uses if of_cast}
+    others = [(number < first[key], found[key]) for number, key, of_cast in uses if not of_cast]
+    before = [weight for is_before, weight in others if is_before]
+    behind = [weight for is_before, weight in others if not is_before]
+    if {*map(id, before)} & {*map(id, behind)}:
+        raise NotAPartError("it uses a weight before autocast casts it, and behind that as it is")
+    return Casts(list(found.values()), dtype, before, behind)
+
+
+def _nodes_to(weights: Sequence[Tensor]) -> list[Tensor]:
+    """Return one for each, the last one that is made first."""
+    return [torch.ops.aten.alias.default(weight) for weight in reversed(weights)][::-1]
 
 
 def _take(weight: Tensor, dtype: torch.dtype) -> Callable[[], Any]:

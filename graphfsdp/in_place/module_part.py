@@ -5,7 +5,7 @@ import logging
 import math
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -30,7 +30,7 @@ from graphfsdp.base.torch_internals import (
     num_function_modes,
     tracing_state,
 )
-from graphfsdp.in_place.casts import Casts, casts_behind
+from graphfsdp.in_place.casts import Casts, UnseenCasts, casts_behind
 from graphfsdp.in_place.part_graphs import AsWritten, PartGraphs, PartResults, has_own_memory
 from graphfsdp.in_place.part_recording import NotAPartError, guards_of
 
@@ -75,6 +75,10 @@ class _Kind:
         self.autocast = {"dtype": dtype, "cache_enabled": caches}
         if caches:
             self.casts = casts_behind(results, [*module.parameters()], dtype)
+
+    def given(self, leaves: Sequence[Any]) -> Sequence[Any]:
+        """Return what a recording of such calls is given."""
+        return [*leaves, *self.casts()] if self.casts.weights else leaves
 
 
 class ModulePart:
@@ -227,7 +231,8 @@ class ModulePart:
         given = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         written = [*map(_written_on, given)]
         settling = _Settling(self.module, self._backend.device, kind.constants)
-        with kind.constants.noting(is_first=is_first, given=[*given, *kind.casts()]):
+        unseen = UnseenCasts(kind.casts) if kind.casts.weights else nullcontext()
+        with kind.constants.noting(is_first=is_first, given=given), unseen:
             output = self.module._call_impl(*args, **kwargs)
         told, kind.told = kind.told, PartResults.told_by(output)
         why = settling.why_not()
@@ -247,7 +252,11 @@ class ModulePart:
             if tensor.requires_grad:
                 tensor.register_hook(look)
         if is_first and torch.is_autocast_enabled(self._device_type):
-            kind.take_casts(tensors, self.module, self._device_type)
+
+            def take_casts() -> None:
+                kind.take_casts(tensors, self.module, self._device_type)
+
+            kind.is_refused = self._refuses(take_casts) or kind.is_refused
         return output
 
     def _count_unsettled(self, kind: _Kind, why: str) -> None:
@@ -316,14 +325,15 @@ class ModulePart:
         if graphs is None and len(kind.slots) == _MOST_SLOTS:
             return self.module._call_impl(*args, **kwargs)
         random = [] if graphs is None else graphs.random_states()
-        given = [*leaves, *kind.casts()] if kind.casts.weights else leaves
         if graphs is None:
             assert kind.constants is not None
             made = self._record(kind, leaves, spec)
             if made is None:
                 return self.module._call_impl(*args, **kwargs)
             graphs, random, results = made
+            given = kind.given(leaves)
         else:
+            given = kind.given(leaves)
             try:
                 results = graphs.replay(given)
             except Exception:

@@ -19,7 +19,7 @@ Weights lie in the same memory.
 """
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from operator import itemgetter
@@ -145,7 +145,7 @@ class PartGraphs:
         self._cast_targets = [cast.detach() for cast in own]
         # Leaves, and those that autocast finds in its cache for the stand-ins.
         self._static += [cast.detach_().requires_grad_() for cast in own]
-        self._load([*leaves, *casts()])
+        self._load([*leaves, *casts.values()])
         try:
             self._graph, self.first, self.guards = recorded(
                 module,
@@ -351,6 +351,22 @@ class PartGraphs:
             for index, key in enumerate(key for key, nodes in uses.items() for _ in nodes)
             if key not in self._params
         ]
+        self._find_others(uses)
+
+    def _find_others(self, uses: Mapping[int, Sequence[Any]]) -> None:
+        """Find the uses that are handed their gradients by nodes; see Note [Order around casts]."""
+        places: dict[int, list[int]] = {}
+        for place, weight in enumerate(self._casts.others, len(self._static)):
+            places.setdefault(id(weight), []).append(place)
+        index = 0
+        for key, nodes in uses.items():
+            own = places.pop(id(self._params.get(key)), [])
+            if own and len(own) != len(nodes):
+                raise NotAPartError("it uses a weight that autocast casts otherwise than before")
+            self._input_edges += zip(range(index, index + len(own)), own, strict=True)
+            index += len(nodes)
+        if places:
+            raise NotAPartError("it uses a weight that autocast casts otherwise than before")
 
     def edges(self, given: Sequence[Any]) -> list[Any]:
         """Return what gradients go to in a call with these inputs, once for each use."""
@@ -366,10 +382,10 @@ class PartGraphs:
             for place, target in self._targets:
                 target.copy_(given[place])
             if self._cast_targets:
-                foreach_copy_(self._cast_targets, [*given[self._num_leaves :]])
+                foreach_copy_(self._cast_targets, [*given[self._num_leaves : len(self._static)]])
 
     def replay(self, given: Sequence[Any]) -> list[Tensor]:
-        """``given``: the call's arguments, and behind them its casts."""
+        """``given``: the call's arguments, and behind them what ``Casts`` return."""
         self._load(given)
         return self._graph.replay()
 
@@ -407,7 +423,7 @@ class PartGraphs:
         """Do so through a call that ran as written, in a way that autograd can go through again."""
         results, leaves = call
         # Such a call has made casts of its own: what comes to them comes to the weights.
-        edges = self.edges([*leaves, *self._casts.weights])
+        edges = self.edges([*leaves, *self._casts.weights, *self._casts.others])
         pairs = [
             (result, grad)
             for result, grad in zip(results, grads, strict=True)
@@ -422,7 +438,8 @@ class PartGraphs:
             allow_unused=True,
         )
         left = {id(target): total for target, total in zip(targets, totals, strict=True)}
-        of_casts = {index for index, place in self._input_edges if place >= self._num_leaves}
+        casts = range(self._num_leaves, len(self._static))
+        of_casts = {index for index, place in self._input_edges if place in casts}
         found: list[Tensor | None] = [None] * len(edges)
         for index in sorted(range(len(edges)), key=of_casts.__contains__):
             found[index] = left.pop(id(edges[index]), None)

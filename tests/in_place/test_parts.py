@@ -379,6 +379,39 @@ def test_a_call_that_fails_leaves_what_it_leaves_without_the_line() -> None:
     assert replays(check(loop, Gathering)) >= 10
 
 
+@pytest.mark.parametrize("way", ["before", "behind", "both"])
+def test_what_comes_of_a_weight_beside_its_cast_is_added_in_the_loop_s_order(way: str) -> None:
+    """As with tied embeddings: last bits depend on it."""
+
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.embed = nn.Linear(6, 6, bias=False)
+
+        def forward(self, x: Tensor) -> Tensor:
+            def as_it_is(x: Tensor) -> Tensor:
+                return x * self.embed.weight.sin().sum(0) + self.embed.weight.cos().mean(0)
+
+            x = x if way == "behind" else as_it_is(x)
+            x = self.embed(x).float()
+            return x if way == "before" else as_it_is(x)
+
+    def loss_of(model: Tied, index: int, x: Tensor, y: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = cross_entropy(model(x), y)
+            if index % 2:
+                loss = loss + model(x * 2).square().mean() + model.embed.weight.square().mean()
+        return loss
+
+    parts = check(trains_by(loss_of, 16), Tied)
+    (line, *_) = parts.report().parts
+    if way == "both":
+        assert line.why == "it uses a weight before autocast casts it, and behind that as it is"
+    else:
+        assert line.num_replays >= 10
+
+
 def test_a_cell_that_is_run_again_takes_the_place_of_the_one_before() -> None:
     model = make_net()
     optimizer = make_adam(model)
