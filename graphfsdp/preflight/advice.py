@@ -7,8 +7,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, is_dataclass
 from typing import Any
 
+from torch import Tensor
+
 from graphfsdp._capture.trace.source import OpPhase, Site, frames, is_users_file
 from graphfsdp.base.hazards import SourceLine
+from graphfsdp.base.op_tensors import storage_key
 from graphfsdp.in_place.module_part import PartState
 from graphfsdp.in_place.part_report import PartLine, PartsReport
 
@@ -200,5 +203,12 @@ def names_of(*values: object, fallback: str) -> list[str]:
         for item in _items_of(value)
         if id(item) in wanted
     }
-    known = holding | {id(value): name for name, value in scope.items()}
+    tensors = {name: value for name, value in scope.items() if isinstance(value, Tensor)}
+    memory = {storage_key(value): name for name, value in tensors.items() if storage_key(value)}
+    views = {
+        id(value): memory[storage_key(value)]
+        for value in values
+        if isinstance(value, Tensor) and storage_key(value) in memory
+    }
+    known = views | holding | {id(value): name for name, value in scope.items()}
     return list(dict.fromkeys(known.get(id(value), fallback) for value in values))

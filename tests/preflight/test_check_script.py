@@ -135,7 +135,7 @@ SAID: dict[str, tuple[int, list[str]]] = {
     "later.py": (0, ["can be captured: "]),
     # A step answers before its first call, and autocast for a GPU is the CPU's.
     "--device cpu asks.py": (0, ["can be captured: "]),
-    "batched.py": (0, ["step(batch) in place of", "def iterate(model, optimizer, batch)"]),
+    "batched.py": (0, ["step(batch, z) in place of", "def iterate(model, optimizer, batch, z)"]),
     # Functions that return what is to be checked.
     "factory:pair": (0, ["can be captured: "]),
     "factory.py:pair": (0, ["can be captured: "]),

@@ -398,13 +398,14 @@ assert torch.equal(model.weight, before)
 step(torch.ones(2, 4))
 """
 )
-# A batch whose tensors have no names of their own, and numbers that are drawn on the way.
+# A batch whose tensors have no names of their own, a view, and numbers drawn on the way.
 BATCHED = (
     HEAD
     + """
 for _ in range(20):
     batch = {"x": torch.randn(8, 4), "y": torch.randn(8, 1)}
-    loss = (model(batch["x"] + torch.randn(8, 4)) - batch["y"]).square().mean()
+    z = torch.randn(8)
+    loss = (model(batch["x"] + torch.randn(8, 4)) - batch["y"] - z[:, None]).square().mean()
     optimizer.zero_grad()
     loss.backward()
     optimizer.step()
