@@ -80,6 +80,7 @@ class TorchAdapter(BakedAdapter):
         self._is_plain = type(optimizer).step.__module__.startswith("torch.optim.")
         self._rates = Slots(torch.float32)  # kernels of a CPU take what Python's float would be
         self._grouped: GroupedStep | None = None
+        self._reads_late = False
         self._known: Mapping[Tensor, Mapping[str, Any]] = {}
         self._known_rates: list[float | Tensor] = []
         self._loaded_from: object = None
@@ -87,6 +88,7 @@ class TorchAdapter(BakedAdapter):
     def step_by_groups(self) -> None:
         grouped = GroupedStep(self.optimizer, num_own_hooks=1)  # see stepping
         self._grouped = grouped if grouped else None
+        self._reads_late = True
 
     @property
     def bakes_lr(self) -> bool:
@@ -171,7 +173,7 @@ class TorchAdapter(BakedAdapter):
                     return super()._run_step(step, args, kwargs)  # as in a closure: theirs
                 # Where counts are tensors, numbers meet these, too, and in Python's precision.
                 counts = isinstance(self.optimizer, _NEED_FLAG)
-                with LiveScalars(() if counts else rates):
+                with LiveScalars(() if counts else rates, reads_late=self._reads_late):
                     return step()
             finally:
                 self._is_stepping = False
@@ -251,7 +253,7 @@ class TorchAdapter(BakedAdapter):
         with torch.no_grad(), without_modes():
             for param, known in self._known.items():
                 entries = state.get(param, {})
-                if _shapes(known) != _shapes(entries):
+                if _kinds(known) != _kinds(entries):
                     continue  # a guard names it
                 for key, old in known.items():
                     if isinstance(old, Tensor):
@@ -292,9 +294,11 @@ class TorchAdapter(BakedAdapter):
                 yield f"lr of group {row}", rate
 
 
-def _shapes(entries: Mapping[str, Any]) -> dict[str, Any]:
+def _kinds(entries: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what a copy must have in common; torch loads some numbers in another dtype."""
     return {
-        key: value.shape if isinstance(value, Tensor) else value for key, value in entries.items()
+        key: (value.shape, value.dtype) if isinstance(value, Tensor) else value
+        for key, value in entries.items()
     }
 
 
