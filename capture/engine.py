@@ -85,7 +85,7 @@ class Engine:
         self._regions = regions
         groups = [group for root in sharded_roots(model) for group in root.process_groups()]
         # Those of all ranks that make an iteration together.
-        self.ranks = Ranks([*groups, *self._iteration.groups], deliver_waiting, backend.device.type)
+        self.ranks = Ranks([*groups, *self._iteration.groups], deliver_waiting, backend.device)
         self.torn = ""
 
     def _take_gradients(self) -> None:
@@ -195,8 +195,9 @@ class Engine:
     def step_outside(self) -> None:
         if not self.full:
             self._make_room()
-            with self.backend.on_capture_stream():
+            with self.backend.on_capture_stream() as results:
                 self.grad_norm = self._iteration.optimizer_step()
+                results += [] if self.grad_norm is None else [self.grad_norm]
 
     @property
     def steps_inside(self) -> bool:
@@ -314,10 +315,11 @@ class Engine:
         watch = recording.noting(self._watch_for(recording)) if notes else nullcontext()
         # So that what libraries and optimizers keep of a warm-up never splits what the next needs.
         self.backend.give_back_memory()
-        with nvtx_range("warm-up"), self.backend.on_capture_stream():
+        with nvtx_range("warm-up"), self.backend.on_capture_stream() as leaving:
             results, recording.results = self.iterate(
                 recording.inputs, watch, trains=recording.trains
             )
+            leaving += results
         self.ranks.settle()
         self._step_together(recording)
         recording.num_eager += 1

@@ -174,8 +174,9 @@ class Runner:
             if is_kept and not eagerly and states is None:
                 results, form = self._attempt(recording), recording.results
             else:
-                with nvtx_range("eager"), self._as_written():
+                with nvtx_range("eager"), self._as_written() as leaving:
                     results, form = engine.iterate(recording.inputs)
+                    leaving += results
                 self._tally.num_calls["eager"] += 1
         if states is not None:
             self._first_states = None
@@ -186,11 +187,14 @@ class Runner:
         return engine.unpack(form, results)
 
     @contextmanager
-    def _as_written(self) -> Iterator[None]:
-        """Run the body, an iteration that nobody undoes, on the stream of captures."""
+    def _as_written(self) -> Iterator[list[Tensor]]:
+        """Run the body, an iteration that nobody undoes, on the stream of captures.
+
+        Into the list go its results.
+        """
         try:
-            with self._backend.on_capture_stream():
-                yield
+            with self._backend.on_capture_stream() as results:
+                yield results
             self._engine.step_outside()
         except BaseException:  # also Ctrl-C, of which torch tells no forward hook
             for root in sharded_roots(self._engine.model):
@@ -199,8 +203,9 @@ class Runner:
 
     def _audit(self, recording: Recording) -> Any:
         """Run an iteration as written; GuardError if it is no longer the recorded one."""
-        with self._as_written():
+        with self._as_written() as leaving:
             form, results, difference = self._auditor.run(recording)
+            leaving += results
         self._tally.num_calls["audit"] += 1
         output = self._engine.unpack(form, results)
         if difference and self._options.on_change is OnChange.RAISE:

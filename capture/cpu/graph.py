@@ -232,9 +232,9 @@ class CpuGraphBackend:
         self._compile = compile
         self.arena = Arena()
 
-    def on_capture_stream(self) -> AbstractContextManager[None]:
+    def on_capture_stream(self) -> AbstractContextManager[list[Tensor]]:
         """Return nothing to enter: a CPU has no streams."""
-        return nullcontext()
+        return nullcontext([])
 
     def give_back_memory(self, *, workspaces: bool = True) -> None:
         """Give back what replays compute in, too: iterations as written take as much beside it."""

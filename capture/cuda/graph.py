@@ -26,7 +26,7 @@ from graphfsdp._capture.undo.host_state import generators_of
 from graphfsdp.base.collector import without_collector
 from graphfsdp.base.dtensors import local_part
 from graphfsdp.base.hazards import HazardKind
-from graphfsdp.base.streams import collecting_kept, forked, in_turn
+from graphfsdp.base.streams import collecting_kept, forked, in_turn, keep_for_current
 from graphfsdp.base.torch_internals import VERSION
 from graphfsdp.errors import CaptureError, PhaseError
 
@@ -143,7 +143,7 @@ class CudaGraphBackend:
         self._broken: list[torch.cuda.CUDAGraph] = []  # see Note [Broken captures]
         self._host_memory = PinnedMemory()
 
-    def on_capture_stream(self) -> AbstractContextManager[None]:
+    def on_capture_stream(self) -> AbstractContextManager[list[Tensor]]:
         """Fork to the capture stream and join back."""
         return _on_stream(self._stream)
 
@@ -422,9 +422,13 @@ def _stale_streams_redirected() -> Iterator[None]:
 
 
 @contextmanager
-def _on_stream(stream: torch.cuda.Stream) -> Iterator[None]:
-    with in_turn(), _streams_unremarked(), forked(stream):
-        yield
+def _on_stream(stream: torch.cuda.Stream) -> Iterator[list[Tensor]]:
+    results: list[Tensor] = []
+    with in_turn():
+        with _streams_unremarked(), forked(stream):
+            yield results
+        # Another step, called on another stream, is the next to be given their memory.
+        keep_for_current((result for result in results if result.is_cuda), stream)
 
 
 @contextmanager

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from pathlib import Path
 
+import torch
 import torch.distributed as dist
 
 from graphfsdp._capture.ranks.group_ends import abort_groups
@@ -70,9 +71,12 @@ class Ranks:
         self,
         groups: list[dist.ProcessGroup],
         ask: Callable[[], None] = lambda: None,
-        device_type: str = "cpu",
+        device: torch.device | None = None,
     ) -> None:
-        """``ask`` is called now and then where this rank waits for others, and may raise."""
+        """``ask`` is called now and then where this rank waits for others, and may raise.
+
+        ``device``: on which it trains; None is a CPU.
+        """
         self.groups = groups
         self._ask = ask
         self._store = RankStore(groups, "failures")
@@ -82,7 +86,8 @@ class Ranks:
         self._heard = ""  # the failure for which the groups were aborted
         self._whereabouts = Whereabouts(self._store)
         # On a CPU the group's own timeout acts.
-        self._replays = ReplayWatch(self._store) if device_type == "cuda" else None
+        on_gpu = device is not None and device.type == "cuda"
+        self._replays = ReplayWatch(self._store, device) if device is not None and on_gpu else None
         self._num_settled = 0
         self._num_attempted = self._num_replayed = 0  # the last iteration that was
         self._thread: threading.Thread | None = None

@@ -40,8 +40,9 @@ _THREAD_LOCAL = 1  # CUstreamCaptureMode
 class ReplayWatch:
     """Asks whether the calls that ranks make together come to their ends on this device."""
 
-    def __init__(self, store: RankStore) -> None:
+    def __init__(self, store: RankStore, device: torch.device) -> None:
         self._store = store
+        self._device = device
         self._pending: deque[tuple[str, float, torch.cuda.Event]] = deque()
         self._free: list[torch.cuda.Event] = []
         self._num_launched = 0
@@ -49,12 +50,13 @@ class ReplayWatch:
         self._thread: threading.Thread | None = None
 
     def note(self, call: str) -> None:
-        """Note that the work of a call was put on the current stream.
+        """Note that the work of a call was put on the current stream of the device.
 
         Capture: outside of it; an event for each call, used again when it has come.
         """
         event = self._free.pop() if self._free else torch.cuda.Event()
-        event.record()
+        # Whichever device is current: a rank may train on another one.
+        event.record(torch.cuda.current_stream(self._device))
         self._num_launched += 1
         self._pending.append((call, time.monotonic(), event))
         if self._thread is None and not self._stop.is_set():

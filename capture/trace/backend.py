@@ -103,8 +103,11 @@ class GraphBackend(Protocol):
     name: str
     device: torch.device
 
-    def on_capture_stream(self) -> AbstractContextManager[None]:
-        """Run the body on the stream that captures, ordered with the current one."""
+    def on_capture_stream(self) -> AbstractContextManager[list[Tensor]]:
+        """Run the body on the stream that captures, ordered with the current one.
+
+        Into the list go the results that somebody will hold, and read on the current stream.
+        """
         ...
 
     def give_back_memory(self, *, workspaces: bool = True) -> None:

@@ -82,8 +82,9 @@ class JoinedGather:
         """On CUDA the current stream waits, on a CPU the host; then all wholes are there."""
         transfer, self._transfer = self._transfer, None
         if transfer is None:
-            if self._there is not None:  # the copy is on another stream, if units run on several
-                self._there.wait()
+            if self._there is not None and self.made_on is not None:
+                # The copy is on another stream, if units run on several.
+                torch.cuda.current_stream(self.made_on.device).wait_event(self._there)
             return
         transfer.wait()
         ranks = self._arrived.view(-1, sum(self._sizes))

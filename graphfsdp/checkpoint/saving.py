@@ -277,8 +277,10 @@ class AsyncSaver:
             if memory is None or (memory.shape, memory.dtype) != (local.shape, local.dtype):
                 memory = torch.empty_like(local, device="cpu", pin_memory=local.is_cuda)
             copies[key] = memory.copy_(local, non_blocking=True)
-        if torch.cuda.is_initialized():
-            torch.cuda.current_stream().synchronize()
+        # Whichever device is current: a rank may train on another one.
+        for device in {local_part(tensor).device for tensor in tensors.values()}:
+            if device.type == "cuda":
+                torch.cuda.current_stream(device).synchronize()
         self._memory = copies
         return {key: wrap_like(copies[key], tensor) for key, tensor in tensors.items()}
 

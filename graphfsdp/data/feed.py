@@ -5,6 +5,7 @@ import queue
 import threading
 import time
 from collections.abc import Generator, Iterable, Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,7 +36,7 @@ class Feed:
         """Start nothing yet.
 
         Args:
-            loader: Yields batches; lists, tuples and dicts of tensors on the CPU, and what else
+            loader: Yields batches; lists, tuples and dicts of tensors, and what else
                 there is. If it has ``state_dict``, this is asked for after each batch.
             device: Where the tensors are handed out; as they come, if it is None or a CPU.
             ahead: Batches that the thread holds; 0 for no thread: the loader works when asked.
@@ -135,6 +136,9 @@ class _Source:
         self._room: queue.SimpleQueue[None] = queue.SimpleQueue()  # for so many batches more
         for _ in range(ahead):
             self._room.put(None)
+        # What a loader does on a GPU goes where it would go in the loop itself: device and stream
+        # are each thread's own.
+        self._stream = torch.cuda.current_stream() if torch.cuda.is_initialized() else None
         self._thread: threading.Thread | None = None
         if ahead:
             self._thread = threading.Thread(target=self._work, name="graphfsdp-feed", daemon=True)
@@ -169,10 +173,11 @@ class _Source:
 
     def _work(self) -> None:
         item: _Item | None = _Item()
-        while item is not None and item.error is None and not self._closed:
-            item = self._pull()
-            self._room.get()
-            self._queue.put(item)
+        with nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
+            while item is not None and item.error is None and not self._closed:
+                item = self._pull()
+                self._room.get()
+                self._queue.put(item)
 
     def _pull(self) -> _Item | None:
         try:
@@ -193,9 +198,7 @@ class _Source:
         Also of what is page-locked: the loader may fill it with the next batch before the copy to
         the device, which nobody waits for, has run.
         """
-        if tensor.device.type != "cpu":
-            return tensor
-        if not self._pins or tensor.layout is not torch.strided:
+        if not self._pins or tensor.layout is not torch.strided or tensor.device.type != "cpu":
             return tensor.detach().clone()
         return torch.empty_like(tensor, pin_memory=True).copy_(tensor)
 

@@ -164,7 +164,7 @@ class Judge:
         self.findings = findings
         self._for_cuda = for_cuda
 
-    def on_capture_stream(self) -> AbstractContextManager[None]:
+    def on_capture_stream(self) -> AbstractContextManager[list[Tensor]]:
         return self._backend.on_capture_stream()
 
     def give_back_memory(self, *, workspaces: bool = True) -> None:

@@ -24,6 +24,8 @@ from torch import nn
 import forked_programs
 import graphfsdp
 from checkpoint_helpers import Holding, Setup, contents, digests, make, train_plainly
+from cuda_stand_in import library
+from cuda_stand_in.orders import chosen
 from kill_saves import UNFINISHED, is_all, loaded_step, model_of, numbers
 from ranks import on_ranks
 
@@ -268,6 +270,24 @@ def test_training_goes_on_while_one_moment_is_written(
     graphfsdp.load(tmp_path, other, its_optimizer)
     pairs = zip(numbers(model, optimizer), numbers(other, its_optimizer), strict=True)
     assert all(torch.equal(a, b) for a, b in pairs)
+
+
+@pytest.mark.multi_gpu
+@pytest.mark.gpu
+def test_a_copy_is_complete_whichever_device_is_current(tmp_path: Path) -> None:
+    model = nn.Linear(64, 64, device="cuda:1")
+    assert torch.cuda.current_device() != 1
+    # Above the stand-in nothing runs before something waits for it, as on a busy GPU.
+    with (
+        chosen(streams=3) if library.is_below() else contextlib.nullcontext(),
+        graphfsdp.AsyncSaver() as saver,
+    ):
+        for number in range(10):
+            for param in model.parameters():
+                param.data.fill_(number)
+            saver.save(tmp_path, model, rng=False)
+            found = torch.cat([each.flatten() for each in saver._memory.values()])
+            assert (found == number).all()
 
 
 def test_a_failure_in_the_background_is_raised_by_who_waits(

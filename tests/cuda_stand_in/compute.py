@@ -178,7 +178,7 @@ class _Kernels:
         if is_real or (is_within and not known.sizes_from_data):
             return known.own.call_boxed(keyset, *args, **kwargs)
         device = _device_of(args, kwargs)
-        stream = torch._C._cuda_getCurrentRawStream(device)
+        stream = self._library.stand_in_stream(torch._C._cuda_getCurrentRawStream(device), device)
         if known.sizes_from_data and not self._library.stand_in_capture_id(stream):
             return _computed_first(known.op, device, args, kwargs)
         if is_within:

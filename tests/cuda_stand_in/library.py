@@ -29,6 +29,8 @@ def functions() -> Any:
     found.stand_in_begin_operator.argtypes = [pointer]
     found.stand_in_begin_operator.restype = ctypes.c_long
     found.stand_in_end_operator.restype = None
+    found.stand_in_stream.argtypes = [pointer, ctypes.c_int]
+    found.stand_in_stream.restype = pointer
     found.stand_in_capture_id.argtypes = [pointer]
     found.stand_in_capture_id.restype = number
     found.stand_in_take_forgotten.argtypes = [ctypes.POINTER(number), size]

@@ -215,3 +215,19 @@ def test_streams_interleave_in_every_way_that_their_events_allow(waits: bool) ->
     with chosen(streams=1):
         wrong = wrong_sums(forked, x, lambda: forked.run(x))
     assert wrong == 0 if waits else 0 < wrong < NUM_ORDERS
+
+
+def test_a_device_that_is_waited_for_is_the_current_one_alone() -> None:
+    other = torch.device("cuda", 1)
+    count = torch.zeros(64, device=other)
+    unfinished = 0
+    with chosen(streams=1):
+        for _ in range(NUM_ORDERS):
+            for _ in range(8):
+                count += 1
+            torch.cuda.synchronize()
+            unfinished += not torch.cuda.current_stream(other).query()
+        assert unfinished > 0
+        torch.cuda.synchronize(other)
+        assert torch.cuda.current_stream(other).query()
+    assert float(count[0]) == 8 * NUM_ORDERS

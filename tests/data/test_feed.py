@@ -1,5 +1,6 @@
 """Batches that are taken ahead: the same ones, the state of those handed out, errors, copies."""
 
+import contextlib
 import threading
 import types
 from collections.abc import Iterator
@@ -7,9 +8,12 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 from torch.utils.data import DataLoader
 
 import graphfsdp
+from cuda_stand_in import library
+from cuda_stand_in.orders import chosen
 from forked_programs import run_source
 from graphfsdp.data import Feed
 from graphfsdp.errors import ConfigError
@@ -210,3 +214,26 @@ def test_an_interrupt_at_any_place_lets_it_end() -> None:
     """A handler that raises leaves a lock of Python's own taken, if it comes at the wrong time."""
     done = run_source(INTERRUPTED)
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("ahead", [0, 2])
+@pytest.mark.parametrize("target", ["cuda", None])
+@pytest.mark.gpu
+def test_batches_that_a_loader_makes_on_a_gpu_are_those_of_the_loop_itself(
+    target: str | None, ahead: int
+) -> None:
+    """On the device and the stream of who iterates; the loader may fill the same memory anew."""
+    device = torch.cuda.device_count() - 1
+
+    def loader() -> Iterator[Tensor]:
+        batch = torch.zeros(1 << 12, device="cuda")
+        for number in range(20):
+            yield batch.fill_(number)
+
+    stream = torch.cuda.Stream(device)
+    # Above the stand-in nothing runs before something waits for it, as on a busy GPU.
+    lazily = chosen(streams=3) if library.is_below() else contextlib.nullcontext()
+    with lazily, torch.cuda.device(device), torch.cuda.stream(stream):
+        sums = [batch.sum() for batch in Feed(loader(), target, ahead=ahead)]
+        assert {each.device.index for each in sums} == {device}
+        assert [float(each) for each in sums] == [number * 4096.0 for number in range(20)]

@@ -173,15 +173,18 @@ def refuses_alone(rank: int) -> None:
 
 def loses_a_rank(rank: int, how: str, lost: int = 1) -> None:
     step = captured(6)
+    mine = torch.device("cuda", torch.cuda.current_device())
+    if how == "killed beside":  # a model need not be on the device that is current
+        torch.cuda.set_device(1 - rank)
     for index in range(40):
         if rank == lost and index == 4:
-            if how == "killed":
+            if how.startswith("killed"):
                 os.kill(os.getpid(), signal.SIGKILL)
             elif how == "stopped":
                 os.kill(os.getpid(), signal.SIGSTOP)
             elif how == "asleep":
                 time.sleep(1000)
-        float(step(batch()))
+        float(step(batch().to(mine)))
 
 
 def loses_a_rank_at_its_end(rank: int) -> None:
@@ -310,6 +313,7 @@ def test_a_rank_that_fails_in_a_replay_frees_the_others(kind: str, tmp_path: Pat
     ("how", "says"),
     [
         ("killed", "no sign of life of rank 1 of 2"),
+        ("killed beside", "no sign of life of rank 1 of 2"),
         ("stopped", "no sign of life of rank 1 of 2"),
         ("asleep", "rank 1 of 2 lives, but has not launched as much"),
     ],

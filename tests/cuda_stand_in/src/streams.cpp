@@ -40,7 +40,10 @@ Stream* stream_of(cudaStream_t handle) {
     legacy_streams[current_device()].device = current_device();
     return &legacy_streams[current_device()];
   }
-  if (handle == cudaStreamPerThread) return &thread_streams[current_device()];
+  if (handle == cudaStreamPerThread) {
+    thread_streams[current_device()].device = current_device();
+    return &thread_streams[current_device()];
+  }
   return reinterpret_cast<Stream*>(handle);
 }
 
@@ -177,6 +180,15 @@ cudaError_t finish_all() {
   });
 }
 
+static cudaError_t finish_device(int device) {
+  return run_until([=] {
+    auto streams = all_streams();
+    return std::all_of(streams.begin(), streams.end(), [=](const Stream* stream) {
+      return stream->device != device || (stream->queue.empty() && !stream->is_running);
+    });
+  });
+}
+
 cudaError_t finish(const std::shared_ptr<Mark>& mark) {
   return run_until([=] { return mark->is_done; });
 }
@@ -266,6 +278,14 @@ static cudaError_t refuse_host(Stream* stream, const char* what) {
 
 using namespace stand_in;
 
+// The stream of a device that is behind a handle, as a handle that means the same on every device:
+// the legacy stream's is that of the current one.
+STAND_IN_API cudaStream_t stand_in_stream(cudaStream_t handle, int device) {
+  if (handle != nullptr && handle != cudaStreamLegacy) return handle;
+  legacy_streams[device].device = device;
+  return reinterpret_cast<cudaStream_t>(&legacy_streams[device]);
+}
+
 STAND_IN_API cudaError_t cudaStreamCreate(cudaStream_t* stream) {
   return new_stream(stream, cudaStreamDefault, 0);
 }
@@ -313,7 +333,8 @@ STAND_IN_API cudaError_t cudaStreamSynchronize(cudaStream_t handle) {
 STAND_IN_API cudaError_t cudaDeviceSynchronize() {
   if (auto error = refuse_in_any_capture(__func__)) RETURN(error);
   count_wait();
-  RETURN(finish_all());
+  // CUDA rule: of the current device alone.
+  RETURN(finish_device(current_device()));
 }
 STAND_IN_API cudaError_t cudaLaunchHostFunc(cudaStream_t handle, cudaHostFn_t function,
                                             void* argument) {
