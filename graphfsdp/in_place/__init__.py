@@ -28,9 +28,9 @@ def capture_in_place(
     what it does; where it cannot, the modules in it are tried. torch's Adam, AdamW and SGD step on
     a CPU by an operator for each group. Loss, clipping, scaler, logging, and what no graph can
     hold, run as they are written, on tensors that are there. So nothing is ever refused, and losses
-    and weights are bit for bit those of the loop without this line (docs/porting.md has the one
-    exception, of ``create_graph=True``). Each part is timed beside the same loop without
-    it (32 iterations), and given up where that is as fast.
+    and weights are bit for bit those of the loop without this line (docs/porting.md has the two
+    exceptions: loops and functions that go backward within a backward pass). Each part is timed
+    beside the same loop without it (32 iterations), and given up where that is as fast.
 
     ``graphfsdp.capture`` has the whole iteration in one graph, the optimizer included. It saves
     more, and asks for an iteration that a graph can hold.

@@ -42,10 +42,12 @@ class CapturedTrainer(Trainer):  # type: ignore[misc]
     Forward and backward passes of all accumulated batches, clipping and the optimizer's step are
     recorded; what the Trainer does around them (data, schedules, logs, evaluation, checkpoints,
     callbacks) runs as ever, and losses, weights and checkpoints are bit for bit those of the
-    ``Trainer``. ``compute_loss`` of a subclass is in the graph. To capture another library's
-    trainer, inherit from both: ``class Captured(CapturedTrainer, DPOTrainer)``. Where that has a
-    ``training_step`` of its own, as TRL's have, it is called as ever, and the training is captured
-    in parts (``CapturedTraining``).
+    ``Trainer``, but for an ``attention_mask`` that hides nothing: transformers looks on the host
+    whether it does, and leaves it out, where a graph has attention with a mask, which may have
+    other last bits (more in 16 bits). ``compute_loss`` of a subclass is in the graph. To capture
+    another library's trainer, inherit from both: ``class Captured(CapturedTrainer, DPOTrainer)``.
+    Where that has a ``training_step`` of its own, as TRL's have, it is called as ever, and the
+    training is captured in parts (``CapturedTraining``).
 
     The passes of an update run together when its first batch is due, so callbacks that look
     between them (``on_pre_optimizer_step``, ``on_substep_end``) are refused by name, as are fp16

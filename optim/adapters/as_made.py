@@ -102,18 +102,21 @@ class TorchAdapter(BakedAdapter):
         super().prepare_skipping(scope)
 
     def _check_anywhere(self, named_params: Mapping[str, nn.Parameter]) -> None:
-        """Refuse what torch's fused SGD cannot do; parameters may lie on several meshes."""
-        if not isinstance(self.optimizer, torch.optim.SGD):
+        """Refuse what a fused kernel of torch cannot do; parameters may lie on several meshes."""
+        kernel = self._kernel
+        fused = [group for group in self.optimizer.param_groups if group.get("fused")]
+        if kernel is None or not fused:
             return
         for name, param in named_params.items():
-            if is_dtensor(param) and any(g.get("fused") for g in self.optimizer.param_groups):
+            if is_dtensor(param) and not kernel.dtensors:
                 raise ConfigError(
                     f"{self._name}(fused=True) cannot step on {name!r}, which is a DTensor: torch "
                     "has no rule for its fused kernel on these. Remedy: fused=False, whose lr "
                     "stays live as well"
                 )
             narrow = param.device.type == "cpu" and param.dtype.itemsize < 4
-            if narrow and any(g["fused"] and g["momentum"] for g in self.optimizer.param_groups):
+            has_momentum = any(group.get("momentum") for group in fused)
+            if narrow and has_momentum and not kernel.narrow_momentum:
                 raise ConfigError(
                     f"{self._name}(fused=True) with momentum cannot step on "
                     f"{name!r}, which is {param.dtype} on a CPU: torch's kernel for it takes part "
@@ -137,11 +140,15 @@ class TorchAdapter(BakedAdapter):
         found["foreach"] = by_lists and group.get("foreach") is not False
         return {key: value for key, value in found.items() if key in group}
 
+    @property
+    def _kernel(self) -> _Fused | None:
+        return next((_FUSED[cls] for cls in type(self.optimizer).__mro__ if cls in _FUSED), None)
+
     def _fuses(self, group: Mapping[str, Any], device: str) -> bool:
         if group.get("fused") is not None or group.get("foreach"):
             return bool(group.get("fused"))
         params = group["params"]
-        kernel = next((_FUSED[cls] for cls in type(self.optimizer).__mro__ if cls in _FUSED), None)
+        kernel = self._kernel
         if kernel is None or device not in kernel.devices:
             return False
         if not all(param.is_floating_point() for param in params):
