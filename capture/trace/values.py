@@ -58,15 +58,14 @@ class StorageInfo:
 
 def storage_of(tensor: Tensor, op: str) -> torch.UntypedStorage:
     """CaptureError if there is none (sparse and other special layouts)."""
-    try:
-        return tensor.untyped_storage()
-    except NotImplementedError:  # what torch raises for sparse and opaque layouts, and under vmap
+    if not storage_key(tensor):
         raise CaptureError(
             f"a tensor of layout {tensor.layout} has no storage that a graph could hold at a "
             "fixed address. Remedy: use strided (dense) tensors inside the iteration",
             op=op,
             kind=HazardKind.MEMORY,
-        ) from None
+        )
+    return tensor.untyped_storage()
 
 
 def as_bytes(storage: torch.UntypedStorage) -> Tensor:
