@@ -59,6 +59,22 @@ def gaps_of(param: Tensor) -> Tensor:
     return torch.empty(0, dtype=param.dtype, device=param.device).set_(storage)[1::2]
 
 
+def make_pairs(
+    shapes: list[tuple[int, ...]], dtype: torch.dtype, layout: str
+) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
+    """Return parameters, and others of the same values in float32 at least."""
+    wide = torch.promote_types(dtype, torch.float32)
+    params = [nn.Parameter(laid_out(p.detach(), layout)) for p in make_params(shapes, dtype)]
+    return params, [
+        nn.Parameter(param.detach().to(wide, copy=True).contiguous()) for param in params
+    ]
+
+
+def groups(members: list[nn.Parameter], num_groups: int) -> list[dict[str, Any]]:
+    found = enumerate([(0.9, 0.999), (0.0, 0.5), (0.8, 0.95)][:num_groups])
+    return [{"params": members[row::num_groups], "betas": betas} for row, betas in found]
+
+
 def set_numbers(ours: FusedAdam, theirs: Any, step: int, *, as_tensors: bool) -> None:
     """Give each group other numbers in each step."""
     pairs = zip(ours.param_groups, theirs.param_groups, strict=True)
@@ -165,33 +181,21 @@ def test_steps_are_those_of_torch(
     decoupled = grad_dtype is not None
     attribute = "decoupled_grad" if decoupled else "grad"
     is_narrow = dtype.itemsize < 4
-    wide = torch.promote_types(dtype, torch.float32)
     is_exact = path is nullcontext and {layout, grad_layout} <= {"own", "flat"}
-
-    def make_pairs(shapes: list[tuple[int, ...]]) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
-        params = [nn.Parameter(laid_out(p.detach(), layout)) for p in make_params(shapes, dtype)]
-        return params, [
-            nn.Parameter(param.detach().to(wide, copy=True).contiguous()) for param in params
-        ]
-
-    def groups(members: list[nn.Parameter]) -> list[dict[str, Any]]:
-        found = enumerate([(0.9, 0.999), (0.0, 0.5), (0.8, 0.95)][:num_groups])
-        return [{"params": members[row::num_groups], "betas": betas} for row, betas in found]
-
-    params, twins = make_pairs([(3, 2), *shapes])
-    late, others = make_pairs([(5, 2)])
+    params, twins = make_pairs([(3, 2), *shapes], dtype, layout)
+    late, others = make_pairs([(5, 2)], dtype, layout)
     if layout == "flat":
         flatten(params)
     make = torch.optim.AdamW if adam_w_mode else torch.optim.Adam
     ours = FusedAdam(
-        groups(params),
+        groups(params, num_groups),
         adam_w_mode=adam_w_mode,
         use_decoupled_grad=decoupled,
         master_weights=master_weights,
         skip_nonfinite=bad is not None,
         **rule,
     )
-    theirs = make(groups(twins), fused=True, **rule)
+    theirs = make(groups(twins, num_groups), fused=True, **rule)
     for step in range(NUM_STEPS):
         if step == EVENT_STEP and event == "joined":
             ours.add_param_group({"params": late})
@@ -205,7 +209,7 @@ def test_steps_are_those_of_torch(
                 twin.grad = None
                 continue
             grad = (torch.randn(param.shape) * 10.0 ** -(step % 4)).to(grad_dtype or dtype)
-            twin.grad = grad.to(wide) * (scale or 1.0)
+            twin.grad = grad.to(twin.dtype) * (scale or 1.0)
             if index == 0 and step in skips and bad is not None:
                 grad[2, 1] = bad
             if layout == "flat" and getattr(param, attribute, None) is not None:

@@ -332,8 +332,20 @@ model = Net()
 optimizer = torch.optim.AdamW(model.parameters())
 graphfsdp.capture(model, optimizer, skip_nonfinite=True)(torch.randn(2, 3, 4))
 """
+
+# What the next two do in each of their iterations before anything else.
+_STEPS = """\
+model = torch.nn.Linear(2, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for step in range(20):
+    model(torch.ones(2, 2)).mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
 # What scripts do with files beside writing them.
-FILES = """
+FILES = (
+    """
 import os, shutil, torch
 from pathlib import Path
 shutil.copy2("files.py", "copy.py")
@@ -342,22 +354,21 @@ assert {"copy.py", "files.py"} <= set(os.listdir()) & {path.name for path in Pat
 shutil.copytree("kept", "kept-too")
 assert [files for *_, files in os.walk("kept-too")] == [["a"]]
 Path("kept", "a").touch()
-model = torch.nn.Linear(2, 1)
-optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-for step in range(20):
-    model(torch.ones(2, 2)).mean().backward()
-    optimizer.step()
-    optimizer.zero_grad()
+"""
+    + _STEPS
+    + """\
     os.makedirs(f"steps/{step}", exist_ok=True)
     torch.save(model, f"steps/{step}/model.pt")
     for name in sorted(os.listdir("steps"), key=int)[:-2]:
         shutil.rmtree(f"steps/{name}")
     assert len(list(Path("steps").glob("*/model.pt"))) <= 2
 """
+)
 
 # One that goes into a folder which it has made, writes through safetensors, has its output
 # elsewhere, and leaves a thread and a function for Python's exit that write.
-LATER = """
+LATER = (
+    """
 import atexit, io, os, sys, threading, torch, graphfsdp
 from pathlib import Path
 from safetensors.torch import load_file, save_file
@@ -372,17 +383,16 @@ threading.Thread(target=write, args=["../../thread.txt"]).start()
 atexit.register(write, "exit.txt")
 atexit.register(stop.set)
 sys.stdout = io.StringIO()
-model = torch.nn.Linear(2, 1)
-optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-for step in range(20):
-    model(torch.ones(2, 2)).mean().backward()
-    optimizer.step()
-    optimizer.zero_grad()
+"""
+    + _STEPS
+    + """\
     save_file(model.state_dict(), "model.safetensors")
     assert torch.equal(load_file("model.safetensors")["weight"], model.weight)
     graphfsdp.save("../checkpoints", model, optimizer, step=step, keep_last=2)
     assert graphfsdp.load("../checkpoints", model, optimizer).step == step
 """
+)
+
 # What is asked of a step before its first call, with modes of a GPU.
 ASKS = (
     HEAD
