@@ -2,9 +2,8 @@
 
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, fields
-from types import MappingProxyType
 from typing import Annotated, Any, Literal
 
 import torch
@@ -19,15 +18,6 @@ DeviceChoice = Literal["auto", "cpu", "cuda"]
 CompileChoice = Literal["off", "on", "auto"]
 ScopeName = Literal["none", "forward_backward", "full_iteration"]
 StrategyName = Literal["no_shard", "optim", "optim_grads", "optim_grads_params", "0", "1", "2", "3"]
-# What --mllog-submission takes; without choices, any name.
-_SUBMISSION: Mapping[str, tuple[str, ...]] = MappingProxyType(
-    {
-        "org": (),
-        "platform": (),
-        "division": ("closed", "open"),
-        "status": ("onprem", "cloud", "research"),
-    }
-)
 
 
 @dataclass(frozen=True)
@@ -195,10 +185,6 @@ class TrainConfig(GPTConfig):
         "new or empty directory for config.json, metrics.jsonl and model.safetensors; nothing "
         "is written if not given",
     ] = None
-    tensorboard: Annotated[bool, "also write what is logged for TensorBoard, in --out"] = False
-    wandb: Annotated[
-        str | None, "also send what is logged to this project of Weights & Biases", "PROJECT"
-    ] = None
     log_interval: Annotated[int, "iterations between two log lines; only then the host waits"] = 10
     eval_interval: Annotated[
         int, "iterations between two validations; 0 leaves only the last one"
@@ -217,21 +203,12 @@ class TrainConfig(GPTConfig):
     mllog_benchmark: Annotated[str, "name of the benchmark, such as llama31_8b", "NAME"] = (
         "graphfsdp_gpt"
     )
-    mllog_submission: Annotated[
-        str,
-        "more of who has run it, each if it is another one than graphfsdp assumes: org, platform, "
-        "division (closed or open) and status (onprem, cloud or research)",
-        "KEY=VALUE,...",
-    ] = ""
-    mllog_cache_cleared: Annotated[
-        bool, "whoever started this run has emptied the system's caches before"
-    ] = False
 
     def __post_init__(self) -> None:
         self._check_ranges()
         try:
             self.gpt(self.vocab_size if self.vocab_size is not None else 256)
-            _ = self.sharding, self.held_out_percent, self.submission
+            _ = self.sharding, self.held_out_percent
         except ConfigError as error:
             raise ConfigError(_in_flags(str(error))) from None
         self._check_together()
@@ -316,19 +293,6 @@ class TrainConfig(GPTConfig):
         return self.min_lr + left * (self.lr - self.min_lr)
 
     @property
-    def submission(self) -> dict[str, str]:
-        """What ``--mllog-submission`` says, by key; ConfigError names a key that it has not."""
-        found = {}
-        for part in filter(None, self.mllog_submission.split(",")):
-            key, _, value = part.partition("=")
-            choices = _SUBMISSION.get(key)
-            if choices is None or not value or (choices and value not in choices):
-                known = ", ".join(f"{k}={'|'.join(v) or 'NAME'}" for k, v in _SUBMISSION.items())
-                raise ConfigError(f"--mllog-submission {part} must be some of {known}")
-            found[key] = value
-        return found
-
-    @property
     def param_dtype(self) -> torch.dtype:
         return torch.bfloat16 if self.bf16 else torch.float32
 
@@ -358,11 +322,9 @@ class TrainConfig(GPTConfig):
         self._in_range("clip_grad", lambda norm: norm >= 0, "at least 0 (0 turns clipping off)")
 
     def _check_together(self) -> None:
-        needs = {"save": ("save_interval", "async_save", "keep_last"), "out": ("tensorboard",)}
-        for folder, names in needs.items():
-            for name in names:
-                if getattr(self, name) and getattr(self, folder) is None:
-                    raise ConfigError(f"{flag_name(name)} needs --{folder} DIR, which says where")
+        for name in ("save_interval", "async_save", "keep_last"):
+            if getattr(self, name) and self.save is None:
+                raise ConfigError(f"{flag_name(name)} needs --save DIR, which says where")
         clashes = {
             f"--lr-warmup-iters {self.lr_warmup_iters} leaves nothing of --train-iters "
             f"{self.train_iters} to train at the full rate; give fewer warm-up iterations": (

@@ -6,7 +6,7 @@ import math
 import os
 import platform
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from typing import Any
 
@@ -27,7 +27,7 @@ from graphfsdp.training.hugging_face import save_weights
 from graphfsdp.training.metrics import Metrics, flops_per_token, peak_memory_bytes, peak_of
 from graphfsdp.training.mllog import UNVERIFIED, RunLog, is_success, open_run_log, reached
 from graphfsdp.training.ranks import Ranks, find_ranks, process_group
-from graphfsdp.training.run_directory import Sink, open_sinks, refuse_unusable_directories
+from graphfsdp.training.run_directory import RunDirectory, refuse_unusable_directories
 
 
 def run_train(arguments: Sequence[str], console: Console) -> None:
@@ -61,18 +61,19 @@ def train(config: TrainConfig, console: Console) -> None:
         checkpoints = RunCheckpoints(run)
         stack.callback(checkpoints.close)
         start, lines = checkpoints.resume()
-        directory, keep = ranks.members.together(
-            lambda: (
-                open_sinks(config, _facts(run), start.iteration, stack)
-                if ranks.is_first
-                else (None, [])
-            )
-        )
+        directory = ranks.members.together(lambda: _open_directory(run, start))
+        if directory is not None:
+            stack.callback(directory.close)
         if config.mllog is not None:
             lines.append(f"MLPerf-style log in {config.mllog}; {UNVERIFIED}")
         for line in (*banner(run), *lines):
             say(line)
-        keep.insert(0, lambda metrics: say(metrics.describe(config.train_iters)))
+
+        def keep(metrics: Metrics) -> None:
+            say(metrics.describe(config.train_iters))
+            if directory is not None:
+                directory.add(metrics)
+
         with closing(iter(run.feed)) as feed:
             metrics = _iterate(run, feed, keep, checkpoints, start, log)
         checkpoints.close()
@@ -90,6 +91,13 @@ def train(config: TrainConfig, console: Console) -> None:
             say(f"target loss {config.target_loss:g} {what} after {metrics.step} iterations")
         if directory is not None:
             say(f"kept in {directory.path}")
+
+
+def _open_directory(run: TrainingRun, start: Position) -> RunDirectory | None:
+    if run.config.out is None or not run.ranks.is_first:
+        return None
+    resumed_at = None if run.config.load is None else start.iteration
+    return RunDirectory(run.config.out, _facts(run), resumed_at=resumed_at)
 
 
 @contextmanager
@@ -123,7 +131,7 @@ def _whole_weights(run: TrainingRun) -> dict[str, Tensor]:
 def _iterate(
     run: TrainingRun,
     feed: Iterator[Batch],
-    keep: Sequence[Sink],
+    keep: Callable[[Metrics], None],
     checkpoints: RunCheckpoints,
     start: Position,
     log: RunLog,
@@ -165,8 +173,7 @@ def _iterate(
                     log.run_stops(success=is_success(config, val_loss))
                 else:
                     log.block_starts()
-            for sink in keep:
-                sink(metrics)
+            keep(metrics)
             window = _Window(run)
         elif captured:
             window = _Window(run)  # so that the speed of replay does not include the capture

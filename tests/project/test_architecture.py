@@ -88,13 +88,11 @@ OPTIONAL_PACKAGES = (
     "mlperf_logging",
     "nvtx",
     "pytorch_lightning",
-    "tensorboard",
     "torchao",
     "torchdata",
     "transformer_engine",
     "transformers",
     "triton",
-    "wandb",
 )
 MUTABLE_CONTAINERS = frozenset(
     {

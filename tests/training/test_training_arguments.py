@@ -67,7 +67,6 @@ def test_a_file_of_settings_counts_more_than_the_preset_and_less_than_flags(
         ('{"lr": "fast"}', "run.json: argument --lr: invalid float value: 'fast'"),
         ('{"lr": [1]}', "lr is a list; expected a number, a text, true or false"),
         ('{"lr": true}', "run.json: lr is true; expected what --lr takes"),
-        ('{"wandb": false}', "run.json: wandb is false; expected what --wandb takes"),
         ('{"help": true}', "there is no setting 'help'"),
         ("[" * 100_000, r"run.json: cannot be read as JSON \("),
         ('{"bf16": 1}', "run.json: argument --bf16"),
@@ -144,12 +143,6 @@ def test_bf16_keeps_main_weights_and_gradients_in_float32() -> None:
     assert parse("").mp_policy.param_dtype == torch.float32
 
 
-def test_who_has_run_it_is_told_by_key() -> None:
-    assert parse("").submission == {}
-    found = parse("--mllog-submission org=us,division=open,status=cloud,platform=8xH100").submission
-    assert found == {"org": "us", "division": "open", "status": "cloud", "platform": "8xH100"}
-
-
 @pytest.mark.parametrize(
     ("line", "message"),
     [
@@ -159,9 +152,6 @@ def test_who_has_run_it_is_told_by_key() -> None:
         ("--hidden-size 20 --num-attention-heads 4", "rope rotates .* a head has 5 of them"),
         ("--swiglu", "unrecognized arguments: --swiglu"),
         ("--lr-decay-style WSD", "argument --lr-decay-style: invalid choice"),
-        ("--mllog-submission org", "--mllog-submission org must be some of org=NAME, platform="),
-        ("--mllog-submission division=all", "division=all must be .* division=closed|open"),
-        ("--mllog-submission name=us", "--mllog-submission name=us must be some of"),
         ("--hidden-size 100 --num-attention-heads 3", "--hidden-size 100 is not divisible by --nu"),
         ("--cuda-graph-scope some", "--cuda-graph-scope/--cuda-graph-impl: invalid choice"),
         ("--lr 0", "--lr must be greater than 0, got 0.0"),
@@ -186,7 +176,7 @@ def test_who_has_run_it_is_told_by_key() -> None:
         ("--outer-dp-sharding-strategy 2", "argument --outer-dp-sharding-strategy: invalid"),
         ("--distributed-timeout-minutes 0", "--distributed-timeout-minutes must be at least 1"),
         ("--num-layer 3", "unrecognized arguments: --num-layer 3"),
-        ("--tensorboard", "--tensorboard needs --out DIR"),
+        ("--async-save", "--async-save needs --save DIR"),
         ("--split 95", "--split 95 must be two numbers greater than 0"),
         ("--split 90,5,5", "which is Megatron's test data, must be 0"),
     ],
