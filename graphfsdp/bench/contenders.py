@@ -1,4 +1,4 @@
-"""Who trains: graphfsdp in each scope, PyTorch's loops, FSDP2, Megatron-FSDP.
+"""Who trains: graphfsdp in each scope, PyTorch's loops, FSDP2.
 
 A contender is a model and an optimizer that train one step per call without a host sync.
 """
@@ -246,22 +246,6 @@ def fsdp2(setting: Setting, *, compile_blocks: bool = False) -> Contender:
     return tutorial_loop(model, adamw(model))
 
 
-def megatron_fsdp(setting: Setting) -> Contender:
-    """Return Megatron-FSDP's ZeRO-3 (PyPI: megatron-fsdp); has not run on a GPU yet."""
-    from megatron_fsdp import fully_shard_model, fully_shard_optimizer
-
-    model = initial_model(setting)
-    if setting.bf16:
-        to_bf16(model)  # main weights are float32 by its default policy
-    blocks = model.get_submodule("blocks")
-    kinds = list({type(block): None for block in blocks.children()})
-    device = None if setting.device.type == "cuda" else setting.device
-    sharded: nn.Module = fully_shard_model(
-        module=model, fsdp_unit_modules=kinds, zero_dp_strategy=3, device=device
-    )
-    return tutorial_loop(sharded, fully_shard_optimizer(adamw(sharded)))
-
-
 CONTENDERS = (
     ContenderSpec(
         REFERENCE,
@@ -304,12 +288,6 @@ CONTENDERS = (
         functools.partial(fsdp2, compile_blocks=True),
         needs_group=True,
         compiles=True,
-    ),
-    ContenderSpec(
-        "megatron_fsdp",
-        "Megatron-FSDP's ZeRO-3 (PyPI megatron-fsdp), AdamW(fused=True)",
-        megatron_fsdp,
-        needs_group=True,
     ),
     ContenderSpec(
         "forward_backward",

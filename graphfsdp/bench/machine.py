@@ -12,7 +12,6 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 import graphfsdp
-from graphfsdp.bench.experts import ExpertGPT
 from graphfsdp.bench.results import Row
 from graphfsdp.bench.workloads import Case, make_model
 from graphfsdp.data import Batch
@@ -21,7 +20,7 @@ from graphfsdp.training.metrics import flops_per_token
 
 PALM_FORMULA = "6 N + 12 L C T per token (PaLM, appendix B)"
 COUNTED = "3 x the matrix products and convolutions of a forward pass, counted"
-_PACKAGES = ("numpy", "triton", "transformer-engine", "apex", "megatron-fsdp")
+_PACKAGES = ("numpy", "triton", "transformer-engine", "apex")
 
 
 def find_environment(
@@ -102,8 +101,7 @@ def model_facts(case: Case, batch: Batch) -> Row:
         model = make_model(case.workload.model)
     if isinstance(model, GPT):
         num_tokens = case.batch_size * case.workload.items_per_sample
-        num_idle = model.num_idle_weights if isinstance(model, ExpertGPT) else 0
-        flops, formula = (flops_per_token(model) - 6 * num_idle) * num_tokens, PALM_FORMULA
+        flops, formula = flops_per_token(model) * num_tokens, PALM_FORMULA
     else:
         with FlopCounterMode(display=False) as counter, torch.no_grad():
             model(*(tensor.to("meta") for tensor in batch))

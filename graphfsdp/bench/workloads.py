@@ -10,7 +10,6 @@ import torch
 from torch import nn
 
 from graphfsdp.bench import zoo
-from graphfsdp.bench.experts import ExpertConfig, ExpertGPT
 from graphfsdp.data import Batch, TokenBatches, load_corpus
 from graphfsdp.errors import ConfigError
 from graphfsdp.training.arguments import find_preset
@@ -68,12 +67,7 @@ class Case:
 
 def make_model(model: ModelConfig) -> nn.Module:
     """Return the model, which returns its loss; torch's global generator draws its weights."""
-    match model:
-        case str():
-            return zoo.architectures()[model].make()
-        case ExpertConfig():
-            return ExpertGPT(model)
-    return GPT(model)
+    return zoo.architectures()[model].make() if isinstance(model, str) else GPT(model)
 
 
 def _gpt(layers: int, width: int, seq_length: int, vocab_size: int = _BYTES) -> GPTConfig:
@@ -97,11 +91,6 @@ def _llama(layers: int, width: int, seq_length: int, vocab_size: int = _BYTES) -
     )
 
 
-def _moe(shape: GPTConfig, ffn_size: int, num_experts: int) -> ExpertConfig:
-    ungated = replace(shape, ffn_hidden_size=ffn_size, swiglu=False)
-    return ExpertConfig(**vars(ungated), num_experts=num_experts)
-
-
 def _preset(name: str, seq_length: int | None = None) -> GPTConfig:
     config = find_preset(name)
     assert config.vocab_size is not None
@@ -119,10 +108,6 @@ def workloads() -> Iterator[Workload]:
     yield Workload("llama-4m", "Llama style, 4 layers, width 256", _llama(4, 256, 128), 8)
     yield Workload("llama-160m", "Llama style, 12 layers", _preset("llama-160m", 1024), 8)
     yield Workload("llama-1b", "Llama style, 22 layers", _preset("llama-1b", 1024), 4)
-    tiny = _moe(_llama(4, 64, 32), 128, 8)
-    yield Workload("moe-tiny", "8 experts, 2 per token, 4 layers", tiny, 4)
-    small = _moe(_llama(8, 512, 512, 32000), 1024, 16)
-    yield Workload("moe-180m", "16 experts, 2 per token, 8 layers", small, 8)
     for name, found in zoo.architectures().items():
         about = f"{found.description}, width {zoo.WIDTH}"
         yield Workload(f"zoo-{name}", about, name, 4)
@@ -141,7 +126,7 @@ _QUICK = (*_FEW, "compile", "compiled_recording")
 # On a CPU torch.compile uses no CUDA graphs, so that one case shows what its mode for them does.
 _CPU = (
     *("eager", "pytorch", "compile", "compile_optimizer", "fsdp2", "fsdp2_compile"),
-    *("megatron_fsdp", "forward_backward", "full_iteration", "compiled_recording"),
+    *("forward_backward", "full_iteration", "compiled_recording"),
 )
 # What tells most in few minutes; the first cases have all of them.
 _GPU = (
@@ -157,7 +142,6 @@ _SUITES: Mapping[str, tuple[tuple[str, Any, int, tuple[str, ...] | None], ...]] 
             ("gpt-3m", "fp32", 8, _CPU),
             ("gpt-tiny", "fp32", 64, _CPU),
             ("llama-tiny", "bf16", 4, _CPU),
-            ("moe-tiny", "fp32", 4, _CPU),
             ("zoo-encoder", "fp32", 4, _CPU),
             ("zoo-conv", "fp32", 4, _CPU),
             ("gpt-tiny", "fp32", 1, _CPU),
@@ -169,7 +153,6 @@ _SUITES: Mapping[str, tuple[tuple[str, Any, int, tuple[str, ...] | None], ...]] 
             ("gpt2-124m", "bf16", 8, None),
             ("gpt2-124m", "bf16", 1, _GPU),
             ("llama-160m", "bf16", 2, _GPU),
-            ("moe-180m", "bf16", 4, _GPU),
             ("gpt2-124m", "bf16", 32, _GPU),
         ),
         "quick": (("gpt-tiny", "fp32", 4, _QUICK),),

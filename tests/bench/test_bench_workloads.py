@@ -15,7 +15,7 @@ from graphfsdp.bench.workloads import (
 from graphfsdp.config import Scope
 from graphfsdp.training.ranks import Ranks
 
-TINY = ("gpt-tiny", "llama-tiny", "moe-tiny", "zoo-encoder", "zoo-conv")
+TINY = ("gpt-tiny", "llama-tiny", "zoo-encoder", "zoo-conv")
 NUM_STEPS = 14
 
 
@@ -39,7 +39,7 @@ def losses_of(name: str, dtype: DtypeName, scope: Scope, device: torch.device) -
 
 
 # The twelve architectures are in tests/capture/test_model_zoo.py.
-@pytest.mark.parametrize("name", TINY[:3])
+@pytest.mark.parametrize("name", TINY[:2])
 def test_every_kind_of_workload_replays_bit_for_bit(name: str, device: torch.device) -> None:
     dtype: DtypeName = "bf16" if name == "llama-tiny" else "fp32"
     eager = losses_of(name, dtype, Scope.NONE, device)
