@@ -120,8 +120,8 @@ class CapturedStep:
             num_iterations: Iterations, one following from the other.
 
         Raises:
-            VerificationError: something differs; it names the first tensor, the size of the
-                difference, and on a CPU the first operator that computed something else.
+            VerificationError: something differs; it names the first tensor, and the size of the
+                difference.
             GuardError: something has changed that the graph has baked in.
             PhaseError: there is no graph yet.
         """

@@ -4,7 +4,7 @@ import logging
 import math
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from types import MappingProxyType
 
 import torch
@@ -14,22 +14,16 @@ from graphfsdp._capture.compiled.bounds import allowances, beyond, is_rounded, i
 from graphfsdp._capture.engine import Engine
 from graphfsdp._capture.ranks.ranks import Ranks
 from graphfsdp._capture.recording import Recording
-from graphfsdp._capture.trace.backend import Graph
-from graphfsdp._capture.trace.op_digests import OpDigest, OpDigests, base_name, first_other
-from graphfsdp._capture.trace.program_facts import NodeFacts, ProgramFacts
 from graphfsdp._capture.trace.values import as_bytes
 from graphfsdp._capture.undo.host_state import Attempt, generators_of
 from graphfsdp.base.dtensors import local_part
 from graphfsdp.errors import VerificationError
 
-_UNDO = "_foreach_copy"
 _REMEDY = (
     "Remedy: make the iteration depend on tensors alone: what loss_fn takes from Python (a global, "
     "a closure, a counter) is baked into the graph. If it does, this is a bug of graphfsdp: please "
     "report it with this message. Everything is as it was before this call"
 )
-
-
 _STATE = "optimizer state"
 _LOG = logging.getLogger("graphfsdp")
 _DIFFERS = "differs"
@@ -37,7 +31,7 @@ _NUM_MORE_RUNS = 4  # eager ones, where a replay differs from the first
 _MOST_OF_DEVICE = 0.2  # of what is free, for one copy of all state: there are up to three
 _TIMES = 16.0  # what eager runs differ by
 _UNORDERED = (
-    "not deterministic in eager mode either: two runs from the same state differ in %s; first %s. "
+    "not deterministic in eager mode either: two runs from the same state differ in %s. "
     "What differs is judged by how far eager runs are apart, weights and optimizer state are left "
     "out. Remedy: torch.use_deterministic_algorithms(True), with CUBLAS_WORKSPACE_CONFIG=:4096:8 "
     "in the environment, for as long as you verify"
@@ -66,9 +60,8 @@ class Verifier:
     """Proves that a replay does what the same Python does eagerly.
 
     Note [Verification]: an eager iteration runs first and is undone, then the replay runs from
-    the very same state. Everything that both leave is compared. If anything differs, both run
-    once more with a digest of each operator's results, which names the first operator that
-    computed something else; then everything is put back.
+    the very same state. Everything that both leave is compared, in the order in which an
+    iteration computes it, and where anything differs everything is put back.
 
     Note [Kernels without an order]: on a GPU many kernels add by atomics (attention's backward
     pass, ``index_add``, ``scatter_add``), so that an iteration differs from itself in last bits.
@@ -116,7 +109,7 @@ class Verifier:
                 self._ranks.settle()
                 return results
             attempt.roll_back()
-            raise _error(difference, self._first_other_node(recording, graph))
+            raise _error(difference)
         except BaseException:  # also Ctrl-C: nothing may stay half done
             attempt.roll_back()
             raise
@@ -128,14 +121,8 @@ class Verifier:
         if self._has_named or _DIFFERS not in self._ranks.tell(_DIFFERS * bool(noise.gaps)):
             return
         self._has_named = True
-        one, other = OpDigests(), OpDigests()
-        for digests in (one, other):
-            with self._attempt(recording).undone(), digests:
-                self._engine.iterate(recording.inputs)
         if noise.gaps:
-            graph = recording.graph
-            program = None if graph is None else graph.facts.program
-            _LOG.warning(_UNORDERED, ", ".join(list(noise.gaps)[:4]), _first(one, other, program))
+            _LOG.warning(_UNORDERED, ", ".join(list(noise.gaps)[:4]))
 
     def undone(self, recording: Recording) -> AbstractContextManager[None]:
         """Run replays of the last batch in the body, and put everything back."""
@@ -149,18 +136,6 @@ class Verifier:
     def _run_eagerly(self, recording: Recording) -> dict[str, Tensor]:
         with self._attempt(recording).undone(), self._engine.backend.on_capture_stream():
             return _state_of(self._engine, self._engine.iterate(recording.inputs)[0])
-
-    def _first_other_node(self, recording: Recording, graph: Graph) -> NodeFacts | None:
-        """Return the first node of the program that computes something else than eager does."""
-        program = graph.facts.program
-        if program is None or self._engine.backend.name != "cpu" or graph.facts.bound:
-            return None
-        eager, replayed = OpDigests(), OpDigests()
-        with self._attempt(recording).undone(), eager:
-            self._engine.iterate(recording.inputs)
-        with self._attempt(recording).undone(), replayed:
-            graph.replay()
-        return _match(eager.calls, replayed.calls, program)
 
 
 class _Noise:
@@ -207,57 +182,12 @@ def _largest(tensor: Tensor) -> float:
     return float(magnitudes[magnitudes.isfinite()].max()) if magnitudes.isfinite().any() else 0.0
 
 
-def _first(one: OpDigests, other: OpDigests, program: ProgramFacts | None) -> str:
-    """Say in which operator two eager runs part."""
-    pairs = zip(one.calls, other.calls, strict=False)
-    index = next((index for index, (a, b) in enumerate(pairs) if a != b), None)
-    if index is None:
-        return "in an operator that was the same when it was looked at"
-    name = one.calls[index].name
-    earlier = sum(call.name == name for call in one.calls[:index])
-    nodes = () if program is None else program.nodes
-    alike = [node for node in nodes if base_name(node.op.partition(".")[2]) == name]
-    where = _place(alike[earlier]) if earlier < len(alike) else ""
-    return f"in operator {name}{where}"
-
-
-def _match(
-    eager: Sequence[OpDigest], replayed: Sequence[OpDigest], program: ProgramFacts
-) -> NodeFacts | None:
-    """Return the first node whose result no eager operator of its kind has computed."""
-    nodes, calls = [], []
-    waiting = iter(replayed)
-    for node in program.nodes:
-        if not node.called:
-            continue
-        # Before the program come the copies that a failed replay would be undone from, after it the
-        # copies to what the model keeps.
-        call = next((c for c in waiting if c.name != _UNDO or _UNDO in node.op), None)
-        if call is not None:
-            nodes.append(node)
-            # A program may call another operator than was recorded (clamp_min for relu).
-            calls.append(replace(call, name=base_name(node.op.partition(".")[2])))
-    index = first_other(eager, calls)
-    return None if index is None else nodes[index]
-
-
-def _error(difference: Difference, node: NodeFacts | None) -> VerificationError:
-    where = ""
-    if node is not None:
-        where = f" The first operator that computes something else is {node.op}{_place(node)}."
+def _error(difference: Difference) -> VerificationError:
     return VerificationError(
-        f"a replay is not what the same iteration does eagerly: {difference}.{where} {_REMEDY}",
+        f"a replay is not what the same iteration does eagerly: {difference}. {_REMEDY}",
         tensor=difference.name,
         max_difference=difference.max_difference,
-        op=None if node is None else node.op,
-        module_path=None if node is None else node.site.module,
-        source=None if node is None else node.site.source,
     )
-
-
-def _place(node: NodeFacts) -> str:
-    module = "" if node.site.module is None else f" in module {node.site.module or '(root)'!r}"
-    return module + ("" if node.site.source is None else f", {node.site.source}")
 
 
 def _state_of(engine: Engine, results: Sequence[Tensor]) -> dict[str, Tensor]:

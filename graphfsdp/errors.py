@@ -82,28 +82,12 @@ class VerificationError(GraphFSDPError, RuntimeError):
     Attributes:
         tensor: Name of the first tensor that differs: outputs, then gradients, then state.
         max_difference: Largest absolute difference in it; NaN where only one side is NaN.
-        op: The first operator of the replay that computed something else; None where no replay
-            can be watched (CUDA), or all operators agree.
-        module_path: Full name of the module that it belongs to.
-        source: The user's line that it comes from.
     """
 
-    def __init__(
-        self,
-        message: str,
-        *,
-        tensor: str,
-        max_difference: float,
-        op: str | None = None,
-        module_path: str | None = None,
-        source: SourceLine | None = None,
-    ) -> None:
+    def __init__(self, message: str, *, tensor: str, max_difference: float) -> None:
         super().__init__(message)
         self.tensor = tensor
         self.max_difference = max_difference
-        self.op = op
-        self.module_path = module_path
-        self.source = source
 
 
 class CaptureError(GraphFSDPError):

@@ -21,8 +21,14 @@ from graphfsdp._capture.compiled.stretch_graph import in_one_line
 from graphfsdp._capture.cpu.memory import Arena
 from graphfsdp._capture.cpu.program import Commit, Program, ProgramBuilder, Replay
 from graphfsdp._capture.trace.elision import places
-from graphfsdp._capture.trace.op_digests import contents_digest
-from graphfsdp._capture.trace.values import Node, StorageInfo, as_bytes, span, values_among
+from graphfsdp._capture.trace.values import (
+    Node,
+    StorageInfo,
+    as_bytes,
+    contents_digest,
+    span,
+    values_among,
+)
 from graphfsdp._capture.undo.interrupts import deliver_waiting
 from graphfsdp.base.op_tensors import OpCall, is_empty
 from graphfsdp.base.progress import say

@@ -1,5 +1,6 @@
 """What a recording consists of: values, each a way to look at a storage, and nodes over them."""
 
+import hashlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -71,6 +72,14 @@ def storage_of(tensor: Tensor, op: str) -> torch.UntypedStorage:
 def as_bytes(storage: torch.UntypedStorage) -> Tensor:
     """Return all of a storage, [B] uint8."""
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+
+
+def contents_digest(tensor: Tensor) -> bytes:
+    if tensor.layout is not torch.strided:
+        return b""
+    plain = tensor.detach().resolve_conj().resolve_neg().contiguous()
+    numbers: Any = plain.reshape(-1).view(torch.uint8).cpu().numpy()
+    return hashlib.blake2b(memoryview(numbers)).digest()
 
 
 def span(shape: Sequence[int], stride: Sequence[int]) -> int:

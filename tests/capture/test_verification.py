@@ -1,4 +1,4 @@
-"""verify: an honest graph passes without a trace; a wrong one is named, to the operator."""
+"""verify: an honest graph passes without a trace; of a wrong one the first tensor is named."""
 
 from collections.abc import Callable
 from typing import Any
@@ -46,13 +46,8 @@ class Hidden:
 
 
 @pytest.mark.parametrize("where", ["in the loss", "behind the optimizer"])
-def test_a_number_that_the_graph_cannot_see_is_named_to_the_line(
-    where: str, device: torch.device
-) -> None:
-    """A number that no name in the code leads to: no guard can know of it, verification does.
-
-    Behind the optimizer the copies that a failed replay would be undone from are operators as well.
-    """
+def test_a_number_that_the_graph_cannot_see_is_found(where: str, device: torch.device) -> None:
+    """A number that no name in the code leads to: no guard can know of it, verification does."""
     factor = Hidden()
     model = nn.Sequential(*(nn.Linear(5, 5) for _ in range(5))).to(device)
     model.register_buffer("average", torch.ones(3, device=device))
@@ -76,10 +71,6 @@ def test_a_number_that_the_graph_cannot_see_is_named_to_the_line(
             step(x)
         assert_same_state(before, snapshot(model, optimizer))
         assert info.value.max_difference > 0
-        if device.type == "cpu":
-            assert info.value.op == "aten.mul.Tensor"
-            assert info.value.source is not None
-            assert 'getattr(self, "".join(NAME))' in info.value.source.text
         factor.nameless = 1.0
         step(x)  # the step is as it was
 
@@ -186,8 +177,7 @@ def test_an_iteration_that_differs_from_itself_is_named_and_passes(
             step(x.cuda(), torch.randint(3, (400,), generator=generator).cuda())
         (told,) = [r.getMessage() for r in caplog.records if "deterministic" in r.getMessage()]
         assert "not deterministic in eager mode either" in told
-        assert ("attention" if attends else "index_add") in told
-        assert f"{__file__}:" in told or "test_verification.py" in told
+        assert "the gradient of 'weight'" in told
         assert "torch.use_deterministic_algorithms(True)" in told
         # What is wrong by more than eager runs differ is found all the same.
         factor.nameless = 1.01
