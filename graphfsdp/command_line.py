@@ -26,15 +26,6 @@ class Parser(argparse.ArgumentParser):
             **options,
         )
 
-    def takes_nothing(self) -> dict[str, bool]:
-        """Return whether a flag is a switch, by its name as a field has it; spellings are names."""
-        return {
-            word.removeprefix("--").replace("-", "_"): flag.nargs == 0
-            for flag in self._actions
-            for word in flag.option_strings
-            if not word.startswith("--no-")
-        }
-
     def error(self, message: str) -> NoReturn:
         raise ConfigError(f"{message}; '{self.prog} --help' lists every flag")
 

@@ -4,7 +4,6 @@ All three speak of the fields of TrainConfig, and each counts more than the one 
 Megatron's spelling.
 """
 
-import difflib
 import json
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
@@ -13,7 +12,6 @@ from pathlib import Path
 from types import MappingProxyType
 
 from graphfsdp.command_line import Parser, add_flags, flag_name
-from graphfsdp.config import ShardingStrategy
 from graphfsdp.errors import ConfigError
 from graphfsdp.training.config import TrainConfig
 from graphfsdp.training.hugging_face import shape_of
@@ -164,14 +162,10 @@ def parse_train_arguments(arguments: Sequence[str]) -> TrainConfig:
     given = vars(parser.parse_args(arguments))
     file = given.pop("config", None)
     if file is not None:
-        words = [*_words_of(file, parser)]
         try:
-            given = {**vars(parser.parse_args(words)), **given}
-        except ConfigError as error:
+            given = {**vars(parser.parse_args([*_words_of(Path(file))])), **given}
+        except (ConfigError, OSError, ValueError, RecursionError) as error:
             raise ConfigError(f"--config {file}: {error}") from None
-    strategy = given.get("data_parallel_sharding_strategy")
-    if strategy is not None:  # by name or by number
-        given["data_parallel_sharding_strategy"] = ShardingStrategy.parse(strategy).value
     preset = find_preset(given.get("preset", "default"))
     if "train_iters" in given:
         # A preset's warm-up is for the preset's length; a shorter run gets a shorter one.
@@ -181,43 +175,23 @@ def parse_train_arguments(arguments: Sequence[str]) -> TrainConfig:
     return replace(preset, **{**shape, **given})
 
 
-def _words_of(file: str, parser: Parser) -> Iterator[str]:
+def _words_of(file: Path) -> Iterator[str]:
     """Yield a file's settings as flags, so that both are read and refused alike."""
-    path = Path(file)
-    is_toml = path.suffix == ".toml"
-    try:
-        text = path.read_text(encoding="utf-8")
-        data = tomllib.loads(text) if is_toml else json.loads(text)
-    except (OSError, ValueError, RecursionError) as error:
-        kind = "TOML" if is_toml else "JSON"
-        raise ConfigError(f"--config {file}: cannot be read as {kind} ({error})") from None
+    text = file.read_text(encoding="utf-8")
+    data = tomllib.loads(text) if file.suffix == ".toml" else json.loads(text)
     if not isinstance(data, dict):
-        raise ConfigError(f'--config {file}: holds no settings by name, such as {{"lr": 1e-3}}')
-    is_switch = parser.takes_nothing()
-    known = is_switch.keys() - {"help", "_h", "config"}
+        raise ConfigError('holds no settings by name, such as {"lr": 1e-3}')
     for key, value in data.items():
-        name = key.replace("-", "_")
         # What a run has added to its config.json, and null, which is what was not given.
         if key in ("resolved", "versions") or value is None:
             continue
-        if name not in known:
-            near = difflib.get_close_matches(name, known, 1)
-            meant = f"; is {near[0]} meant?" if near else ""
-            raise ConfigError(f"--config {file}: there is no setting {key!r}{meant}")
+        if key in ("help", "config"):
+            raise ConfigError(f"there is no setting {key!r}")
+        flag = flag_name(key)
         if isinstance(value, bool):
-            if not is_switch[name]:
-                raise ConfigError(
-                    f"--config {file}: {key} is {str(value).lower()}; expected what "
-                    f"{flag_name(name)} takes, or nothing at all"
-                )
-            yield flag_name(name) if value else f"--no-{name.replace('_', '-')}"
-        elif isinstance(value, int | float | str):
-            yield f"{flag_name(name)}={value}"
+            yield flag if value else flag.replace("--", "--no-", 1)
         else:
-            raise ConfigError(
-                f"--config {file}: {key} is a {type(value).__name__}; expected a number, a text, "
-                "true or false, without sections"
-            )
+            yield f"{flag}={value}"
 
 
 def make_parser() -> Parser:

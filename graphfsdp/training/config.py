@@ -17,7 +17,7 @@ LrDecayStyle = Literal["constant", "linear", "cosine", "inverse-square-root"]
 DeviceChoice = Literal["auto", "cpu", "cuda"]
 CompileChoice = Literal["off", "on", "auto"]
 ScopeName = Literal["none", "forward_backward", "full_iteration"]
-StrategyName = Literal["no_shard", "optim", "optim_grads", "optim_grads_params", "0", "1", "2", "3"]
+StrategyName = Literal["no_shard", "optim", "optim_grads", "optim_grads_params"]
 
 
 @dataclass(frozen=True)
@@ -138,8 +138,8 @@ class TrainConfig(GPTConfig):
     # Several processes.
     data_parallel_sharding_strategy: Annotated[
         StrategyName,
-        "what is cut into one part per rank, instead of being kept by all (0 to 3, the ZeRO "
-        "stages): nothing; optimizer state and main weights; main grads too, reduced in every "
+        "what is cut into one part per rank, instead of being kept by all (ZeRO stages 0 to "
+        "3): nothing; optimizer state and main weights; main grads too, reduced in every "
         "micro-batch; weights too, gathered block by block when they are needed; each saves "
         "more memory, and the losses are the same up to rounding; without torchrun there is "
         "nothing to cut",

@@ -112,7 +112,7 @@ def test_what_cannot_be_resumed_is_said(
 def test_torchrun_restarts_a_run_whose_rank_was_killed(tmp_path: Path, launched2: RankPool) -> None:
     """docs/scale.md: from the last good checkpoint on, with the bits of an undisturbed run."""
     common = ["train", *RUN, "--device", "cpu", "--train-iters", "20", "--save-interval", "6"]
-    common += ["--data-parallel-sharding-strategy", "3"]
+    common += ["--data-parallel-sharding-strategy", "optim_grads_params"]
 
     def flags(name: str) -> list[str]:
         folder = str(tmp_path / f"{name}-c")
@@ -156,7 +156,10 @@ def test_a_run_goes_on_on_two_ranks_and_back(
     def loads(name: str) -> tuple[str, ...]:
         return "--load", str(tmp_path / f"{name}-c" / "step-00000009")
 
-    cut, clipped = ("--data-parallel-sharding-strategy", "3"), ("--clip-grad", "0.5")
+    cut, clipped = (
+        ("--data-parallel-sharding-strategy", "optim_grads_params"),
+        ("--clip-grad", "0.5"),
+    )
     single("one", *saves("one"))
     single("eager", "--cuda-graph-scope", "none")
     assert_same_run(tmp_path / "one", tmp_path / "eager")

@@ -141,7 +141,10 @@ def test_command_plans_thousands_of_ranks(capsys: pytest.CaptureFixture[str]) ->
 
 
 def test_command_prints_tables_that_mark_estimates(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["plan", "--preset", "tiny", "--world-size", "2", "--strategy", "3"]) == 0
+    assert (
+        main(["plan", "--preset", "tiny", "--world-size", "2", "--strategy", "optim_grads_params"])
+        == 0
+    )
     out = capsys.readouterr().out
     assert "tiny on 2 ranks, optim_grads_params" in out
     for word in ("main weights", "optimizer state", "whole weights", "reduce_scatter", "~ marks"):
@@ -175,7 +178,7 @@ def test_a_plan_is_bound_by_what_it_counts(flag: str, peak: float) -> None:
     assert found.memory == pytest.approx(2 * one.total_bytes / 3.35e12 + gaps)
     assert found.host == pytest.approx(one.num_kernels * CALL_S)
     assert found.links == 0
-    cut = plan_of(f"--preset tiny {flag} --data-parallel-sharding-strategy 3", 2)
+    cut = plan_of(f"--preset tiny {flag} --data-parallel-sharding-strategy optim_grads_params", 2)
     assert cut.bound(H100).links > 0
     assert one.bound(DEVICES["b200"]).memory < found.memory
 
