@@ -50,7 +50,6 @@ class Move:
     name: str
     key: object = None
     owner: type | None = None
-    count: int | None = None
     is_drawn: bool = False
 
     def __str__(self) -> str:
@@ -105,9 +104,7 @@ def move_of(old: Place, new: Place) -> Move:
     is_item = new.owner is None and isinstance(new.holder, dict) and new.key != new.name
     key = new.key if is_item else _first_key(old.known, new.known)
     owner = None if new.owner is None else type(new.owner)
-    count = new.known if is_item or not isinstance(new.known, dict) else new.known.get(key)
-    count = count if isinstance(count, int) else None
-    return Move(change.name, words, new.name, key, owner, count)
+    return Move(change.name, words, new.name, key, owner)
 
 
 def _put_back(place: Place) -> None:
@@ -166,7 +163,7 @@ def refuse_deciding(
     others = []
     uses = Uses(ran, found.places)
     for move in sorted(moves, key=lambda move: not move.is_drawn):
-        decides, source = uses.deciding(move.name, move.key, move.owner, move.count)
+        decides, source = uses.deciding(move.name, move.key, move.owner)
         if move.is_drawn:
             why = (
                 f"the iteration {move}; a replay runs no Python, so it would go on with what "

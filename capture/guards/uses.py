@@ -1,13 +1,15 @@
-"""What code makes of a value that it also moves: read off its source, where there is one."""
+"""Whether anything follows from a value that code moves: read off its source, if there is any."""
 
 import ast
-import builtins
 import functools
 import inspect
 import linecache
 from collections.abc import Iterable, Iterator, Mapping
 from types import CodeType
 from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
 
 from graphfsdp._capture.guards.names import functions_of
 from graphfsdp._capture.guards.places import CONTAINERS, Place
@@ -30,9 +32,11 @@ _MOVING = frozenset(
 _PASSING_ON = frozenset(
     {"abs", "bool", "divmod", "float", "int", "len", "max", "min", "pow", "round", "str", "sum"}
 )
-# Attributes that torch reads wherever they are set.
+# Attributes that torch reads below Python.
 _READ_BY_TORCH = frozenset({"data", "grad", "param_groups", "requires_grad", "training"})
+_OF_TORCH = (nn.Module, Tensor, torch.optim.Optimizer)
 _Function = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
+_INNER = (ast.Lambda, ast.NamedExpr, ast.Await, ast.comprehension)
 
 
 class _Named(NamedTuple):
@@ -47,23 +51,25 @@ class Uses:
     """How the code that ran uses names.
 
     Note [Uses of what moves]: an iteration that moves Python (a counter, a log) trains right for as
-    long as nothing else follows from it, since a replay leaves it. A use follows if it is more than
-    to move this value or another, or to print or log something, or to decide whether to do so. What
-    it moves may stand still in the iteration that is recorded (``if calls % 10 == 0: rate *= 0.5``)
-    and not in a later one: so whatever it may move is judged like itself.
+    long as nothing else follows from it, since a replay leaves it. So a statement that reads such a
+    value may assign to an attribute, an item or another function's variable, put something into a
+    container, print or log, or ask by ``if`` whether to do so, and nothing else. What it moves may
+    stand still in the iteration that is recorded (``if calls % 10 == 0: rate *= 0.5``) and not in a
+    later one: so that is judged like the value itself.
     """
 
     def __init__(self, ran: Ran, places: Mapping[str, Place]) -> None:
         """``places`` are all that the code leads to, by title."""
         readable = ran.readable()
         self._functions = [(code, node) for code in readable for node in _nodes_of(code)]
-        self._torchs = ran.not_ours().difference(readable)
+        torchs = ran.not_ours().difference(readable)
+        self._named_by_torch = _READ_BY_TORCH.union(*(code.co_names for code in torchs))
         self._places: dict[str, list[Place]] = {}
         for place in places.values():
             self._places.setdefault(place.name, []).append(place)
 
     def deciding(
-        self, name: str, key: object = None, owner: type | None = None, count: object = None
+        self, name: str, key: object = None, owner: type | None = None
     ) -> tuple[bool, SourceLine | None]:
         """Tell whether anything follows from what is held under a name, and in which line.
 
@@ -74,32 +80,28 @@ class Uses:
             key: Under which a dict of this name holds it, if it does.
             owner: Class of the object whose attribute it is, if it is one: methods of other classes
                 have their own.
-            count: The number that it is now, if it is one.
         """
-        what = _Named(name, key, owner)
-        pending: dict[_Named, SourceLine | None] = {what: None}
-        passed = count if isinstance(count, int) and self._only_grows(what) else None
+        found: dict[_Named, SourceLine | None] = {_Named(name, key, owner): None}
+        pending = list(found)
         is_named = False
-        for each in _growing(pending):
-            for code, function, use in self._uses_of(each):
+        for each in pending:  # which grows meanwhile
+            for code, use in self._uses_of(each):
                 is_named = True
-                if each is what and passed is not None and _is_settled(use, passed):
-                    continue
-                source = pending[each]
-                if source is None:
-                    line = getattr(use, "lineno", code.co_firstlineno)
-                    source = SourceLine(code.co_filename, line, code.co_qualname)
-                flow = _Flow(function)
-                if flow.follows(use):
+                line = SourceLine(code.co_filename, use.lineno, code.co_qualname)
+                source = found[each] or line
+                targets = _moved_by(use)
+                if targets is None:
                     return True, source
-                for target in flow.moved:
-                    found = self._named_by(target, code)
-                    if found is None:
+                for target in targets:
+                    other = self._named(target, code)
+                    if other is None:
                         return True, source
-                    pending |= {other: source for other in found if other not in pending}
+                    if other not in found:
+                        found[other] = source
+                        pending.append(other)
         return not is_named and bool(self._functions), None
 
-    def _uses_of(self, what: _Named) -> Iterator[tuple[CodeType, ast.AST, ast.expr]]:
+    def _uses_of(self, what: _Named) -> Iterator[tuple[CodeType, ast.expr]]:
         methods = None if what.owner is None else _methods_of(what.owner)
         for code, function in self._functions:
             if not what.name.startswith(".") and what.name not in _variables(code):
@@ -109,25 +111,10 @@ class Uses:
                     continue
                 if methods is not None and code not in methods and _is_of_self(use, code):
                     continue
-                yield code, function, use
+                yield code, use
 
-    def _only_grows(self, what: _Named) -> bool:
-        """Tell whether the code that ran does nothing to a count but to add numbers to it."""
-        stores = [
-            node
-            for _, _, use in self._uses_of(what)
-            if isinstance((node := _with_item(use)).ctx, (ast.Store, ast.Del))  # type: ignore[attr-defined]
-        ]
-        added = [parent for parent in map(_parent, stores) if isinstance(parent, ast.AugAssign)]
-        return len(added) == len(stores) and all(
-            isinstance(each.op, ast.Add)
-            and isinstance(each.value, ast.Constant)
-            and isinstance(each.value.value, int)
-            for each in added
-        )
-
-    def _named_by(self, target: ast.expr, code: CodeType) -> list[_Named] | None:
-        """Return by which names code comes to what it assigns; None if nobody knows.
+    def _named(self, target: ast.expr, code: CodeType) -> _Named | None:
+        """Return by which name code comes to what it moves; None if others may read that, too.
 
         Of a call it is what the method belongs to, which must be a container of Python's.
         """
@@ -150,28 +137,10 @@ class Uses:
         places = self._places.get(name, [])
         if is_call and not any(isinstance(place.known, CONTAINERS) for place in places):
             return None
-        if name.removeprefix(".") in _READ_BY_TORCH:
+        may_be_torchs = not places or any(isinstance(each.owner, _OF_TORCH) for each in places)
+        if may_be_torchs and name.removeprefix(".") in self._named_by_torch:
             return None
-        owners = {type(place.owner) for place in places if place.owner is not None}
-        if _is_of_self(target, code):
-            owners = {each for each in owners if code in _methods_of(each)} or owners
-        if any(self._is_read_by_torch(name, each) for each in owners):
-            return None
-        return [_Named(name, key, each) for each in owners or (None,)]
-
-    def _is_read_by_torch(self, name: str, owner: type) -> bool:
-        """Tell whether methods of torch's that ran name an attribute of the objects of a class."""
-        ran = _methods_of(owner) & self._torchs
-        return any(name.removeprefix(".") in code.co_names for code in ran)
-
-
-def _growing(found: dict[_Named, SourceLine | None]) -> Iterator[_Named]:
-    """Yield the keys of a dict that grows meanwhile."""
-    seen: set[_Named] = set()
-    while len(seen) < len(found):
-        each = next(each for each in found if each not in seen)
-        seen.add(each)
-        yield each
+        return _Named(name, key, None)
 
 
 @functools.lru_cache(maxsize=256)
@@ -225,26 +194,6 @@ def _is_of_another_key(use: ast.expr, key: object) -> bool:
     return isinstance(parent.slice, ast.Constant) and parent.slice.value != key
 
 
-def _with_item(use: ast.expr) -> ast.expr:
-    """Return a use with the item of it that is used, if it is one of a dict."""
-    parent = _parent(use)
-    return parent if isinstance(parent, ast.Subscript) and parent.value is use else use
-
-
-def _is_settled(use: ast.expr, passed: int) -> bool:
-    """Tell whether it only asks what a number that grows is in comparison with smaller ones."""
-    node = _with_item(use)
-    parent = _parent(node)
-    if isinstance(parent, ast.UnaryOp) and isinstance(parent.op, ast.Not):
-        return passed > 0
-    if not isinstance(parent, ast.Compare) or parent.left is not node:
-        return False
-    others = [each.value for each in parent.comparators if isinstance(each, ast.Constant)]
-    return len(parent.comparators) == 1 and all(
-        isinstance(other, int) and other < passed for other in others or [passed]
-    )
-
-
 def _methods_of(kind: type) -> set[CodeType]:
     members = (member for base in kind.__mro__ for member in vars(base).values())
     functions = (inspect.unwrap(each) for member in members for each in functions_of(member))
@@ -263,109 +212,43 @@ def _parent(node: ast.AST) -> ast.AST:
     return found
 
 
-class _Flow:
-    """What follows from a use in a function.
+def _moved_by(use: ast.expr) -> list[ast.expr] | None:
+    """Return what the statement with this use may move by it; None if it does more."""
+    if isinstance(getattr(use, "ctx", None), (ast.Store, ast.Del)):
+        return []
+    node: ast.AST = use
+    while not isinstance(node, ast.stmt):
+        child, node = node, _parent(node)
+        if isinstance(node, ast.Call):
+            is_statement = isinstance(_parent(node), ast.Expr)
+            if node.func is child and isinstance(child, ast.Attribute):  # a method of what moves
+                return [] if is_statement else None
+            if not is_statement and not _passes_on(node):
+                return None
+        elif isinstance(node, _INNER):
+            return None
+    return _moves_of(node)
 
-    Attributes:
-        moved: What it moves beside local variables: targets, and calls of methods.
-    """
 
-    def __init__(self, function: ast.AST) -> None:
-        self._function = function
-        outer = (n for n in ast.walk(function) if isinstance(n, (ast.Global, ast.Nonlocal)))
-        self._not_local = {name for each in outer for name in each.names}
-        self._met: set[ast.AST] = set()
-        self.moved: list[ast.expr] = []
+def _moves_of(node: ast.stmt) -> list[ast.expr] | None:
+    if isinstance(node, ast.Assign):
+        return node.targets
+    if isinstance(node, (ast.AnnAssign, ast.AugAssign)):
+        return [node.target]
+    if isinstance(node, ast.If):
+        found = [_moves_of(each) for each in (*node.body, *node.orelse)]
+        return None if None in found else [each for part in found if part for each in part]
+    if not isinstance(node, ast.Expr):
+        return [] if isinstance(node, ast.Pass) else None
+    call = node.value
+    if not isinstance(call, ast.Call) or _called(call) in _SHOWING:
+        return []
+    moves = isinstance(call.func, ast.Attribute) and call.func.attr in _MOVING
+    return [call] if moves else None
 
-    def follows(self, use: ast.expr) -> bool:
-        """Tell whether something follows that neither moves nor shows a value."""
-        node: ast.AST = use
-        while True:
-            parent = _parent(node)
-            if isinstance(getattr(node, "ctx", None), (ast.Store, ast.Del)):
-                return False
-            if isinstance(parent, ast.Subscript) and parent.value is node:
-                node = parent
-            elif isinstance(parent, ast.Subscript) and not isinstance(parent.ctx, ast.Load):
-                self.moved.append(parent)
-                return False
-            elif isinstance(parent, ast.NamedExpr):
-                if self._follows_from([parent.target], parent):
-                    return True
-                node = parent
-            elif isinstance(parent, ast.Attribute):
-                call = _parent(parent)
-                if isinstance(call, ast.Call) and call.func is parent:
-                    return not isinstance(_parent(call), ast.Expr)
-                node = parent
-            elif isinstance(parent, ast.Call):
-                if _called(parent) not in _PASSING_ON or not hasattr(builtins, _called(parent)):
-                    return not (isinstance(_parent(parent), ast.Expr) and self._is_harmless(parent))
-                node = parent
-            elif isinstance(parent, ast.keyword):
-                node = parent
-            elif isinstance(parent, (ast.Assign, ast.AnnAssign, ast.AugAssign)):
-                return self._flows_on(parent)
-            elif isinstance(parent, (ast.If, ast.IfExp)) and parent.test is node:
-                return not (isinstance(parent, ast.If) and self._only_shows(parent))
-            elif isinstance(parent, ast.Expr):
-                return False
-            elif isinstance(parent, ast.expr) and not isinstance(parent, (ast.Lambda, ast.Await)):
-                node = parent
-            else:
-                return True
 
-    def _is_harmless(self, call: ast.Call) -> bool:
-        if _called(call) in _SHOWING:
-            return True
-        if not isinstance(call.func, ast.Attribute) or call.func.attr not in _MOVING:
-            return False
-        self.moved.append(call)
-        return True
-
-    def _flows_on(self, node: ast.Assign | ast.AnnAssign | ast.AugAssign) -> bool:
-        return self._follows_from(
-            node.targets if isinstance(node, ast.Assign) else [node.target], node
-        )
-
-    def _follows_from(self, targets: Iterable[ast.expr], node: ast.AST) -> bool:
-        """Tell whether something follows from what is assigned: of a local variable, its uses."""
-        if node in self._met:
-            return False
-        self._met.add(node)
-        for target in targets:
-            if isinstance(target, (ast.Attribute, ast.Subscript)):
-                self.moved.append(target)
-                continue
-            if not isinstance(target, ast.Name):
-                return True
-            if target.id in self._not_local:
-                self.moved.append(target)
-                continue
-            loads = [
-                use
-                for use in _uses(self._function, target.id)
-                if isinstance(use.ctx, ast.Load)  # type: ignore[attr-defined]
-            ]
-            within = {id(each) for each in ast.walk(node)}
-            if any(id(use) not in within and self.follows(use) for use in loads):
-                return True
-        return False
-
-    def _only_shows(self, branch: ast.If) -> bool:
-        """Tell whether a branch does nothing but print, log and count."""
-        for statement in (*branch.body, *branch.orelse):
-            if isinstance(statement, ast.If):
-                shows = self._only_shows(statement)
-            elif isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Call):
-                shows = self._is_harmless(statement.value)
-            elif isinstance(statement, (ast.Assign, ast.AugAssign)):
-                shows = not self._flows_on(statement)
-            else:
-                shows = isinstance(statement, ast.Pass)
-            if not shows:
-                return False
-        return True
+def _passes_on(call: ast.Call) -> bool:
+    return isinstance(call.func, ast.Name) and call.func.id in _PASSING_ON
 
 
 def _called(call: ast.Call) -> str:

@@ -128,8 +128,7 @@ def that_prints() -> Loss:
             print("step", state.calls)
             LOG.info("step %d", state.calls)
             state.lines += 1
-        calls = state.calls
-        print(f"{calls} calls")
+        print(f"{state.calls} calls")
         return mean_square(model, x)
 
     return loss_fn
@@ -152,25 +151,11 @@ def that_keeps_a_log() -> Loss:
     def loss_fn(model: nn.Module, x: Tensor) -> Tensor:
         state.calls += 1
         state.epoch = state.calls // 5
-        state.log["calls"] = (calls := state.calls)
-        if calls % 5 == 0:
-            state.history.append(calls)
-            state.log["last"] = calls
+        state.log["calls"] = state.calls
+        if state.calls % 5 == 0:
+            state.history.append(state.calls)
+            state.log["last"] = state.calls
         return mean_square(model, x)
-
-    return loss_fn
-
-
-def that_has_decided() -> Loss:
-    calls, state = 0, {"calls": 0, "best": 0}
-
-    def loss_fn(model: nn.Module, x: Tensor) -> Tensor:
-        nonlocal calls
-        calls += 1
-        state["calls"] += 1
-        if calls == 1 or not state["calls"] or state["calls"] == 3:  # passed when it is tested
-            state["best"] = 7
-        return mean_square(model, x) * (2 if state["best"] == 7 else 1)  # another item than "calls"
 
     return loss_fn
 
@@ -187,7 +172,6 @@ HARMLESS: dict[str, tuple[Callable[[], Loss], tuple[str, ...]]] = {
     "prints": (that_prints, ("'calls' of closure variable 'state'",)),
     "losses": (of_losses, ("losses",)),
     "log": (that_keeps_a_log, ("'calls' of closure variable 'state'",)),
-    "decided": (that_has_decided, ("'calls' of closure variable 'state'",)),
 }
 
 
@@ -254,6 +238,12 @@ def adds_to_a_list(loss: Tensor) -> Tensor:
     return loss.mul(STATE.kept[-1])
 
 
+def prints_a_local_variable(loss: Tensor) -> Tensor:
+    calls = STATE.calls
+    print(calls)
+    return loss
+
+
 def by_a_walrus(loss: Tensor) -> Tensor:
     STATE.rate = calls = STATE.calls
     return loss * 2 if (later := calls) and later > 1_000 else loss
@@ -285,6 +275,8 @@ FOLLOWS: dict[str, Callable[[Tensor], Any]] = {
     "what torch reads": sets_what_torch_reads,
     "list that grows late": adds_to_a_list,
     "name in an expression": by_a_walrus,
+    "local variable that is printed": prints_a_local_variable,
+    "first call": lambda loss: loss * 2 if STATE.calls == 1 else loss,
     "method called like a container's": gives_to_what_is_called_like_a_container,
 }
 
