@@ -194,7 +194,6 @@ REDUCTIONS: dict[str, Callable[[Any], Any]] = {
         for name in ("sum", "mean", "var", "std", "amax", "amin", "norm")
         for dims in ((0, 1), (1,), (0,))
         for keepdim in (False, True)
-        if name != "norm" or dims != (0,)
     },
     **{
         name: functools.partial(lambda p, name: getattr(p, name)(), name=name)
@@ -202,6 +201,8 @@ REDUCTIONS: dict[str, Callable[[Any], Any]] = {
     },
     "std(correction=0)": lambda p: p.std(correction=0),
     "norm(1)": lambda p: p.norm(1),
+    "norm(0)": lambda p: torch.linalg.vector_norm(p, 0),
+    "max of columns": lambda p: p.max(dim=0).values,
     "norm(inf)": lambda p: torch.linalg.vector_norm(p, math.inf),
     "abs().max()": lambda p: p.abs().max(),
     "any": lambda p: (p > 2).any(),
@@ -261,10 +262,8 @@ REFUSED: dict[str, Callable[[Any], Any]] = {
     "aten.sort": lambda p: p.sort(),
     "aten.cat": lambda p: torch.cat([p, p]),
     "aten.argmax": lambda p: p.argmax(),
-    "aten.max": lambda p: p.max(dim=0),
     "aten.prod": lambda p: p.prod(),
     "aten._softmax": lambda p: p.softmax(0),
-    "aten.linalg_vector_norm": lambda p: torch.linalg.vector_norm(p, 0),
     "aten.": _muon_steps,
 }
 

@@ -1,15 +1,15 @@
 """What operators do on tensors whose rows are cut; which are refused.
 
 An operator that works element by element runs on the rows of each rank, where all operands have the
-same rows or are whole; the result has these rows again. Sums, norms, means, extremes and variances
-are those of all ranks. All other operators are refused, by name, and on all ranks alike: by what
-they all know, never by how many rows happen to be here.
+same rows or are whole; the result has these rows again. Sums and norms are added up over ranks;
+means, extremes and variances are computed from the whole tensor, which is gathered for that. All
+other operators are refused, by name, and on all ranks alike: by what they all know, never by how
+many rows happen to be here.
 """
 
 import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
-from types import MappingProxyType
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -68,8 +68,6 @@ def run(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if not any(is_cut(tensor) for tensor in tensors):
         return func(*args, **kwargs)
     name = schema_of(func).name
-    if name == "aten::equal":
-        return _are_equal(*args)
     if _is_local(func):
         return _run_on_rows(func, args, kwargs)
     if name in _RANDOM or name.startswith("aten::_amp_foreach_non_finite"):
@@ -78,12 +76,12 @@ def run(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return [_norm_of(tensor, *args[1:], **kwargs) for tensor in args[0]]
     if name == "aten::index_put_" and _is_masked_fill(*args):
         return _run_on_rows(_aten.masked_fill_.Tensor, (args[0], *args[1], args[2]), {})
-    reduce = _REDUCTIONS.get(name)
-    if reduce is not None and len(tensors) == 1 and len(schema_of(func).returns) == 1:
-        names = (argument.name for argument in schema_of(func).arguments)
-        named = {**dict(zip(names, args, strict=False)), **kwargs}
-        rows = named.pop("self")
-        return reduce(func, rows, named) if rows.dim() else func(whole_of(rows), **named)
+    if name in _REDUCTIONS and not schema_of(func).is_mutable:
+        named = dict(zip((each.name for each in schema_of(func).arguments), args, strict=False))
+        named |= kwargs
+        if is_cut(named.get("self")) and _adds_up(name, named["self"], named):
+            return _for_all(_add_up(func, named.pop("self"), named))
+        return _of_whole(func, args, kwargs)
     raise _refusal(func)
 
 
@@ -100,7 +98,7 @@ def _refusal(func: OpOverload, why: str = "") -> ConfigError:
 def _is_local(func: OpOverload) -> bool:
     """Tell whether an operator works element by element, on tensors or on lists of them."""
     name = schema_of(func).name
-    if torch.Tag.pointwise in func.tags or name in _LOCAL:
+    if (torch.Tag.pointwise in func.tags and name not in _REDUCTIONS) or name in _LOCAL:
         return True
     if name.startswith("aten::_foreach_"):
         return not any(word in name for word in ("_norm", "_max.", "_sum")) and (
@@ -205,7 +203,7 @@ def _local(tensor: Any, place: CommonRows) -> Tensor:
 # Random numbers, sums and norms, which torch knows how to draw and to add up over a mesh
 
 
-def _stand_in(tensor: Any, local: Tensor | None = None) -> Any:
+def _stand_in(tensor: Any) -> Any:
     """Return the same rows as if torch had cut them.
 
     Only for operators that neither look at how many rows there are nor move any.
@@ -213,8 +211,7 @@ def _stand_in(tensor: Any, local: Tensor | None = None) -> Any:
     places = tuple(Shard(0) if isinstance(p, RowShard) else p for p in tensor.placements)
     mesh, dtype = tensor.device_mesh, tensor.dtype
     spec = spec_of(mesh, places, tensor.shape, tensor.stride(), dtype)
-    local = local_tensor_of(tensor) if local is None else local
-    return DTensor(local, spec, requires_grad=False)
+    return DTensor(local_tensor_of(tensor), spec, requires_grad=False)
 
 
 def _as_rows(value: Any, like: DTensor) -> Any:
@@ -252,22 +249,24 @@ def _run_as_torch(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any
 _Named = Mapping[str, Any]  # arguments but for the tensor, by name
 
 
-def _dims(rows: DTensor, named: _Named) -> list[int]:
-    dim = named.get("dim")
-    if dim is None or dim in ([], ()):
-        return list(range(rows.dim()))
-    return [each % rows.dim() for each in ([dim] if isinstance(dim, int) else dim)]
+def _of_whole(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Gather all rows, and have each rank compute on the whole."""
+    tensors = flat_tensors([*args, *kwargs.values()])
+    _refuse_plain(func, tensors)
+    cut: Any = next(filter(is_cut, tensors))
+    mesh = cut.device_mesh
+    everywhere = (Replicate(),) * mesh.ndim
 
+    def whole(tensor: DTensor) -> Tensor:
+        rows = whole_of(tensor) if is_cut(tensor) else tensor
+        return local_tensor_of(rows.redistribute(mesh, everywhere))
 
-def _add_up(func: OpOverload, rows: Any, named: _Named, *, nothing: float | None = None) -> Any:
-    """Return a reduction over the rows of all ranks, as torch adds it up when it is asked for it.
-
-    ``nothing`` changes no result: a rank without rows has a row of it.
-    """
-    local = local_tensor_of(rows)
-    if nothing is not None and not local.shape[0] and 0 in _dims(rows, named):
-        local = local.new_full((1, *local.shape[1:]), nothing)
-    return _as_rows(func(_stand_in(rows, local), **named), rows)
+    args, kwargs = tree_map_only(DTensor, whole, (args, kwargs))
+    return tree_map_only(
+        Tensor,
+        lambda value: wrap_rows(DTensor, value, mesh, everywhere, tuple(value.shape)),
+        func(*args, **kwargs),
+    )
 
 
 def _for_all(result: Any) -> Any:
@@ -278,117 +277,34 @@ def _for_all(result: Any) -> Any:
     return result.redistribute(result.device_mesh, places)
 
 
-def _sum(func: OpOverload, rows: DTensor, named: _Named) -> Any:
-    return _for_all(_add_up(func, rows, named))
+def _add_up(func: OpOverload, rows: DTensor, named: _Named) -> Any:
+    """Return a sum or norm over the rows of all ranks; torch adds it up when it is asked for it."""
+    return _as_rows(func(_stand_in(rows), **named), rows)
 
 
-def _norm(func: OpOverload, rows: DTensor, named: _Named) -> Any:
-    if named.get("ord") == math.inf:
-        dtype = named.get("dtype") or rows.dtype
-        values = _call(_aten.abs.default, _cast(rows, dtype))
-        return _extreme(_aten.amax.default, values, named)
-    return _for_all(_unfinished_norm(func, rows, named))
-
-
-def _unfinished_norm(func: OpOverload, rows: DTensor, named: _Named) -> Any:
-    part = 0 in _dims(rows, named) and len(_dims(rows, named)) < rows.dim()
-    if not named.get("ord", 2) > 0 or part:
-        raise _refusal(func, f", for ord={named.get('ord', 2)} and dim={named.get('dim')}")
-    return _add_up(func, rows, named, nothing=0.0)
+def _adds_up(name: str, rows: DTensor, named: _Named) -> bool:
+    """Tell whether it is less to exchange what ranks have found for their rows."""
+    if not rows.dim() or name not in ("aten::sum", "aten::linalg_vector_norm"):
+        return False
+    dims = named.get("dim") or range(rows.dim())
+    over_all = len(dims) == rows.dim() or 0 not in [dim % rows.dim() for dim in dims]
+    return name == "aten::sum" or (over_all and 0 < named.get("ord", 2) < math.inf)
 
 
 def _norm_of(tensor: Any, order: float = 2, dtype: torch.dtype | None = None) -> Any:
     """Return one of a list of norms, which clipping joins first: one exchange for all of them."""
     func = _aten.linalg_vector_norm.default
-    if not is_cut(tensor) or not tensor.dim():
-        return _call(func, tensor, order, dtype=dtype)
-    norm = _norm if order == math.inf else _unfinished_norm
-    return norm(func, tensor, {"ord": order, "dtype": dtype})
+    named = {"ord": order, "dtype": dtype}
+    if is_cut(tensor) and _adds_up("aten::linalg_vector_norm", tensor, named):
+        return _add_up(func, tensor, named)
+    return run(func, (tensor,), named)
 
 
-def _call(func: OpOverload, *args: Any, **kwargs: Any) -> Any:
-    return run(func, args, kwargs)
-
-
-def _are_equal(left: DTensor, right: DTensor) -> bool:
-    """Tell whether tensors are equal on all ranks, to all ranks."""
-    if left.shape != right.shape:
-        return False
-    apart = _call(_aten.ne.Tensor, left, right)
-    return not int(local_tensor_of(_call(_aten.sum.default, apart)))
-
-
-def _wide(dtype: torch.dtype) -> torch.dtype:
-    """Return in what torch adds up numbers of a dtype."""
-    return torch.float32 if dtype.itemsize < 4 else dtype
-
-
-def _cast(tensor: Any, dtype: torch.dtype) -> Any:
-    return tensor if tensor.dtype is dtype else _call(_aten._to_copy.default, tensor, dtype=dtype)
-
-
-def _count(rows: DTensor, named: _Named) -> int:
-    return math.prod(rows.shape[dim] for dim in _dims(rows, named))
-
-
-def _total(rows: DTensor, named: _Named, dtype: torch.dtype | None = None) -> Any:
-    options = {"dim": _dims(rows, named), "keepdim": named.get("keepdim", False), "dtype": dtype}
-    return _sum(_aten.sum.dim_IntList, rows, options)
-
-
-def _mean(func: OpOverload, rows: DTensor, named: _Named) -> Any:
-    dtype = named.get("dtype") or rows.dtype
-    if not (dtype.is_floating_point or dtype.is_complex):
-        raise _refusal(func, f", in {dtype}")
-    total = _total(rows, named, _wide(dtype))
-    return _cast(_call(_aten.div.Scalar, total, _count(rows, named)), dtype)
-
-
-def _variance(func: OpOverload, rows: DTensor, named: _Named) -> Any:
-    correction = 1 if named.get("correction") is None else named["correction"]
-    values = _cast(rows, _wide(rows.dtype))
-    mean = _mean(func, values, {"dim": _dims(rows, named), "keepdim": True})
-    apart = _call(_aten.sub.Tensor, values, mean)
-    total = _total(_call(_aten.mul.Tensor, apart, apart), named)
-    found = _call(_aten.div.Scalar, total, max(_count(rows, named) - correction, 0))
-    if schema_of(func).name == "aten::std":
-        found = _call(_aten.sqrt.default, found)
-    return _cast(found, rows.dtype)
-
-
-def _extreme(func: OpOverload, rows: DTensor, named: _Named) -> Any:
-    """Return the largest or smallest values; NaN where there is one, which backends may lose."""
-    largest = schema_of(func).name in ("aten::max", "aten::amax")
-    if rows.dtype.is_complex or rows.dtype is torch.bool or not rows.numel():
-        raise _refusal(func, f", with {rows.numel()} values of {rows.dtype}")
-    floats = rows.dtype.is_floating_point
-    limits: Any = torch.finfo(rows.dtype) if floats else torch.iinfo(rows.dtype)
-    ends = (-math.inf, math.inf) if floats else (limits.min, limits.max)
-    chosen = _aten.amax.default if largest else _aten.amin.default
-    options = {"dim": _dims(rows, named), "keepdim": named.get("keepdim", False)}
-    found = _for_all(_add_up(chosen, rows, options, nothing=ends[0] if largest else ends[1]))
-    if not floats:
-        return found
-    unknown = _call(_aten.gt.Scalar, _total(_call(_aten.isnan.default, rows), options), 0)
-    return _call(_aten.masked_fill.Scalar, found, unknown, math.nan)
-
-
-def _any_or_all(func: OpOverload, rows: DTensor, named: _Named) -> Any:
-    count = _total(_call(_aten.ne.Scalar, rows, 0), named)
-    if schema_of(func).name == "aten::any":
-        return _call(_aten.gt.Scalar, count, 0)
-    return _call(_aten.eq.Scalar, count, _count(rows, named))
-
-
-_REDUCTIONS: Mapping[str, Callable[[OpOverload, DTensor, _Named], Any]] = MappingProxyType(
-    {
-        "aten::sum": _sum,
-        "aten::linalg_vector_norm": _norm,
-        "aten::mean": _mean,
-        "aten::var": _variance,
-        "aten::std": _variance,
-        "aten::any": _any_or_all,
-        "aten::all": _any_or_all,
-        **dict.fromkeys(("aten::max", "aten::amax", "aten::min", "aten::amin"), _extreme),
-    }
+# Done on the whole, where it is not less to add up.
+_REDUCTIONS = frozenset(
+    f"aten::{name}"
+    for name in (
+        *("equal", "any", "all", "sum", "mean", "var", "std", "linalg_vector_norm"),
+        *("max", "min", "amax", "amin"),
+    )
 )
