@@ -10,12 +10,13 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from graphfsdp._capture.batch_writes import Batch, BatchWrites, Handed, refused_write
 from graphfsdp._capture.trees import attributes_of, flatten, is_open, leaves_with_path, opened
 from graphfsdp.base.hazards import HazardKind
+from graphfsdp.base.op_tensors import storage_key
 from graphfsdp.base.torch_internals import keystr, tree_unflatten, without_modes
 from graphfsdp.errors import CaptureError, ConfigError
 
+Batch = tuple[tuple[Any, ...], dict[str, Any]]  # the arguments of a call
 _NUM_STAGES = 2  # batches that may be on their way to the GPU before the host waits
 _PLAIN = (tuple, list, dict)
 _AS_TENSOR = ("torch.tensor(value)", "torch.from_numpy(array)")
@@ -147,6 +148,34 @@ class _PinnedStages:
         self._copied[index].record(torch.cuda.current_stream(self._device))
 
 
+class Handed:
+    """A batch as an iteration is given it, to be looked at when that is over.
+
+    Note [The caller's batch]: a graph reads static inputs, so an iteration is given containers that
+    are made anew, with static tensors in them. A loop without a graph hands its own in, and sees
+    what the iteration puts there. So what it puts into a container, or takes out of one, is refused
+    by name, and what it writes into a tensor in place is a further result of the graph, which each
+    call copies into the caller's own tensor.
+    """
+
+    def __init__(self, batch: Batch) -> None:
+        args, kwargs = batch
+        self._arguments = {f"args[{index}]": each for index, each in enumerate(args)} | kwargs
+        self._before = {name: flatten(each) for name, each in self._arguments.items()}
+
+    def written(self) -> str:
+        """Return the name of the first argument that has other contents now, "" for none."""
+        for name, argument in self._arguments.items():
+            before, form = self._before[name]
+            now, form_now = flatten(argument)
+            if form_now == form and [*map(id, now)] == [*map(id, before)]:
+                continue
+            # Some containers make what is in them anew, whenever they are asked for it.
+            if [*map(id, flatten(argument)[0])] == [*map(id, now)]:
+                return name
+        return ""
+
+
 class StaticInputs:
     """The batch as the graph sees it: same addresses in every iteration.
 
@@ -156,7 +185,7 @@ class StaticInputs:
 
     Attributes:
         num_microbatches: Parts that an iteration splits them into.
-        given: The caller's batch and its leaves, for what an iteration writes into them; None once
+        given: The leaves of the caller's batch, for what an iteration writes into them; None once
             that is done.
     """
 
@@ -191,10 +220,9 @@ class StaticInputs:
             stages = _PinnedStages(leaf, device) if is_apart else None
             self._targets.append((index, static, stages))
             self._static[index] = static
-        self.changes_form = False
         self._handed: list[Handed] = []  # by microbatch
         self._versions: list[int] = []
-        self.given: tuple[Batch, list[Any]] | None = (args, kwargs), leaves
+        self.given: list[Any] | None = leaves
 
     def accept(self, args: tuple[Any, ...], kwargs: dict[str, Any], num_microbatches: int) -> bool:
         """Take a batch that is to be copied in; False if it is not like the first."""
@@ -208,13 +236,13 @@ class StaticInputs:
             if found is None or not self._match(found):
                 return False
             leaves = found
-        self.given = batch, leaves
+        self.given = leaves
         return True
 
     def load(self) -> None:
         """Copy the batch in that was accepted last."""
         assert self.given is not None
-        _, leaves = self.given
+        leaves = self.given
         for index in self._plain:
             self._static[index] = leaves[index]
         for index, target, stages in self._targets:
@@ -250,35 +278,41 @@ class StaticInputs:
         self._handed.append(Handed(batch))
         return batch
 
-    def take_writes(self) -> BatchWrites | None:
-        """Return what the iteration that is over has written into its batch; None for nothing.
+    def take_writes(self) -> list[int]:
+        """Return which leaves the iteration that is over has written in place.
 
-        CaptureError, ConfigError: no replay can write it.
+        CaptureError, ConfigError: it has written what no replay can write.
         """
-        found = [BatchWrites(handed) for handed in self._handed]
+        for name in filter(None, (handed.written() for handed in self._handed)):
+            raise _refused_write(name)
         self._handed.clear()
-        if len(found) > 1 and any(found):
-            name = next(each.first_name for each in found if each)
-            raise CaptureError(
-                f"the iteration writes {name} of its batch, and each microbatch has containers of "
-                "its own. Remedy: return it beside the loss, or microbatches=1",
-                kind=HazardKind.STATE,
-            )
-        writes = found[0]
-        for (index, target, _), version in zip(self._targets, self._versions, strict=True):
+        written = [
+            index
+            for (index, target, _), version in zip(self._targets, self._versions, strict=True)
             # What comes from another device is a copy in a loop without a graph, too.
-            leaf = self._leaves[index]
-            if target._version != version and leaf == TensorLeaf.of(target):
-                writes.add_in_place(index, target)
-        if writes and self.given is not None:
-            writes.refuse_aliases(*self.given, self._names)
+            if target._version != version and self._leaves[index] == TensorLeaf.of(target)
+        ]
+        if written and self.given is not None:
+            self._refuse_aliases(written, self.given)
         for index in self._plain:
             _check_plain(self._names[index], self._static[index])
             if not self._leaves[index].matches(self._static[index]):
-                raise refused_write(f"into {self._names[index]}")
+                raise _refused_write(self._names[index])
         self._let_go()
-        self.changes_form = writes.changes_form
-        return writes if writes else None
+        return written
+
+    def _refuse_aliases(self, written: Sequence[int], leaves: Sequence[Any]) -> None:
+        storages = [storage_key(leaf) if isinstance(leaf, Tensor) else -1 for leaf in leaves]
+        for name in [self._names[i] for i in written if storages.count(storages[i]) > 1]:
+            raise CaptureError(
+                f"the iteration writes into {name}, which is or shares memory with another part of "
+                "its batch, and each part is copied in apart. Remedy: pass it once, and take the "
+                "other one from it in the iteration",
+                kind=HazardKind.STATE,
+            )
+
+    def copies_of(self, written: Sequence[int]) -> list[Tensor]:
+        return [self._static[index].detach().clone() for index in written]
 
     def _let_go(self) -> None:
         """Take static inputs out of the autograd graph that an iteration has put them into."""
@@ -414,6 +448,17 @@ def _check_plain(name: str, leaf: object) -> None:
             "tuple or dataclass (**batch), and make it of them in the iteration (a BlockMask by "
             "create_block_mask), or register the class with torch.utils._pytree"
         )
+
+
+def _refused_write(name: str) -> CaptureError:
+    return CaptureError(
+        f"the iteration writes into {name} of its batch: it puts something into a container, takes "
+        "something out (pop), or sets an attribute; a replay runs no Python and writes into "
+        "tensors alone. Remedy: write into a container of the iteration's own (batch = "
+        "dict(batch)), return what is to be kept beside the loss, or update a tensor of the batch "
+        "in place (copy_)",
+        kind=HazardKind.STATE,
+    )
 
 
 def _inside(leaf: object) -> Iterator[object]:

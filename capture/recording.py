@@ -36,7 +36,7 @@ class Results:
     def __init__(self, inputs: StaticInputs) -> None:
         """Take it of an iteration over ``inputs`` that is over: see ``flatten``."""
         self._inputs = inputs
-        self._writes = inputs.take_writes()
+        self._written = inputs.take_writes()  # numbers of leaves
         self._spec: TreeSpec | None = None
         # By leaf of the output, how many tensors are in it; those that are none are None.
         self._parts: list[tuple[Wrapping | None, int]] = []
@@ -47,9 +47,8 @@ class Results:
 
         They are followed by copies of what the iteration has written into its batch.
         """
-        if self._writes is not None:
-            written, self._writes.tensors = self._writes.tensors, []
-            output = output, [tensor.detach().clone() for tensor in written]
+        if self._written:
+            output = output, self._inputs.copies_of(self._written)
         leaves, self._spec = tree_flatten(output)
         tensors: list[Tensor] = []
         for leaf in leaves:
@@ -76,10 +75,12 @@ class Results:
             whole = inside[0] if inside else None
             leaves.append(whole if wrapping is None else wrapping.around(inside))
         output = tree_unflatten(leaves, self._spec)
-        if self._writes is not None:
-            output, written = output
-            if given is not None:
-                self._writes.put_back(*given, written)
+        if self._written:
+            output, copies = output
+            with torch.no_grad():
+                for index, copy in zip(self._written, copies, strict=True):
+                    if given is not None:
+                        given[index].copy_(copy)
         return output, next(tensors, None)
 
 
@@ -169,8 +170,6 @@ class Recordings:
         self._on_change = on_change
         self._trains = trains
         self._entries: list[Recording] = []  # oldest use first
-        self._num_unused = 0  # that had to go before they had a graph
-        self._has_second_form = False
 
     def __iter__(self) -> Iterator[Recording]:
         """Yield the recordings, least recently used first."""
@@ -203,12 +202,6 @@ class Recordings:
                 self._entries.append(entry)
                 return entry
         known = self.latest
-        changes_form = known is not None and known.graph is None and known.inputs.changes_form
-        if known is not None and changes_form and not self._has_second_form:
-            # A dict for the log is empty once, and has its keys ever after.
-            self._has_second_form = True
-            self.remove(known)
-            known = self.latest
         keeps = known is None or self._on_change is OnChange.RECAPTURE
         if known is not None:
             why = known.inputs.difference(args, kwargs, num_microbatches)
@@ -227,15 +220,6 @@ class Recordings:
         if len(self._entries) <= self._max_graphs:
             return
         oldest = self._entries.pop(0)
-        self._num_unused += oldest.graph is None
-        if oldest.graph is None and self._num_unused == self._max_graphs + 1:
-            _LOG.warning(
-                "more than max_graphs=%d kinds of batches take turns, so that kinds go before "
-                "they are captured, and the calls run eagerly. Remedy: max_graphs=%d or more, or "
-                "fewer kinds: pad batches to a few lengths",
-                self._max_graphs,
-                2 * self._max_graphs,
-            )
         oldest.close()
         _LOG.info(
             "the graph that was not used for longest is given up: there are more than "

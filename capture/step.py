@@ -54,9 +54,9 @@ class CapturedStep:
 
         Args:
             *args: The batch, as ``loss_fn`` takes it after the model: tensors, nested in whatever
-                torch's pytree knows and in dataclasses. Tensors that ``loss_fn`` writes into the
-                batch, in place or under a key, are there afterwards (in place only where the batch
-                lies on the model's device); gradients of inputs are not.
+                torch's pytree knows and in dataclasses. What ``loss_fn`` writes into a tensor of
+                the batch, in place, is there afterwards where the batch lies on the model's
+                device; what it puts into a container of the batch is refused.
             **kwargs: Likewise. Values that are no tensors must be equal in every call.
 
         Returns:

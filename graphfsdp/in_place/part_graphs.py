@@ -29,7 +29,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import Node, get_gradient_edge, saved_tensors_hooks
 
-from graphfsdp._capture.batch_writes import BatchWrites, Handed
+from graphfsdp._capture.inputs import Handed
 from graphfsdp._capture.recording import kept_by
 from graphfsdp._capture.rules.constants import ConstantWatch
 from graphfsdp._capture.trace.backend import Effect, GraphBackend
@@ -185,7 +185,7 @@ class PartGraphs:
         kept = saved_tensors_hooks(keep, _as_it_is)
         with self._standing_in(), constants.comparing(self._inputs()), kept:
             output = self._module._call_impl(*args, **kwargs)
-        if BatchWrites(handed):
+        if handed.written():
             raise NotAPartError("it writes into a container that it is given")
         if need_grads != [leaf.requires_grad for leaf in self._inputs()]:
             raise NotAPartError("it changes requires_grad of an input")
