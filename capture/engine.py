@@ -217,7 +217,6 @@ class Engine:
             self.model,
             self.optimizer.optimizers,
             undo,
-            counts=self.optimizer.counts,
             device=self.backend.device,
             restore_gradients=self.gradients.save_bindings(),
         )
@@ -348,7 +347,6 @@ class Engine:
             self._named_params,
             self.gradients.shown_views,
             optimizers=self.optimizer.optimizers if self.full and trains else (),
-            counts=self.optimizer.counts,
             functions=self._iteration.functions,
             device=self.backend.device,
             ran=Ran() if constants is None else constants.ran,

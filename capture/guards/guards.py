@@ -50,7 +50,6 @@ class Guards:
         named_gradients: Callable[[], Iterable[tuple[str, Tensor]]],
         *,
         optimizers: Sequence[torch.optim.Optimizer],
-        counts: Callable[[str], bool],
         functions: Sequence[Callable[..., Any]],
         device: torch.device,
         ran: Ran,
@@ -62,7 +61,6 @@ class Guards:
             named_params: Trainable parameters by full name.
             named_gradients: Returns those of their persistent gradients that the user sees.
             optimizers: Those that step inside the graph.
-            counts: Tells whether replays go on with a number that their state has under a key.
             functions: The loss function, or the user's iteration.
             device: Where everything lies.
             ran: The code of a warm-up, to which that of the recording is added.
@@ -71,7 +69,6 @@ class Guards:
         self._named_params = named_params
         self._named_gradients = named_gradients
         self._optimizers = optimizers
-        self._counts = counts
         self._device = device
         self._functions = [*functions, *users_hooks(model, named_params, optimizers)]
         self._ran = ran
@@ -142,7 +139,7 @@ class Guards:
             self._read,
             Places(partial(switches, self._device.type)),
             Places(partial(unit_settings, self._units, self._unit_settings)),
-            *(Places(partial(optimizer_places, each, names, self._counts)) for each in optimizers),
+            *(Places(partial(optimizer_places, each, names)) for each in optimizers),
         ]
         self._ask()
 

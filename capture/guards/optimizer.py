@@ -1,7 +1,7 @@
 """An optimizer's tensors: its state, and the parameters in its groups; its step."""
 
 import operator
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -23,9 +23,7 @@ _Group = dict[str, Any]
 _Owner = tuple[Tensor, int, dict[str, Any]]  # a parameter, the id of its state, what is in that
 
 
-def optimizer_places(
-    optimizer: torch.optim.Optimizer, names: Mapping[int, str], counts: Callable[[str], bool]
-) -> Iterator[Place]:
+def optimizer_places(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> Iterator[Place]:
     """Yield what an optimizer in the graph holds.
 
     After ``load_state_dict`` torch's optimizers hold other tensors: a graph would go on with the
@@ -34,7 +32,6 @@ def optimizer_places(
     Args:
         optimizer: In the graph.
         names: Full names of parameters, by id.
-        counts: Tells whether replays go on with a number that its state has under a key.
     """
     kind, own, state = type(optimizer), vars(optimizer), optimizer.state
     title = f"{kind.__name__}.step"
@@ -52,18 +49,14 @@ def optimizer_places(
         yield Place(title, (operator.getitem, (params,), 0), list(params), named)
     # In another dict there may be the same; that would have to be watched from then on.
     yield Place("", (getattr, optimizer, "state", None), state, exact=True)
-    what = (_state_of, optimizer, counts)
+    what = (_state_of, optimizer)
     dicts = [state, *state.values()]
-    yield Place("", what, _state_of(optimizer, counts), partial(_state_changes, names), dicts=dicts)
+    yield Place("", what, _state_of(optimizer), partial(_state_changes, names), dicts=dicts)
     yield from tensor_places(_named_tensors(state, names), addresses_only=True)
 
 
-def _state_of(optimizer: torch.optim.Optimizer, counts: Callable[[str], bool]) -> list[_Owner]:
-    """Return each parameter's state, without the numbers that it counts."""
-    return [
-        (param, id(entries), {key: value for key, value in entries.items() if not counts(key)})
-        for param, entries in optimizer.state.items()
-    ]
+def _state_of(optimizer: torch.optim.Optimizer) -> list[_Owner]:
+    return [(param, id(entries), dict(entries)) for param, entries in optimizer.state.items()]
 
 
 def _name_of(param: Tensor, names: Mapping[int, str]) -> str:

@@ -33,10 +33,9 @@ class HostState:
         model: nn.Module,
         optimizers: Sequence[torch.optim.Optimizer],
         restore_gradients: Callable[[], None],
-        counts: Callable[[str], bool] = lambda key: False,
     ) -> None:
         self._model = model
-        self._optimizers = [HostOptimizer(optimizer, counts) for optimizer in optimizers]
+        self._optimizers = list(map(HostOptimizer, optimizers))
         self._kept = [
             (path, module, list(map(_kept, _tables(module))))
             for path, module in model.named_modules()
@@ -136,9 +135,8 @@ def _is_plain(tensor: Tensor) -> bool:
 class HostOptimizer:
     """What an optimizer held before an iteration, to compare with and to put back."""
 
-    def __init__(self, optimizer: torch.optim.Optimizer, counts: Callable[[str], bool]) -> None:
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._optimizer = optimizer
-        self._counts = counts
         self._state = {param: dict(state) for param, state in optimizer.state.items()}
         self._groups = [dict(group) for group in optimizer.param_groups]
         self._numbers = _numbers(vars(optimizer))
@@ -158,8 +156,7 @@ class HostOptimizer:
                         source=definition_of(type(self._optimizer).step),
                     )
             where = f"its state of a parameter of shape {tuple(param.shape)}"
-            baked = {key: each for key, each in _numbers(state).items() if not self._counts(key)}
-            yield from self._changed_numbers(_numbers(before_state), baked, where)
+            yield from self._changed_numbers(_numbers(before_state), _numbers(state), where)
         for index, (before_group, group) in enumerate(
             zip(self._groups, self._optimizer.param_groups, strict=False)
         ):
@@ -230,9 +227,8 @@ class Attempt:
         *,
         device: torch.device,
         restore_gradients: Callable[[], None],
-        counts: Callable[[str], bool] = lambda key: False,
     ) -> None:
-        self.host_state = HostState(model, optimizers, restore_gradients, counts)
+        self.host_state = HostState(model, optimizers, restore_gradients)
         self._restore_random_states = save_random_states(model, device)
         self._undo = undo
 

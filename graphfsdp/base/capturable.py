@@ -74,13 +74,6 @@ class CapturableOptimizer(Protocol):
     def before_replay(self) -> None:
         """Upload hyper-parameters that changed; ``changes`` has told of those that are baked."""
 
-    def after_replay(self) -> None:
-        """Count on in Python what the optimizer's own step counts there; most count in tensors."""
-        return
-
-    def counts(self, key: str) -> bool:
-        """Tell whether replays go on with a number that parameters' states have under a key."""
-
     def state_tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Yield every persistent tensor of the optimizer with a name for messages."""
 

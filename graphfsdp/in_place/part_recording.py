@@ -27,7 +27,6 @@ def guards_of(module: nn.Module, device: torch.device, ran: Ran) -> Guards:
         params,
         lambda: [],
         optimizers=(),
-        counts=lambda key: False,
         functions=(),
         device=device,
         ran=ran,

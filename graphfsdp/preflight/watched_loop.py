@@ -172,7 +172,7 @@ class WatchedLoop:
             hazards,
             user_source_line(),
             HostState(together, (), lambda: None),
-            [HostOptimizer(each, self._recorded[each].counts) for each in self._recorded],
+            list(map(HostOptimizer, self._recorded)),
         )
         self._open.enter_context(as_written())  # a dispatch mode would not see into compiled code
         self._open.enter_context(watcher.watching())

@@ -8,7 +8,7 @@ Shapes: G = parameter groups; [] is a 0-D tensor.
 """
 
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -24,7 +24,8 @@ from graphfsdp.config import Scope
 from graphfsdp.errors import ConfigError
 from graphfsdp.optim.adapters.baked import BakedAdapter, Word
 from graphfsdp.optim.adapters.grouped_step import GroupedStep, is_torchs_step
-from graphfsdp.optim.adapters.live_numbers import LiveScalars, Slots, in_groups
+from graphfsdp.optim.adapters.live_numbers import LiveScalars
+from graphfsdp.optim.fused.hyper_table import LiveMemory
 
 
 class _Fused(NamedTuple):
@@ -78,7 +79,9 @@ class TorchAdapter(BakedAdapter):
         self._must_skip = False
         # What somebody else's step makes of an lr that is a tensor, nobody knows.
         self._is_plain = type(optimizer).step.__module__.startswith("torch.optim.")
-        self._rates = Slots(torch.float32)  # kernels of a CPU take what Python's float would be
+        self.bakes_lr = not self._is_plain
+        # By group. Kernels of a CPU take what Python's float would be.
+        self._rates = LiveMemory(len(optimizer.param_groups), dtype=torch.float32)
         self._grouped: GroupedStep | None = None
         self._reads_late = False
         self._known: Mapping[Tensor, Mapping[str, Any]] = {}
@@ -89,10 +92,6 @@ class TorchAdapter(BakedAdapter):
         grouped = GroupedStep(self.optimizer, num_own_hooks=1)  # see stepping
         self._grouped = grouped if grouped else None
         self._reads_late = True
-
-    @property
-    def bakes_lr(self) -> bool:
-        return not self._is_plain and super().bakes_lr
 
     def prepare_skipping(self, scope: Scope) -> None:
         self._must_skip = True
@@ -229,7 +228,7 @@ class TorchAdapter(BakedAdapter):
             for group, rate in zip(groups, rates, strict=True)
         ]
         self._place_counts()
-        with in_groups(groups, given), _supported_on_cpu(self.optimizer):
+        with _in_groups(groups, given), _supported_on_cpu(self.optimizer):
             yield rates
 
     def _place_counts(self) -> None:
@@ -280,9 +279,10 @@ class TorchAdapter(BakedAdapter):
         """Return [] for each group, its lr as it is now; None where it is no number, or baked."""
         self._write_rates()
         found: list[Tensor | None] = []
-        for row, group in enumerate(self.optimizer.param_groups):
-            device = next((p.device for p in group["params"]), torch.device("cpu"))
-            found.append(self._rates.get(row, device) if self._has_live_rate(group) else None)
+        with torch.no_grad(), without_modes():
+            for row, group in enumerate(self.optimizer.param_groups):
+                device = next((p.device for p in group["params"]), torch.device("cpu"))
+                found.append(self._rates.on(device)[row] if self._has_live_rate(group) else None)
         return found
 
     def before_replay(self) -> None:
@@ -290,9 +290,13 @@ class TorchAdapter(BakedAdapter):
         self._write_rates()
 
     def _write_rates(self) -> None:
-        for row, group in enumerate(self.optimizer.param_groups):
-            self._rates.write(row, group["lr"] if self._has_live_rate(group) else 0.0)
-        self._rates.upload()
+        groups = self.optimizer.param_groups
+        rates = [group["lr"] if self._has_live_rate(group) else 0.0 for group in groups]
+        if len(rates) != len(self._rates.host):  # a guard tells of it
+            self._rates = LiveMemory(len(rates), dtype=torch.float32)
+        if rates != self._rates.host.tolist():
+            self._rates.host[:] = rates
+            self._rates.upload()
 
     def state_tensors(self) -> Iterator[tuple[str, Tensor]]:
         yield from super().state_tensors()
@@ -307,6 +311,21 @@ def _kinds(entries: Mapping[str, Any]) -> dict[str, Any]:
         key: (value.shape, value.dtype) if isinstance(value, Tensor) else value
         for key, value in entries.items()
     }
+
+
+@contextmanager
+def _in_groups(
+    groups: Sequence[dict[str, Any]], given: Sequence[Mapping[str, Any]]
+) -> Iterator[None]:
+    """Have other values in these very groups while the body runs; what that writes stays."""
+    before = [{key: group[key] for key in new} for group, new in zip(groups, given, strict=True)]
+    for group, new in zip(groups, given, strict=True):
+        group.update(new)
+    try:
+        yield
+    finally:
+        for group, new, old in zip(groups, given, before, strict=True):
+            group.update({key: old[key] for key in new if group.get(key) is new[key]})
 
 
 @contextmanager

@@ -146,13 +146,6 @@ class JointOptimizer:
         for member in self.members:
             member.before_replay()
 
-    def after_replay(self) -> None:
-        for member in self.members:
-            member.after_replay()
-
-    def counts(self, key: str) -> bool:
-        return any(member.counts(key) for member in self.members)
-
     def state_tensors(self) -> Iterator[tuple[str, Tensor]]:
         for index, member in enumerate(self.members):
             for name, tensor in member.state_tensors():

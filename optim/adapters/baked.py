@@ -11,12 +11,10 @@ from torch import Tensor, nn
 from graphfsdp.base.capturable import CapturableOptimizer
 from graphfsdp.base.changes import Change, ChangeKind
 from graphfsdp.base.dtensors import local_part, num_meshes
-from graphfsdp.base.hazards import HazardKind
 from graphfsdp.base.op_tensors import as_written
 from graphfsdp.base.torch_internals import foreach_mul_
 from graphfsdp.config import MixedPrecisionPolicy, Scope
-from graphfsdp.errors import CaptureError, ConfigError
-from graphfsdp.optim.adapters.live_numbers import LiveScalars, Slots, Tape, is_live, numbers_in
+from graphfsdp.errors import ConfigError
 from graphfsdp.optim.adapters.precision import OptimizerFacts, check_precision, main_grad_dtype
 from graphfsdp.optim.fused.checks import check_lr_device
 
@@ -54,9 +52,6 @@ class Adapter(CapturableOptimizer):
     def bake(self) -> None:
         self._baked = BakedValues(map(self._baked_part, self.optimizer.param_groups))
 
-    def counts(self, key: str) -> bool:
-        return False
-
     def changes(self) -> list[Change]:
         if self._baked is None:
             return []
@@ -87,8 +82,11 @@ class Adapter(CapturableOptimizer):
 class BakedAdapter(Adapter):
     """Any optimizer; its numbers are baked into the recording, so a change is refused.
 
-    Unless it counts its steps in Python: see Note [Counting in Python].
+    Attributes:
+        bakes_lr: Whether an lr that is a number is baked as well.
     """
+
+    bakes_lr = True
 
     def __init__(
         self, optimizer: torch.optim.Optimizer, facts: OptimizerFacts | None = None
@@ -99,12 +97,6 @@ class BakedAdapter(Adapter):
         )
         self._skipped: Tensor | None = None  # [] float32
         self._skips_itself = False
-        self._is_inside = False
-        self._counted: set[str] = set()  # what the step counts in Python, by key of the state
-        self._slots = Slots()
-        self._tape: Tape | None = None  # of the last iteration with live numbers
-        self._recorded: Tape | None = None
-        self._records = False  # the next iteration
 
     def check(
         self,
@@ -113,27 +105,18 @@ class BakedAdapter(Adapter):
         scope: Scope,
     ) -> None:
         super().check(named_params, policy, scope)
-        self._is_inside = scope is Scope.FULL_ITERATION
-        if self._is_inside:
+        if scope is Scope.FULL_ITERATION:
             self._check_inside_graph(named_params)
         self._check_anywhere(named_params)
 
     @contextmanager
     def stepping(self) -> Iterator[None]:
-        """Step in the body as a recording can hold it, in each phase, so that all have its bits.
-
-        Note [Counting in Python]: an optimizer that counts steps in numbers of its state is seen
-        to do so in its first steps. From then on its numbers are live, see live_numbers.py.
-        """
+        """Step in the body as a recording can hold it, in each phase, so that all have its bits."""
         optimizer = self.optimizer
         own, step = vars(optimizer).get("step"), optimizer.step
-        counts = self._is_inside and not self._counted
-        before = _counts_of(optimizer) if counts else {}
-        tape = Tape(optimizer, self._name, self._slots) if self._counted else None
 
         def step_here(*args: Any, **kwargs: Any) -> Any:
-            with nullcontext() if tape is None else tape.running():
-                return self._run_step(step, args, kwargs)
+            return self._run_step(step, args, kwargs)
 
         vars(optimizer)["step"] = step_here
         try:
@@ -143,15 +126,6 @@ class BakedAdapter(Adapter):
                 vars(optimizer).pop("step", None)
             else:
                 vars(optimizer)["step"] = own
-        if tape is not None:
-            self._keep(tape)
-        elif counts:
-            now = _counts_of(optimizer)
-            self._counted = {
-                key for param, key in before if now.get((param, key)) != before[param, key]
-            }
-            if self._counted:
-                self._place_scalars()
 
     def _run_step(
         self, step: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -161,82 +135,8 @@ class BakedAdapter(Adapter):
         on_cpu = all(param.device.type == "cpu" for param in params)
         if not on_cpu:  # torch would compile nothing under a mode
             return step(*args, **kwargs)
-        with as_written(), LiveScalars() if self._counted else nullcontext():
+        with as_written():
             return step(*args, **kwargs)
-
-    def _place_scalars(self) -> None:
-        """Put 0-D tensors, in which the step keeps numbers, beside the parameters."""
-        device = self.optimizer.param_groups[0]["params"][0].device
-        own = vars(self.optimizer)
-        for holder in (own, *(value for value in own.values() if type(value) is dict)):
-            for key, value in holder.items():
-                if isinstance(value, Tensor) and not value.dim() and value.device.type == "cpu":
-                    holder[key] = value.to(device)
-
-    def _keep(self, tape: Tape) -> None:
-        """Keep what the iteration has done with live numbers; refuse what a replay cannot do."""
-        self._tape = tape
-        if not self._records:
-            return
-        self._records = False
-        changed = tape.changed()
-        # A decision that falls otherwise one day is noticed on that day.
-        if changed is not None and not isinstance(changed[0], bool):
-            raise CaptureError(
-                f"{self._name} takes a number out of what it counts in Python: {changed[0]} now, "
-                f"{changed[1]} in its next step; a replay would go on with the one of now. Remedy: "
-                "write it into a 0-D tensor with fill_(), which replays do anew; "
-                "scope='forward_backward', which leaves the optimizer outside the graph; or "
-                "graphfsdp.optim.FusedAdam",
-                kind=HazardKind.OPTIMIZER,
-            )
-        before = self._recorded
-        if before is not None and before.changed() is None and not before.same_path(tape):
-            raise CaptureError(
-                f"{self._name} writes other numbers into tensors in this iteration than in one "
-                "that was captured before. Remedy: a captured step for each, or "
-                "scope='forward_backward'",
-                kind=HazardKind.OPTIMIZER,
-            )
-        self._recorded = tape
-
-    @property
-    def bakes_lr(self) -> bool:
-        """Tell whether an lr that is a number is baked as well."""
-        return not self._counted
-
-    def counts(self, key: str) -> bool:
-        return key in self._counted
-
-    def bake(self) -> None:
-        super().bake()
-        self._records = True
-
-    def changes(self) -> list[Change]:
-        changed = None if self._recorded is None else self._recorded.changed()
-        if self._baked is None or changed is None:
-            return super().changes()
-        name = f"a number that {self._name}.step has computed of its own"
-        remedy = "write it into a 0-D tensor with fill_(), which replays do anew"
-        words = (_show(changed[0]), _show(changed[1]))
-        return [*super().changes(), Change(ChangeKind.BAKED_VALUE, name, *words, remedy)]
-
-    def before_replay(self) -> None:
-        super().before_replay()
-        tape = self._tape if self._records else self._recorded
-        if tape is not None:
-            tape.write()
-
-    def after_replay(self) -> None:
-        if self._recorded is not None:
-            for param, key, value in self._recorded.next_state():
-                self.optimizer.state[param][key] = value
-
-    def _baked_part(self, group: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Return a group, with a word for each number that is live."""
-        if not self._counted:
-            return group
-        return {key: Word.NUMBER if is_live(value) else value for key, value in group.items()}
 
     def prepare_skipping(self, scope: Scope) -> None:
         self._skips_itself = bool(getattr(self.optimizer, "_step_supports_amp_scaling", False))
@@ -315,14 +215,6 @@ class BakedAdapter(Adapter):
                 "it would be read on the host and baked. Move lr to the parameters' device, or use "
                 "graphfsdp.optim.FusedAdam, which reads numbers anew in each replay",
             )
-
-
-def _counts_of(optimizer: torch.optim.Optimizer) -> dict[tuple[Tensor, str], float]:
-    return {
-        (param, key): value
-        for param, entries in optimizer.state.items()
-        for key, value in numbers_in(entries).items()
-    }
 
 
 class Word(Enum):
