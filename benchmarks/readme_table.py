@@ -25,7 +25,7 @@ from graphfsdp.bench.results import (
     Result,
     Table,
     environment_text,
-    overviews,
+    overview,
 )
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
@@ -64,11 +64,8 @@ def bench_gpu(results: pathlib.Path) -> str:
 
 def bench_section(path: pathlib.Path) -> str:
     result = Result.read(path)
-    parts = [
-        f"{table.title[0].upper()}{table.title[1:]}:\n\n{table.markdown()}"
-        for table in overviews(result)
-    ]
-    parts += geometric_means(result)
+    table = overview(result)
+    parts = [f"{table.title.capitalize()}:\n\n{table.markdown()}", *geometric_means(result)]
     missing: dict[str, list[str]] = {}
     for name, reason in result.reasons().items():
         missing.setdefault(reason.rstrip("."), []).append(f"`{name}`")

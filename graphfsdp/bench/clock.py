@@ -15,10 +15,9 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Window:
-    """Milliseconds per step; host's until the last call had returned, CPU's of all threads."""
+    """Milliseconds per step; the CPU's of all threads."""
 
     step_ms: tuple[float, ...]
-    host_ms: float
     cpu_ms: float
 
     @property
@@ -50,8 +49,7 @@ def time_window(steps: Sequence[Callable[[], object]], device: torch.device) -> 
         events[-1].synchronize()
         step_ms = [before.elapsed_time(after) for before, after in itertools.pairwise(events)]
     rounded = tuple(float(f"{value:.6g}") for value in step_ms)
-    host_ms, cpu_ms = (ns / 1e6 / len(steps) for ns in (marks[-1] - marks[0], cpu_ns))
-    return Window(rounded, host_ms, cpu_ms)
+    return Window(rounded, cpu_ns / 1e6 / len(steps))
 
 
 def in_turns(measures: Mapping[str, Callable[[], T]], num_rounds: int) -> dict[str, list[T]]:

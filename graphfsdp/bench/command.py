@@ -26,7 +26,7 @@ from graphfsdp.bench.results import (
     Row,
     case_table,
     environment_text,
-    overviews,
+    overview,
 )
 from graphfsdp.bench.workloads import (
     Case,
@@ -194,8 +194,7 @@ class _Bench:
         self._measure_all(cases)
         if not self._result.cases:
             return 1
-        for table in overviews(self._result):
-            self._console.print(table.rich())
+        self._console.print(overview(self._result).rich())
         self._line(NOT_MLPERF)
         if self._folder is not None:
             self._line(f"wrote {self._folder / RESULT}")

@@ -42,7 +42,7 @@ class Setting:
     """A case, and how it is measured.
 
     ``limit_s`` is of the whole case: when half of it is over, no contender starts, and when most
-    is, no round. ``excluded`` says of contenders that ended a process before, how.
+    is, no round.
     """
 
     case: Case
@@ -50,7 +50,6 @@ class Setting:
     ranks: Ranks = field(default_factory=Ranks)
     seconds: float = 15.0  # of the timed region
     limit_s: float = math.inf
-    excluded: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def bf16(self) -> bool:
@@ -75,11 +74,6 @@ class Contender:
             else:
                 group["lr"] = rate
         return self.train(batch)
-
-    def report(self) -> graphfsdp.CaptureReport | None:
-        """Tell of its graph, after warm-up."""
-        report = None if self.captured is None else self.captured.report()
-        return report if report is not None and report.num_captures else None
 
     def close(self) -> None:
         """Free what outlives the object."""

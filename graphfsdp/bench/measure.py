@@ -22,12 +22,10 @@ from graphfsdp.bench.contenders import (
     find_contenders,
     group_for,
 )
-from graphfsdp.bench.machine import model_facts
 from graphfsdp.bench.results import REFERENCE, Row
 from graphfsdp.bench.workloads import BatchSource, batch_source
 from graphfsdp.data import Batch
 from graphfsdp.errors import ConfigError, GraphFSDPError
-from graphfsdp.training.metrics import peak_of
 
 T = TypeVar("T")
 
@@ -51,36 +49,47 @@ class ContenderFailedError(GraphFSDPError):
 class RunningContender:
     """A contender and what has been seen of it so far.
 
-    ``before`` is what a GPU's allocator held before it was built, allocated and reserved;
     ``losses`` come in pieces of [K] float32 on the device.
     """
 
-    spec: ContenderSpec
+    name: str
     contender: Contender
-    build_ms: float
-    before: tuple[int, int]
-    warmup_ms: float = 0.0
-    memory_bytes: tuple[int | None, int | None] = (None, None)  # likewise, at the most
+    device: torch.device
+    init_ms: float = 0.0  # built and warmed up, capture and compilation included
+    memory_bytes: tuple[int, int] | None = None  # of a GPU's allocator, see ``build``
     losses: list[Tensor] = field(default_factory=list)
     windows: list[Window] = field(default_factory=list)
 
-    def warm_up(self, batches: Sequence[Batch], device: torch.device) -> None:
-        """With a sync after each step; a GPU's peak includes capture and compilation."""
+    @classmethod
+    def build(cls, spec: ContenderSpec, setting: Setting) -> "RunningContender":
+        """Make it; ``memory_bytes`` are what was allocated and reserved before, on a GPU."""
+        device, before = setting.device, None
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats(device)
+            before = torch.cuda.memory_allocated(device), torch.cuda.memory_reserved(device)
+        start = time.perf_counter()
+        contender = spec.make(setting)
+        init_ms = (time.perf_counter() - start) * 1e3
+        return cls(spec.name, contender, device, init_ms, before)
+
+    def warm_up(self, batches: Sequence[Batch]) -> None:
+        """With a sync after each step; from then on ``memory_bytes`` are the most it has taken."""
         start = time.perf_counter()
         torch.manual_seed(0)
         for index, batch in enumerate(batches):
             self.losses.append(self.contender(batch, index)[None])
-            if device.type == "cuda":
-                torch.cuda.synchronize(device)
-        self.warmup_ms = (time.perf_counter() - start) * 1e3
-        if device.type == "cuda":
-            allocated, reserved = self.before
+            if self.device.type == "cuda":
+                torch.cuda.synchronize(self.device)
+        self.init_ms += (time.perf_counter() - start) * 1e3
+        if self.memory_bytes is not None:
+            allocated, reserved = self.memory_bytes
             self.memory_bytes = (
-                torch.cuda.max_memory_allocated(device) - allocated,
-                torch.cuda.max_memory_reserved(device) - reserved,
+                torch.cuda.max_memory_allocated(self.device) - allocated,
+                torch.cuda.max_memory_reserved(self.device) - reserved,
             )
 
-    def time(self, batches: Sequence[Batch], first_step: int, device: torch.device) -> Window:
+    def time(self, batches: Sequence[Batch], first_step: int) -> Window:
         losses: list[Tensor] = []
 
         def step(batch: Batch, number: int) -> None:
@@ -88,25 +97,18 @@ class RunningContender:
 
         torch.manual_seed(first_step)  # so that dropout drops the same for every contender
         steps = [functools.partial(step, each, first_step + n) for n, each in enumerate(batches)]
-        window = time_window(steps, device)
+        window = time_window(steps, self.device)
         self.losses.append(torch.stack(losses))
         return window
 
     def row(self, reference: Tensor) -> Row:
         """``reference`` are the losses of the contender that all others are compared with."""
-        report = self.contender.report()
-        allocated, reserved = self.memory_bytes
+        allocated, reserved = self.memory_bytes or (None, None)
         return {
-            **_names_of(self.spec),
-            # Before the timed region; the warm-up has capture and compilation in it.
-            "build_ms": self.build_ms,
-            "warmup_ms": self.warmup_ms,
-            "capture_ms": report and report.capture_ms,
-            "num_nodes": report and report.num_nodes,
-            "pool_bytes": report and report.pool_bytes,
-            # Windows of steps with no host sync inside; host's and CPU's time are per step.
+            "contender": self.name,
+            "init_ms": self.init_ms,
+            # Windows of steps with no host sync inside; the CPU's time is per step.
             "step_ms": [list(window.step_ms) for window in self.windows],
-            "host_ms": [round(window.host_ms, 6) for window in self.windows],
             "cpu_ms": [round(window.cpu_ms, 6) for window in self.windows],
             **compare_losses(reference, self.all_losses()),
             "memory_bytes": allocated,
@@ -118,23 +120,6 @@ class RunningContender:
         return torch.cat(self.losses).cpu()
 
 
-def _names_of(spec: ContenderSpec) -> Row:
-    return {"contender": spec.name, "description": spec.description}
-
-
-def build_contender(spec: ContenderSpec, setting: Setting) -> RunningContender:
-    device = setting.device
-    before = (0, 0)
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats(device)
-        before = torch.cuda.memory_allocated(device), torch.cuda.memory_reserved(device)
-    start = time.perf_counter()
-    contender = spec.make(setting)
-    build_ms = (time.perf_counter() - start) * 1e3
-    return RunningContender(spec, contender, build_ms, before)
-
-
 def measure_case(
     setting: Setting, turn: Turn = lambda _: None, specs: Sequence[ContenderSpec] | None = None
 ) -> list[Row]:
@@ -143,7 +128,6 @@ def measure_case(
     Every rank calls it. ``specs`` are the case's contenders, where these are not known by name.
     """
     case = setting.case
-    source = batch_source(case, setting.device, setting.ranks)
     facts = {
         "case": case.key,
         "workload": case.workload.name,
@@ -151,12 +135,9 @@ def measure_case(
         "batch_size": case.batch_size,
         "items_per_sample": case.workload.items_per_sample,
         "unit": case.workload.unit,
-        "data": source.description,
-        **model_facts(case, source.make(0)),
-        "stated_tflops": peak_of(setting.device, case.torch_dtype),
     }
     wanted = find_contenders(case.contenders) if specs is None else specs
-    bench = _CaseBench(setting, source, turn)
+    bench = _CaseBench(setting, batch_source(case, setting.device, setting.ranks), turn)
     with group_for(wanted, setting):
         try:
             rows = bench.run(wanted)
@@ -170,7 +151,7 @@ class _CaseBench:
         self._setting, self._source, self._turn = setting, source, turn
         self._members = setting.ranks.members
         self._running: dict[str, RunningContender] = {}
-        self._not_run: dict[str, Row] = {}
+        self._reasons: dict[str, str] = {}  # of those that do not run
         self._next_step = NUM_WARMUP_STEPS
         self._started = time.monotonic()
 
@@ -185,8 +166,9 @@ class _CaseBench:
         self._time(order, *self._probe(order))
         self._line_up()
         losses = self._reference().all_losses()
-        ran = [item.row(losses) for item in order if item.spec.name in self._running]
-        return ran + [self._not_run[name] for name in names if name in self._not_run]
+        ran = [item.row(losses) for item in order if item.name in self._running]
+        reasons = ((name, self._reasons[name]) for name in names if name in self._reasons)
+        return ran + [{"contender": name, "reason": reason} for name, reason in reasons]
 
     def close(self) -> None:
         """Free all contenders, also after a failure."""
@@ -209,23 +191,19 @@ class _CaseBench:
         if REFERENCE not in self._running:
             raise ConfigError(
                 f"{self._setting.case.key}: the reference ({REFERENCE}) cannot run here, so there "
-                f"is nothing to compare with: {self._not_run[REFERENCE]['reason']}"
+                f"is nothing to compare with: {self._reasons[REFERENCE]}"
             )
         return self._running[REFERENCE]
 
     def _start(self, spec: ContenderSpec, batches: Sequence[Batch]) -> None:
         """Build and warm up; ranks tell each other after both, before anyone communicates alone."""
-        setting = self._setting
-        reason = setting.excluded.get(spec.name)
-        if reason is None and spec.name != REFERENCE and self._is_late(_START_SHARE):
-            reason = "the time for this case was over before"
-        if reason is not None:
-            self._leave_out(spec, reason)
+        if spec.name != REFERENCE and self._is_late(_START_SHARE):
+            self._reasons[spec.name] = "the time for this case was over before"
             return
-        built = self._attempt(spec, lambda: build_contender(spec, setting))
+        built = self._attempt(spec.name, lambda: RunningContender.build(spec, self._setting))
         if built is not None:
             self._running[spec.name] = built
-            self._attempt(spec, lambda: built.warm_up(batches, setting.device))
+            self._attempt(spec.name, lambda: built.warm_up(batches))
 
     def _probe(self, order: Sequence[RunningContender]) -> tuple[int, int]:
         windows = self._round(order, _NUM_PROBES)
@@ -246,19 +224,18 @@ class _CaseBench:
     ) -> list[Window]:
         """Return a window of each contender that still runs; one that fails in its own leaves."""
         batches = self._source.take(self._next_step, num_steps)
-        first, device = self._next_step, self._setting.device
         windows = []
         for item in order:
-            if item.spec.name in self._running:
-                run = functools.partial(item.time, batches, first, device)
-                window = self._attempt(item.spec, run)
+            if item.name in self._running:
+                run = functools.partial(item.time, batches, self._next_step)
+                window = self._attempt(item.name, run)
                 if window is not None:
                     windows.append(window)
                     item.windows += [window] if keep else []
         self._next_step += num_steps
         return windows
 
-    def _attempt(self, spec: ContenderSpec, act: Callable[[], T]) -> T | None:
+    def _attempt(self, name: str, act: Callable[[], T]) -> T | None:
         """Do what may fail; a contender for which it fails on any rank leaves, on every rank."""
 
         def attempt() -> T:
@@ -270,17 +247,14 @@ class _CaseBench:
                 raise ContenderFailedError(f"{type(error).__name__}: {text}") from error
 
         self._line_up()
-        self._turn(spec.name)
+        self._turn(name)
         try:
             return self._members.together(attempt)
         except ContenderFailedError as error:
-            if spec.name in self._running:
-                self._running.pop(spec.name).contender.close()
-            self._leave_out(spec, str(error))
+            if name in self._running:
+                self._running.pop(name).contender.close()
+            self._reasons[name] = str(error)
             return None
-
-    def _leave_out(self, spec: ContenderSpec, reason: str) -> None:
-        self._not_run[spec.name] = {**_names_of(spec), "reason": reason}
 
 
 def compare_losses(
@@ -290,14 +264,11 @@ def compare_losses(
     """Say how far losses are apart, early too, before rounding errors have had time to grow."""
     apart = (reference.double() - own.double()).abs()
     differs = ~((reference == own) | (reference.isnan() & own.isnan()))
-    places = differs.nonzero().flatten().tolist()
     return {
         "num_steps": len(own),
         "max_difference": _if_finite(apart.max()),
-        "bit_exact": not places,
-        "first_difference": places[0] if places else None,
+        "bit_exact": not differs.any().item(),
         "early_difference": _if_finite(apart[:_NUM_EARLY_STEPS].max()),
-        "last_loss": _if_finite(own[-1]),
     }
 
 

@@ -5,14 +5,12 @@ is killed, what was written is read from a file, and nobody waits for what canno
 deep in a driver.
 """
 
-import dataclasses
 import os
 import pickle
 import signal
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -22,7 +20,7 @@ import torch
 import graphfsdp
 from graphfsdp.bench.contenders import Setting
 from graphfsdp.bench.measure import NUM_THREADS, measure_case
-from graphfsdp.bench.results import REFERENCE, Row
+from graphfsdp.bench.results import Row
 from graphfsdp.errors import ConfigError, GraphFSDPError
 
 # A contender whose turn is no shorter hangs; compiling a large model takes minutes.
@@ -36,7 +34,7 @@ class CaseFailedError(GraphFSDPError):
 
 def run_limited(
     command: Sequence[str],
-    limit_s: float,
+    limit_s: float | None,
     environment: Mapping[str, str],
     *,
     folder: Path | None = None,
@@ -69,11 +67,16 @@ def run_limited(
         return code, output.read()
 
 
-def wait(process: subprocess.Popen[bytes], limit_s: float) -> int | None:
+def wait(process: subprocess.Popen[bytes], limit_s: float | None) -> int | None:
     try:
         return process.wait(limit_s)
     except subprocess.TimeoutExpired:
         return None
+
+
+def last_line(text: str) -> str:
+    lines = text.strip().splitlines()
+    return lines[-1] if lines else "no message"
 
 
 def environment_with_this_package() -> dict[str, str]:
@@ -84,50 +87,31 @@ def environment_with_this_package() -> dict[str, str]:
 
 
 def run_case(setting: Setting) -> list[Row]:
-    """A contender that ends the process is left out, with the reason; the others start anew.
-
-    Raises CaseFailedError where the case cannot be measured, or not within its limit.
-    """
-    deadline = time.monotonic() + setting.limit_s
-    while True:
-        found = _run_child(setting)
-        if isinstance(found, list):
-            return found
-        contender, reason = found
-        left_s = deadline - time.monotonic()
-        if contender in ("", REFERENCE):
-            raise CaseFailedError(reason)
-        if left_s <= 0:
-            raise CaseFailedError(f"{reason} (at {contender})")
-        excluded = {**setting.excluded, contender: reason}
-        setting = dataclasses.replace(setting, excluded=excluded, limit_s=left_s)
-
-
-def _run_child(setting: Setting) -> list[Row] | tuple[str, str]:
-    """Return what was measured, or the contender that the child was at and how it ended."""
+    """CaseFailedError: it cannot be measured, not within its limit, or a contender ended it."""
     with tempfile.TemporaryDirectory(prefix="graphfsdp-bench-") as name:
         folder = Path(name)
         (folder / "setting").write_bytes(pickle.dumps(setting))
         (folder / "turn").touch()
         command = [sys.executable, "-m", "graphfsdp.bench.process", name]
         code, said = run_limited(command, setting.limit_s, environment_with_this_package())
-        if (folder / "answer").exists():
-            answer: list[Row] | ConfigError = pickle.loads((folder / "answer").read_bytes())
-            if isinstance(answer, ConfigError):
-                raise CaseFailedError(str(answer))
-            return answer
-        return (folder / "turn").read_text(), _how(code, said)
+        if not (folder / "answer").exists():
+            turn = (folder / "turn").read_text()
+            remedy = f" in the turn of {turn}: name the others with --contender" if turn else ""
+            raise CaseFailedError(f"{_how(code, said)}{remedy}")
+        answer: list[Row] | ConfigError = pickle.loads((folder / "answer").read_bytes())
+        if isinstance(answer, ConfigError):
+            raise CaseFailedError(str(answer))
+        return answer
 
 
 def _how(exit_code: int | None, said: str) -> str:
     if exit_code is None:
-        return "stopped: the time for this case was over"
+        return "the time for this case was over"
     if exit_code == -signal.SIGALRM:
-        return f"stopped: no progress for {SILENCE_LIMIT_S} s"
+        return f"there was no progress for {SILENCE_LIMIT_S} s"
     if exit_code < 0:
         return f"its process was ended by signal {signal.Signals(-exit_code).name}"
-    last = said.strip().splitlines()[-1] if said.strip() else "no message"
-    return f"its process ended with exit code {exit_code}: {last}"
+    return f"its process ended with exit code {exit_code} ({last_line(said)})"
 
 
 def child_main(name: str) -> None:

@@ -96,18 +96,13 @@ class Result:
                 found.setdefault(row["contender"], row["reason"])
         return found
 
-    def ratios(
-        self, case: str, name: str, base: str = REFERENCE, key: str = "step_ms"
-    ) -> list[float]:
-        """How many times as fast as the base, by round; empty where one of them did not run.
-
-        With ``key`` "cpu_ms" of CPU time; other programs hardly change it, unlike a clock's.
-        """
+    def ratios(self, case: str, name: str, base: str = REFERENCE) -> list[float]:
+        """How many times as fast as the base, by round; empty where one of them did not run."""
         rows = {row["contender"]: row for row in self.of(case)}
         if name not in rows or base not in rows:
             return []
-        theirs, mine = (window_ms(rows[who], key) for who in (base, name))
-        return [a / b for a, b in zip(theirs, mine, strict=True)] if all(mine) else []
+        theirs, mine = (map(statistics.fmean, rows[who]["step_ms"]) for who in (base, name))
+        return [a / b for a, b in zip(theirs, mine, strict=True)]
 
 
 def finite(value: Any) -> Any:
@@ -119,17 +114,9 @@ def finite(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def window_ms(row: Row, key: str = "step_ms") -> list[float]:
-    """Return ms of a step in each window; windows of all contenders took turns."""
-    return [sum(w) / len(w) if isinstance(w, list | tuple) else w for w in row[key]]
-
-
-def step_ms(row: Row) -> list[float]:
-    return [step for window in row["step_ms"] for step in window]
-
-
 def median_ms(row: Row) -> float:
-    return statistics.median(step_ms(row))
+    steps: list[float] = [step for window in row["step_ms"] for step in window]
+    return statistics.median(steps)
 
 
 @dataclass(frozen=True)
@@ -192,12 +179,6 @@ def memory_text(row: Row) -> str:
     return f"{bytes_text(row['memory_bytes'])}, reserved {bytes_text(row['reserved_bytes'])}"
 
 
-def utilization_text(row: Row) -> str:
-    """Return MFU on each rank, where a data sheet states a peak."""
-    tflops = float(row["flops_per_step"]) / median_ms(row) / 1e9
-    return "" if row["stated_tflops"] is None else f"{tflops / row['stated_tflops']:.1%}"
-
-
 def workload_text(row: Row) -> str:
     items = f"x {row['items_per_sample']} tokens" if row["unit"] == "tokens" else row["unit"]
     return f"{row['workload']} {row['dtype']}, {row['batch_size']} {items}"
@@ -221,42 +202,23 @@ def environment_text(environment: Row) -> str:
     return f"{text}."
 
 
-def overviews(result: Result) -> list[Table]:
-    """Return tables with a row for each case and a column for each contender, if not empty."""
+def overview(result: Result) -> Table:
+    """Return a row for each case and a column for each contender."""
 
-    def speed(case: str, row: Row) -> str:
-        return _with_ratio(median_ms(row), row, result.ratios(case, row["contender"]))
+    def cell(case: str, name: str) -> str:
+        found = [median_ms(row) for row in result.of(case) if row["contender"] == name]
+        ratios = result.ratios(case, name)
+        if name == REFERENCE or not ratios:
+            return f"{found[0]:.2f}" if found else "-"
+        return f"{found[0]:.2f} ({statistics.median(ratios):.2f}x)"
 
-    def cpu(case: str, row: Row) -> str:
-        ratios = result.ratios(case, row["contender"], key="cpu_ms")
-        if not ratios or result.head["environment"]["gpu"] is not None:
-            return ""
-        return _with_ratio(statistics.median(row["cpu_ms"]), row, ratios)
-
-    made = []
-    for title, cell in (
-        (
-            "milliseconds per step (median), and how many times as fast as eager (median of pairs)",
-            speed,
-        ),
-        ("CPU ms per step, which other programs hardly change, and eager's over each", cpu),
-        ("peak memory of a GPU's allocator", lambda _, row: memory_text(row)),
-    ):
-        rows = []
-        for case in result.cases:
-            found = {row["contender"]: cell(case, row) for row in result.of(case)}
-            if any(found.values()):
-                texts = (found.get(name) or "-" for name in result.names)
-                rows.append((workload_text(result.of(case)[0]), *texts))
-        if rows:
-            made.append(Table(title, ("workload", *result.names), tuple(rows)))
-    return made
-
-
-def _with_ratio(ms: float, row: Row, ratios: Sequence[float]) -> str:
-    if row["contender"] == REFERENCE or not ratios:
-        return f"{ms:.2f}"
-    return f"{ms:.2f} ({statistics.median(ratios):.2f}x)"
+    names = result.names
+    rows = tuple(
+        (workload_text(result.of(case)[0]), *(cell(case, name) for name in names))
+        for case in result.cases
+    )
+    title = "milliseconds per step (median), and how many times as fast as eager (median of pairs)"
+    return Table(title, ("workload", *names), rows)
 
 
 def case_table(result: Result, case: str) -> Table:
@@ -264,23 +226,19 @@ def case_table(result: Result, case: str) -> Table:
     first = result.of(case)[0]
     rows = []
     for row in result.of(case):
-        ratios = result.ratios(case, row["contender"])
-        steps = step_ms(row)
+        ratios = spread_text(result.ratios(case, row["contender"]))
         items = row["batch_size"] * row["items_per_sample"]
-        cells = {
-            "contender": row["contender"],
-            "times as fast as eager": spread_text(ratios),
-            "ms/step": f"{statistics.median(steps):.3f}",
-            "p95": f"{statistics.quantiles(steps, n=20, method='inclusive')[-1]:.3f}",
-            f"{first['unit']}/s": f"{items / statistics.median(steps) * 1e3:,.0f}",
-            "init s": f"{(row['build_ms'] + row['warmup_ms']) / 1e3:.2f}",
-            "MFU": utilization_text(row),
-            "memory": memory_text(row),
-            "losses against eager": losses_text(row),
-        }
-        if row["contender"] == REFERENCE:
-            cells["times as fast as eager"] = "reference"
-        rows.append(cells)
+        rows.append(
+            {
+                "contender": row["contender"],
+                "times as fast as eager": "" if row["contender"] == REFERENCE else ratios,
+                "ms/step": f"{median_ms(row):.3f}",
+                f"{first['unit']}/s": f"{items / median_ms(row) * 1e3:,.0f}",
+                "init s": f"{row['init_ms'] / 1e3:.2f}",
+                "memory": memory_text(row),
+                "losses against eager": losses_text(row),
+            }
+        )
     heading = tuple(name for name in rows[0] if any(row[name] for row in rows))
     windows = first["step_ms"]
     title = f"{workload_text(first)}: {len(windows)} windows of {len(windows[0])} steps, in turns"

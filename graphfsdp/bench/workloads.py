@@ -169,7 +169,6 @@ def suite(name: SuiteName) -> tuple[Case, ...]:
 class BatchSource:
     """Another batch for each step, the same for every contender; it depends on step and rank."""
 
-    description: str
     make: Callable[[int], Batch]
     device: torch.device
 
@@ -187,15 +186,14 @@ def batch_source(case: Case, device: torch.device, ranks: Ranks) -> BatchSource:
             number = int(np.random.default_rng((SEED, step, ranks.rank)).integers(2**62))
             return random(torch.Generator().manual_seed(number), rows)
 
-        return BatchSource("random numbers", make_random, device)
-    corpus = load_corpus(None)
+        return BatchSource(make_random, device)
     together = rows * ranks.size
     batches = TokenBatches(
-        corpus,
+        load_corpus(None),
         seq_length=model.seq_length,
         batch_size=together,
         seed=SEED,
         rank=ranks.rank,
         num_ranks=ranks.size,
     )
-    return BatchSource(f"text: {corpus.name}", lambda step: batches.batch(step * together), device)
+    return BatchSource(lambda step: batches.batch(step * together), device)
