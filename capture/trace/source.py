@@ -1,6 +1,5 @@
-"""Where in the user's program something comes from: phase, module, line, assignment."""
+"""Where in the user's program something comes from: phase, module, line."""
 
-import dis
 import enum
 import inspect
 import os
@@ -45,7 +44,6 @@ _LIBRARIES = ("/site-packages/", "/dist-packages/")  # of users, of the system, 
 # angle brackets are those of code that Python or a library has made.
 _TYPED = ("<stdin>", "<string>", "<console>", "<ipython-input", "<python-input", "<doctest ")
 _NO_SEQUENCE = 2**64 - 1  # what AccumulateGrad has instead of a number of its own
-_READS = ("LOAD_ATTR", "LOAD_METHOD")
 
 
 def is_users_file(file: str) -> bool:
@@ -318,56 +316,3 @@ class SiteTable:
                 return code, frame.f_lineno
             frame = frame.f_back
         return None, 0
-
-
-def assignment_of(owner: object, name: str, model: nn.Module | None = None) -> SourceLine | None:
-    """Return where an object's attribute is given another value, or its tensor other memory.
-
-    The methods of its class are searched, ``forward`` and ``step`` first, constructors not; then
-    those of the model's modules, since parents assign to children.
-    """
-    classes = [type(owner), *(map(type, model.modules()) if model is not None else ())]
-    for kind in dict.fromkeys(classes):
-        for code in _codes(kind):
-            line = _assigning_line(code, name)
-            if line is not None:
-                return _line_in(code, line)
-    return None
-
-
-def _codes(kind: type) -> Iterator[CodeType]:
-    """Yield the code of all methods of a class that the user has written."""
-    for base in kind.__mro__:
-        methods = {k: v for k, v in vars(base).items() if k not in ("__init__", "__new__")}
-        for name in sorted(methods, key=lambda name: name not in ("forward", "step")):
-            value = methods[name]
-            function = getattr(value, "fget", None) or getattr(value, "__func__", value)
-            if callable(function):
-                function = inspect.unwrap(function)  # torch wraps the step of optimizers
-            code = getattr(function, "__code__", None)
-            if isinstance(code, CodeType) and is_users_file(code.co_filename):
-                yield from _with_inner(code)
-
-
-def _with_inner(code: CodeType) -> Iterator[CodeType]:
-    yield code
-    for constant in code.co_consts:
-        if isinstance(constant, CodeType):
-            yield from _with_inner(constant)
-
-
-def _assigning_line(code: CodeType, name: str) -> int | None:
-    """Return the first line of ``x.name = ...``, ``x.name.data = ...`` or ``x.name.set_(...)``."""
-    previous = None
-    for instruction in dis.get_instructions(code):
-        line = None if instruction.positions is None else instruction.positions.lineno
-        assigns = instruction.opname == "STORE_ATTR"
-        if assigns and instruction.argval == name:
-            return line
-        moves = (assigns and instruction.argval == "data") or (
-            instruction.opname in _READS and instruction.argval == "set_"
-        )
-        if moves and previous is not None and previous.argval == name:
-            return line
-        previous = instruction
-    return None

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from graphfsdp._capture.guards.modules import join
 from graphfsdp._capture.trace.backend import MemoryUndo
-from graphfsdp._capture.trace.source import assignment_of, definition_of
+from graphfsdp._capture.trace.source import definition_of
 from graphfsdp.base.hazards import HazardKind
 from graphfsdp.base.sharded import sharded_roots
 from graphfsdp.base.torch_internals import buffers_of, is_functorch_wrapped, key_of, parameters_of
@@ -79,8 +79,7 @@ class HostState:
                     "(copy_, mul_, add_, lerp_)"
                 )
             if why:
-                source = assignment_of(module, name, self._model)
-                yield CaptureError(why, module_path=path, source=source)
+                yield CaptureError(why, module_path=path, source=definition_of(module))
         for optimizer in self._optimizers:
             yield from optimizer.changes()
 
@@ -203,8 +202,7 @@ class HostOptimizer:
                     "with this one. Remedy: scope='forward_backward', which leaves the optimizer "
                     "outside the graph; graphfsdp.optim.FusedAdam; or counting in a tensor",
                     kind=HazardKind.OPTIMIZER,
-                    source=assignment_of(self._optimizer, key)
-                    or definition_of(type(self._optimizer).step),
+                    source=definition_of(type(self._optimizer).step),
                 )
 
 

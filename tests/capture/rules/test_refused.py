@@ -22,7 +22,7 @@ import refused_programs
 from counting_net import mean_square
 from graphfsdp import HazardKind
 from graphfsdp.optim import FusedAdam
-from helpers import assert_same_state, line_of, snapshot
+from helpers import assert_same_state, snapshot
 from iterations import steps_once
 from mid_forward import (
     Inner,
@@ -124,7 +124,7 @@ class _Counting(torch.optim.SGD):
 
     def step(self, closure: object = None) -> None:  # type: ignore[override]
         super().step()
-        self.num_steps = self.num_steps + 1  # counted
+        self.num_steps = self.num_steps + 1
 
 
 class _Own(torch.optim.SGD):
@@ -239,7 +239,7 @@ def test_capture_refuses_wrong_settings_and_leaves_no_trace(name: str) -> None:
         assert caught.value.kind is kind
         if name == "optimizer_that_counts":
             assert caught.value.source is not None
-            assert caught.value.source.line == line_of(_Counting.step, "# counted")
+            assert "_Counting.step" in caught.value.source.function
 
 
 @pytest.mark.filterwarnings("ignore:Anomaly Detection:UserWarning")
