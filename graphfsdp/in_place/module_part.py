@@ -18,7 +18,7 @@ from graphfsdp._capture.rules.constants import ConstantWatch
 from graphfsdp._capture.trace.backend import GraphBackend
 from graphfsdp._capture.trees import flatten
 from graphfsdp._capture.undo.host_state import generators_of
-from graphfsdp.base.hazards import HazardKind
+from graphfsdp.base.hazards import Hazard, HazardKind
 from graphfsdp.base.host_memory import available_bytes
 from graphfsdp.base.torch_internals import (
     TreeSpec,
@@ -43,6 +43,7 @@ _ROOM = 4  # times what a recording has taken must be free for another one
 _MOST_ANEW = 4  # recordings that changes of the model have ended
 _MOST_REFUSED = 32  # calls in a row that no graph holds
 SLOW = "it does not pay:"
+_READ = "aten._local_scalar_dense.default"  # of a value, which other numbers may come of
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _PLAIN = (bool, int, float, str, type(None), torch.dtype, torch.device, torch.Size)
 
@@ -89,6 +90,7 @@ class ModulePart:
         state: What its next call does.
         is_on: Its graphs are replayed, where there are any; else it runs as written.
         why: Why it runs as written; "" where it does not.
+        hazards: What of its calls no graph holds.
         num_replays: Calls that were replayed.
     """
 
@@ -107,6 +109,7 @@ class ModulePart:
         self.state = PartState.WARMUP
         self.is_on = False
         self.why = ""
+        self.hazards: list[Hazard] = []
         self.num_replays = 0
         self.num_calls = 0
         self._backend = backend
@@ -235,13 +238,13 @@ class ModulePart:
         with kind.constants.noting(is_first=is_first, given=given), unseen:
             output = self.module._call_impl(*args, **kwargs)
         told, kind.told = kind.told, PartResults.told_by(output)
-        why = settling.why_not()
+        why, hazard = settling.why_not()
         if written != [*map(_written_on, given)]:
             why = "it gives an input a hook or an attribute"
         if not why and not is_first and told != kind.told:
             why = f"it returns {kind.told}, and returned {told} before"
         if why:
-            self._count_unsettled(kind, why)
+            self._count_unsettled(kind, NotAPartError(why, hazard))
 
         def look(_: Tensor) -> None:
             if torch.is_grad_enabled():
@@ -259,14 +262,14 @@ class ModulePart:
             kind.is_refused = self._refuses(take_casts) or kind.is_refused
         return output
 
-    def _count_unsettled(self, kind: _Kind, why: str) -> None:
+    def _count_unsettled(self, kind: _Kind, error: NotAPartError) -> None:
         """Warm up once more: a recording that is given up cannot take all of this back."""
         kind.num_seen -= 1
         kind.num_unsettled += 1
         if kind.num_unsettled > _MOST_UNSETTLED:
 
             def refuse() -> None:
-                raise NotAPartError(why)
+                raise error
 
             kind.is_refused = self._refuses(refuse)
 
@@ -392,6 +395,7 @@ class ModulePart:
         try:
             attempt()
         except NotAPartError as error:
+            self.hazards += [] if error.hazard is None else [error.hazard]
             if not any(kind.slots for kind in self._kinds.values()):
                 self.leave(str(error))
             else:
@@ -439,20 +443,22 @@ class _Settling:
         self._guards = guards_of(module, device, constants.ran)
         self._before = None if self._known is None else self._guards.python()
 
-    def why_not(self) -> str:
-        """Return what it did, in words; "" for nothing."""
+    def why_not(self) -> tuple[str, Hazard | None]:
+        """Return what it did, in words, "" for nothing, and what of it no graph holds."""
         now = self._constants.log
         if self._before is None or self._known is None or now is None:
-            return ""
+            return "", None
         moves = self._guards.moved(self._before, but_for_tensors=False)
         if moves:
-            return f"it moves Python: {moves[0]}"
+            return f"it moves Python: {moves[0]}", None
         if told := self._constants.ran.told:
-            return f"it tells something ({told[0]}), which a replay does not"
+            return f"it tells something ({told[0]}), which a replay does not", None
+        if any(entry.op == _READ for entry in now.entries):  # a recording names its line
+            return "", None
         for found in self._known.differences(now):
             if found.kind is not HazardKind.STATE:  # memory, which a recording looks at
-                return found.hazard.why
-        return ""
+                return found.hazard.why, found.hazard
+        return "", None
 
 
 def _written_on(tensor: Tensor) -> tuple[int, bool, int]:

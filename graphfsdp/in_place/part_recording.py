@@ -11,12 +11,21 @@ from graphfsdp._capture.guards.guards import Guards
 from graphfsdp._capture.trace.backend import Graph, GraphBackend, Iterate
 from graphfsdp._capture.trace.ran import Ran
 from graphfsdp._capture.undo.host_state import Attempt
+from graphfsdp.base.hazards import Hazard
 from graphfsdp.base.op_tensors import as_written
 from graphfsdp.errors import CaptureError
 
 
 class NotAPartError(Exception):
-    """Why a module, or a pass through it, runs as it is written."""
+    """Why a module, or a pass through it, runs as it is written.
+
+    Attributes:
+        hazard: What of it no graph holds; None if that is not why.
+    """
+
+    def __init__(self, why: str, hazard: Hazard | None = None) -> None:
+        super().__init__(why)
+        self.hazard = hazard
 
 
 def guards_of(module: nn.Module, device: torch.device, ran: Ran) -> Guards:
@@ -97,7 +106,8 @@ def recorded(
         guards.put_back()
         if isinstance(error, (KeyboardInterrupt, SystemExit, NotAPartError)):
             raise
-        raise NotAPartError(_reason(error)) from error
+        hazard = error.hazard if isinstance(error, CaptureError) else None
+        raise NotAPartError(_reason(error), hazard) from error
     return graph, results, guards
 
 

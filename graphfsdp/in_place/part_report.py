@@ -43,8 +43,5 @@ class PartsReport:
             if part.num_replays:
                 text += f", {part.num_nodes} nodes, {part.num_replays} replays"
             lines.append(f"{text}. {part.why}".rstrip(". "))
-        lines.append(
-            "everything else runs as written; graphfsdp.capture(...) has the whole iteration in "
-            "one graph (graphfsdp check script.py)"
-        )
+        lines.append("everything else runs as written; graphfsdp.capture has one graph for all")
         return "\n".join(lines)

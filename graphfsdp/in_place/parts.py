@@ -15,6 +15,7 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import wraps
 from types import MethodType
 from typing import Any, Self
@@ -27,6 +28,7 @@ from graphfsdp._capture.choose_backend import make_backend
 from graphfsdp._capture.cpu.graph import CpuGraphBackend
 from graphfsdp._capture.phase import Phase
 from graphfsdp._capture.trace.backend import GraphBackend
+from graphfsdp.base.hazards import Hazard
 from graphfsdp.base.sharded import units_of
 from graphfsdp.base.torch_internals import (
     COMPILED_CALL,
@@ -298,6 +300,14 @@ class Parts:
             )
         ]
         return PartsReport(tuple(lines + steps))
+
+    def hazards(self) -> list[Hazard]:
+        """Return what no graph holds of what the modules compute, with their full names."""
+        return [
+            replace(found, module_path=f"{part.name}.{found.module_path or ''}".rstrip("."))
+            for part in self._parts.values()
+            for found in part.hazards
+        ]
 
     def close(self) -> None:
         """Let the loop run as written; idempotent."""

@@ -26,10 +26,10 @@ cannot hold: host reads, shapes that depend on data, numbers that would be froze
 the line of your program, the reason and the remedy. No file is written: what the script writes
 goes to a folder that is gone afterwards.
 
-A SCRIPT.py runs unchanged for some fifteen iterations at most: what lies between the call of the
-model and the step of its optimizer is judged, and the lines to add are printed. If it calls
-graphfsdp.capture already, it runs up to the first call of that step. The script ends there (its
-`finally` blocks and context managers run).
+A SCRIPT.py that calls graphfsdp.capture runs up to the first call of that step, which is judged.
+Another one runs unchanged for some iterations, by graphfsdp.capture_in_place: which modules are
+captured is said, and why others are not. The script ends there (its `finally` blocks and context
+managers run).
 
 MODULE:FUNCTION and FILE.py:FUNCTION need no call of capture: the function returns (model,
 optimizer, batch), (model, optimizer, batch, loss_fn), or a dict of graphfsdp.check's arguments.

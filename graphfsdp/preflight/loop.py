@@ -1,33 +1,45 @@
-"""A script that runs as it is written, until what it trains was checked."""
+"""A script that runs as it is written, until what it trains was checked.
 
+Note [A loop in parts]: what an unchanged script calls to be trained, and what it steps, is given to
+``capture_in_place``, in the middle of its loop. That refuses nothing, so the loop goes on, and its
+report says what of it is captured and why the rest is not. Then the script ends.
+"""
+
+import os
 import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import cached_property, wraps
 from typing import Any, NoReturn
 from unittest import mock
 
 import torch
-from torch import Tensor, nn
+import torch.distributed as dist
+from torch import nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from graphfsdp import in_place
 from graphfsdp._capture.phase import Phase
 from graphfsdp._capture.step import CapturedStep
-from graphfsdp._capture.trace.source import user_source_line
 from graphfsdp.api import answering, make_engine
 from graphfsdp.base.hazards import HazardKind
 from graphfsdp.base.op_tensors import as_written
+from graphfsdp.base.torch_internals import is_in_backward
 from graphfsdp.config import Scope
+from graphfsdp.in_place.module_part import PartState
 from graphfsdp.in_place.parts import Parts
+from graphfsdp.optim.adapters.backends import adapt
 from graphfsdp.preconditions import Program
 from graphfsdp.preflight.check import check_program
+from graphfsdp.preflight.judge import Findings
 from graphfsdp.preflight.report import CheckReport
-from graphfsdp.preflight.watched_loop import WatchedLoop, trained_with, trains
 
-_MOST_LOOKS = 16  # at all objects, however long they take
+# Steps of the optimizer that steps first: a critic steps less often than that by itself.
+_LEAST_STEPS, _MOST_STEPS = 8, 16
+_MOST_SECONDS = 60.0
 
 
 class CheckedExit(SystemExit):
@@ -35,7 +47,7 @@ class CheckedExit(SystemExit):
 
 
 class ScriptRun:
-    """One run of a script: the step that it captures is checked, or the loop that it has.
+    """One run of a script: the step that it captures is checked, or its loop runs in parts.
 
     Attributes:
         report: What was found; None until then.
@@ -47,53 +59,60 @@ class ScriptRun:
         self._target = target
         self._ignored = {HazardKind(kind) for kind in ignore}
         self._has_captured = False
-        self._looks = True  # for a loop
-        self._loop: WatchedLoop | None = None
-        self._thread = threading.get_ident()
+        self._here = _here()
+        self._depth = 0  # of the call of a module that runs
+        self._called: dict[int, nn.Module] = {}  # to be trained, by the loop itself
+        self._steps: dict[torch.optim.Optimizer, int] = {}
+        self._parts: Parts | None = None
+        self._in_parts: list[int] = []  # by id
+        self._is_theirs = False  # the script calls capture_in_place itself
+        self._steps_before = 0
+        self._began = 0.0
         self.is_to_end = threading.Event()
-        self._num_looks = 0  # for what may be trained, that found nothing
-        self._next_look = 0.0  # seconds
 
     @property
     def came_to(self) -> str:
         """How far it has come, in words."""
         if self._has_captured:
             return "captured a step, but did not call it"
-        trained = "trained no model with an optimizer" if self._loop is None else self._loop.came_to
+        trained = "trained no model with an optimizer"
+        if self._steps:
+            trained = "stepped its optimizer once"
         return f"did not call graphfsdp.capture, and {trained}"
 
     @contextmanager
     def following(self) -> Iterator[None]:
         """Run it in the body; CheckedExit once there is a report."""
         call, compile_ = nn.Module.__call__, torch.compile
-        data: Any = torch.Tensor.data
         stack = ExitStack()
 
         @wraps(compile_)
         def compile_nothing(*args: Any, **kwargs: Any) -> Any:
             compiled = compile_(*args, **kwargs)
-            stack.enter_context(as_written())  # what is watched is never compiled
+            stack.enter_context(as_written())  # which may take minutes, and writes files
             return compiled
 
-        def move(tensor: Tensor, value: Tensor) -> None:
-            if self._loop is not None:
-                self._loop.moved[id(tensor)] = user_source_line()
-            data.__set__(tensor, value)
-
         @wraps(call)
-        def start_and_call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            with self._on_call(module, args, kwargs):
+        def note_and_call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            if _here() != self._here:
                 return call(module, *args, **kwargs)
+            if not self._depth:
+                self._on_call(module)
+            self._depth += 1
+            try:
+                return call(module, *args, **kwargs)
+            finally:
+                self._depth -= 1
 
+        self._hook = register_optimizer_step_post_hook(self._on_stepped)
         try:
             with (
                 stack,
                 answering(self._capture),
                 warnings.catch_warnings(),
                 mock.patch.object(torch, "compile", compile_nothing),
-                mock.patch.object(nn.Module, "__call__", start_and_call),
+                mock.patch.object(nn.Module, "__call__", note_and_call),
                 mock.patch.object(in_place, "Parts", self._capture_in_place),
-                mock.patch.object(torch.Tensor, "data", property(data.__get__, move)),
             ):
                 warnings.filterwarnings("ignore", "Using `torch.compile.module.` when there are")
                 yield
@@ -106,66 +125,126 @@ class ScriptRun:
         finally:
             self._leave()
 
-    def _on_call(self, module: nn.Module, args: Any, kwargs: Any) -> AbstractContextManager[object]:
-        """Note a call; return what to run it in."""
-        if threading.get_ident() != self._thread:
-            return nullcontext()
-        if self.report is not None and trains(module):  # it has caught what was to end it
-            raise CheckedExit(0)
-        if not self._looks:
-            return nullcontext()
-        if self._loop is None and trains(module) and time.monotonic() >= self._next_look:
-            began = time.monotonic()
-            models, optimizers = trained_with(module)
-            self._num_looks += 1
-            if optimizers:
-                self._watch(models, optimizers, is_theirs=False)
-            elif self._num_looks > _MOST_LOOKS:  # at all objects: no more than a fifth of the time
-                self._next_look = time.monotonic() + 4 * (time.monotonic() - began)
-        return nullcontext() if self._loop is None else self._loop.on_call(module, args, kwargs)
+    def _on_stepped(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        if _here() == self._here:
+            self._steps[optimizer] = self._steps.get(optimizer, 0) + 1
 
-    def _watch(
-        self,
-        models: Sequence[nn.Module],
-        optimizers: Sequence[torch.optim.Optimizer],
-        *,
-        is_theirs: bool,
-    ) -> None:
-        self._leave()
-        self._loop = WatchedLoop(
-            models, optimizers, target=self._target, is_theirs=is_theirs, end=self.end
+    def _on_call(self, module: nn.Module) -> None:
+        """Note that the loop calls a module; begin, or end, before that."""
+        if self._has_captured or is_in_backward() or not _trains(module):
+            return
+        if self.report is not None:  # it has caught what was to end it
+            raise CheckedExit(0)
+        module = getattr(module, "_orig_mod", module)  # of what torch.compile has wrapped
+        self._called[id(module)] = module
+        models = self._trained()
+        if not models:
+            return
+        together = [*map(id, (*models, *self._steps))]
+        if not self._is_theirs and together != self._in_parts:
+            self._close_parts()
+            self._in_parts = together
+            self._begin(Parts(models, [*self._steps], keeps_all=True))
+        elif self._is_enough():
+            self._finish()
+
+    def _trained(self) -> list[nn.Module]:
+        """Return what the loop has called that holds parameters of what has stepped."""
+        groups = [group for each in self._steps for group in each.param_groups]
+        params = {id(param) for group in groups for param in group["params"]}
+        called = self._called.values()
+        inner = {id(part) for each in called for _, part in [*nn.Module.named_modules(each)][1:]}
+        return [
+            each
+            for each in called
+            if id(each) not in inner and not params.isdisjoint(map(id, nn.Module.parameters(each)))
+        ]
+
+    def _begin(self, parts: Parts) -> None:
+        self._parts = parts
+        self._began = time.monotonic()
+        self._steps_before = self._num_steps
+
+    @property
+    def _num_steps(self) -> int:
+        return next(iter(self._steps.values()), 0)
+
+    def _is_enough(self) -> bool:
+        """Tell whether more iterations would show nothing else."""
+        assert self._parts is not None
+        num_steps = self._num_steps - self._steps_before
+        if num_steps >= _MOST_STEPS:
+            return True
+        if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+            return False  # all ranks end with the same step
+        is_settled = all(
+            line.state != PartState.WARMUP.value for line in self._parts.report().parts
         )
+        is_late = time.monotonic() - self._began > _MOST_SECONDS
+        return is_late or (is_settled and num_steps >= _LEAST_STEPS)
 
     def _capture_in_place(self, models: Any, optimizers: Any, **_: Any) -> Parts:
-        """Watch what is to be captured, and capture nothing yet."""
-        self._watch(models, optimizers, is_theirs=True)
-        return Parts((), (), keeps_all=True)
+        """Do what the script wants, with what does not pay, too."""
+        self._close_parts()
+        self._is_theirs = True
+        parts = Parts(models, optimizers, keeps_all=True)
+        self._begin(parts)
+        return parts
 
     def _capture(self, program: Program) -> Any:
-        self._has_captured, self._looks = True, False
+        self._has_captured = True
         self._leave()
         return _CheckedStep(
             program,
-            lambda args, kwargs: self.end(
+            lambda args, kwargs: self._end(
                 check_program(program, args, kwargs, target=self._target)
             ),
         )
 
     def _finish(self) -> None:
         """End with what was seen so far, where that is enough."""
-        if self._loop is not None and self._looks:
-            self._loop.finish()
+        models = self._trained()
+        if self._parts is None or not models or self.report is not None or self._has_captured:
+            return
+        findings = Findings()
+        for optimizer in self._steps:
+            with findings.noting(HazardKind.OPTIMIZER):
+                adapt(optimizer)
+        # The modules in one that no graph holds are tried by themselves, and meet the same line.
+        told = {(each.kind, each.source, each.why): each for each in self._parts.hazards()[::-1]}
+        for hazard in [*told.values()][::-1]:
+            findings.hazards.add(hazard)
+        device = next(models[0].parameters()).device
+        parts = self._parts.report()
+        self._end(CheckReport(tuple(findings.hazards), str(device), self._target, parts=parts))
 
-    def end(self, report: CheckReport) -> NoReturn:
+    def _end(self, report: CheckReport) -> NoReturn:
         """End the script with a report."""
-        self._looks = False
         self.report = self.report or report.without(self._ignored)
         self.is_to_end.set()
         raise CheckedExit(0)
 
     def _leave(self) -> None:
-        if self._loop is not None:
-            self._loop.close()
+        self._hook.remove()
+        self._close_parts()
+
+    def _close_parts(self) -> None:
+        if self._parts is not None:
+            self._parts.close()
+
+
+def _here() -> tuple[int, int]:
+    """Return process and thread: a loader's workers are copies of this one."""
+    return os.getpid(), threading.get_ident()
+
+
+def _trains(module: nn.Module) -> bool:
+    """Tell whether a call of a module now is one that trains it."""
+    return (
+        torch.is_grad_enabled()
+        and module.training
+        and any(param.requires_grad for param in nn.Module.parameters(module))
+    )
 
 
 class _CheckedStep(ExitStack):

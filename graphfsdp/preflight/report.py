@@ -13,6 +13,13 @@ from graphfsdp.in_place.part_report import PartsReport
 
 _INDENT = "    "
 _WIDTH = 96
+_IN_PLACE = "In parts, with this before the loop: graphfsdp.capture_in_place(model, optimizer)"
+_ONE_GRAPH = """\
+In one graph, from the model's call to optimizer.step(), by these lines; this check then judges each
+line of iterate (docs/porting.md; graphfsdp.integrations has the Trainer and Lightning):
+    def iterate(model, optimizer, *batch): ...  # forward, loss, backward, clipping, step
+    step = graphfsdp.capture(model, optimizer, iteration=iterate)  # before the loop
+    loss = step(*batch)  # in the loop"""
 
 
 @dataclass(frozen=True)
@@ -25,9 +32,8 @@ class CheckReport:
         target: The kind of device whose rules it was judged by.
         num_ops: Operators that the iteration ran; 0 if it could not run.
         num_ignored: Hazards that were left out because their kind was to be ignored.
-        advice: The lines that a script needs to be captured, and what each of them captures.
-        parts: What ``capture_in_place`` captures of a script's loop; None where that was not tried.
-        launches: Where a script's iteration calls operators, and how many.
+        parts: What ``capture_in_place`` captures of a script's loop, whose other lines were not
+            judged; None where that was not tried.
     """
 
     hazards: tuple[Hazard, ...]
@@ -35,9 +41,7 @@ class CheckReport:
     target: str
     num_ops: int = 0
     num_ignored: int = 0
-    advice: str = ""
     parts: PartsReport | None = None
-    launches: tuple[tuple[str, int], ...] = ()
 
     @property
     def ok(self) -> bool:
@@ -76,9 +80,7 @@ class CheckReport:
             "target": self.target,
             "num_ops": self.num_ops,
             "num_ignored": self.num_ignored,
-            "advice": self.advice,
             "parts": None if self.parts is None else self.parts.to_json()["parts"],
-            "launches": [{"place": place, "count": count} for place, count in self.launches],
             "hazards": [dict(hazard.to_json()) for hazard in self.hazards],
         }
 
@@ -90,18 +92,24 @@ class CheckReport:
     def headline(self) -> str:
         """The result as one sentence."""
         ignored = f"; {self.num_ignored} ignored" if self.num_ignored else ""
-        rules = f"judged by the rules of {self.target}"
+        rules = f"on {self.device}, judged by the rules of {self.target}{ignored}"
+        count = f"{len(self.hazards) or 'no'} hazard{'' if len(self.hazards) == 1 else 's'}"
+        if self.parts is not None:
+            return f"{count} in what the modules compute on {self.device}{ignored}"
         if self.ok:
-            return f"can be captured: {self.num_ops} operators on {self.device}, {rules}{ignored}"
-        count = f"{len(self.hazards)} hazard{'s' if len(self.hazards) > 1 else ''}"
-        return f"cannot be captured: {count} in an iteration on {self.device}, {rules}{ignored}"
+            return f"can be captured: {self.num_ops} operators {rules}"
+        return f"cannot be captured: {count} in an iteration {rules}"
 
     def __str__(self) -> str:
-        """Return the headline, each hazard with its place, reason and remedy, and the advice."""
+        """Return the headline, each hazard with its place, reason and remedy, and what to do."""
         paragraphs = [self.headline, *map(_lines_of, self.hazards)]
-        if self.advice:
-            paragraphs.append(self.advice if self.ok else f"and then\n{self.advice}")
-        return ("\n" if self.ok else "\n\n").join(paragraphs)
+        if self.parts is not None:
+            lines = [
+                textwrap.fill(line, _WIDTH, initial_indent=_INDENT, subsequent_indent=_INDENT * 2)
+                for line in str(self.parts).splitlines()
+            ]
+            paragraphs += ["\n".join([_IN_PLACE, *lines]), _ONE_GRAPH]
+        return "\n\n".join(paragraphs)
 
 
 def _lines_of(hazard: Hazard) -> str:

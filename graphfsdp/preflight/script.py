@@ -22,8 +22,10 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from graphfsdp.base.hazards import HazardKind
+from graphfsdp.base.torch_internals import num_function_modes
 from graphfsdp.command_line import require
 from graphfsdp.errors import ConfigError, first_line
+from graphfsdp.in_place import module_part
 from graphfsdp.preconditions import Program
 from graphfsdp.preflight.check import check_program
 from graphfsdp.preflight.loop import ScriptRun
@@ -303,9 +305,13 @@ def cpu_instead() -> Iterator[None]:
     def on_cpu(mode: torch.autocast, device_type: str, *args: Any, **kwargs: Any) -> None:
         autocast(mode, _replaced(device_type, "device"), *args, **kwargs)
 
+    def num_others() -> int:  # below which a module runs as written
+        return max(0, num_function_modes() - 1)
+
     with (
         mock.patch(tells, return_value=False),
         mock.patch.object(torch.autocast, "__init__", on_cpu),
+        mock.patch.object(module_part, "num_function_modes", num_others),
         CpuInstead(),
     ):
         yield

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.overrides import _get_current_function_mode
 
 import graphfsdp
-from loops import JUDGED, LOOPS, accumulates
+from loops import LOOPS, accumulates
 from parts_helpers import Net, check, make_adam, make_net, replays
 
 REPLAYED = (
@@ -20,9 +20,9 @@ REPLAYED = (
 )
 
 
-@pytest.mark.parametrize("name", [*LOOPS, *JUDGED])
+@pytest.mark.parametrize("name", LOOPS)
 def test_a_loop_trains_the_same_with_the_line_and_without(name: str) -> None:
-    loop, options = LOOPS.get(name) or (JUDGED[name][0], {})
+    loop, options = LOOPS[name]
     with check(loop, **options) as parts:
         assert name not in REPLAYED or replays(parts) >= 4
     assert _get_current_function_mode() is None

@@ -74,8 +74,6 @@ schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 10)
 for iteration in range(1000):
     x = torch.randn(8, 4)
     loss = nn.functional.mse_loss(model(x), x.sum(1, keepdim=True))
-    if "read" in sys.argv:
-        print(float(loss.detach()))  # read
     optimizer.zero_grad()
     loss.backward()
     nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -127,142 +125,60 @@ for _ in range(100):
         (D(torch.randn(3, 4)).mean() - D(G(torch.randn(3, 2)).detach()).mean()).backward()
         opt_d.step()
     opt_g.zero_grad()
-    loss = D(G(torch.randn(3, 2))).mean()
-    if "read" in sys.argv:
-        print(loss.item())  # read
-    loss.backward()
+    D(G(torch.randn(3, 2))).mean().backward()
     opt_g.step()
     print("trained")
-"""
-# Of an optimizer that nobody knows a graph bakes in the lr; a parameter has no gradient.
-MINE = """
-import sys, torch
-class Mine(torch.optim.Optimizer):
-    @torch.no_grad()
-    def step(self):
-        for group in self.param_groups:
-            for param in group["params"]:
-                if param.grad is not None:
-                    param.add_(param.grad, alpha=-group["lr"])
-model = torch.nn.Linear(4, 1)
-model.unused = torch.nn.Parameter(torch.ones(2))
-optimizer = Mine(model.parameters(), {"lr": 0.1})
-for _ in range(3):
-    optimizer.zero_grad()
-    model(torch.ones(2, 4)).mean().backward()
-    optimizer.step()
-    if "decays" in sys.argv:
-        optimizer.param_groups[0]["lr"] *= 0.9
 """
 LBFGS = (
     HEAD
     + """
 optimizer = torch.optim.LBFGS(model.parameters())
-optimizer.step(lambda: model(torch.ones(8, 4)).square().mean())
+for _ in range(20):
+    optimizer.step(lambda: model(torch.ones(8, 4)).square().mean())
 """
 )
-SCALER = """
+# A module that reads, beside one that does not, for a GPU.
+READS = """
 import torch
-model = torch.nn.Linear(4, 1, device="cuda")
-optimizer = torch.optim.SGD(model.parameters())
-scaler = torch.amp.GradScaler("cuda")
-for _ in range(3):
-    optimizer.zero_grad()
-    scaler.scale(model(torch.ones(2, 4, device="cuda")).mean()).backward()
-    scaler.step(optimizer)
-    scaler.update()
-"""
-
-# What touches neither model nor weights runs as ever beside a graph.
-BESIDE = """
-import random, sys, torch
 from torch import nn
-class Agent(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.mean = nn.Linear(4, 2)
-        self.scale = nn.Parameter(torch.ones(2))
-    def act(self, x):
-        return self.mean(x) * self.scale
-agent, target = Agent(), nn.Linear(4, 2)
-optimizer = torch.optim.Adam(agent.parameters())
-for iteration in range(100):
-    with torch.no_grad():
-        action = agent.act(torch.ones(1, 4)).sum().item()
-    for part in range(2):
-        out = agent.act(torch.ones(8, 4) * random.random())
-        rows = torch.stack([torch.ones(4) * i.item() for i in torch.randint(8, (8,))])
-        with torch.no_grad():
-            wanted = target(rows)
-            wanted[rows[:, 0] > 4] = random.random()
-        loss = (out - wanted).square().mean()
-        if "read" in sys.argv:
-            action += loss.item()  # read
-        loss.backward()
+class Block(nn.Sequential):
+    def __init__(self, reads):
+        super().__init__(nn.Sequential(nn.Linear(4, 4), nn.ReLU()))
+        self.reads = reads
+    def forward(self, x):
+        x = super().forward(x.to("cuda"))
+        if self.reads:
+            x = x * x.sum().item()
+        return x
+model = nn.Sequential(Block(False), Block(True), nn.Linear(4, 4)).cuda()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for _ in range(100):
+    model(torch.randn(2, 4)).square().mean().backward()
     optimizer.step()
     optimizer.zero_grad()
 """
-
-# What a capture of the iteration refuses a check must tell, and it must not tell more.
+# A loop that says itself what is to be captured.
 LOOP = """
 import sys, torch, graphfsdp
-from contextlib import nullcontext
 from torch import nn
-class Square(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        return x * x
-    @staticmethod
-    def backward(ctx, gradient):
-        return gradient
-torch.manual_seed(0)
 model = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.1), nn.Linear(8, 1))
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-scaler = torch.amp.GradScaler("cpu", enabled="scales" in sys.argv)
-another = torch.Generator()
 def iterate(model, optimizer, x):
-    if "zeroes not" not in sys.argv:
-        optimizer.zero_grad()
-    loss = model(x)
-    if "draws" in sys.argv: torch.randn(3)
-    if "draws by itself" in sys.argv: torch.randn(3, generator=another)
-    if "reads" in sys.argv: print(loss.sum().item())
-    if "masks" in sys.argv: loss = loss[loss > 0]
-    if "counts" in sys.argv: loss = loss * (1 + iteration)
-    if "applies" in sys.argv: loss = Square.apply(loss)
-    if "sets" in sys.argv: model[0].note = iteration
-    if "seeds" in sys.argv: torch.manual_seed(iteration)
-    scaler.scale(loss.mean()).backward()
-    if "writes" in sys.argv: x[0].mul_(2)
-    scaler.step(optimizer)
-    scaler.update()
-    return loss.sum()
-run, loop = iterate, nullcontext()
-if "in place" in sys.argv:
-    loop = graphfsdp.capture_in_place(model, optimizer)
-if "whole" in sys.argv:
-    loop = graphfsdp.capture(model, optimizer, iteration=iterate, on_change="recapture")
-    run = lambda model, optimizer, x: loop(x)
-with loop:
-    for iteration in range(12):
-        x = torch.randn(2 if iteration % 2 and "has other shapes" in sys.argv else 8, 4)
-        loss = run(model, optimizer, x)
-        print("iteration", iteration, loss.item())
+    optimizer.zero_grad()
+    loss = model(x).mean()
+    if "reads" in sys.argv: print(loss.item())
+    loss.backward()
+    optimizer.step()
+    return loss
+run = iterate
+if "in_place" in sys.argv:
+    graphfsdp.capture_in_place(model, optimizer)
+else:
+    step = graphfsdp.capture(model, optimizer, iteration=iterate)
+    run = lambda model, optimizer, x: step(x)
+for iteration in range(100):
+    print("iteration", iteration, run(model, optimizer, torch.randn(8, 4)).item())
 """
-DOES = {
-    "nothing": "",
-    "draws": "",
-    "draws by itself": "",
-    "reads": "a value of the iteration on the host",
-    "masks": "a tensor whose shape depends on values",
-    "counts": "was given 2 in one run of the iteration and 3 in the next one",
-    "applies": "",
-    "writes": "",
-    "sets": "",
-    "seeds": "the state of a random generator",
-    "scales": "torch's GradScaler decides on the host",
-    "has other shapes": "",
-}
 
 # Worker processes, whose sockets lie among temporary files, a dict that refuses to change, and a
 # module beside the model which hides a name of torch's.
@@ -408,19 +324,6 @@ assert torch.equal(model.weight, before)
 step(torch.ones(2, 4))
 """
 )
-# A batch whose tensors have no names of their own, a view, and numbers drawn on the way.
-BATCHED = (
-    HEAD
-    + """
-for _ in range(20):
-    batch = {"x": torch.randn(8, 4), "y": torch.randn(8, 1)}
-    z = torch.randn(8)
-    loss = (model(batch["x"] + torch.randn(8, 4)) - batch["y"] - z[:, None]).square().mean()
-    optimizer.zero_grad()
-    loss.backward()
-    optimizer.step()
-"""
-)
 # Whatever ends it, it goes on.
 SWALLOWS = (
     HEAD
@@ -450,12 +353,9 @@ PROGRAMS = {
     "endless.py": HEAD + "while True: pass",
     "plain.py": PLAIN,
     "nanogpt.py": LIKE_NANOGPT,
-    "nets.py": CRITIC.replace("G, D =", "nets = G, D ="),
     "critic.py": CRITIC,
     "lbfgs.py": LBFGS,
-    "mine.py": MINE,
-    "scaler.py": SCALER,
-    "beside.py": BESIDE,
+    "reads.py": READS,
     "loop.py": LOOP,
     "workers.py": WORKERS,
     "target.py": TARGET,
@@ -463,7 +363,6 @@ PROGRAMS = {
     "files.py": FILES,
     "later.py": LATER,
     "asks.py": ASKS,
-    "batched.py": BATCHED,
     "swallows.py": SWALLOWS,
     "odd.py": HEAD
     + """
