@@ -3,7 +3,6 @@
 import operator
 import random
 import types
-import warnings
 from gc import get_referents
 from itertools import count
 from typing import Any
@@ -58,16 +57,7 @@ def _position_of(value: Any, depth: int) -> Any:
     elif isinstance(value, tuple):
         parts = value
     elif callable(getattr(type(value), "__next__", None)) and not hasattr(value, "__dict__"):
-        parts = (operator.length_hint(value, -1), _reduced(value))
+        parts = (operator.length_hint(value, -1), *get_referents(value))
     else:
         return type(value).__name__
     return tuple(_position_of(part, depth + 1) for part in parts) if depth < 6 else None
-
-
-def _reduced(value: Any) -> Any:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # Python wants to do away with it for those of itertools
-        try:
-            return value.__reduce__()
-        except TypeError:
-            return tuple(get_referents(value))

@@ -21,7 +21,7 @@ from graphfsdp._capture.guards.moves import Before, Move, refuse_deciding
 from graphfsdp._capture.guards.names import ReadNames
 from graphfsdp._capture.guards.optimizer import optimizer_places
 from graphfsdp._capture.guards.places import Asked, Places, hold
-from graphfsdp._capture.guards.read import Assignments, ReadPlaces
+from graphfsdp._capture.guards.read import ReadPlaces
 from graphfsdp._capture.guards.settings import settings_of, switches, unit_settings
 from graphfsdp._capture.guards.tensors import tensor_places
 from graphfsdp._capture.guards.walk import Walk, walk
@@ -75,7 +75,6 @@ class Guards:
         self._names = ReadNames(ran)
         self._began: Before | None = None
         self._held: Held | None = None
-        self._assignments = Assignments()
         self.moves: Sequence[Move] = ()
         self.kept: list[Kept] = []
         self._units = units_of(model)
@@ -91,8 +90,7 @@ class Guards:
         found = self._walk()
         self._began, self._held = Before(found), Held(found)
         del found  # it holds tensors that the iteration may let go
-        with self._assignments.noting():
-            yield
+        yield
 
     def arm(self, was_read: Callable[[Tensor], bool], refuse: Refuse = raised) -> None:
         """Remember everything as it is now; refuse what decides and the recording has moved.
@@ -109,10 +107,8 @@ class Guards:
         self.moves = refuse_deciding(before.moves_to(found), self._ran, found, refuse)
         # No method of this: what a dropped step holds is to be freed without the collector.
         take = partial(walk, self._names, self._model, self._functions)
-        self._read = ReadPlaces(take, found, before, self._assignments, was_read)
+        self._read = ReadPlaces(take, found, before, was_read)
         modules = list(self._model.named_modules())
-        assigned = self._assignments
-        heeding = [each for each in modules if not assigned.has(vars(each[1]), "training")]
         read_tensors = [each for each in self._read.named_tensors() if was_read(each[1])]
         tensors = [*self._named_tensors(), *read_tensors]
         gradients = [(f"gradient of {name!r}", view) for name, view in self._named_gradients()]
@@ -128,7 +124,7 @@ class Guards:
             Places(partial(structure, modules)),
             Places(partial(tensor_places, tensors)),
             Places(partial(tensor_places, gradients, addresses_only=True)),
-            Places(partial(modes, heeding)),
+            Places(partial(modes, modules)),
             Places(partial(classes, modules)),
             Places(partial(hook_places, hooks)),
             Places(partial(structure, outside), _beside),

@@ -11,7 +11,7 @@ from torch.nn.modules import module as torch_module
 from torch.optim import optimizer as torch_optimizer
 from torch.utils.hooks import RemovableHandle
 
-from graphfsdp._capture.guards.places import Ask, Place, are_empty
+from graphfsdp._capture.guards.places import Ask, Place
 from graphfsdp.base.changes import Change, ChangeKind
 
 _MODULE_TABLES = (
@@ -65,8 +65,7 @@ def hook_places(tables: Iterable[Table]) -> Iterator[Place]:
     Note [Hook numbers]: each hook that torch registers, of whatever kind, takes the next number
     of one counter. While that stands still nothing was added anywhere, and only dicts that had
     hooks in them can have lost some: no need to look at a dict for each parameter. Hooks that were
-    written into torch's private dicts by hand move no counter, so those of modules are looked at;
-    of parameters, which make their dict with the first hook, they are seen once the counter moves.
+    written into torch's private dicts by hand are seen once the counter moves.
     """
     for table in tables:
         live, named = table.hooks, partial(_changes, table)
@@ -74,8 +73,6 @@ def hook_places(tables: Iterable[Table]) -> Iterator[Place]:
         yield Place("", (_copy_of, table), known, named, cover=_by_number)
         if not all(map(_is_ours, known.values())):
             yield Place("", (dict, live), known, named, dicts=[live])
-        elif isinstance(table.holder, nn.Module) and not known:
-            yield Place("", (dict, live), known, named, cover=are_empty)
 
 
 def _copy_of(table: Table) -> Hooks:

@@ -1,13 +1,10 @@
 """Python that an iteration moves: refused where something follows from it, else told of once."""
 
 import contextlib
-import contextvars
 import logging
-from array import array
 from collections import OrderedDict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from types import FunctionType
 from typing import Any
 
@@ -17,7 +14,7 @@ from graphfsdp._capture.guards.draws import state_of
 from graphfsdp._capture.guards.places import MISSING, Place, change_of, same
 from graphfsdp._capture.guards.uses import Uses
 from graphfsdp._capture.guards.walk import Walk
-from graphfsdp._capture.guards.weakened import Weakened, WeakTensor, is_alike, restored, weakened
+from graphfsdp._capture.guards.weakened import is_alike, restored, weakened
 from graphfsdp._capture.trace.ran import Ran
 from graphfsdp.base.hazards import HazardKind
 from graphfsdp.errors import CaptureError, Refuse, raised
@@ -96,9 +93,8 @@ def move_of(old: Place, new: Place) -> Move:
     before = old.known
     if old.what[0] is state_of:
         return Move(old.title, "", old.name, is_drawn=True)
-    if isinstance(before, (Weakened, WeakTensor)):
-        with contextlib.suppress(LookupError):
-            before = restored(before)
+    with contextlib.suppress(LookupError):
+        before = restored(before)
     change = change_of(old.title, before, new.known)
     words = f"{change.old} -> {change.new}"
     is_item = new.owner is None and isinstance(new.holder, dict) and new.key != new.name
@@ -111,9 +107,7 @@ def _put_back(place: Place) -> None:
     key, live = place.key, place.live
     holder = place.holder if place.of_class is None else place.of_class
     old: Any = restored(place.known)
-    if isinstance(live, partial) and isinstance(live.args[0], list):  # the length of a list
-        del live.args[0][old:]
-    elif isinstance(live, (list, bytearray, array)):
+    if isinstance(live, list):
         live[:] = old
     elif isinstance(live, dict):
         kind = OrderedDict if isinstance(live, OrderedDict) else dict  # which keeps an order beside
@@ -128,8 +122,6 @@ def _put_back(place: Place) -> None:
     elif isinstance(live, np.ndarray):
         content, shape, dtype = old
         live[...] = np.frombuffer(content, dtype).reshape(shape)
-    elif isinstance(live, contextvars.ContextVar):
-        live.set(old)
     elif isinstance(holder, dict):
         if old is MISSING:
             dict.pop(holder, key, None)

@@ -1,18 +1,15 @@
 """Places: what a replay takes for granted, how it is asked for, and what it was."""
 
-import contextvars
 import datetime
 import enum
 import operator
 import types
 import uuid
-from array import array
-from collections import ChainMap, deque
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from decimal import Decimal
 from fractions import Fraction
-from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -35,7 +32,7 @@ _VALUES = (
     *(datetime.date, datetime.time, datetime.timedelta),
 )
 FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType, types.MethodType, type)
-CONTAINERS = (dict, list, set, deque, bytearray, array)
+CONTAINERS = (dict, list, set, deque)
 _PLAIN: tuple[type, ...] = (*_SCALARS, *_VALUES, torch.Generator)
 _OF_CLASSES = (classmethod, staticmethod, property)
 _IDENTITIES = (*FUNCTIONS, *_OF_CLASSES, types.CodeType, types.ModuleType, Tensor, nn.Module)
@@ -304,23 +301,9 @@ def is_plain(value: object) -> bool:
 
 
 def copy_of(live: Any) -> Any:
-    """Return what a container holds, by the built-in type's own method.
-
-    Or an array, a context variable, a view of dicts that others hold; what a function tells.
-    """
-    if isinstance(live, contextvars.ContextVar):
-        try:
-            return live.get()
-        except LookupError:
-            return MISSING
-    if isinstance(live, (types.MappingProxyType, ChainMap)):
-        return dict(live)
-    if isinstance(live, partial):
-        return live()
+    """Return what an array or a container holds, by the built-in type's own method."""
     if isinstance(live, np.ndarray):
         return live.tobytes(), live.shape, live.dtype
-    if isinstance(live, array):
-        return live[:]
     kind: Any = next(kind for kind in CONTAINERS if isinstance(live, kind))
     return kind.copy(live)
 

@@ -3,11 +3,9 @@
 import types
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from graphfsdp._capture.guards.draws import state_of
 from graphfsdp._capture.guards.moves import Before, Move, move_of
@@ -15,38 +13,6 @@ from graphfsdp._capture.guards.places import MISSING, asks_of, change_of, same
 from graphfsdp._capture.guards.walk import Walk
 from graphfsdp._capture.guards.weakened import is_alike, weakened
 from graphfsdp.base.changes import Change
-from graphfsdp.base.torch_internals import not_compiled
-
-
-class Assignments:
-    """Notes assignments of modules' attributes.
-
-    What an iteration assigns, the next eager one would assign anew before it reads it, or count on
-    with it (``self.calls += 1``); a replay does neither. So a change of it is no change of the
-    recording.
-    """
-
-    def __init__(self) -> None:
-        self._found: set[tuple[int, str]] = set()  # id of a module's dict, name of its attribute
-
-    def has(self, table: object, name: object) -> bool:
-        return (id(table), name) in self._found
-
-    @contextmanager
-    def noting(self) -> Iterator[None]:
-        original = nn.Module.__setattr__
-        found = self._found
-
-        def noting_set(module: nn.Module, name: str, value: Any) -> None:
-            found.add((id(vars(module)), name))
-            original(module, name, value)
-
-        not_compiled(noting_set)
-        nn.Module.__setattr__ = noting_set  # type: ignore[method-assign,assignment]
-        try:
-            yield
-        finally:
-            nn.Module.__setattr__ = original  # type: ignore[method-assign]
 
 
 class ReadPlaces:
@@ -65,7 +31,6 @@ class ReadPlaces:
         take: Callable[[], Walk],
         found: Walk,
         before: Before,
-        assignments: Assignments,
         was_read: Callable[[Tensor], bool],
     ) -> None:
         """Remember everything that ``found`` has.
@@ -74,7 +39,6 @@ class ReadPlaces:
             take: Walks anew.
             found: What there is behind the recording.
             before: What there was before it.
-            assignments: Of modules, by the recording.
             was_read: Tells whether the recording has touched a tensor's storage.
         """
         self._take = take
@@ -85,7 +49,6 @@ class ReadPlaces:
             if (not isinstance(place.known, Tensor) or was_read(place.known))
             and place.what[0] is not state_of  # others may draw
             and before.stands(title, place)
-            and not assignments.has(place.holder, place.key)
         }
         self.asks = asks_of(self._places.values())
 

@@ -1,21 +1,18 @@
 """Switches that decide what an iteration runs: torch's, and those of sharded units."""
 
 import operator
-import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
 import torch
-from torch._C._dynamo.guards import GlobalStateGuard
 
-from graphfsdp._capture.guards.places import Ask, Place
+from graphfsdp._capture.guards.places import Place
 from graphfsdp.base.changes import Change, ChangeKind
 from graphfsdp.base.sharded import ShardedUnit
 
 # What a pass reduces; when weights are dropped is nothing that a graph depends on.
 _HEEDED = ("requires_gradient_sync", "is_last_microbatch", "requires_all_reduce")
-_TENSORS, _LOSS = "torch.distributed.tensor", torch.ops.aten.nll_loss_forward.default
 _SETTINGS = operator.attrgetter(*(f"settings.{name}" for name in _HEEDED))
 
 
@@ -28,34 +25,8 @@ def switches(device_type: str) -> Iterator[Place]:
     Args:
         device_type: "cpu" or "cuda": whose autocast and kernels count.
     """
-    for name, get in _global_state(device_type).items():
-        yield Place(name, (operator.call, get), get(), _changes, cover=_by_torch)
     for name, get in _switches(device_type).items():
         yield Place(name, (operator.call, get), get(), _changes)
-    tensors: Any = sys.modules.get(_TENSORS)
-    what: tuple[Any, ...] = (dict.get, sys.modules, _TENSORS, None)
-    yield Place("loss_parallel", what, tensors, _loss_changes, exact=True)
-    if tensors is not None:
-        what = (operator.contains, _handlers_of(tensors), _LOSS)
-        yield Place("loss_parallel", what, _splits_losses(tensors), _changes)
-
-
-def _by_torch(getters: list[Any]) -> Ask:
-    # It objects also to what does not matter, such as grad mode; then it is made anew.
-    return Ask((operator.call, [GlobalStateGuard().check]), [True])
-
-
-def _handlers_of(tensors: Any) -> Any:
-    return tensors.DTensor._op_dispatcher._custom_op_handlers
-
-
-def _splits_losses(tensors: Any) -> bool:
-    """Tell whether ``loss_parallel`` is on, of torch.distributed.tensor if it is there."""
-    return tensors is not None and _LOSS in _handlers_of(tensors)
-
-
-def _loss_changes(name: str, old: Any, new: Any) -> Iterator[Change]:
-    return _changes(name, _splits_losses(old), _splits_losses(new))
 
 
 def unit_settings(units: Sequence[ShardedUnit], before: Sequence[Any]) -> Iterator[Place]:
@@ -73,22 +44,16 @@ def settings_of(units: Iterable[ShardedUnit]) -> list[tuple[bool, ...]]:
     return list(map(_SETTINGS, units))
 
 
-def _global_state(device_type: str) -> dict[str, Callable[[], Any]]:
-    """Return functions that read the switches, by name, that GlobalStateGuard compares."""
-    return {
+def _switches(device_type: str) -> dict[str, Callable[[], Any]]:
+    """Return functions that read them; nearly each is one call into torch."""
+    core = torch._C
+    found: dict[str, Callable[[], Any]] = {
         f"autocast on {device_type}": partial(torch.is_autocast_enabled, device_type),
         f"autocast's dtype on {device_type}": lambda: (
             torch.is_autocast_enabled(device_type) and torch.get_autocast_dtype(device_type)
         ),
         "the default dtype": torch.get_default_dtype,
         "torch.use_deterministic_algorithms": torch.are_deterministic_algorithms_enabled,
-    }
-
-
-def _switches(device_type: str) -> dict[str, Callable[[], Any]]:
-    """Return functions that read all others; each is one call into torch."""
-    core = torch._C
-    found: dict[str, Callable[[], Any]] = {
         "torch.default_generator": partial(getattr, torch, "default_generator"),
         "flash attention": core._get_flash_sdp_enabled,
         "memory-efficient attention": core._get_mem_efficient_sdp_enabled,

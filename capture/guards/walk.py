@@ -4,16 +4,13 @@ The bound: what users' code that ran names, and what lies behind that as far as 
 installed package only what its code reads of the objects that it belongs to, and plain globals.
 """
 
-import contextvars
 import functools
 import inspect
 import operator
-import os
 import sys
 import threading
 import types
 import weakref
-from collections import ChainMap, UserDict, UserList
 from collections.abc import Iterable, Sequence
 from collections.abc import Set as AbstractSet
 from functools import partial
@@ -37,7 +34,7 @@ from graphfsdp._capture.trace.source import file_of, has_compiled, is_installed_
 from graphfsdp.base.hazards import HazardKind
 from graphfsdp.errors import CaptureError
 
-_MAX_ITEMS = 10_000  # of longer containers, only the length is looked at
+_MAX_ITEMS = 10_000  # longer containers are not looked at
 _MAX_OBJECTS = 1_000  # in one container
 _MAX_KEYS = 100  # of a dict whose items are looked at one by one
 _MAX_DEPTH = 6
@@ -56,11 +53,7 @@ def walk(names: ReadNames, model: nn.Module, functions: Sequence[Any]) -> "Walk"
         if isinstance(code, types.CodeType):
             names.ran.codes.add(code)
     names.follow()
-    while True:
-        num_handed = len(names.handed)
-        found = Walk(names, model.named_modules(), functions)
-        if len(names.handed) == num_handed:  # or a getter, or a class to match, was met late
-            return found
+    return Walk(names, model.named_modules(), functions)
 
 
 class Walk:
@@ -135,12 +128,6 @@ class Walk:
             self._callable(title, function.__wrapped__, depth)
         elif not isinstance(function, type):
             self._contents(title, function, (), (), depth)
-        registry = getattr(function, "registry", None)  # of functools.singledispatch
-        if isinstance(registry, types.MappingProxyType):
-            called = getattr(function, "__qualname__", title)
-            self._look(f"what is registered for {called}", registry, "registry")
-            for each in registry.values():
-                self._callable(title, each, depth)
 
     def _read_by(self, function: Any) -> AbstractSet[str]:
         """Return what a function may read of what it is given."""
@@ -173,9 +160,6 @@ class Walk:
                 continue
         near = [content for _, content in cells.values()]
         near += [table.get(name) for name in reads.globals]
-        for each in near if reads.by_text else ():
-            if isinstance(each, type):  # what `case Settings(rate)` reads of an argument
-                self._names.handed.update(getattr(each, "__match_args__", ()))
         deeper = self._names.deeper(code, (each for each in near if isinstance(each, str)))
         if is_installed_file(code.co_filename):
             for name in sorted(reads.globals & table.keys()):
@@ -209,12 +193,6 @@ class Walk:
                 self._python_module(
                     f"module {name!r}", sys.modules[name], reads.attributes, reads.attributes
                 )
-        if {"environ", "getenv"} & (reads.attributes | reads.globals):
-            environ: Any = os.environ
-            for name in sorted(reads.texts):
-                key = environ.encodekey(name)
-                value = environ._data.get(key, MISSING)
-                self._note(f"environment variable {name!r}", environ._data, key, value, "environ")
         if function.__dict__:
             self._attributes(function.__qualname__, function, dict.fromkeys(deeper, deeper), 0)
 
@@ -358,21 +336,10 @@ class Walk:
             )
         elif isinstance(value, weakref.ref):
             self._contents(title, value(), read, deeper, depth, name)
-        elif isinstance(value, contextvars.ContextVar):
-            self._look(f"the value of {title}", value, name)
-        elif isinstance(value, (types.MappingProxyType, ChainMap)):  # of dicts that others hold
-            self._look(f"the items of {title}", value, name)
-            self._objects_in(title, dict(value), deeper, depth, name)
         elif isinstance(value, tuple):
             self._objects_in(title, value, deeper, depth, name)
         elif is_drawn_from(value):
             self._draws(title, value, name)
-        elif isinstance(value, operator.attrgetter):
-            paths: Any = value.__reduce__()[1]
-            self._names.handed |= {each for path in paths for each in path.split(".")}
-        elif isinstance(value, (UserDict, UserList)):
-            self._items(title, value.data, name)
-            self._objects_in(title, value.data, deeper, depth, name)
         else:
             if isinstance(value, CONTAINERS):
                 self._items(title, value, name)
@@ -434,8 +401,8 @@ class Walk:
 
     def _items(self, title: str, live: Any, name: str) -> None:
         if len(live) > _MAX_ITEMS:
-            self._look(f"the length of {title}", partial(len, live), name, of=live)
-        elif isinstance(live, dict) and any(isinstance(each, Tensor) for each in dict.values(live)):
+            return
+        if isinstance(live, dict) and any(isinstance(each, Tensor) for each in dict.values(live)):
             for key, item in dict.items(live):  # a cache may get more of them
                 self._note(f"{key!r} of {title}", live, key, item, name)
         else:
@@ -465,9 +432,9 @@ class Walk:
             what = (getter, holder, key, MISSING)
             self._add(Place(title, what, value, exact=True, dicts=dicts), name, owner, of_class)
 
-    def _look(self, title: str, live: Any, name: str, of: Any = None) -> None:
-        """Note what something holds or tells, by looking at it; see ``copy_of``."""
-        if self._is_new("place", live if of is None else of):
+    def _look(self, title: str, live: Any, name: str) -> None:
+        """Note what something holds, by looking at it; see ``copy_of``."""
+        if self._is_new("place", live):
             # What is in a container is compared with the container itself.
             is_live = isinstance(live, CONTAINERS)
             what = (operator.getitem, (live,), 0) if is_live else (copy_of, live)

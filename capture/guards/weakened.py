@@ -1,63 +1,67 @@
 """Values that are remembered without the tensors in them, and compared with what is there later."""
 
+import operator
 import weakref
 from collections import deque
+from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
 
-from graphfsdp._capture.guards.places import MISSING, same
+from graphfsdp._capture.guards.places import same
 
 _CONTAINERS = (list, tuple, dict, deque)
 _MAX_DEPTH = 6
 _MAX_ITEMS = 10_000
 
 
-class WeakTensor(weakref.ref[Tensor]):
-    """None of the users' own weak references."""
+class _WeakTensor(weakref.ref[Tensor]):
+    """In the place of a tensor: whoever holds that hides that it is let go of."""
+
+    def __eq__(self, other: object) -> bool:
+        found = self()
+        return found is not None and same(found, other)
+
+    __hash__ = None  # type: ignore[assignment]
 
 
-class Weakened:
-    """A container with tensors in it, as it was: whoever holds these hides that they are let go of.
+class _AnyTensor:
+    """Equal to each of them, and to what is left where one was let go of."""
 
-    Attributes:
-        kind: Its class.
-        keys: Of its items: those of a dict, else numbers.
-        items: Weak references to tensors, and other items as they are.
-    """
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Tensor) or other is None
 
-    def __init__(self, value: Any, depth: int) -> None:
-        self.kind = type(value)
-        pairs = list(dict.items(value) if isinstance(value, dict) else enumerate(value))
-        self.keys = [key for key, _ in pairs]
-        self.items = [weakened(item, depth + 1) for _, item in pairs]
+    __hash__ = None  # type: ignore[assignment]
 
 
-def weakened(value: Any, depth: int = 0) -> Any:
-    """Return a value without its tensors; one that has none is itself."""
-    if isinstance(value, Tensor):
-        return WeakTensor(value)
-    return Weakened(value, depth) if _has_tensors(value, depth) else value
-
-
-def _has_tensors(value: Any, depth: int) -> bool:
+def _with(change: Callable[[Any], Any], value: Any, depth: int = 0) -> Any:
+    """Return a container with changed leaves; itself where none is changed."""
     if not isinstance(value, _CONTAINERS) or depth > _MAX_DEPTH or len(value) > _MAX_ITEMS:
-        return False
-    items = dict.values(value) if isinstance(value, dict) else value
-    return any(isinstance(item, Tensor) or _has_tensors(item, depth + 1) for item in items)
+        return change(value)
+    items = list(dict.values(value) if isinstance(value, dict) else value)
+    changed = [_with(change, item, depth + 1) for item in items]
+    if all(map(operator.is_, changed, items)):
+        return value
+    if isinstance(value, dict):
+        return dict(zip(dict.keys(value), changed, strict=True))
+    return next(kind for kind in _CONTAINERS if isinstance(value, kind))(changed)
+
+
+def weakened(value: Any) -> Any:
+    """Return a value without its tensors; one that has none is itself."""
+    return _with(lambda leaf: _WeakTensor(leaf) if isinstance(leaf, Tensor) else leaf, value)
 
 
 def restored(value: Any) -> Any:
     """Return what ``weakened`` was given; LookupError where a tensor is gone."""
-    if isinstance(value, WeakTensor):
-        found = value()
-        if found is None:
-            raise LookupError("a tensor that is gone")
-        return found
-    if not isinstance(value, Weakened):
-        return value
-    items = map(restored, value.items)
-    return dict(zip(value.keys, items, strict=True)) if value.kind is dict else value.kind(items)
+    return _with(_alive, value)
+
+
+def _alive(leaf: Any) -> Any:
+    found = leaf() if isinstance(leaf, _WeakTensor) else leaf
+    if found is None and leaf is not None:
+        raise LookupError("a tensor that is gone")
+    return found
 
 
 def is_alike(old: Any, new: Any, *, but_for_tensors: bool = False) -> bool:
@@ -66,17 +70,10 @@ def is_alike(old: Any, new: Any, *, but_for_tensors: bool = False) -> bool:
     ``but_for_tensors``: whatever tensors there are where there were tensors. Which memory they have
     is the business of whoever undoes an iteration.
     """
-    if isinstance(old, WeakTensor):
-        if but_for_tensors:
-            return isinstance(new, Tensor) or new is None
-        found = old()
-        return found is not None and same(found, new)
-    if not isinstance(old, Weakened):
+    formed = _with(lambda leaf: _AnyTensor() if isinstance(leaf, _WeakTensor) else leaf, old)
+    if formed is old:
         return same(old, new)
-    if type(new) is not old.kind or len(new) != len(old.items):
+    try:
+        return bool((formed if but_for_tensors else old) == new)
+    except Exception:  # of the users' own objects
         return False
-    now = new if isinstance(new, dict) else dict(enumerate(new))
-    return all(
-        is_alike(item, dict.get(now, key, MISSING), but_for_tensors=but_for_tensors)
-        for key, item in zip(old.keys, old.items, strict=True)
-    )

@@ -6,19 +6,16 @@ iteration itself moves is refused where something follows from it.
 
 import argparse
 import collections
-import contextvars
 import dataclasses
 import datetime
 import enum
 import functools
 import operator
-import os
 import queue
 import sys
 import threading
 import types
 import weakref
-from array import array
 from collections.abc import Callable
 from dataclasses import dataclass
 from decimal import Decimal
@@ -79,10 +76,8 @@ def of_dict(make: Callable[[dict[str, int]], Read], named: str) -> Way:
     return Way(make(table), lambda n: table.update(weight=n), named)
 
 
-def of_view(make: Callable[[dict[str, int]], Any]) -> Way:
-    table = {"weight": 1}
-    held = make(table)
-    return Way(lambda: held["weight"], lambda n: table.update(weight=n), "'weight' of .* 'held'")
+def by_item(held: Any) -> Read:
+    return lambda: held["weight"]
 
 
 def of_replaced(
@@ -307,12 +302,6 @@ def by_match(data: Any) -> Any:
             return weight
 
 
-def by_position(data: Any) -> Any:
-    match data:
-        case Data(first):
-            return first
-
-
 def of_method() -> Way:
     meter = Meter()
     return dataclasses.replace(of(meter), count=meter.update)
@@ -395,12 +384,6 @@ def by_proxy() -> Way:
     return of(weakref.proxy(owner), None, "'weight' of .*'owner'")
 
 
-def of_context() -> Way:
-    scale = contextvars.ContextVar("scale", default=1)
-    named = "the value of closure variable 'scale' .* was 1 .* now 2"
-    return Way(lambda: scale.get(), lambda n: scale.set(n), named)
-
-
 def by_bound_builtin(table: dict[str, int]) -> Read:
     get = table.get
     return lambda: get("weight")
@@ -440,11 +423,6 @@ WAYS: dict[str, Callable[[], Way]] = {
     ),
     "inner_module": of_inner_module,
     "module_without_a_file": lambda: of(types.ModuleType("made")),
-    "environment_variable": lambda: Way(
-        lambda: int(os.environ["WEIGHT_AROUND"]),
-        lambda n: os.environ.update(WEIGHT_AROUND=str(n)),
-        "environment variable 'WEIGHT_AROUND' was b'1' .* now b'2'",
-    ),
     "typed_at_a_prompt": lambda: typed("<stdin>"),
     "attribute": lambda: of(argparse.Namespace()),
     "attribute_of_a_module": lambda: of(nn.Identity(), None, "attribute 'Identity.weight'"),
@@ -467,8 +445,6 @@ WAYS: dict[str, Callable[[], Way]] = {
     ),
     "length": lambda: by(len, Special()),
     "match": lambda: by(by_match, Data()),
-    "match, by position": lambda: by(by_position, Data()),
-    "attrgetter": lambda: by(operator.attrgetter("weight"), Data()),
     "vars": lambda: by(lambda owner: owner.__dict__["weight"], Data()),
     "asdict": lambda: by(lambda owner: dataclasses.asdict(owner)["weight"], Data()),
     "thread": lambda: of(threading.local()),
@@ -480,7 +456,6 @@ WAYS: dict[str, Callable[[], Way]] = {
     "registered_function": of_registered_function,
     "cached_function": of_cached_function,
     "deep_chain": of_deep_chain,
-    "context_variable": of_context,
     "item": lambda: of_item({}, "'weight' of closure variable 'table'"),
     "own_dict": lambda: of_item(Own(), "'weight' of closure variable 'table'"),
     "user_dict": lambda: of_item(collections.UserDict(), "closure variable 'table'"),
@@ -488,10 +463,9 @@ WAYS: dict[str, Callable[[], Way]] = {
     "list_item": lambda: of_item([1], "0 of closure variable 'table'", 0),
     "deque_item": lambda: of_item(collections.deque([1, 1]), "1 of closure variable 'table'", 1),
     "array_of_numpy": lambda: of_item(np.ones(3, dtype=np.int64), "the values of closure", 1),
-    "array": lambda: of_item(array("q", [1, 1]), "closure variable 'table'", 1),
-    "bytearray": lambda: of_item(bytearray(b"\1\1"), "closure variable 'table'", 1),
-    "chain_of_dicts": lambda: of_view(lambda table: collections.ChainMap({}, table)),
-    "proxy_of_a_dict": lambda: of_view(types.MappingProxyType),
+    "chain_of_dicts": lambda: of_dict(
+        lambda table: by_item(collections.ChainMap({}, table)), "'weight' of .* 'held'"
+    ),
     "nested_tuple": lambda: of_dict(by_nested_tuple, "'weight' of 0 of 'first' of .*'tables'"),
     "bound_builtin": lambda: of_dict(by_bound_builtin, "'weight' of what .*'get' .*belongs to"),
     "float": lambda: of_replaced(float, float),
@@ -503,13 +477,6 @@ WAYS: dict[str, Callable[[], Way]] = {
     "named_tuple": lambda: of_replaced(lambda n: Pair(n, "a"), lambda pair: pair.weight),
     "frozen": lambda: of_replaced(Frozen, lambda frozen: frozen.weight, "'value' of"),
     "text": lambda: of_replaced(lambda n: f"call {n}", lambda text: int(text.split()[-1])),
-    "length_of_a_long_list": lambda: of_length(
-        [0] * 20_000,
-        lambda items: items.append(0),
-        list.pop,
-        lambda items: len(items) - 19_999,
-        "the length of closure variable 'items'",
-    ),
     "length_of_a_set": lambda: of_length(
         {0}, lambda items: items.add(len(items)), lambda items: items.remove(len(items) - 1)
     ),

@@ -1,7 +1,6 @@
 """Numbers of a model that the recorded iteration has read are guarded, however it reads them."""
 
 import copy
-import operator
 from collections.abc import Callable
 from dis import get_instructions
 from types import SimpleNamespace
@@ -65,7 +64,6 @@ def behind_another(model: Net) -> float:
 READERS: dict[str, tuple[Read, dict[str, Any]]] = {
     "attribute": (lambda model: model.number, {}),
     "behind_another_variable": (behind_another, {}),
-    "attrgetter": (operator.attrgetter("number"), {}),
     "vars": (lambda model: vars(model)["number"], {}),
     "dict": (lambda model: model.__dict__["number"], {}),
     "copied": (lambda model: float(vars(copy.copy(model))["number"]), {}),

@@ -49,16 +49,6 @@ def of_code() -> Way:
     return Way(lambda: read(), lambda n: setattr(read, "__code__", codes[n]), "the code of .*read")
 
 
-def of_registry() -> Way:
-    @functools.singledispatch
-    def read(value: object) -> int:
-        return 0
-
-    functions: dict[int, Any] = {1: lambda value: 1, 2: lambda value: 2}
-    put = lambda n: read.register(int, functions[n])  # noqa: E731
-    return Way(lambda: read(3), put, "what is registered for .*read")
-
-
 def of_keyword() -> Way:
     given = functools.partial(lambda weight: weight, weight=1)
     put = lambda n: given.keywords.update(weight=n)  # noqa: E731
@@ -109,7 +99,6 @@ REPLACED: dict[str, Callable[[], Way]] = {
     "function": of_helper,
     "default_arguments": of_defaults,
     "code": of_code,
-    "registered": of_registry,
     "keyword_of_a_partial": of_keyword,
     "attribute_of_its_class": of_its_class,
     "absent_attribute": lambda: of_absent(types.SimpleNamespace()),
