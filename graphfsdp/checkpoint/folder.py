@@ -44,13 +44,6 @@ def entries(root: Path) -> list[Entry]:
 
 def resolve(path: Path, step: int | None = None) -> Path:
     """Without a step, the one that ``latest`` names."""
-    try:
-        return _resolve(path, step)
-    except (OSError, ValueError) as error:  # a name that no file can have
-        raise CheckpointError(f"{path} cannot be looked at ({error})") from None
-
-
-def _resolve(path: Path, step: int | None) -> Path:
     if (path / MANIFEST).is_file() and step is None:
         return path
     known = entries(path)

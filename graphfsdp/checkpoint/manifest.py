@@ -4,7 +4,7 @@ import hashlib
 import json
 import mmap
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -13,12 +13,13 @@ from torch import Tensor
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 
+from graphfsdp.checkpoint.folder import MANIFEST
 from graphfsdp.checkpoint.members import Members
-from graphfsdp.checkpoint.values import Json, dtype_name
+from graphfsdp.checkpoint.values import Json
 from graphfsdp.errors import CheckpointDamagedError, CheckpointError, first_line
 
-FORMAT = "graphfsdp checkpoint"
-VERSION = 2
+_FORMAT = "graphfsdp checkpoint"
+_VERSION = 3
 
 
 class SavedTensor(NamedTuple):
@@ -43,60 +44,56 @@ class SavedFile(NamedTuple):
             return SavedFile(len(content), hashlib.sha256(content).hexdigest())
 
 
-@dataclass
+@dataclass(frozen=True)
 class Manifest:
-    """All that a checkpoint holds: files by name, tensors by key.
+    """What is known of a checkpoint without its tensors.
 
-    Facts are step, versions, number of ranks; structure of model, optimizer and objects.
+    Facts are step, versions; structure of model and optimizer, and the objects of each rank.
     """
 
     facts: dict[str, Json]
-    files: dict[str, SavedFile] = field(default_factory=dict)
-    tensors: dict[str, SavedTensor] = field(default_factory=dict)
+    files: dict[str, SavedFile]  # by name
 
     def to_bytes(self) -> bytes:
-        tensors = {key: [dtype_name(dtype), shape] for key, (dtype, shape) in self.tensors.items()}
-        body = dump({"facts": self.facts, "files": self.files, "tensors": tensors})
+        body = _dump({"facts": self.facts, "files": self.files})
         digest = hashlib.sha256(body).hexdigest()
-        start = dump({"format": FORMAT, "version": VERSION, "sha256_of_body": digest})
+        start = _dump({"format": _FORMAT, "version": _VERSION, "sha256_of_body": digest})
         return start[:-1] + b', "body": ' + body + b"}\n"
 
-    def read(self, folder: Path, parts: Mapping[str, Sequence[Tensor]]) -> None:
-        """Fill this rank's parts of tensors, by key, from files that were checked.
-
-        CheckpointError: one of them went away since, or its disk did.
-        """
-        reader = HuggingFaceStorageReader(str(folder))
+    @staticmethod
+    def read(folder: Path) -> "Manifest":
+        """CheckpointDamagedError: it is not what was written; CheckpointError: it is not there."""
+        path = folder / MANIFEST
         try:
-            metadata = reader.read_metadata()
-            reader.set_up_storage_reader(metadata, is_coordinator=False)
-            for number in range(max(map(len, parts.values()), default=0)):
-                now = {key: into[number] for key, into in parts.items() if number < len(into)}
-                planner = DefaultLoadPlanner(
-                    flatten_state_dict=False, flatten_sharded_tensors=False
-                )
-                planner.set_up_planner(now, metadata)
-                with torch.device("cpu"):  # where slices of files come to
-                    reader.read_data(planner.create_local_plan(), planner)
-        except Exception as error:  # of the system, of safetensors, no memory
+            document = json.loads(path.read_bytes())
+            form = document["format"], int(document["version"])
+            digest, body = document["sha256_of_body"], document["body"]
+        except OSError as error:
+            raise CheckpointError(f"{path} cannot be read ({error.strerror or error})") from None
+        except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
+            raise CheckpointDamagedError(f"{path} is damaged: {first_line(error)}") from None
+        if form != (_FORMAT, _VERSION):
             raise CheckpointError(
-                f"a file of {folder} could be checked, and not read behind that "
-                f"({first_line(error)}); a part of it may be loaded. Remedy: load again, or an "
-                "earlier one (step=...)"
-            ) from error
-
-    def read_objects(self, folder: Path, rank: int) -> dict[str, Json]:
-        """Return the states in a rank's file of objects, which is checked before it is read."""
-        name = objects_file(rank)
-        _refuse_damage(folder, self._damage(folder, [name]))
-        found: dict[str, Json] = json.loads((folder / name).read_bytes())
-        return found
+                f"{path} has the format {form[0]!r} version {form[1]}; this release reads "
+                f"{_FORMAT!r} version {_VERSION}. Remedy: the release that has saved it; weights "
+                "and moments of version 2, which graphfsdp 0.2 has saved, are read by torch's "
+                "HuggingFaceStorageReader too"
+            )
+        if hashlib.sha256(_dump(body)).hexdigest() != digest:
+            raise CheckpointDamagedError(f"{path} is damaged: its checksum differs")
+        files = {name: SavedFile(*file) for name, file in body["files"].items()}
+        return Manifest(body["facts"], files)
 
     def check_files(self, folder: Path, members: Members) -> None:
         """Read every file once, each on one of the ranks; what one of them finds, all raise."""
         mine = sorted(self.files)[members.rank :: members.size]
-        damage = members.gather(self._damage(folder, mine))
-        _refuse_damage(folder, [line for lines in damage for line in lines])
+        damage = [line for lines in members.gather(self._damage(folder, mine)) for line in lines]
+        if damage:
+            listed = "\n".join(f"  {line}" for line in damage)
+            raise CheckpointDamagedError(
+                f"the checkpoint {folder} is damaged; nothing was loaded:\n{listed}\n"
+                "Remedy: load an earlier one (step=...), or copy this one anew"
+            )
 
     def _damage(self, folder: Path, names: Iterable[str]) -> list[str]:
         found = []
@@ -112,19 +109,28 @@ class Manifest:
         return found
 
 
-def objects_file(rank: int) -> str:
-    return f"objects-{rank:05d}.json"
+class TensorFiles:
+    """The tensors of a checkpoint whose files were checked."""
+
+    def __init__(self, folder: Path) -> None:
+        self._reader = HuggingFaceStorageReader(str(folder))
+        self._metadata = self._reader.read_metadata()
+        self._reader.set_up_storage_reader(self._metadata, is_coordinator=False)
+        found: Mapping[str, Any] = self._metadata.state_dict_metadata
+        self.saved = {
+            key: SavedTensor(tensor.properties.dtype, tuple(tensor.size))
+            for key, tensor in found.items()
+        }
+
+    def read(self, parts: Mapping[str, Sequence[Tensor]]) -> None:
+        """Fill this rank's parts of tensors, by key."""
+        for number in range(max(map(len, parts.values()), default=0)):
+            now = {key: into[number] for key, into in parts.items() if number < len(into)}
+            planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+            planner.set_up_planner(now, self._metadata)
+            with torch.device("cpu"):  # where slices of files come to
+                self._reader.read_data(planner.create_local_plan(), planner)
 
 
-def _refuse_damage(folder: Path, damage: Sequence[str]) -> None:
-    if not damage:
-        return
-    listed = "\n".join(f"  {line}" for line in damage)
-    raise CheckpointDamagedError(
-        f"the checkpoint {folder} is damaged; nothing was loaded:\n{listed}\n"
-        "Remedy: load an earlier one (step=...), or copy this one anew"
-    )
-
-
-def dump(value: Any, *, sort_keys: bool = True) -> bytes:
-    return json.dumps(value, allow_nan=False, sort_keys=sort_keys).encode()
+def _dump(value: Any) -> bytes:
+    return json.dumps(value, sort_keys=True).encode()

@@ -4,11 +4,10 @@ A checkpoint does not know of a pipeline's stages: each tensor is saved under it
 rank has it.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from graphfsdp.base.dtensors import is_dtensor, local_part, wrap_like
@@ -54,7 +53,6 @@ class NamedModel:
     tensors: dict[str, Tensor]
     aliases: dict[str, str]  # other names of the same tensors
     extra: dict[str, tuple[nn.Module, Any]]  # what modules give as get_extra_state
-    copies: set[str]  # tensors in other memory than the model's, which hooks have made
 
     def names(self) -> set[str]:
         return {*self.tensors, *self.aliases, *self.extra}
@@ -72,12 +70,12 @@ def name_model(model: nn.Module) -> NamedModel:
     """Find everything that ``state_dict`` gives, under names without those of wrappers.
 
     Tied tensors have the first of their names; what was unsharded by hand is resharded.
-    ConfigError: two stages use the same name.
+    ConfigError: two stages use the same name, or what has a name is no tensor of the model.
     """
     if isinstance(model, nn.parallel.DistributedDataParallel):
         model = model.module
     put_back(units_of(model))
-    named = NamedModel({}, {}, {}, set())
+    named = NamedModel({}, {}, {})
     first_names: dict[int, str] = {}  # by identity
     own = {id(t): t for t in (*model.parameters(), *model.buffers())}
     for stage in model if isinstance(model, Stages) else (model,):
@@ -91,9 +89,13 @@ def name_model(model: nn.Module) -> NamedModel:
             if not isinstance(value, Tensor) or last == "_extra_state":
                 named.extra[name] = (stage.get_submodule(owner), value)
             elif (first := first_names.setdefault(id(value), name)) == name:
-                named.tensors[name] = value
                 if id(value) not in own and not _shares_memory(value, own.values()):
-                    named.copies.add(name)
+                    raise ConfigError(
+                        f"{name!r} is no parameter or buffer, but what a hook of state_dict() has "
+                        "made, and what is loaded into that would not reach the model. Remedy: "
+                        "take the hook off, or save and load the module inside"
+                    )
+                named.tensors[name] = value
             else:
                 named.aliases[name] = first
     return named
@@ -114,20 +116,6 @@ def state_part(param: Tensor, value: Any) -> Tensor | None:
     if local_part(value).shape == local_part(param).shape:
         return part_of(value, param)
     return part_of(value) if value.shape == param.shape else None
-
-
-def states_by_name(
-    model: NamedModel, optimizer: torch.optim.Optimizer, state_dict: Mapping[str, Any]
-) -> Iterator[tuple[int, str, Tensor, Any]]:
-    """Yield row of the group, name, and key in ``state_dict["state"]`` of every parameter.
-
-    A parameter that the model does not have is named after its place in the optimizer.
-    """
-    names = {id(tensor): name for name, tensor in model.tensors.items()}
-    rows = zip(optimizer.param_groups, state_dict["param_groups"], strict=True)
-    for row, (group, saved) in enumerate(rows):
-        for place, (param, index) in enumerate(zip(group["params"], saved["params"], strict=True)):
-            yield row, names.get(id(param), f"param_groups[{row}][{place}]"), param, index
 
 
 def refuse_name(name: str) -> ConfigError:

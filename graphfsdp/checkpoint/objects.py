@@ -1,19 +1,15 @@
 """Anything with ``state_dict`` and ``load_state_dict``: schedulers, generators, data positions."""
 
-import hashlib
 import random
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from graphfsdp.base.dtensors import is_dtensor
-from graphfsdp.checkpoint.named import NamedModel, as_module, part_of
-from graphfsdp.checkpoint.values import Json, encode, in_bytes
-from graphfsdp.errors import CheckpointError, ConfigError
+from graphfsdp.checkpoint.named import NamedModel
+from graphfsdp.errors import ConfigError
 
 # Names of ours among the objects.
 RANDOM = "random"
@@ -27,7 +23,7 @@ class Stateful(Protocol):
     """What can be kept in a checkpoint beside model and optimizer."""
 
     def state_dict(self) -> Any:
-        """Numbers, texts, tensors and collections of these."""
+        """Numbers, texts, tensors, and lists, tuples and dicts of these."""
         ...
 
     def load_state_dict(self, state_dict: Any) -> Any:
@@ -45,11 +41,8 @@ class BufferState:
         return dict(self._buffers)
 
     def load_state_dict(self, state_dict: Mapping[str, Tensor]) -> None:
-        """Copy what fits into the buffers; what does not was reported with the model."""
-        for name, tensor in self._buffers.items():
-            saved = state_dict.get(name)
-            if saved is not None and saved.shape == tensor.shape:
-                tensor.copy_(saved)
+        for name in self._buffers.keys() & state_dict.keys():
+            self._buffers[name].copy_(state_dict[name])
 
 
 class RandomState:
@@ -64,7 +57,7 @@ class RandomState:
         found: dict[str, Any] = {
             "torch": torch.get_rng_state(),
             "python": random.getstate(),
-            "numpy": [kind, keys, position, has_gauss, gauss],
+            "numpy": (kind, np.asarray(keys).tolist(), position, has_gauss, gauss),
         }
         if torch.cuda.is_available():
             found["cuda"] = torch.cuda.get_rng_state()
@@ -78,8 +71,7 @@ class RandomState:
         """
         torch.set_rng_state(state["torch"])
         random.setstate(state["python"])
-        kind, keys, position, has_gauss, gauss = state["numpy"]
-        np.random.set_state((kind, keys, position, has_gauss, gauss))
+        np.random.set_state(state["numpy"])
         if "cuda" in state and torch.cuda.is_available():
             torch.cuda.set_rng_state(state["cuda"])
         if self._new_rank is not None:
@@ -87,49 +79,8 @@ class RandomState:
             torch.manual_seed((drawn + self._new_rank * _STRIDE) % 2**63)
 
 
-@dataclass
-class Snapshot:
-    """All that one rank saves, at one moment."""
-
-    tensors: dict[str, Tensor] = field(default_factory=dict)
-    facts: dict[str, Json] = field(default_factory=dict)  # for the manifest
-    objects: dict[str, Json] = field(default_factory=dict)  # encoded states
-
-    def store(self, where: str, tensor: Tensor) -> str:
-        """A plain tensor's key has its digest: ranks whose tensors are equal write one."""
-        if not is_dtensor(tensor):
-            tensor = in_bytes(tensor)
-            content = tensor.reshape(-1).view(torch.uint8).numpy().data
-            where = f"{where}#{hashlib.sha256(content).hexdigest()[:16]}"
-        self.tensors[where] = part_of(tensor)
-        return where
-
-    def add_objects(self, objects: Mapping[str, Stateful]) -> None:
-        for name, thing in objects.items():
-            state = thing.state_dict()
-            try:
-                self.objects[name] = encode(state, f"objects/{name}", self.store)
-            except RecursionError:
-                raise CheckpointError(
-                    f"the state of objects[{name!r}] holds itself, or is nested too deeply"
-                ) from None
-
-
-def check_arguments(model: object, optimizer: object, objects: Mapping[str, Any] | None) -> None:
-    """Refuse what is of another type than ``save`` and ``load`` take."""
-    for name, given, expected, holds in (
-        ("model", model, "a module", isinstance(as_module(model), nn.Module)),
-        (
-            "optimizer",
-            optimizer,
-            "one optimizer, or None",
-            optimizer is None or hasattr(optimizer, "param_groups"),
-        ),
-        ("objects", objects, "a mapping, or None", isinstance(objects, Mapping | None)),
-    ):
-        if not holds:
-            raise ConfigError(f"{name} must be {expected}, got a {type(given).__name__}")
-    for name, thing in (objects or {}).items():
+def check_objects(objects: Mapping[str, Any]) -> None:
+    for name, thing in objects.items():
         if name in (RANDOM, BUFFERS):
             raise ConfigError(f"objects may not have the name {name!r}, which is taken")
         if not isinstance(thing, Stateful):

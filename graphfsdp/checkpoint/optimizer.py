@@ -3,7 +3,8 @@
 States are read in place where they fit; see also Note [Main weights].
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,21 +12,17 @@ from torch import Tensor
 
 from graphfsdp.base.dtensors import is_dtensor, local_part
 from graphfsdp.checkpoint.load_plan import MAIN, LoadPlan, new_like
-from graphfsdp.checkpoint.named import OPTIMIZER, NamedModel, state_part, states_by_name
-from graphfsdp.checkpoint.objects import Snapshot
-from graphfsdp.checkpoint.values import Json, decode, encode, tensor_under
+from graphfsdp.checkpoint.named import OPTIMIZER, NamedModel, state_part
+from graphfsdp.checkpoint.snapshot import Snapshot
+from graphfsdp.checkpoint.values import Json, decode, encode
 from graphfsdp.errors import CheckpointError, ConfigError
 from graphfsdp.optim.adapters.baked import make_skip_counter, skip_counter
 from graphfsdp.optim.fused.adam import FusedAdam
 
-# They have the same states with the same meaning.
-_ADAMS = frozenset({"Adam", "AdamW", "FusedAdam"})
 # Say how a step is run, not what it computes.
 _RUN_SETTINGS = frozenset({"foreach", "capturable", "differentiable", "fused"})
-_RULE_SETTINGS = frozenset(
-    {"amsgrad", "maximize", "bias_correction", "decoupled_weight_decay", "nesterov"}
-)
 _NO_NUMBERS = frozenset({"params", "param_names"})
+_STEP = "step"  # a number beside the others, also that of a 0-D parameter
 
 
 def describe_optimizer(
@@ -37,87 +34,104 @@ def describe_optimizer(
         state_dict.setdefault("control", {"skipped_steps": skipped})
     # What torch's optimizers keep in their groups.
     settings = optimizer.settings.in_groups() if isinstance(optimizer, FusedAdam) else {}
-    groups: list[dict[str, Any]] = []
+    groups: list[Json] = []
     for row, group in enumerate(state_dict["param_groups"]):
-        hyper = {key: value for key, value in group.items() if key not in _NO_NUMBERS} | settings
-        where = f"{OPTIMIZER}param_groups[{row}]"
-        groups.append({"params": [], "hyper": encode(hyper, where, snapshot.store)})
-    state: dict[str, Json] = {}
+        numbers = {key: value for key, value in group.items() if key not in _NO_NUMBERS} | settings
+        groups.append(encode(numbers, f"optimizer.param_groups[{row}]", snapshot.keep_plain))
+    hyper: dict[str, Json] = {}
+    state: dict[str, dict[str, Json]] = {}
     common = dict(state_dict["state"])  # what is left of it belongs to no parameter
-    for row, name, param, index in states_by_name(model, optimizer, state_dict):
-        groups[row]["params"].append(name)
-        common.pop(index, None)
-        for key, value in state_dict["state"].get(index, {}).items():
-            # A step count is a number beside the others, also that of a 0-D parameter.
-            is_like = name in model.tensors and key != "step"
-            part = state_part(param, value) if is_like else None
-            where = f"{OPTIMIZER}{name}.{key}"
-            if part is not None:
-                snapshot.tensors[where] = part
-                entry = tensor_under(where)
-            elif isinstance(value, Tensor) and is_dtensor(value):
-                raise CheckpointError(
-                    f"{key!r} of {name!r} in the optimizer's state is sharded and has the shape "
-                    f"{tuple(value.shape)}, expected that of the parameter, {tuple(param.shape)}. "
-                    "Remedy: an optimizer whose states have their parameter's shape"
-                )
-            else:
-                entry = encode(value, where, snapshot.store)
-            state.setdefault(name, {})[key] = entry
+    for row, name, param, index in _params_by_name(model, optimizer, state_dict):
+        hyper[name] = groups[row]
+        store = partial(_store_state, snapshot, param)
+        state[name] = {
+            key: encode(value, f"{OPTIMIZER}{name}.{key}", store)
+            for key, value in common.pop(index, {}).items()
+        }
+    if common:
+        raise CheckpointError(
+            f"{sorted(map(str, common))} in the optimizer's state belong to no parameter. Remedy: "
+            "keep them in an object of their own (objects={...})"
+        )
     rest = {key: value for key, value in state_dict.items() if key not in ("state", "param_groups")}
     return {
         "kind": type(optimizer).__name__,
-        "groups": groups,
-        "rest": encode(rest, f"{OPTIMIZER}rest", snapshot.store),
-        "common": encode(common, f"{OPTIMIZER}common", snapshot.store),
+        "hyper": hyper,
         "state": state,
+        "rest": encode(rest, "optimizer", snapshot.keep_plain),
     }
 
 
+def _params_by_name(
+    model: NamedModel, optimizer: torch.optim.Optimizer, state_dict: Mapping[str, Any]
+) -> Iterator[tuple[int, str, Tensor, Any]]:
+    """Yield row of the group, name, and key in ``state_dict["state"]`` of every parameter."""
+    names = {id(tensor): name for name, tensor in model.tensors.items()}
+    rows = zip(optimizer.param_groups, state_dict["param_groups"], strict=True)
+    for row, (group, saved) in enumerate(rows):
+        for place, (param, index) in enumerate(zip(group["params"], saved["params"], strict=True)):
+            if id(param) not in names:
+                raise ConfigError(
+                    f"parameter {place} of the optimizer's group {row} is none of the model's, and "
+                    "would not be saved. Remedy: a model that holds all that is trained, such as "
+                    "an nn.ModuleList"
+                )
+            yield row, names[id(param)], param, index
+
+
+def _store_state(snapshot: Snapshot, param: Tensor, where: str, value: Tensor) -> str:
+    part = None if where.endswith(f".{_STEP}") else state_part(param, value)
+    if part is None and is_dtensor(value):
+        raise CheckpointError(
+            f"{where} is sharded and has the shape {tuple(value.shape)}, expected that of the "
+            f"parameter, {tuple(param.shape)}. Remedy: an optimizer whose states have their "
+            "parameter's shape"
+        )
+    return snapshot.keep(where, value if part is None else part)
+
+
 def plan_optimizer(plan: LoadPlan, optimizer: torch.optim.Optimizer) -> None:
-    saved = plan.manifest.facts.get("optimizer")
+    saved = plan.facts.get("optimizer")
     if saved is None:
         plan.problems.append("optimizer: the checkpoint was saved without one")
         return
     kind = type(optimizer).__name__
-    if kind != saved["kind"] and not {kind, saved["kind"]} <= _ADAMS:
+    if kind != saved["kind"]:
         plan.problems.append(f"optimizer: saved from {saved['kind']}, here a {kind}")
         return
     current = optimizer.state_dict()
-    row_of = {name: row for row, group in enumerate(saved["groups"]) for name in group["params"]}
-    names: list[list[str]] = [[] for _ in optimizer.param_groups]
+    hypers: list[list[Json]] = [[] for _ in optimizer.param_groups]
     state: dict[Any, Any] = {}
-    common = dict(current["state"])  # what is left of it belongs to no parameter
     as_saved: dict[Tensor, dict[str, Any]] = {}
-    for row, name, param, index in states_by_name(plan.model, optimizer, current):
-        names[row].append(name)
-        common.pop(index, None)
-        read = current["state"].get(index, {})
-        if name in row_of:
-            read = _read_state(plan, saved["state"].get(name, {}), name, param, read, optimizer)
-        else:
-            plan.problems.append(
-                f"optimizer: {name!r} is in no parameter group of the saved optimizer"
-            )
+    names: set[str] = set()
+    for row, name, param, index in _params_by_name(plan.model, optimizer, current):
+        names.add(name)
+        if name not in saved["hyper"]:
+            plan.problems.append(f"optimizer: {name!r} was not trained by the saved optimizer")
+            continue
+        hypers[row].append(saved["hyper"][name])
+        here = current["state"].get(index, {})
+        read = _read_state(plan, saved["state"][name], name, param, here, optimizer)
         if read:
             state[index] = read
-        if kind == saved["kind"] and plan.has_its_dtype(name, param):
+        weight = plan.saved_weight(name)
+        if weight and plan.saved[weight].dtype == param.dtype:
             as_saved[param] = read
     plan.unused += [
         f"optimizer: the checkpoint has a state of {name!r}, which this one does not train"
-        for name in saved["state"].keys() - set().union(*names)
+        for name, its_state in saved["state"].items()
+        if its_state and name not in names
     ]
     groups = []
-    for here, its_names in zip(current["param_groups"], names, strict=True):
-        rows: dict[int, str] = {}
-        for name in its_names:
-            if name in row_of:
-                rows.setdefault(row_of[name], name)
-        numbers = _read_numbers(plan, saved["groups"], rows) if rows else {}
-        if not isinstance(optimizer, FusedAdam):  # which compares below, with better words
-            numbers = _compare_rules(plan, numbers, here)
-        groups.append({**here, **numbers})
-    state |= decode(saved["common"], plan.read) if "common" in saved else common
+    for row, (group, found) in enumerate(zip(current["param_groups"], hypers, strict=True)):
+        if any(each != found[0] for each in found):
+            plan.problems.append(
+                f"optimizer: parameters of group {row} were saved with hyper-parameters that are "
+                "not the same"
+            )
+        numbers = decode(found[0], plan.read) if found else {}
+        numbers = {key: value for key, value in numbers.items() if key not in _RUN_SETTINGS}
+        groups.append({**group, **numbers})
     rest = decode(saved["rest"], plan.read)
     more = {key: value for key, value in rest.items() if key in current}
     state_dict = {**current, "state": state, "param_groups": groups, **more}
@@ -126,38 +140,10 @@ def plan_optimizer(plan: LoadPlan, optimizer: torch.optim.Optimizer) -> None:
             optimizer.match(state_dict)
         except ConfigError as error:
             plan.problems.append(f"optimizer: {error}")
-            return
     plan.afterwards.append(lambda: _load_in_place(optimizer, state_dict, as_saved))
     if "control" in rest and "control" not in current:
         skipped = rest["control"]["skipped_steps"]
         plan.afterwards.append(lambda: make_skip_counter(optimizer).copy_(skipped))
-
-
-def _read_numbers(
-    plan: LoadPlan, saved: Sequence[Mapping[str, Json]], rows: Mapping[int, str]
-) -> dict[str, Any]:
-    """Return the numbers of saved groups, which must be equal; ``rows`` has a parameter of each."""
-    (first_row, first_name), *others = rows.items()
-    for row, name in others:
-        if saved[row]["hyper"] != saved[first_row]["hyper"]:
-            plan.problems.append(
-                f"optimizer: {first_name!r} and {name!r} are in one parameter group here, but "
-                f"were saved in groups {first_row} and {row} with other hyper-parameters"
-            )
-    hyper = decode(saved[first_row]["hyper"], plan.read)
-    return {key: value for key, value in hyper.items() if key not in _RUN_SETTINGS}
-
-
-def _compare_rules(
-    plan: LoadPlan, numbers: Mapping[str, Any], here: Mapping[str, Any]
-) -> dict[str, Any]:
-    """Return the numbers without settings that the group has none of; those must be the usual."""
-    for key in sorted(_RULE_SETTINGS & numbers.keys()):
-        mine = here.get(key, key == "bias_correction")
-        if numbers[key] != mine:
-            plan.problems.append(f"optimizer: saved with {key}={numbers[key]}, here {mine}")
-    foreign = _RULE_SETTINGS - here.keys()
-    return {key: value for key, value in numbers.items() if key not in foreign}
 
 
 def _read_state(
@@ -167,41 +153,32 @@ def _read_state(
     param: Tensor,
     here: Mapping[str, Any],
     optimizer: torch.optim.Optimizer,
-) -> Mapping[str, Any]:
+) -> dict[str, Any]:
     """Return a parameter's state, its tensors yet to be filled; empty if none was saved.
 
-    ``here`` is what the optimizer has of it, by key; it stays if what was saved does not fit.
+    ``here`` is what the optimizer has of it, by key.
     """
     wanted: Mapping[str, Any] = here
     if isinstance(optimizer, FusedAdam):
         wanted = optimizer.settings.state_dtypes(param)
-    keys = [key for key in saved if key != MAIN or MAIN in wanted]
-    stored = {
-        key: where
-        for key in keys
-        if saved[key] == tensor_under(where := f"{OPTIMIZER}{name}.{key}")
+
+    def find(where: str) -> Tensor:
+        key = where.removeprefix(f"{OPTIMIZER}{name}.")
+        is_like = key != _STEP and plan.saved[where].shape == tuple(param.shape)
+        return plan.read_like(where, param, here.get(key)) if is_like else plan.read(where)
+
+    found: dict[str, Any] = {
+        key: decode(value, find) for key, value in saved.items() if key != MAIN or MAIN in wanted
     }
-    fit = [
-        plan.fits(where, param.shape, f"optimizer: {key} of {name!r}")
-        for key, where in stored.items()
-    ]
-    if not all(fit):
-        return here
-    found: dict[str, Any] = {}
-    for key in keys:
-        if key in stored:
-            found[key] = plan.read_like(stored[key], param, here.get(key))
-        else:
-            found[key] = decode(saved[key], plan.read)
-    weight = None if name in plan.unread else plan.saved_key(name)
-    if weight is None or plan.width(weight) <= param.dtype.itemsize:
+    weight = plan.saved_weight(name)
+    if weight is None or plan.saved[weight].dtype.itemsize <= param.dtype.itemsize:
         return found
     if MAIN not in wanted or MAIN in saved:
         return found
     found[MAIN] = plan.read_like(weight, param)
     if not saved and isinstance(optimizer, FusedAdam):
         # Never stepped: only a state of zeros can hold a main weight that was saved wider.
-        found["step"] = torch.zeros((), device="cpu")
+        found[_STEP] = torch.zeros((), device="cpu")
         found |= {key: new_like(param, torch.float32).zero_() for key in wanted if key != MAIN}
     return found
 

@@ -1,6 +1,5 @@
 """`graphfsdp.save` and `AsyncSaver`: a training state into a folder, complete or not at all."""
 
-import hashlib
 import itertools
 import json
 import os
@@ -8,42 +7,32 @@ import platform
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent import futures
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Self
 
 import torch
 import torch.distributed as dist
-from safetensors.torch import load as load_bytes
-from safetensors.torch import save as save_bytes
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlanner, WriteItem
 
 from graphfsdp.base.dtensors import local_part, wrap_like
 from graphfsdp.checkpoint.folder import Unfinished, begin, explained, sync
-from graphfsdp.checkpoint.manifest import Manifest, SavedFile, SavedTensor, dump, objects_file
+from graphfsdp.checkpoint.manifest import Manifest, SavedFile
 from graphfsdp.checkpoint.members import Members, as_ours
-from graphfsdp.checkpoint.named import (
-    MODEL,
-    Stages,
-    as_module,
-    name_model,
-    part_of,
-    refuse_name,
-)
+from graphfsdp.checkpoint.named import MODEL, Stages, as_module, name_model, refuse_name
 from graphfsdp.checkpoint.objects import (
     BUFFERS,
     RANDOM,
     BufferState,
     RandomState,
-    Snapshot,
     Stateful,
-    check_arguments,
+    check_objects,
 )
 from graphfsdp.checkpoint.optimizer import describe_optimizer
-from graphfsdp.checkpoint.values import Json, encode, in_bytes, refuse_no_bytes
-from graphfsdp.errors import CheckpointError, ConfigError, GraphFSDPError
+from graphfsdp.checkpoint.snapshot import Snapshot, in_bytes
+from graphfsdp.checkpoint.values import Json, encode
+from graphfsdp.errors import CheckpointError, GraphFSDPError
 
 if TYPE_CHECKING:
     from graphfsdp.base.torch_internals import PipelineSchedule
@@ -106,8 +95,8 @@ def _take_snapshot(
     keep: Callable[[dict[str, Tensor]], dict[str, Tensor]] = lambda tensors: tensors,
 ) -> Snapshot:
     """Return the state at this moment, of whose tensors ``keep`` may make copies."""
-    check_arguments(model, optimizer, objects)
     things = dict(objects or {})
+    check_objects(things)
     if rng:
         things[RANDOM] = RandomState()
     module: nn.Module = as_module(model)
@@ -120,14 +109,15 @@ def _take_snapshot(
             left_out = named.buffers() if members.rank else {}
         for name, tensor in named.tensors.items():
             if name not in left_out:
-                refuse_no_bytes(f"{MODEL}{name}", tensor)
-                snapshot.tensors[f"{MODEL}{name}"] = part_of(tensor)
+                snapshot.keep(f"{MODEL}{name}", tensor)
         extra = {name: state for name, (_, state) in named.extra.items()}
         snapshot.facts["aliases"] = named.aliases
-        snapshot.facts["extra"] = encode(extra, "extra", snapshot.store)
+        snapshot.facts["extra"] = encode(extra, "extra", snapshot.keep_plain)
         if optimizer is not None:
             snapshot.facts["optimizer"] = describe_optimizer(named, optimizer, snapshot)
-        snapshot.add_objects(things)
+        for name, thing in things.items():
+            state = thing.state_dict()
+            snapshot.objects[name] = encode(state, f"objects/{name}", snapshot.keep_plain)
         snapshot.tensors = keep(snapshot.tensors)
         return snapshot
 
@@ -148,24 +138,12 @@ def _join(told: Sequence[tuple[tuple[int, ...], set[str], dict[str, Json]]]) -> 
         for name in sorted(names):
             if holders.setdefault(name, indices) != indices:
                 raise refuse_name(name)
-    everyone = [facts for *_, facts in told]
-    joined: dict[str, Json] = dict(everyone[0])
-    for key in ("aliases", "extra"):
-        joined[key] = {name: value for facts in everyone for name, value in facts[key].items()}
-    if "optimizer" not in joined:
-        return joined
-    optimizers: list[Any] = [facts["optimizer"] for facts in everyone]
-    if len({len(each["groups"]) for each in optimizers}) > 1:
-        raise ConfigError(
-            "the optimizers of a pipeline have other numbers of parameter groups on each rank. "
-            "Remedy: the same groups on all ranks, also where one has no parameter"
-        )
-    groups = []
-    for rows in zip(*(each["groups"] for each in optimizers), strict=True):
-        params = dict.fromkeys(name for row in rows for name in row["params"])
-        groups.append({**rows[0], "params": list(params)})
-    state = {name: value for each in optimizers for name, value in each["state"].items()}
-    joined["optimizer"] = {**optimizers[0], "groups": groups, "state": state}
+    joined = told[0][2]
+    for *_, facts in told[1:]:
+        for key in ("aliases", "extra"):
+            joined[key] |= facts[key]
+        for key in ("hyper", "state") if "optimizer" in joined else ():
+            joined["optimizer"][key] |= facts["optimizer"][key]
     return joined
 
 
@@ -293,9 +271,9 @@ def _write_snapshot(snapshot: Snapshot, place: Unfinished, members: Members) -> 
         plan = members.together(planner.create_local_plan)
         plan = members.share_out(plan, lambda plans: planner.create_global_plan(plans)[0])
         planner.finish_plan(plan)
-        written = members.together(lambda: _write_files(planner, snapshot, place, members.rank))
-        everyone = members.gather(written)
-        return members.first(lambda: _commit(place, snapshot.facts, planner.metadata, everyone))
+        files = members.together(lambda: _write_files(planner, place, members.rank))
+        everyone = members.gather((files, snapshot.objects))
+        return members.first(lambda: _commit(place, snapshot.facts, everyone))
     except Exception as error:
         if members.rank == 0:
             place.give_up()
@@ -304,49 +282,34 @@ def _write_snapshot(snapshot: Snapshot, place: Unfinished, members: Members) -> 
         raise as_ours(error) from error
 
 
-# Files of a rank, and digests of the states of its objects.
-_Written = tuple[dict[str, SavedFile], dict[str, str]]
-
-
-def _write_files(
-    planner: DefaultSavePlanner, snapshot: Snapshot, place: Unfinished, rank: int
-) -> _Written:
+def _write_files(planner: DefaultSavePlanner, place: Unfinished, rank: int) -> dict[str, SavedFile]:
     """Write, sync and hash what this rank writes.
 
     HuggingFaceStorageWriter takes each file twice into memory, and twice as long.
     """
     with explained(place.root), futures.ThreadPoolExecutor(1, "graphfsdp-sync") as thread:
-        path = place.folder / objects_file(rank)
-        with path.open("xb") as file:
-            file.write(dump(snapshot.objects, sort_keys=False))
-        synced = {path.name: thread.submit(_sync, path)}
+        synced = {}
         for number, items in enumerate(_in_files(planner.plan.items)):
             path = place.folder / f"data-{rank:05d}-{number}.safetensors"
             _write_tensors(path, items, planner)
             synced[path.name] = thread.submit(_sync, path)
-        files = {name: file.result() for name, file in synced.items()}
-    states = snapshot.objects.items()
-    return files, {name: hashlib.sha256(dump(state)).hexdigest()[:16] for name, state in states}
+        return {name: file.result() for name, file in synced.items()}
 
 
 def _commit(
-    place: Unfinished, facts: Mapping[str, Json], metadata: Metadata, everyone: Sequence[_Written]
+    place: Unfinished,
+    facts: Mapping[str, Json],
+    everyone: Sequence[tuple[dict[str, SavedFile], dict[str, Json]]],
 ) -> Path:
-    """Write down what ranks have written, and show it."""
-    tensors: Any = metadata.state_dict_metadata
+    """Write down what ranks have written, and the states of their objects, and show it."""
     manifest = Manifest(
         facts={
             "step": place.step,
-            "num_ranks": len(everyone),
             "versions": {"torch": torch.__version__, "python": platform.python_version()},
-            "objects": [digests for _, digests in everyone],
+            "objects": [objects for _, objects in everyone],
             **facts,
         },
         files={name: file for files, _ in everyone for name, file in files.items()},
-        tensors={
-            key: SavedTensor(tensor.properties.dtype, tuple(tensor.size))
-            for key, tensor in tensors.items()
-        },
     )
     for name, (num_bytes, _) in manifest.files.items():
         path = place.folder / name
@@ -385,15 +348,6 @@ def _write_tensors(path: Path, items: Sequence[WriteItem], planner: SavePlanner)
         end = max(end, tensor.data_ptr() + tensor.nbytes)
     # What HuggingFaceStorageReader looks for.
     about = {"format": "pt", "DCP_VERSION": "1.0", "DCP_SHARDING_INFO": json.dumps(offsets)}
-    for dtype in {tensor.dtype for tensor in tensors.values()}:
-        try:
-            load_bytes(save_bytes({"": torch.empty(0, dtype=dtype, device="cpu")}))
-        except KeyError as error:  # its word for a dtype that it cannot write, or not read back
-            names = [name for name, tensor in tensors.items() if tensor.dtype == dtype]
-            raise CheckpointError(
-                f"{names} have the dtype {dtype}, which a safetensors file cannot hold. Remedy: "
-                "cast them or view them as another one"
-            ) from error
     save_file(tensors, path, about)
 
 

@@ -57,8 +57,7 @@ def materialize(
 
     What is not on the meta device keeps its values and its identity, even where an initialisation
     writes to it; buffers that lie elsewhere are moved to the device. Parameters that were on it
-    keep their identity and attributes too, and stay tied. After ``graphfsdp.load`` with
-    ``strict=False``, only what the checkpoint lacked is initialised.
+    keep their identity and attributes too, and stay tied.
 
     Args:
         model: Sharded, in whole or in part, or not at all.

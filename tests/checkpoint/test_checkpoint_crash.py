@@ -117,7 +117,6 @@ def test_an_end_or_a_full_disk_at_any_operation_leaves_a_checkpoint_that_loads(
             break
     assert stop_at >= 12
     assert [entry for entry in seen if entry.split()[0] in ("fsync", "rename", "replace")] == [
-        "fsync objects-00000.json",
         "fsync data-00000-0.safetensors",
         "fsync manifest.json",
         "fsync .unfinished-step-00000002",
@@ -151,15 +150,12 @@ def flip(path: Path, place: int) -> None:
     path.write_bytes(bytes(content))
 
 
-@pytest.mark.parametrize(
-    "name", ["data-00000-0.safetensors", "objects-00000.json", "manifest.json"]
-)
+@pytest.mark.parametrize("name", ["data-00000-0.safetensors", "manifest.json"])
 @pytest.mark.parametrize("how", ["flipped", "cut", "longer", "gone", "swapped"])
 def test_damage_is_found_and_named_before_anything_is_written(
     how: str, name: str, tmp_path: Path
 ) -> None:
     other_folder = graphfsdp.save(tmp_path, *model_of(1), step=1)
-    torch.rand(1)  # so that the files of objects differ
     folder = graphfsdp.save(tmp_path, *model_of(2), step=2)
     path, content = folder / name, (folder / name).read_bytes()
     places = random.sample(range(len(content)), 25) if how == "flipped" else [0]
@@ -191,13 +187,6 @@ def test_a_manifest_of_somebody_else_is_damage(text: str, tmp_path: Path) -> Non
     manifest.write_text(text)
     with pytest.raises(graphfsdp.CheckpointDamagedError, match=r"manifest\.json is damaged"):
         graphfsdp.load(tmp_path, *model_of(2))
-
-
-@pytest.mark.parametrize("act", [graphfsdp.save, graphfsdp.load])
-@pytest.mark.parametrize("name", ["x" * 300, "a\0b"])
-def test_a_name_that_no_file_can_have_is_refused(act: Any, name: str, tmp_path: Path) -> None:
-    with pytest.raises(graphfsdp.CheckpointError, match="cannot be"):
-        act(tmp_path / name, *model_of(1))
 
 
 def _no_space(handle: int) -> None:
@@ -251,7 +240,7 @@ def test_training_goes_on_while_one_moment_is_written(
     monkeypatch.setattr(os, "fsync", wait_then_sync)
     model, optimizer = model_of(1)
     with graphfsdp.AsyncSaver() as saver:
-        saver.save(tmp_path, model, optimizer, step=1)
+        saver.save(tmp_path, model, optimizer, step=1, rng=False)
         assert saver.is_saving
         for _ in range(5):  # the state is another one long before it is written
             optimizer.zero_grad()
@@ -262,7 +251,7 @@ def test_training_goes_on_while_one_moment_is_written(
         may_write.set()
         assert saver.wait() == tmp_path / "step-00000001"
         memory = {tensor.data_ptr() for tensor in saver._memory.values()}
-        saver.save(tmp_path, model, optimizer, step=2)
+        saver.save(tmp_path, model, optimizer, step=2, rng=False)
         assert {tensor.data_ptr() for tensor in saver._memory.values()} == memory
     other, its_optimizer = model_of(-1)
     graphfsdp.load(tmp_path, other, its_optimizer, step=1)

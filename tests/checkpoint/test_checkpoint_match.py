@@ -42,34 +42,13 @@ def test_everything_that_does_not_fit_is_listed_and_nothing_is_written(tmp_path:
         "model: 'new.weight' is missing in the checkpoint",
         "model: 'new.bias' is missing in the checkpoint",
         "model: 'old.weight' is in the checkpoint, but not in the model",
-        "optimizer: exp_avg of 'b.weight': saved [2, 4], here [2, 5]",
-        "optimizer: 'new.bias' is in no parameter group of the saved optimizer",
+        "optimizer: 'new.bias' was not trained by the saved optimizer",
         "optimizer: the checkpoint has a state of 'old.bias', which this one does not train",
         "objects: 'lr' is missing in the checkpoint",
         "nothing was loaded",
-        "strict=False",
     ):
         assert expected in text, expected
     assert all(torch.equal(a, b) for a, b in zip(before, bits(other, optimizer), strict=True))
-
-
-@pytest.mark.parametrize("kind", [FusedAdam, torch.optim.AdamW])
-def test_what_does_not_fit_can_be_left_as_it_is(kind: Any, tmp_path: Path) -> None:
-    """Weights, and all of a parameter's state with them."""
-    model = nn.ModuleDict({"a": nn.Linear(3, 4), "b": nn.Linear(4, 2)})
-    graphfsdp.save(tmp_path, model, trained(model, kind))
-    other = nn.ModuleDict({"a": nn.Linear(3, 4), "b": nn.Linear(5, 2), "new": nn.Linear(1, 1)})
-    its_optimizer = trained(other, kind)
-    before = bits(other, its_optimizer)
-    loaded = graphfsdp.load(tmp_path, other, its_optimizer, strict=False)
-    assert "model: 'b.weight': saved [2, 4], here [2, 5]" in loaded.skipped
-    params = dict(other.named_parameters())
-    states = its_optimizer.state
-    fits = {"a.weight", "a.bias", "b.bias"}
-    places = [*params, *(name for name, param in params.items() for _ in states[param])]
-    for name, old, new in zip(places, before, bits(other, its_optimizer), strict=True):
-        assert torch.equal(old, new) == (name not in fits) or new.dim() == 0, name
-    its_optimizer.step()
 
 
 def two_groups(model: nn.Linear) -> torch.optim.Optimizer:
@@ -81,23 +60,17 @@ def sgd(model: nn.Linear) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=0.1)
 
 
-def adamw(model: nn.Linear, **options: Any) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(model.parameters(), **options)
-
-
 MISFITS: list[tuple[Callable[..., Any], Callable[..., Any], str]] = [
     (partial(trained, amsgrad=True), trained, "was saved with amsgrad=True"),
     (partial(trained, maximize=True), trained, "was saved with maximize=True"),
     (partial(trained, bias_correction=False), trained, "was saved with bias_correction=False"),
-    (partial(trained, bias_correction=False), adamw, "saved with bias_correction=False, here True"),
     (
         partial(trained, weight_decay=0.1),
         partial(trained, adam_w_mode=False),
         "decoupled_weight_decay=True",
     ),
-    (adamw, partial(adamw, maximize=True), "saved with maximize=False, here True"),
-    (two_groups, trained, "in one parameter group here"),
-    (trained, sgd, "saved from FusedAdam, here a SGD"),
+    (two_groups, trained, "parameters of group 0 were saved with hyper-parameters that are not"),
+    (trained, torch.optim.AdamW, "saved from FusedAdam, here a AdamW"),
     (lambda model: None, sgd, "saved without one"),
 ]
 
@@ -108,7 +81,7 @@ def test_another_update_rule_is_reported_before_anything_is_written(
 ) -> None:
     model, other = nn.Linear(3, 2), nn.Linear(3, 2)
     graphfsdp.save(tmp_path, model, saved(model), rng=False)
-    optimizer = here(other)
+    optimizer = here(other if here is not torch.optim.AdamW else other.parameters())
     before = bits(other, optimizer)
     with pytest.raises(graphfsdp.CheckpointMismatchError, match=said):
         graphfsdp.load(tmp_path, other, optimizer)
@@ -132,55 +105,50 @@ def with_hook() -> nn.Module:
     return model
 
 
-def test_what_a_hook_has_put_into_the_state_dict_is_not_taken_for_the_weight(
-    tmp_path: Path,
-) -> None:
-    graphfsdp.save(tmp_path, with_hook())
-    said = "'weight' is no parameter or buffer, but what a hook of state_dict"
-    other = with_hook()
-    with pytest.raises(graphfsdp.CheckpointMismatchError, match=said):
-        graphfsdp.load(tmp_path, other)
-    (skipped,) = graphfsdp.load(tmp_path, other, strict=False).skipped
-    assert said in skipped
+def one_of_two() -> dict[str, Any]:
+    model = nn.ModuleList([nn.Linear(1, 1), nn.Linear(1, 1)])
+    return {"model": model[0], "optimizer": trained(model)}
 
 
-ENDLESS: dict[str, Any] = {}
-ENDLESS["endless"] = ENDLESS
+def with_common() -> dict[str, Any]:
+    model = nn.Linear(1, 1)
+    optimizer = trained(model, torch.optim.SGD, lr=0.1)
+    optimizer.state["common"] = {"sum": torch.zeros(())}  # type: ignore[index]
+    return {"model": model, "optimizer": optimizer}
+
+
 UNSAVED: list[tuple[dict[str, Any], type[Exception], str]] = [
-    (
-        {"objects": {"it": Holding({"inner": [1, {"what": object()}]})}},
-        *(graphfsdp.CheckpointError, r"objects/it\.inner\[1\]\.what is a obj"),
+    *(
+        (
+            {"objects": {"it": Holding({"inner": [1, {"what": what}]})}},
+            *(graphfsdp.CheckpointError, rf"objects/it\.inner\[1\]\.what is a {kind}, .* pickl"),
+        )
+        for what, kind in ((object(), "object"), ({3}, "set"), (b"", "bytes"))
     ),
-    ({"objects": {"it": Holding(ENDLESS)}}, graphfsdp.CheckpointError, "'it'. holds itself"),
     ({"objects": {"it": 3}}, graphfsdp.ConfigError, r"objects\['it'\] is a int"),
     ({"objects": {"random": Holding({})}}, graphfsdp.ConfigError, "'random', which is taken"),
-    (
-        {"model": with_buffer(torch.zeros(3, dtype=torch.complex128))},
-        *(graphfsdp.CheckpointError, r"'model\.phases'\] have the dtype torch\.complex128"),
-    ),
-    (  # which safetensors writes and does not read
-        {"model": with_buffer(torch.zeros(3, dtype=torch.uint8).view(torch.float8_e8m0fnu))},
-        *(graphfsdp.CheckpointError, r"'model\.phases'\] have the dtype torch\.float8_e8m0fnu"),
+    *(
+        (
+            {"model": with_buffer(torch.zeros(16, dtype=torch.uint8).view(dtype))},
+            *(graphfsdp.CheckpointError, rf"model\.phases is a tensor of {dtype}, which a safet"),
+        )  # the last one is written and not read
+        for dtype in (torch.complex128, torch.float8_e8m0fnu)
     ),
     (
         {"model": with_buffer(torch.eye(2).to_sparse())},
-        *(graphfsdp.CheckpointError, r"model\.phases is a tensor of .* layout torch\.sparse_coo"),
+        *(graphfsdp.CheckpointError, r"model\.phases is a tensor .* layout torch\.sparse_coo"),
     ),
     (
         {"model": nn.LazyLinear(3)},
-        *(graphfsdp.CheckpointError, r"model\.weight is a lazy tensor that has no shape"),
+        *(graphfsdp.CheckpointError, r"model\.weight is a tensor .* has no values yet"),
     ),
     (
         {"objects": {"it": Holding({"a": torch.empty(2, device="meta")})}},
-        *(graphfsdp.CheckpointError, r"objects/it\.a is a tensor on the meta device"),
+        *(graphfsdp.CheckpointError, r"objects/it\.a is a tensor .* has no values yet"),
     ),
-    ({"model": {}}, graphfsdp.ConfigError, "model must be a module, got a dict"),
-    (
-        {"optimizer": [1]},
-        graphfsdp.ConfigError,
-        "optimizer must be one optimizer, or None, got a l",
-    ),
-    ({"objects": [1]}, graphfsdp.ConfigError, "objects must be a mapping, or None, got a list"),
+    ({"model": with_hook()}, graphfsdp.ConfigError, "'weight' is no parameter or buffer"),
+    (one_of_two(), graphfsdp.ConfigError, "parameter 2 of the optimizer's group 0 is none of"),
+    (with_common(), graphfsdp.CheckpointError, "'common'.* belong to no parameter"),
     *(
         ({"step": step}, graphfsdp.ConfigError, "step must be an integer of at least 0")
         for step in ("3", 2.0, True, -1)
@@ -198,12 +166,12 @@ def test_what_cannot_be_saved_is_refused_by_name_and_leaves_nothing(
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("version", [1, 3])
+@pytest.mark.parametrize("version", [1, 2])
 def test_the_form_of_another_version_is_refused_by_name(version: int, tmp_path: Path) -> None:
     model = nn.Linear(1, 1)
     manifest = graphfsdp.save(tmp_path, model) / "manifest.json"
-    manifest.write_text(manifest.read_text().replace('"version": 2', f'"version": {version}'))
-    said = rf"version {version}; this release reads .* 2.*version 1.*with graphfsdp 0\.2"
+    manifest.write_text(manifest.read_text().replace('"version": 3', f'"version": {version}'))
+    said = rf"version {version}; this release reads .* 3.*the release that has saved it"
     with pytest.raises(graphfsdp.CheckpointError, match=said):
         graphfsdp.load(tmp_path, model)
 

@@ -37,7 +37,7 @@ AXES = {
 }
 
 
-# Main weights beside bf16 ones in the optimizer, or in the model; torch's AdamW instead of ours.
+# Main weights beside bf16 ones in the optimizer, or in the model.
 NARROW = (1, Setup(None, "bf16"))
 SHARDED_NARROW = (2, Setup("optim_grads_params", "bf16"))
 MAIN_WEIGHTS = {
@@ -45,8 +45,6 @@ MAIN_WEIGHTS = {
     ONE_DEVICE: [SHARDED_NARROW, NARROW],
     NARROW: [SHARDED_NARROW, ONE_DEVICE],
 }
-ADAMW = (1, Setup(None, optimizer="adamw"))
-KINDS = {ONE_AXIS: [ADAMW], (2, Setup("optim")): [ADAMW], ADAMW: [ONE_AXIS, (2, Setup("optim"))]}
 
 # What ranks share out by tensors or by experts are whole parameters there.
 TENSORS, EXPERTS = (4, Setup(None, model="tensor")), (4, Setup(None, model="expert"))
@@ -88,8 +86,8 @@ def check(root: Path, pairs: Mapping[Way, Iterable[Way]], pools: dict[int, RankP
 
 @pytest.mark.parametrize(
     "pairs",
-    [PAIRS, AXES, MAIN_WEIGHTS, KINDS, PARALLEL],
-    ids=["every two", "axes", "main weights", "adamw", "model-parallel"],
+    [PAIRS, AXES, MAIN_WEIGHTS, PARALLEL],
+    ids=["every two", "axes", "main weights", "model-parallel"],
 )
 def test_a_checkpoint_loads_elsewhere_with_the_same_bits(
     pairs: Mapping[Way, Iterable[Way]], tmp_path: Path, pools: dict[int, RankPool]

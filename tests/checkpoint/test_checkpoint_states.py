@@ -40,11 +40,11 @@ class Counting(nn.Module):
         return out
 
     def get_extra_state(self) -> dict[str, Any]:
-        return {"calls": self.calls, "range": (1, 2.5, None), "file": b"\x00\xff"}
+        return {"calls": self.calls, "range": (1, 2.5, None), "table": torch.arange(3)}
 
     def set_extra_state(self, state: dict[str, Any]) -> None:
         assert state["range"] == (1, 2.5, None)
-        assert state["file"] == b"\x00\xff"
+        assert torch.equal(state["table"], torch.arange(3))
         self.calls = state["calls"]
 
 
@@ -56,7 +56,7 @@ def test_extra_state_and_names_without_wrappers(tmp_path: Path) -> None:
     wrapped = nn.Sequential(checkpoint_wrapper(inner))
     graphfsdp.save(tmp_path, wrapped)
     other = nn.Sequential(Counting())
-    assert graphfsdp.load(tmp_path, other).skipped == ()
+    graphfsdp.load(tmp_path, other)
     assert other[0].calls == 1
     assert torch.equal(other.get_parameter("0.linear.weight"), inner.linear.weight)
 
@@ -79,7 +79,7 @@ def test_views_of_one_memory_come_back_with_their_values(tmp_path: Path) -> None
 def own(number: int) -> Holding:
     """Return an object whose state is another one on each rank, with a large tensor in it."""
     state = {"own": torch.full((5000,), float(number)), "common": torch.arange(9000)}
-    return Holding({**state, "inf": float("inf"), 3: {4.5}})
+    return Holding({**state, "inf": float("inf"), 3: {(4, None): [0.5, True]}})
 
 
 def is_all(number: int, thing: Holding) -> bool:
@@ -114,7 +114,7 @@ def test_objects_keep_a_state_per_rank(tmp_path: Path, ranks1: RankPool, ranks2:
     assert "common" not in said
     # Of what was equal on all ranks there is one state, large tensors too.
     common = own(-1)
-    graphfsdp.load(tmp_path, nn.Linear(1, 1), objects={"common": common}, strict=False)
+    graphfsdp.load(tmp_path, nn.Linear(1, 1), objects={"common": common})
     assert is_all(7, common)
 
 
@@ -139,36 +139,6 @@ def test_statistics_of_each_rank_come_back_to_it(
     """On another number of ranks, those of rank 0 do."""
     assert ranks2.run(buffers_of_ranks, tmp_path, True) == [[1.0, 1.0], [2.0, 2.0]]
     assert ranks1.run(buffers_of_ranks, tmp_path, False) == [[1.0, 1.0]]
-
-
-def average_of(model: nn.Module) -> Holding:
-    return Holding({"weights": dict(model.named_parameters())})
-
-
-def average_of_ranks(path: Path, seed: int) -> list[float]:
-    torch.manual_seed(seed)
-    model = nn.Linear(5, 7)
-    graphfsdp.fully_shard(model)
-    average = average_of(model)
-    if seed == 0:
-        graphfsdp.save(path, model, objects={"average": average})
-    places = [value.to_local().data_ptr() for value in average.state["weights"].values()]
-    graphfsdp.load(path, nn.Module(), objects={"average": average}, strict=False)
-    assert [value.to_local().data_ptr() for value in average.state["weights"].values()] == places
-    found: list[float] = average.state["weights"]["weight"].full_tensor().flatten().tolist()
-    other = nn.Linear(5, 6)
-    graphfsdp.fully_shard(other)
-    said = r"objects: 'objects/average\.weights\.weight': saved \[7, 5\], here \[6, 5\]"
-    with pytest.raises(graphfsdp.CheckpointMismatchError, match=said):
-        graphfsdp.load(path, model, objects={"average": average_of(other)})
-    return found
-
-
-def test_sharded_weights_in_an_object_are_read_where_they_are(
-    tmp_path: Path, ranks2: RankPool, ranks4: RankPool
-) -> None:
-    expected = ranks2.run(average_of_ranks, tmp_path, 0)[0]
-    assert ranks4.run(average_of_ranks, tmp_path, 1) == [expected] * 4
 
 
 @on_ranks("ranks4")
@@ -204,69 +174,59 @@ def test_a_unit_that_was_unsharded_by_hand_is_resharded(tmp_path: Path) -> None:
 
 
 @on_ranks("ranks2")
-def test_a_sharded_state_of_another_shape_is_refused(tmp_path: Path) -> None:
+def test_sharded_tensors_without_a_place_are_refused(tmp_path: Path) -> None:
     model = graphfsdp.fully_shard(nn.Linear(4, 6))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     optimizer.state[model.weight]["rows"] = model.bias.detach()
-    said = r"'rows' of 'weight' .* sharded and has the shape \(6,\), expected .* \(6, 4\)"
+    said = r"weight\.rows is sharded and has the shape \(6,\), expected .* \(6, 4\)"
     with pytest.raises(graphfsdp.CheckpointError, match=said):
         graphfsdp.save(tmp_path, model, optimizer)
+    average = Holding({"weight": model.weight.detach()})
+    said = r"objects/average\.weight is sharded, .*Remedy: save it as a part of the model"
+    with pytest.raises(graphfsdp.CheckpointError, match=said):
+        graphfsdp.save(tmp_path, model, objects={"average": average})
 
 
-def load_halves(path: Path, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    model = nn.Linear(4, 5, bias=False, dtype=dtype)
-    if dist.is_initialized():
-        graphfsdp.fully_shard(model)
-    optimizer = FusedAdam(model.parameters(), master_weights=dtype == torch.bfloat16)
-    graphfsdp.load(path, model, optimizer)
-    state = optimizer.state[model.weight]
-    found: list[Any] = [state.get("master_param", model.weight.detach()), state["exp_avg"]]
-    main, moment = (getattr(value, "full_tensor", value.clone)().cpu() for value in found)
-    return main, moment
-
-
-def test_main_weights_that_were_saved_as_16_bits_are_whole_again(
-    tmp_path: Path, ranks2: RankPool
-) -> None:
+def test_main_weights_that_were_saved_as_16_bits_are_whole_again(tmp_path: Path) -> None:
     """As Transformer Engine can: bfloat16 weights, and the 16 bits that these lack."""
     main, moment = torch.randn(5, 4), torch.rand(5, 4)
     bits = main.view(torch.int32)
     rounded = (bits + 32768) >> 16  # so that the rest is in [-32768, 32767]
-    model = nn.Linear(4, 5, bias=False, dtype=torch.bfloat16)
-    model.weight.data = rounded.to(torch.int16).view(torch.bfloat16)
-    optimizer = FusedAdam(model.parameters(), master_weights=True)
-    optimizer.state[model.weight] = {
+    models = [nn.Linear(4, 5, bias=False, dtype=torch.bfloat16) for _ in range(2)]
+    optimizers = [FusedAdam(each.parameters(), master_weights=True) for each in models]
+    models[0].weight.data = rounded.to(torch.int16).view(torch.bfloat16)
+    optimizers[0].state[models[0].weight] = {
         "step": torch.tensor(1.0),
         "exp_avg": moment,
         "exp_avg_sq": moment,
         "master_param": (bits - (rounded << 16)).to(torch.int16),
     }
-    graphfsdp.save(tmp_path, model, optimizer)
-    found = [load_halves(tmp_path, dtype) for dtype in (torch.bfloat16, torch.float32)]
-    for got in (*found, *ranks2.run(load_halves, tmp_path, torch.float32)):
-        assert torch.equal(got[0], main)
-        assert torch.equal(got[1], moment)
+    graphfsdp.save(tmp_path, models[0], optimizers[0])
+    graphfsdp.load(tmp_path, models[1], optimizers[1])
+    state = optimizers[1].state[models[1].weight]
+    assert torch.equal(state["master_param"], main)
+    assert torch.equal(state["exp_avg"], moment)
+    said = "'weight': saved in torch.bfloat16 and the bits that it lacks, here torch.float32"
+    with pytest.raises(graphfsdp.CheckpointMismatchError, match=said):
+        graphfsdp.load(tmp_path, nn.Linear(4, 5, bias=False))
 
 
 class Own(torch.optim.Optimizer):
-    """A state of another precision than its weights', and one that is no parameter's."""
+    """A state of another precision than its weights', and numbers that are no tensors."""
 
     def __init__(self, params: Any, lr: float, dtype: torch.dtype) -> None:
         super().__init__(params, {"lr": lr})
         self._dtype = dtype
-        self.state["common"] = {"num": 0, "sum": torch.zeros(())}  # type: ignore[index]
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        common = self.state["common"]  # type: ignore[index]
-        common["num"] += 1
         for group in self.param_groups:
             for param in group["params"]:
-                mean = self.state[param].setdefault("mean", torch.zeros_like(param).to(self._dtype))
+                state = self.state[param]
+                state["num"] = state.get("num", 0) + 1
+                mean = state.setdefault("mean", torch.zeros_like(param).to(self._dtype))
                 mean.lerp_(param.grad.to(self._dtype), 0.1)
-                common["sum"] += mean.sum()
-                rate = group["lr"] / common["num"] + 1e-3 * common["sum"]
-                param.sub_((rate * mean).to(param.dtype))
+                param.sub_((group["lr"] / state["num"] * mean).to(param.dtype))
 
 
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
@@ -275,7 +235,7 @@ OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "SGD": functools.partial(torch.optim.SGD, momentum=0.9),
     **{
         name: getattr(torch.optim, name)
-        for name in ("RMSprop", "Adagrad", "NAdam", "Adamax", "Adafactor")
+        for name in ("AdamW", "RMSprop", "Adagrad", "NAdam", "Adafactor")
     },
     "FusedAdam": functools.partial(FusedAdam, weight_decay=0.1, maximize=True, master_weights=True),
     "Muon": make_muon,

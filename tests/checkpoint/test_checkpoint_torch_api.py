@@ -91,15 +91,19 @@ def test_checkpoints_of_fsdp2_are_loaded_and_ours_by_it(tmp_path: Path) -> None:
         assert differing(other, its_optimizer, expected) == []
     model, optimizer = small(kinds["ours"], 2)
     folder = graphfsdp.save(tmp_path / "saved", model, optimizer)
+    reader = HuggingFaceStorageReader(str(folder))
     other, its_optimizer = small(kinds["theirs"], 3)
-    states: dict[str, Any] = get_optimizer_state_dict(other, its_optimizer)["state"]  # type: ignore[assignment]
-    moments = {
-        name: {key: value for key, value in entries.items() if key != "step"}
-        for name, entries in states.items()
-    }
-    state = {"model": get_model_state_dict(other), "optimizer": {"state": moments}}
-    dcp_load(state, storage_reader=HuggingFaceStorageReader(str(folder)))
+    state = states_of(other, its_optimizer)
+    del state["optimizer"]["param_groups"]
+    dcp_load(state, storage_reader=reader)
     assert differing(other, its_optimizer, contents(model, optimizer)) == []
+    part, _ = small(kinds["ours"], 4)
+    larger = nn.Sequential(*part.children(), nn.Linear(3, 3))
+    saved = reader.read_metadata().state_dict_metadata
+    here = {f"model.{name}": tensor for name, tensor in get_model_state_dict(larger).items()}
+    dcp_load({name: here[name] for name in here.keys() & saved.keys()}, storage_reader=reader)
+    weights = {name: contents(model, optimizer)[name] for name, _ in model.named_parameters()}
+    assert differing(part, its_optimizer, weights) == []
 
 
 OPTIONS = ("full_state_dict", "cpu_offload", "broadcast_from_rank0", "ignore_frozen_params")

@@ -128,20 +128,18 @@ def test_looking_at_the_count_waits_for_nothing(device: torch.device) -> None:
         assert first.item() == 0  # a tensor of its own
 
 
-@pytest.mark.parametrize(
-    "names", [("adamw", "adamw"), ("fused_adam", "adamw"), ("adamw", "fused_adam")]
-)
+@pytest.mark.parametrize("name", ["adamw", "fused_adam"])
 def test_skipped_steps_are_in_checkpoints_of_any_optimizer(
-    names: tuple[str, str], device: torch.device, tmp_path: Path
+    name: str, device: torch.device, tmp_path: Path
 ) -> None:
     """Loaded before a capture, and into a live graph."""
 
-    def make(name: str) -> tuple[nn.Module, torch.optim.Optimizer]:
+    def make() -> tuple[nn.Module, torch.optim.Optimizer]:
         model = nn.Linear(5, 1).to(device)
         return model, make_optimizer(name, model.parameters(), device)
 
     good, bad = torch.ones(2, 5, device=device), torch.full((2, 5), torch.nan, device=device)
-    saved, loading = make(names[0]), make(names[1])
+    saved, loading = make(), make()
     with graphfsdp.capture(*saved, loss_fn=mean_square, skip_nonfinite=True) as step:
         for x in (good, bad, good, good, bad):
             step(x)

@@ -218,11 +218,10 @@ def test_a_run_goes_on_in_a_model_from_meta(tmp_path: Path, strategy: str) -> No
 
 
 @on_ranks("ranks2")
-def test_what_a_checkpoint_lacks_is_named_or_initialised(tmp_path: Path) -> None:
+def test_what_a_checkpoint_lacks_is_named_and_the_model_still_awaits_values(tmp_path: Path) -> None:
     folder = str(tmp_path)
     torch.manual_seed(0)
     saved = shard(Tabled().to(rank_device()), "optim_grads_params")
-    expected = full_parameters(saved)
     graphfsdp.save(folder, saved, step=1)
     model: Any = shard(on_meta(lambda: Tabled(bias=True)), "optim_grads_params")
     with raises_on_rank(graphfsdp.CheckpointMismatchError, "'head.bias' is missing"):
@@ -230,11 +229,3 @@ def test_what_a_checkpoint_lacks_is_named_or_initialised(tmp_path: Path) -> None
     with raises_on_rank(graphfsdp.ConfigError, "has no values yet"):
         model(batch(0))
     assert model.steps.is_meta
-    skipped = graphfsdp.load(folder, model, strict=False).skipped
-    assert skipped == ("model: 'head.bias' is missing in the checkpoint",)
-    got = full_parameters(model)
-    bias = got.pop("head.bias")
-    assert 0 < float(bias.abs().max()) <= 8**-0.5  # as its constructor draws it
-    assert all(torch.equal(value, got[name]) for name, value in expected.items())
-    assert int(model.steps) == 5
-    model(batch(0)).backward()

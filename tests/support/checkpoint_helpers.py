@@ -10,7 +10,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import graphfsdp
-from graphfsdp.optim import FusedAdam
 from moe_models import MixedModel, experts_on_ranks
 from parallel_models import plain_model, tensor_parallel
 from sharding_helpers import STRATEGIES, Net, adam, batches, hybrid_mesh, my_part, shard
@@ -24,14 +23,12 @@ class Setup(NamedTuple):
         precision: "fp32", or "bf16" with float32 main weights: in the model where it is sharded,
             else in the optimizer.
         outer: Of a mesh of 2 x 2 ranks, what is cut over the outer axis; None for a 1-D mesh.
-        optimizer: "fused_adam" or "adamw".
         model: "net"; or "feed" or "mixture", and these as "tensor" and "expert" share them out.
     """
 
     strategy: str | None
     precision: str = "fp32"
     outer: str | None = None
-    optimizer: str = "fused_adam"
     model: str = "net"
 
 
@@ -77,7 +74,7 @@ def make(setup: Setup, seed: int = 0) -> tuple[nn.Module, torch.optim.Optimizer]
     elif setup.precision != "fp32":
         model = model.to(torch.bfloat16)
         options["master_weights"] = True
-    return model, adam(model, setup.optimizer, **options)
+    return model, adam(model, **options)
 
 
 def train_plainly(model: nn.Module, optimizer: torch.optim.Optimizer, num_steps: int) -> None:
@@ -157,5 +154,4 @@ def load_on_ranks(paths: list[Path], setup: Setup) -> list[dict[str, str]]:
         found.append(digests(contents(model, optimizer)))
     assert addresses(model, optimizer).items() >= before.items()
     train_plainly(model, optimizer, 1)
-    assert isinstance(optimizer, FusedAdam) == (setup.optimizer == "fused_adam")
     return found
