@@ -12,7 +12,7 @@ import time
 import torch
 
 import graphfsdp
-from graphfsdp.data import Feed, TokenBatches, load_corpus
+from graphfsdp.data import BYTES_VOCAB_SIZE, Feed, TokenBatches, load_corpus
 from graphfsdp.optim import FusedAdam
 from graphfsdp.training.gpt import GPT, GPTConfig
 
@@ -27,7 +27,7 @@ batches = TokenBatches(corpus, seq_length=128, batch_size=16, seed=0)
 feed = Feed(batches, device)  # takes any loader, and works ahead of the training
 
 config = GPTConfig(
-    vocab_size=corpus.vocab_size,
+    vocab_size=BYTES_VOCAB_SIZE,
     seq_length=128,
     num_layers=4,
     hidden_size=128,
@@ -62,4 +62,3 @@ with torch.no_grad():
         logits = model(text[:, -config.seq_length :])[:, -1]
         text = torch.cat([text, torch.multinomial((logits / 0.8).softmax(dim=-1), 1)], dim=1)
 print(bytes(text[0].tolist()).decode(errors="replace"))
-print(f"\nunigram entropy of the corpus: {corpus.unigram_entropy:.4f}")

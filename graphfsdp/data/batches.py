@@ -48,7 +48,7 @@ class TokenBatches:
         positions: bool = False,
         mask_first: bool = False,
     ) -> None:
-        """ConfigError if the corpus is too small, or does not say where documents are.
+        """ConfigError if the corpus is too small, or nothing says where documents end.
 
         Args:
             corpus: What to train on.
@@ -58,7 +58,7 @@ class TokenBatches:
             rank: Which part of each batch to take.
             num_ranks: How many parts there are.
             vocab_size: Tokens from here on are refused.
-            eod_token: Ends each document, if the file itself does not say where they end.
+            eod_token: Ends each document.
             positions: Give the place of each token in its document.
             mask_first: A document's first token is no target: nothing before it tells of it.
         """
@@ -69,10 +69,10 @@ class TokenBatches:
                     f"{name} part of {corpus.name} has {len(tokens)}; give a smaller "
                     f"--seq-length or a larger --data"
                 )
-        if (positions or mask_first) and eod_token is None and corpus.document_starts is None:
+        if (positions or mask_first) and eod_token is None:
             raise ConfigError(
                 f"{corpus.name} does not say where documents end; give eod_token, the token that "
-                "ends each of them, or a directory of texts"
+                "ends each of them"
             )
         self._corpus = corpus
         self._seq_length = seq_length
@@ -98,7 +98,7 @@ class TokenBatches:
     def batch(self, first_sample: int) -> Batch:
         """Return this rank's part of the batch that begins with a sample, counted from 0."""
         windows = self._order(first_sample + self._part)
-        return self._cut(self._corpus.train, 0, windows * self._seq_length)
+        return self._cut(self._corpus.train, windows * self._seq_length)
 
     def state_dict(self) -> dict[str, int]:
         """Return the position, which is the same on every rank and fits any number of them."""
@@ -115,29 +115,30 @@ class TokenBatches:
 
         Of all batches only those with the chosen numbers, if these are given.
         """
-        held_out, border = self._corpus.validation, len(self._corpus.train)
+        held_out = self._corpus.validation
         last_start = len(held_out) - self._seq_length - 1
         starts = np.linspace(0, last_start, num_batches * batch_size).astype(np.int64)
         batches = starts.reshape(num_batches, batch_size)
         for number in range(num_batches) if chosen is None else chosen:
-            yield self._cut(held_out, border, batches[number])
+            yield self._cut(held_out, batches[number])
 
-    def _cut(self, part: TokenArray, offset: int, starts: npt.NDArray[np.int64]) -> Batch:
-        """Cut windows out of a part of the corpus, which begins at ``offset``."""
-        places = starts[:, None] + np.arange(self._seq_length + 1)
-        windows = part[places].astype(np.int64)
+    def _cut(self, part: TokenArray, starts: npt.NDArray[np.int64]) -> Batch:
+        """Cut windows out of a part of the corpus."""
+        windows = part[starts[:, None] + np.arange(self._seq_length + 1)].astype(np.int64)
         if (
             self._vocab_size is not None
             and not 0 <= windows.min() <= windows.max() < self._vocab_size
         ):
             raise ConfigError(
-                f"{self._corpus.name} has a token {windows.max()}, the vocabulary has "
-                f"{self._vocab_size}; give a larger --vocab-size"
+                f"{self._corpus.name} has tokens from {windows.min()} to {windows.max()}, the "
+                f"vocabulary has {self._vocab_size}; give a larger --vocab-size, or look at the "
+                "dtype that the file was written in"
             )
         tokens, targets = windows[:, :-1].copy(), windows[:, 1:].copy()
         if not (self._positions or self._mask_first):
             return torch.from_numpy(tokens), torch.from_numpy(targets)
-        first = self._first_of_documents(windows, places + offset)
+        first = np.zeros(windows.shape, dtype=np.bool_)  # of a document
+        first[:, 1:] = windows[:, :-1] == self._eod_token
         if self._mask_first:
             targets[first[:, 1:]] = IGNORED_TARGET
         arrays = [tokens, targets]
@@ -147,18 +148,3 @@ class TokenBatches:
             begins = np.maximum.accumulate(np.where(first[:, :-1], count, 0), axis=1)
             arrays.append(count - begins)
         return tuple(torch.from_numpy(array) for array in arrays)
-
-    def _first_of_documents(
-        self, windows: npt.NDArray[np.int64], places: npt.NDArray[np.int64]
-    ) -> npt.NDArray[np.bool_]:
-        """Tell of each token whether a document begins with it."""
-        if self._eod_token is not None:
-            first = np.zeros(windows.shape, dtype=np.bool_)
-            first[:, 1:] = windows[:, :-1] == self._eod_token
-            return first
-        starts = self._corpus.document_starts
-        assert starts is not None  # refused at the beginning
-        found: npt.NDArray[np.bool_] = np.searchsorted(starts, places, "right") > np.searchsorted(
-            starts, places, "left"
-        )
-        return found

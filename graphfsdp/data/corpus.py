@@ -6,10 +6,9 @@ Token files are mapped and never read as a whole:
 - ``X.npy``: a one-dimensional array of integers, as ``numpy.save`` writes it.
 """
 
-import dataclasses
 import math
 import sysconfig
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,14 +20,7 @@ from graphfsdp.errors import ConfigError
 
 TokenArray = npt.NDArray[Any]  # of integers
 
-# The last part of the corpus, never trained on.
-_HELD_OUT_PERCENT = 5.0
 BYTES_VOCAB_SIZE = 256
-# Counting tokens converts them to 64-bit integers, so large files are counted in pieces; of huge
-# ones so many pieces are counted, at even distances.
-_PIECE_NUMEL = 1 << 22
-_MAX_PIECES = 64
-_MAX_VOCAB_SIZE = 1 << 24
 _SKIPPED_IN_LIBRARY = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test"})
 # As git decides: a file with a zero byte near its start is not text.
 _LOOKED_AT_BYTES = 8000
@@ -36,57 +28,47 @@ _LOOKED_AT_BYTES = 8000
 
 @dataclass(frozen=True)
 class Corpus:
-    """Tokens, cut into what is trained on and what is held out, and what is known of them."""
+    """Tokens, cut into what is trained on and what is held out."""
 
-    name: str  # for the banner
+    name: str  # for messages
     train: TokenArray
     validation: TokenArray  # what follows, never trained on
-    vocab_size: int  # smallest that holds every token that was counted
-    # Nats per token, tokens taken alone: the loss of the best model that looks at no context.
-    unigram_entropy: float
-    document_starts: npt.NDArray[np.int64] | None = None  # ascending, None if nobody has said
-    is_counted: bool = True  # every token of it; of huge files only some are
 
 
-def load_corpus(path: str | None, *, held_out_percent: float = _HELD_OUT_PERCENT) -> Corpus:
+def load_corpus(path: str | None, *, held_out_percent: float = 5.0) -> Corpus:
     """Read a text file, a directory of text files, or a file of tokens.
 
     None is the standard library's source files.
     """
-    if path is None:
-        return _standard_library(held_out_percent)
-    where = Path(path)
+    name = path or f"Python {sysconfig.get_python_version()} standard library"
     try:
-        if where.is_dir():
-            texts = [text for file in _walk(where) if _is_text(text := file.read_bytes())]
-            if not texts:
-                raise ConfigError(
-                    f"--data {path}: the directory holds no text file; give another directory, "
-                    f"or one file by its name"
-                )
-            return _from_texts(f"{path} ({len(texts)} files)", texts, held_out_percent)
-        if is_token_file(where):
-            return _split(path, _open_token_file(where), held_out_percent)
-        return _from_texts(path, [where.read_bytes()], held_out_percent)
+        if path is not None and is_token_file(path):
+            tokens = _open_token_file(Path(path))
+        else:
+            texts = _texts(path)
+            tokens = np.frombuffer(b"\n".join(texts), dtype=np.uint8)
+            name += f" ({len(texts)} files)" if len(texts) > 1 else ""
     except OSError as error:
         reason = error.strerror or str(error)
         raise ConfigError(
             f"--data {path}: cannot be read ({reason}); give a text file, a directory of text "
             f"files, a .bin file of uint16 tokens, or a .npy file of integers"
         ) from None
+    if not len(tokens):
+        raise ConfigError(f"--data {name}: holds no text; give a file or a directory that does")
+    border = len(tokens) - math.ceil(held_out_percent / 100 * len(tokens))
+    return Corpus(name, tokens[:border], tokens[border:])
 
 
-def _standard_library(held_out_percent: float) -> Corpus:
-    root = Path(sysconfig.get_path("stdlib"))
-    files = [file for file in _walk(root, _SKIPPED_IN_LIBRARY) if file.suffix == ".py"]
-    if not files:
-        raise ConfigError(
-            "--data: this Python carries no source files of its standard library to train on; "
-            "give a text file with --data PATH"
-        )
-    version = sysconfig.get_python_version()
-    name = f"Python {version} standard library ({len(files)} files)"
-    return _from_texts(name, [file.read_bytes() for file in files], held_out_percent)
+def _texts(path: str | None) -> list[bytes]:
+    if path is None:
+        library = _walk(Path(sysconfig.get_path("stdlib")), _SKIPPED_IN_LIBRARY)
+        return [file.read_bytes() for file in library if file.suffix == ".py"]
+    where = Path(path)
+    if not where.is_dir():
+        return [where.read_bytes()]
+    contents = (file.read_bytes() for file in _walk(where))
+    return [each for each in contents if each and b"\0" not in each[:_LOOKED_AT_BYTES]]
 
 
 def _walk(root: Path, skipped: frozenset[str] = frozenset()) -> Iterator[Path]:
@@ -98,10 +80,6 @@ def _walk(root: Path, skipped: frozenset[str] = frozenset()) -> Iterator[Path]:
             yield entry
         elif entry.is_dir() and not entry.is_symlink():
             yield from _walk(entry, skipped)
-
-
-def _is_text(content: bytes) -> bool:
-    return bool(content) and b"\0" not in content[:_LOOKED_AT_BYTES]
 
 
 def is_token_file(path: str | Path) -> bool:
@@ -136,46 +114,3 @@ def _open_token_file(path: Path) -> TokenArray:
             f"{size_bytes} bytes; write it with numpy.ndarray.astype('<u2').tofile(...)"
         )
     return np.memmap(path, dtype="<u2", mode="r")
-
-
-def _from_texts(name: str, texts: Sequence[bytes], held_out_percent: float) -> Corpus:
-    """Join the texts, each a document, by an end of line."""
-    joined = b"\n".join(texts)
-    if not joined:
-        raise ConfigError(f"--data {name}: holds no text; give a file that does")
-    starts = None
-    if len(texts) > 1:
-        lengths = np.array([0, *(len(text) + 1 for text in texts[:-1])])
-        starts = np.cumsum(lengths, dtype=np.int64)
-    tokens = np.frombuffer(joined, dtype=np.uint8)
-    corpus = _split(name, tokens, held_out_percent, is_bytes=True)
-    return dataclasses.replace(corpus, document_starts=starts)
-
-
-def _split(
-    name: str, tokens: TokenArray, held_out_percent: float, *, is_bytes: bool = False
-) -> Corpus:
-    pieces = range(0, len(tokens), _PIECE_NUMEL)
-    counted = pieces[:: math.ceil(len(pieces) / _MAX_PIECES)]
-    counts = np.zeros(BYTES_VOCAB_SIZE, dtype=np.int64)
-    for start in counted:
-        piece = tokens[start : start + _PIECE_NUMEL]
-        lowest, highest = int(piece.min()), int(piece.max())
-        if not 0 <= lowest <= highest < _MAX_VOCAB_SIZE:
-            raise ConfigError(
-                f"--data {name}: has numbers from {lowest} to {highest}; expected tokens in "
-                f"0..{_MAX_VOCAB_SIZE - 1}. Remedy: look at the dtype that the file was written in"
-            )
-        found = np.bincount(piece, minlength=len(counts))
-        found[: len(counts)] += counts
-        counts = found
-    seen = counts[counts > 0] / counts.sum()
-    border = len(tokens) - math.ceil(held_out_percent / 100 * len(tokens))
-    return Corpus(
-        name=name,
-        train=tokens[:border],
-        validation=tokens[border:],
-        vocab_size=BYTES_VOCAB_SIZE if is_bytes else int(counts.nonzero()[0][-1]) + 1,
-        unigram_entropy=float(0.0 - (seen * np.log(seen)).sum()),
-        is_counted=len(counted) == len(pieces),
-    )

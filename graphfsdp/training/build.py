@@ -1,5 +1,6 @@
 """Makes the parts of a training run from its configuration, and checks that they fit."""
 
+import zlib
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -26,6 +27,8 @@ from graphfsdp.training.hugging_face import load_weights
 from graphfsdp.training.mllog import RunLog
 from graphfsdp.training.ranks import Ranks
 
+_CHECKED_NUMEL = 1 << 20
+
 
 @dataclass(frozen=True)
 class TrainingRun:
@@ -47,7 +50,7 @@ def build_run(config: TrainConfig, ranks: Ranks, device: torch.device, log: RunL
     With ``--mllog`` the graph is captured on made-up tokens before the data is touched, and the
     clock starts in between.
     """
-    batch = config.batch(ranks.size)
+    batch, vocab_size = config.batch(ranks.size), _vocab_size(config)
 
     def load_data() -> tuple[Corpus, TokenBatches]:
         corpus = load_corpus(config.data, held_out_percent=config.held_out_percent)
@@ -58,22 +61,20 @@ def build_run(config: TrainConfig, ranks: Ranks, device: torch.device, log: RunL
             seed=config.seed,
             rank=ranks.rank,
             num_ranks=ranks.size,
-            vocab_size=_vocab_size(config, corpus),
+            vocab_size=vocab_size,
         )
         return corpus, batches
 
     data = ranks.members.together(load_data) if config.mllog is None else None
-    corpus = None if data is None else data[0]
     flags = {flag_name(name): value for name, value in asdict(config).items()}
-    ranks.refuse_differences({**flags, **_corpus_facts(corpus)})
-    vocab_size = _vocab_size(config, corpus)
+    ranks.refuse_differences({**flags, **(corpus_facts(data[0]) if data is not None else {})})
     example = _made_up_batch(batch, vocab_size, device) if data is None else None
     model, optimizer, step = _make_program(config, ranks, device, vocab_size, example)
     if data is None:
         try:
             log.run_starts(step)
             data = ranks.members.together(load_data)
-            ranks.refuse_differences(_corpus_facts(data[0]))
+            ranks.refuse_differences(corpus_facts(data[0]))
         except BaseException:  # whatever ends it, a graph must not outlive the process group
             step.close()
             raise
@@ -190,30 +191,21 @@ def make_model(
     return model.to(device)
 
 
-def _vocab_size(config: TrainConfig, corpus: Corpus | None) -> int:
-    """Without a corpus where ``--mllog`` may not look at the data yet."""
-    vocab_size = config.vocab_size
-    if vocab_size is None and config.mllog is not None:
-        if config.data is not None and is_token_file(config.data):
+def _vocab_size(config: TrainConfig) -> int:
+    """Known before the data is touched, which waits for the clock of ``--mllog``."""
+    if config.data is not None and is_token_file(config.data):
+        if config.vocab_size is None:
             raise ConfigError(
-                f"--mllog makes the model before the clock starts, and --data {config.data} must "
-                "not be touched until then; say with --vocab-size how many tokens there are"
+                f"--data {config.data} holds tokens; say with --vocab-size how many there are"
             )
-        vocab_size = BYTES_VOCAB_SIZE
-    if corpus is None:
-        assert vocab_size is not None
-        return vocab_size
-    if vocab_size is None and not corpus.is_counted:
+        return config.vocab_size
+    vocab_size = config.vocab_size or BYTES_VOCAB_SIZE
+    if vocab_size < BYTES_VOCAB_SIZE:
         raise ConfigError(
-            f"{corpus.name} is too large to look at every token first; say with --vocab-size how "
-            f"many there are ({corpus.vocab_size} or more)"
+            f"--vocab-size {vocab_size} is too small for texts, which are read as bytes; give "
+            f"--vocab-size {BYTES_VOCAB_SIZE} or more"
         )
-    if vocab_size is not None and vocab_size < corpus.vocab_size:
-        raise ConfigError(
-            f"--vocab-size {vocab_size} is too small: {corpus.name} has tokens up to "
-            f"{corpus.vocab_size - 1}; give --vocab-size {corpus.vocab_size} or more"
-        )
-    return vocab_size or corpus.vocab_size
+    return vocab_size
 
 
 def _made_up_batch(
@@ -248,11 +240,11 @@ def make_optimizer(config: TrainConfig, model: nn.Module, *, sharded: bool) -> F
     )
 
 
-def _corpus_facts(corpus: Corpus | None) -> dict[str, object]:
+def corpus_facts(corpus: Corpus) -> dict[str, int]:
     """Return what must be equal on every rank, by the name that a message gives it."""
-    if corpus is None:
-        return {}
     return {
         "a number of training tokens of": len(corpus.train),
-        "a unigram entropy of the corpus of": corpus.unigram_entropy,
+        "a checksum of held-out tokens of": zlib.crc32(
+            corpus.validation[:_CHECKED_NUMEL].tobytes()
+        ),
     }

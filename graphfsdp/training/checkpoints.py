@@ -7,7 +7,7 @@ from typing import Any
 from graphfsdp.checkpoint import AsyncSaver, load, save
 from graphfsdp.command_line import flag_name
 from graphfsdp.errors import ConfigError
-from graphfsdp.training.build import TrainingRun
+from graphfsdp.training.build import TrainingRun, corpus_facts
 from graphfsdp.training.run_directory import begins_anew
 
 
@@ -29,7 +29,7 @@ class RunCheckpoints:
         self._facts: dict[str, Any] = {
             **run.config.numbers(),
             "global_batch_size": run.batch.num_sequences,
-            "corpus": [len(run.corpus.train), run.corpus.unigram_entropy],
+            "corpus": [*corpus_facts(run.corpus).values()],
         }
         self._position = Position()
         self._differences: list[str] = []

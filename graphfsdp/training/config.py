@@ -50,9 +50,7 @@ class TrainConfig(GPTConfig):
 
     preset: str = "default"
     # Model. What is no flag of its shape follows from the preset or from --hf-model.
-    vocab_size: Annotated[int | None, "size of the embedding; as the data needs if not given"] = (
-        None  # type: ignore[assignment]  # what ``gpt`` returns has one
-    )
+    vocab_size: Annotated[int | None, "size of the embedding; 256, for texts, if not given"] = None  # type: ignore[assignment]  # what ``gpt`` returns has one
     seq_length: Annotated[int, "tokens of a sequence"] = 256
     num_layers: Annotated[int, "transformer blocks"] = 4
     hidden_size: Annotated[int, "width of the residual stream"] = 192

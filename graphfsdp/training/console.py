@@ -19,11 +19,7 @@ def banner(run: TrainingRun) -> Iterator[str]:
 
 
 def summary(run: TrainingRun, validation_loss: float) -> str:
-    return (
-        f"validation loss {validation_loss:.4f} nats per token; unigram entropy of the corpus "
-        f"{run.corpus.unigram_entropy:.4f} (a model that knows only how frequent each token is)\n"
-        f"{run.step.report()}"
-    )
+    return f"validation loss {validation_loss:.4f} nats per token\n{run.step.report()}"
 
 
 def _facts(run: TrainingRun) -> list[tuple[str, str]]:

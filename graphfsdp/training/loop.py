@@ -253,7 +253,6 @@ def _facts(run: TrainingRun) -> dict[str, object]:
             "corpus": run.corpus.name,
             "train_tokens": len(run.corpus.train),
             "validation_tokens": len(run.corpus.validation),
-            "unigram_entropy": run.corpus.unigram_entropy,
         },
         "versions": {
             "graphfsdp": graphfsdp.__version__,

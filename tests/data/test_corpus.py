@@ -1,6 +1,5 @@
 """What is trained on: texts, Python's library, files of tokens."""
 
-import math
 import re
 import struct
 from pathlib import Path
@@ -9,7 +8,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from graphfsdp.data import corpus as corpus_module
 from graphfsdp.data import load_corpus
 from graphfsdp.errors import ConfigError
 
@@ -21,13 +19,10 @@ def write(path: Path, content: bytes) -> str:
 
 
 def test_text_is_read_as_bytes_and_its_end_held_out(tmp_path: Path) -> None:
-    text = b"aaab" * 250
+    text = b"abcd" * 250
     corpus = load_corpus(write(tmp_path / "text", text))
     assert corpus.train.tobytes() == text[:950]
     assert corpus.validation.tobytes() == text[950:]
-    assert corpus.vocab_size == 256
-    entropy = -(0.75 * math.log(0.75) + 0.25 * math.log(0.25))  # weighed by frequency
-    assert math.isclose(corpus.unigram_entropy, entropy)
 
 
 def test_a_directory_is_read_in_order_of_names_without_binary_and_hidden_files(
@@ -41,15 +36,12 @@ def test_a_directory_is_read_in_order_of_names_without_binary_and_hidden_files(
     corpus = load_corpus(str(tmp_path))
     assert corpus.train.tobytes() + corpus.validation.tobytes() == b"first\nsecond"
     assert "2 files" in corpus.name
-    assert corpus.document_starts is not None
-    assert corpus.document_starts.tolist() == [0, 6]  # the end of line between them is the first's
 
 
-def test_a_token_file_is_mapped_and_its_vocabulary_counted(tmp_path: Path) -> None:
+def test_a_token_file_is_mapped(tmp_path: Path) -> None:
     tokens = np.array([0, 7, 50256, 3] * 100, dtype="<u2")
     corpus = load_corpus(write(tmp_path / "tokens.bin", tokens.tobytes()))
     assert isinstance(corpus.train, np.memmap)
-    assert corpus.vocab_size == 50257
     assert np.array_equal(np.concatenate([corpus.train, corpus.validation]), tokens)
 
 
@@ -59,7 +51,6 @@ def test_the_default_corpus_is_python_source_without_tests_and_packages() -> Non
     assert b"class JSONDecoder" in text
     assert b"class TestCase" in text  # unittest is part of the library, its tests are not
     assert len(text) > 5_000_000
-    assert 3.0 < corpus.unigram_entropy < 3.5
     assert load_corpus(None).train.tobytes() == text
 
 
@@ -103,30 +94,17 @@ def test_the_document_s_recipe_reads_megatron_s_files(
 def test_numpy_s_files_hold_large_vocabularies(tmp_path: Path) -> None:
     np.save(tmp_path / "tokens.npy", np.array([1, 128_255] * 50, dtype=np.uint32))
     corpus = load_corpus(str(tmp_path / "tokens.npy"))
-    assert (corpus.vocab_size, len(corpus.train)) == (128_256, 95)
+    assert (int(corpus.train[1]), len(corpus.train)) == (128_255, 95)
     assert corpus.train.dtype == np.uint32
-
-
-def test_of_a_huge_file_a_part_is_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(corpus_module, "_PIECE_NUMEL", 4)
-    monkeypatch.setattr(corpus_module, "_MAX_PIECES", 5)
-    np.save(tmp_path / "tokens.npy", np.arange(20))
-    assert load_corpus(str(tmp_path / "tokens.npy")).is_counted
-    np.save(tmp_path / "more.npy", np.arange(200))
-    corpus = load_corpus(str(tmp_path / "more.npy"))
-    assert not corpus.is_counted
-    assert corpus.vocab_size == 164  # five pieces, each the first of ten
-    assert corpus.unigram_entropy == pytest.approx(math.log(20))
 
 
 @pytest.mark.parametrize(
     ("tokens", "said"),
     [
         (np.ones(4), r"holds float64 of shape \(4,\); expected tokens as integers"),
-        (np.array([3, -1]), r"has numbers from -1 to 3; expected tokens in 0\.\."),
         *((text, r"is no .npy file that can be mapped") for text in (b"no", b"", b"PK\3\4 zipped")),
     ],
-    ids=["floats", "negative", "text", "empty", "zip"],
+    ids=["floats", "text", "empty", "zip"],
 )
 def test_what_is_no_file_of_tokens_is_said(tokens: Any, said: str, tmp_path: Path) -> None:
     path = tmp_path / "x.npy"

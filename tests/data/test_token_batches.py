@@ -1,6 +1,5 @@
 """Batches: their order, ranks, packed documents, validation."""
 
-import dataclasses
 from typing import Any
 
 import numpy as np
@@ -12,16 +11,11 @@ from graphfsdp.data.order import EpochOrder
 from graphfsdp.errors import ConfigError
 
 
-def counting_corpus(**changes: Any) -> Corpus:
+def make_batches(**options: Any) -> TokenBatches:
     """Each token is its own position, so that a batch tells where it was cut."""
     tokens = np.arange(1000, dtype=np.uint16)
-    corpus = Corpus("counting", tokens[:900], tokens[900:], 1000, 1.0)
-    return dataclasses.replace(corpus, **changes)
-
-
-def make_batches(**options: Any) -> TokenBatches:
     usual = {"seq_length": 8, "batch_size": 6, "seed": 1}
-    return TokenBatches(counting_corpus(), **{**usual, **options})
+    return TokenBatches(Corpus("counting", tokens[:900], tokens[900:]), **{**usual, **options})
 
 
 def take(batches: TokenBatches, count: int) -> torch.Tensor:
@@ -122,7 +116,7 @@ def test_the_longest_possible_sequence_works() -> None:
     ("options", "message"),
     [
         ({"seq_length": 100}, r"--seq-length 100 needs .*held-out part"),
-        ({"vocab_size": 5}, r"has a token \d+, the vocabulary has 5; give a larger"),
+        ({"vocab_size": 5}, r"has tokens from \d+ to \d+, the vocabulary has 5; give a larger"),
         ({"positions": True}, r"does not say where documents end; give eod_token"),
         ({"mask_first": True}, r"does not say where documents end; give eod_token"),
     ],
@@ -137,21 +131,16 @@ STARTS = [0, 3, 7, 8, 450, 903, 1000]
 
 
 @pytest.mark.parametrize("part", ["training", "held-out"])
-@pytest.mark.parametrize("by_token", [False, True])
-def test_packed_documents_have_positions_and_no_target_in_the_next(
-    by_token: bool, part: str
-) -> None:
-    """The last token before each start ends a document; here it can be told by its number."""
+def test_packed_documents_have_positions_and_no_target_in_the_next(part: str) -> None:
+    """The last token before each start ends a document."""
     tokens = np.arange(1000, dtype=np.uint16)
     tokens[np.array(STARTS[1:]) - 1] = 5000
-    corpus = counting_corpus(document_starts=np.array(STARTS))
-    if by_token:
-        corpus = counting_corpus(train=tokens[:900], validation=tokens[900:])
+    corpus = Corpus("packed", tokens[:900], tokens[900:])
     batches = TokenBatches(
         corpus,
         seq_length=9,
         batch_size=99,
-        eod_token=5000 if by_token else None,
+        eod_token=5000,
         positions=True,
         mask_first=True,
     )
