@@ -13,13 +13,13 @@ from graphfsdp._capture.rules.looks import without_looks
 from graphfsdp._capture.trace.source import definition_of
 from graphfsdp._capture.undo.interrupts import interruptible
 from graphfsdp.base.capturable import CapturableOptimizer, IterationPart
-from graphfsdp.base.dtensors import RankGroups, num_meshes
+from graphfsdp.base.dtensors import RankGroups
 from graphfsdp.base.hazards import SourceLine
 from graphfsdp.base.norms import clip_coefficient, global_norm
 from graphfsdp.base.sharded import sharded_roots
 from graphfsdp.base.streams import nvtx_range
 from graphfsdp.base.torch_internals import tree_leaves, tree_map, tree_structure, tree_unflatten
-from graphfsdp.errors import ConfigError, InvalidLossError
+from graphfsdp.errors import InvalidLossError
 
 LossFunction = Callable[..., Any]
 
@@ -203,21 +203,9 @@ class CustomIteration(Iteration):
         return tree_map(own, output)
 
     def _run(self, inputs: StaticInputs) -> Any:
-        """ConfigError: the function gives torch a list of tensors that lie on several meshes."""
         args, kwargs = inputs.hand_out()
-        try:
-            with nvtx_range("iteration"), self._optimizer.stepping(), interruptible():
-                return self._function(self._models, self._optimizers, *args, **kwargs)
-        except RuntimeError as error:
-            if "DTensor" in str(error) and num_meshes(self._module.parameters()) > 1:
-                raise ConfigError(
-                    f"the iteration gives torch a list of tensors on several device meshes, or "
-                    f"DTensors beside plain ones, which it refuses: {error} Ways out: an optimizer "
-                    "of graphfsdp.optim (FusedAdam, Muon), which steps on this rank's parts; "
-                    "graphfsdp.clip_grad_norm_(model, max_norm) instead of torch's; "
-                    "or the default iteration, which takes torch's AdamW and SGD as well"
-                ) from error
-            raise
+        with nvtx_range("iteration"), self._optimizer.stepping(), interruptible():
+            return self._function(self._models, self._optimizers, *args, **kwargs)
 
     def optimizer_step(self) -> Tensor | None:
         """Do nothing: the function has stepped."""

@@ -19,7 +19,7 @@ from graphfsdp._capture.phase import Phase
 from graphfsdp._capture.recording import Recording, Recordings
 from graphfsdp._capture.report.report import CaptureReport
 from graphfsdp._capture.step_report import Tally, make_report
-from graphfsdp._capture.trace.backend import Effect, Graph
+from graphfsdp._capture.trace.backend import Effect
 from graphfsdp._capture.trees import copied
 from graphfsdp._capture.undo.host_state import save_random_states
 from graphfsdp._capture.verify import Verifier
@@ -31,11 +31,6 @@ from graphfsdp.config import CaptureOptions, OnChange, Scope
 from graphfsdp.errors import GuardError, PhaseError, VerificationError, split_remedy
 
 _LOG = logging.getLogger("graphfsdp")
-# A graph that a number of the optimizer ends before so many replays has not paid for its capture;
-# when so many in a row have not, the next one will not either.
-_REPLAYS_THAT_PAY = 10
-_MOST_SHORT_LIVED = 5
-_TIMED_REPLAYS = 10
 # After such a change there are other gradients to keep.
 _REBUILT = (
     *(ChangeKind.GROUPS, ChangeKind.REQUIRES_GRAD, ChangeKind.STRUCTURE),
@@ -75,8 +70,6 @@ class Runner:
         self._auditor = Auditor(engine, options.audit, collective=self._ranks.is_collective)
         self._tally = Tally()
         self._num_warm_ups = 0  # that have taken effect
-        self._num_short_lived = 0  # graphs in a row; see _MOST_SHORT_LIVED
-        self._replays_before = 0  # the graphs that there are were captured
         self._first_states: FirstStates | None = None  # until the first iteration has made them
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -118,7 +111,6 @@ class Runner:
             self._ranks.note_replay()
         self._before_replay(recording)
         verifies = recording.num_verified < self._options.verify
-        started = time.perf_counter()
         try:
             with nvtx_range("replay"):
                 results = self._verifier.replay(recording) if verifies else graph.replay()
@@ -129,11 +121,7 @@ class Runner:
             raise
         recording.num_verified += verifies
         recording.num_replays += 1
-        tally = self._tally
-        tally.num_calls["replay"] += 1
-        if tally.num_calls["replay"] <= _TIMED_REPLAYS and self.device.type == "cpu":
-            took_ms = (time.perf_counter() - started) * 1e3
-            tally.replay_ms = min(took_ms, tally.replay_ms or took_ms)
+        self._tally.num_calls["replay"] += 1
         self._after_replay()
         return engine.unpack(recording.results, results)
 
@@ -274,9 +262,12 @@ class Runner:
         return self._engine.attempt_on(recording, self._evaluations, captures=captures, notes=True)
 
     def verify(self, num_iterations: int) -> None:
-        self.graph_to("verify")
         recording = self._recordings.latest
-        assert recording is not None
+        if recording is None or recording.graph is None:
+            raise PhaseError(
+                f"there is no graph to verify in phase {self.phase.value}. Remedy: call the step "
+                f"until it has captured ({self._options.warmup_steps + 1} calls)"
+            )
         refuse(self._engine.changes(recording.guards))
         grad_norm = self._engine.grad_norm
         try:
@@ -288,25 +279,14 @@ class Runner:
         finally:  # a step outside of the graph has taken one as well
             self._engine.grad_norm = grad_norm
 
-    def report(self, *, measure: bool) -> CaptureReport:
+    def report(self) -> CaptureReport:
         return make_report(
             self._engine,
             self._recordings,
             self._tally,
             scope=self._options.scope.value,
             phase=self.phase.value,
-            node_us=self.graph_to("measure").measure() if measure else (),
         )
-
-    def graph_to(self, do: str) -> Graph:
-        """Return the graph that was used last; PhaseError says what it was wanted for (``do``)."""
-        latest = self._recordings.latest
-        if latest is None or latest.graph is None:
-            raise PhaseError(
-                f"there is no graph to {do} in phase {self.phase.value}. Remedy: call the step "
-                f"until it has captured ({self._options.warmup_steps + 1} calls)"
-            )
-        return latest.graph
 
     def release(self) -> None:
         """Give everything back, the graphs first, then their pool and inputs."""
@@ -332,35 +312,11 @@ class Runner:
         if self._options.on_change is OnChange.EAGER and not rebuilds:
             _LOG.info("running eagerly: %s", what)
             return True
-        if all(change.kind is ChangeKind.BAKED_VALUE for change in changes):
-            self._refuse_useless(changes)
-        self._give_up_graphs(what)
+        remedies = "; ".join(dict.fromkeys(change.remedy for change in changes))
+        self._give_up_graphs(f"{what}. Remedy, should it go on changing: {remedies}")
         if self._options.on_change is OnChange.EAGER:  # there is no graph to go back to
             self.phase = Phase.EAGER
         return False
-
-    def _refuse_useless(self, changes: Sequence[Change]) -> None:
-        """Count graphs that numbers of the optimizer end early; GuardError after some in a row."""
-        num_replays = self._tally.num_calls["replay"]
-        if num_replays - self._replays_before >= _REPLAYS_THAT_PAY:
-            self._num_short_lived = 0
-        elif self._num_short_lived == _MOST_SHORT_LIVED:
-            refuse(
-                changes,
-                f"capturing again is useless: {_MOST_SHORT_LIVED} graphs in a row were given up "
-                f"after fewer than {_REPLAYS_THAT_PAY} replays, since a number that they have "
-                "baked in goes on changing",
-                otherwise="",
-            )
-        elif self._num_short_lived == 1:  # the second one in a row
-            remedies = "; ".join(dict.fromkeys(change.remedy for change in changes))
-            _LOG.warning(
-                "a number that graphs have baked in goes on changing, and each new graph takes a "
-                "capture. Remedy: %s",
-                remedies,
-            )
-        self._num_short_lived += 1
-        self._replays_before = num_replays
 
     def _give_up_graphs(self, why: str) -> None:
         _LOG.warning("all graphs are given up: %s", why)

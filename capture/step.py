@@ -163,18 +163,10 @@ class CapturedStep:
         """
         return self._engine.skipped_steps
 
-    def report(self, *, measure: bool = False) -> CaptureReport:
-        """Return the facts of this step.
-
-        Args:
-            measure: Also replay the last batch a few times with a clock at each node, and undo
-                it bit for bit. Collective: where there are several ranks, all must do it.
-
-        Raises:
-            PhaseError: there is nothing to measure: no graph yet, or one on a GPU.
-        """
+    def report(self) -> CaptureReport:
+        """Return the facts of this step."""
         with DeferredInterrupts():
-            return self._runner.report(measure=measure)
+            return self._runner.report()
 
     def close(self) -> None:
         """Give graph and static inputs back and unhook the parameters; idempotent.

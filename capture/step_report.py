@@ -26,8 +26,6 @@ class Tally:
         num_captures: Successful captures.
         capture_ms: Milliseconds of the last one.
         warmup_ms: Milliseconds of all warm-ups.
-        replay_ms: Milliseconds of the fastest of the first replays; None on a GPU, where a launch
-            says nothing of how long it takes.
         facts: What it turned out to be, also when its graph is gone.
     """
 
@@ -35,7 +33,6 @@ class Tally:
     num_captures: int = 0
     capture_ms: float | None = None
     warmup_ms: float = 0.0
-    replay_ms: float | None = None
     facts: GraphFacts | None = None
 
     def add(self, graph: Graph | None, took_ms: float) -> None:
@@ -57,7 +54,6 @@ def make_report(
     *,
     scope: str,
     phase: str,
-    node_us: tuple[float, ...],
 ) -> CaptureReport:
     """Report on the graph that was used last."""
     facts, num_calls = tally.facts or GraphFacts(None, None), dict(tally.num_calls)
@@ -77,7 +73,6 @@ def make_report(
         op_counts=facts.op_counts,
         capture_ms=tally.capture_ms,
         warmup_ms=tally.warmup_ms,
-        replay_ms=tally.replay_ms,
         static_input_bytes=sum(entry.inputs.num_bytes for entry in recordings),
         gradient_bytes=engine.gradients.num_bytes,
         pool_bytes=facts.pool_bytes,
@@ -85,7 +80,6 @@ def make_report(
         inputs={} if inputs is None else inputs.describe(),
         without_gradient=tuple(engine.gradients.without_gradient()) if started else (),
         compiled=facts.compiled,
-        node_us=node_us,
         program=facts.program,
         names=MemoryNames(_named_tensors(engine, inputs)),
     )

@@ -28,7 +28,6 @@ _STATE = "optimizer state"
 _LOG = logging.getLogger("graphfsdp")
 _DIFFERS = "differs"
 _NUM_MORE_RUNS = 4  # eager ones, where a replay differs from the first
-_MOST_OF_DEVICE = 0.2  # of what is free, for one copy of all state: there are up to three
 _TIMES = 16.0  # what eager runs differ by
 _UNORDERED = (
     "not deterministic in eager mode either: two runs from the same state differ in %s. "
@@ -202,22 +201,8 @@ def _state_of(engine: Engine, results: Sequence[Tensor]) -> dict[str, Tensor]:
         state = generator.get_state()
         named.append((f"the state of generator {index} on {generator.device}", state))
     found = [(name, local_part(tensor).detach()) for name, tensor in named]
-    on_host = _has_no_room_for(found, engine.backend.device)
-    return {name: _copy_of(tensor, on_host=on_host) for name, tensor in found}
-
-
-def _has_no_room_for(found: Sequence[tuple[str, Tensor]], device: torch.device) -> bool:
-    """Tell whether copies would leave the device too little for the iterations between them."""
-    if device.type != "cuda":
-        return False
-    num_bytes = sum(tensor.nbytes for _, tensor in found)
-    free = torch.cuda.mem_get_info(device)[0]
-    unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    return num_bytes > _MOST_OF_DEVICE * (free + unused)
-
-
-def _copy_of(tensor: Tensor, *, on_host: bool) -> Tensor:
-    return tensor.cpu() if on_host and tensor.is_cuda else tensor.clone()
+    # On the host: a GPU may have no room for up to three copies beside the iteration.
+    return {name: tensor.cpu() if tensor.is_cuda else tensor.clone() for name, tensor in found}
 
 
 def _weights_of(engine: Engine) -> dict[str, Tensor]:
@@ -238,7 +223,6 @@ def first_difference(
         if one is None or other is None or one.shape != other.shape or one.dtype != other.dtype:
             numel = (one if one is not None else right[name]).numel()
             return Difference(name, numel, numel, math.nan)
-        other = other.to(one.device)  # one of them may be on the host, for want of room
         unequal = beyond(one, other, allowed[name]) if name in allowed else _unequal(one, other)
         if unequal.any():
             gap = (wide(one)[unequal] - wide(other)[unequal]).abs().max()

@@ -111,8 +111,7 @@ def capture(
             graph for each kind of batch, all in one memory pool; or "eager", run this call without
             a graph. A new kind runs eagerly once, and is captured when it comes again. Likewise
             for what graphs have baked in, such as an optimizer's momentum: "recapture" gives the
-            graphs up and makes new ones, until five in a row were replayed fewer than ten times
-            each, since then the next would not pay either: GuardError says so and what would.
+            graphs up and makes new ones, and warns of it.
         max_graphs: Graphs that are kept at a time; the least recently used one goes first.
         example_batch: Capture at once, on this: a tuple of arguments, a dict of keyword arguments,
             or one tensor, like the batches to come. Afterwards parameters, buffers, optimizer

@@ -1,13 +1,11 @@
 """The CPU backend: the same capture semantics without a GPU."""
 
 import gc
-import statistics
 import time
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +15,6 @@ from graphfsdp._capture.cpu.memory import Arena, give_back_freed_pages
 from graphfsdp._capture.cpu.program import ProgramBuilder, Replay, finished
 from graphfsdp._capture.cpu.recorder import Recorder
 from graphfsdp._capture.trace.backend import Check, Effect, Graph, GraphFacts, Iterate
-from graphfsdp._capture.trace.program_facts import NodeFacts
 from graphfsdp._capture.trace.source import OpPhase, Site
 from graphfsdp._capture.trace.values import (
     Node,
@@ -28,14 +25,13 @@ from graphfsdp._capture.trace.values import (
 )
 from graphfsdp._capture.undo.copy_on_write import CopyOnWrite
 from graphfsdp.base.collector import YOUNG, without_collector
-from graphfsdp.base.op_tensors import OpCall, OperatorMode, storage_key
+from graphfsdp.base.op_tensors import OpCall, storage_key
 from graphfsdp.base.torch_internals import below_autograd, foreach_copy_, key_of, without_autocast
 from graphfsdp.config import Compile
 from graphfsdp.errors import CaptureError
 
 # A worker thread needs microseconds; what lives longer than this is kept by somebody.
 _RELEASE_S = 0.1
-_NUM_MEASURED = 5  # replays, of which the median counts
 _MAX_KEPT_BYTES = 1 << 20
 _MIN_KEPT = 8
 _NODES_PER_KEPT = 8  # a copy costs less than a tenth of what eight operators do
@@ -122,8 +118,7 @@ class ReplayUndo:
 class CpuGraph:
     """A program and its undo.
 
-    Note [Compiled]: with ``recorded`` the program can be compiled, once the capture stands. Today's
-    is the one that is measured node by node.
+    Note [Compiled]: with ``recorded`` the program can be compiled, once the capture stands.
     """
 
     def __init__(
@@ -134,7 +129,6 @@ class CpuGraph:
         recorded: Recorded | None = None,
     ) -> None:
         self._replay: Replay | None = replay
-        self._as_recorded: Replay | None = replay
         self._undo = undo
         self._recorded = recorded
         self.facts = facts
@@ -164,25 +158,6 @@ class CpuGraph:
         self._replay = made.replay or self._replay
         self.facts = replace(self.facts, compiled=made.lines, bound=made.bound)
 
-    def measure(self) -> tuple[float, ...]:
-        """Run a few replays, undo each bit for bit, and return the median times of each node.
-
-        A node that replays do not call takes 0.
-        """
-        program = self.facts.program
-        assert program is not None
-        runs = [_by_node(program.nodes, self._timed()) for _ in range(_NUM_MEASURED)]
-        return tuple(statistics.median(times) for times in zip(*runs, strict=True))
-
-    def _timed(self) -> list[float]:
-        clock = _Clock()
-        try:
-            with clock:
-                self._run(self._as_recorded)
-        finally:
-            clock.undo.roll_back()
-        return clock.times_us
-
     def _run(self, replay: Replay | None) -> list[Tensor]:
         if replay is None:
             raise CaptureError("the graph is closed")
@@ -192,26 +167,8 @@ class CpuGraph:
     def close(self) -> None:
         if self._replay is not None and self.facts.describe is not None:
             self.facts.describe()  # while what its nodes name is there; afterwards they are let go
-        self._replay = self._as_recorded = self._recorded = None
+        self._replay = self._recorded = None
         self._undo = ReplayUndo([], [])
-
-
-class _Clock(OperatorMode):
-    """Times each operator, and keeps the old contents of what it writes."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.undo = CopyOnWrite()
-        self.times_us: list[float] = []
-
-    def on_op(self, call: OpCall) -> Any:
-        for tensor in call.written:
-            self.undo.save(tensor)
-        self.undo.save_generators(call)
-        start = time.perf_counter_ns()
-        result = call.run()
-        self.times_us.append((time.perf_counter_ns() - start) / 1e3)
-        return result
 
 
 class CpuGraphBackend:
@@ -332,25 +289,6 @@ def _await_release(recorder: Recorder) -> None:
             made_here = [v.storage for v in node.values if not v.storage.external]
             while any(info.alive for info in made_here) and time.monotonic() < deadline:
                 time.sleep(_RELEASE_S / 100)
-
-
-def _by_node(nodes: Sequence[NodeFacts], times_us: Sequence[float]) -> tuple[float, ...]:
-    """Give each node the time of its operator.
-
-    A replay calls one operator for each node that is not over before it, in the order of the
-    nodes, and then copies what the model keeps. Which operator may be another than was recorded
-    (``add.out`` for ``add.Tensor``, ``fill_`` for ``ones_like``).
-    """
-    called = [node.index for node in nodes if node.called]
-    if len(times_us) < len(called):
-        raise CaptureError(
-            f"a replay called {len(times_us)} operators for {len(called)} nodes, so their times "
-            "cannot be told apart. Remedy: report() without measure, and report this as a bug"
-        )
-    found = [0.0] * len(nodes)
-    for index, time_us in zip(called, times_us, strict=False):
-        found[index] = time_us
-    return tuple(found)
 
 
 def _first_step(

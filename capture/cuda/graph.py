@@ -34,7 +34,7 @@ from graphfsdp.base.dtensors import local_part
 from graphfsdp.base.hazards import HazardKind
 from graphfsdp.base.streams import collecting_kept, forked, in_turn, keep_for_current
 from graphfsdp.base.torch_internals import VERSION, all_groups
-from graphfsdp.errors import CaptureError, PhaseError
+from graphfsdp.errors import CaptureError
 
 _LOG = logging.getLogger("graphfsdp")
 _REGISTER = "NCCL_GRAPH_REGISTER"
@@ -97,13 +97,6 @@ class CudaGraph:
 
     def compile(self) -> None:
         """Do nothing: what compiled regions have made is in the graph; see CompiledRegions."""
-
-    def measure(self) -> tuple[float, ...]:
-        raise PhaseError(
-            "the kernels of a CUDA graph cannot be timed from Python. Remedy: run some replays "
-            "under torch.profiler or nsys (--cuda-graph-trace=node); report() without measure "
-            "tells which module each kernel belongs to"
-        )
 
     def close(self) -> None:
         """Give the graph back, and then the pool that its tensors lie in."""

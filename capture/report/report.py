@@ -13,13 +13,11 @@ from typing import Any
 from graphfsdp._capture.report.tables import (
     BakedConstant,
     MemoryNames,
-    PoolUse,
     baked_constants,
     count_kinds,
     count_nodes,
     module_of,
     named_buffers,
-    pool_use,
 )
 from graphfsdp._capture.trace.program_facts import BufferFacts, NodeFacts, ProgramFacts
 from graphfsdp.errors import PhaseError
@@ -43,7 +41,6 @@ class CaptureReport:
         op_counts: Recorded calls by operator name.
         capture_ms: Milliseconds that the capture took; None before it.
         warmup_ms: Milliseconds that all warm-ups took.
-        replay_ms: Milliseconds of the fastest of the first replays; None on a GPU.
         static_input_bytes: Bytes of the static inputs.
         gradient_bytes: Bytes of the persistent gradient buffers.
         pool_bytes: Bytes of the graph's private memory pool; on a CPU of its planned memory.
@@ -52,7 +49,6 @@ class CaptureReport:
         without_gradient: Trainable parameters that no gradient reached; the optimizer skips them.
         compiled: What was compiled and what runs as it was recorded, in words; empty if nothing
             was asked for.
-        node_us: Median microseconds of each node in measured replays; empty if none was measured.
         program: Every node and stretch of memory of the graph; None before the capture.
         names: Whose memory it is.
     """
@@ -67,7 +63,6 @@ class CaptureReport:
     op_counts: Mapping[str, int] = field(default_factory=dict)
     capture_ms: float | None = None
     warmup_ms: float = 0.0
-    replay_ms: float | None = None
     static_input_bytes: int = 0
     gradient_bytes: int = 0
     pool_bytes: int = 0
@@ -75,7 +70,6 @@ class CaptureReport:
     inputs: Mapping[str, str] = field(default_factory=dict)
     without_gradient: tuple[str, ...] = ()
     compiled: tuple[str, ...] = ()
-    node_us: tuple[float, ...] = ()
     program: ProgramFacts | None = field(default=None, repr=False)
     names: MemoryNames | None = field(default=None, repr=False)
 
@@ -91,11 +85,6 @@ class CaptureReport:
         if self.program is None:
             return ()
         return named_buffers(self.program, self.names or MemoryNames(()))
-
-    @property
-    def pool(self) -> PoolUse | None:
-        """How the iteration's own memory is reused; None before the capture."""
-        return None if self.program is None else pool_use(self.program, self.pool_bytes)
 
     @property
     def baked_constants(self) -> tuple[BakedConstant, ...]:
@@ -125,29 +114,17 @@ class CaptureReport:
 
     def to_dict(self) -> dict[str, Any]:
         """Return everything as plain dicts, lists, strings and numbers."""
-        derived = ("program", "names", "node_us")
+        derived = ("program", "names")
         own = {f.name: _plain(getattr(self, f.name)) for f in fields(self) if f.name not in derived}
-        pool = self.pool
         return own | {
-            "measured": bool(self.node_us),
-            "pool": None if pool is None else _plain(pool) | {"reuse": pool.reuse},
             "by_kind": _plain(self.by_kind),
             "by_phase": _plain(self.by_phase),
             "by_module": _plain(self.by_module),
             "baked_constants": _plain(self.baked_constants),
-            "nodes": [self._node_data(node) for node in self.nodes()],
+            "nodes": [_node_data(node) for node in self.nodes()],
             "buffers": [_buffer_data(buffer) for buffer in self.buffers()],
             "live_bytes": [] if self.program is None else self.program.live_bytes(),
         }
-
-    def _node_data(self, node: NodeFacts) -> dict[str, Any]:
-        data: dict[str, Any] = _plain(node)
-        data |= data.pop("site") | {"arguments": ", ".join(map(str, node.arguments))}
-        if not node.kernels:
-            del data["kernels"]
-        if self.node_us:
-            data["us"] = round(self.node_us[node.index], 3)
-        return data
 
     def to_json(self, path: PathLike | None = None, *, indent: int | None = None) -> str:
         """Return ``to_dict`` as JSON, and write it to a file if one is given."""
@@ -203,12 +180,6 @@ class CaptureReport:
             f"  graph:             {nodes} nodes from {self.num_ops} operator calls, "
             f"captured in {self.capture_ms:.0f} ms"
         ]
-        if self.replay_ms is not None and self.capture_ms is not None:
-            cost = self.warmup_ms + self.capture_ms
-            lines.append(
-                f"  paid for:          after {cost:.0f} / (t - {self.replay_ms:.1f}) replays, "
-                "where your own iteration takes t ms"
-            )
         phases = {name: sum(counts.values()) for name, counts in self.by_phase.items()}
         if phases:
             text = ", ".join(f"{count} {name}" for name, count in phases.items())
@@ -217,15 +188,19 @@ class CaptureReport:
             top = sorted(self.op_counts.items(), key=lambda pair: -pair[1])[:5]
             text = ", ".join(f"{count} {name}" for name, count in top)
             lines.append(f"  most frequent:     {text}")
-        pool = self.pool
-        if pool is not None:
-            lines.append(
-                f"  intermediates:     {pool.made_bytes:,} bytes made, "
-                f"{pool.peak_bytes:,} at one time"
-            )
+        if self.program is not None:
+            lines.append(f"  intermediates:     {self.program.peak_bytes:,} bytes at one time")
             lines.append(f"  baked numbers:     {len(self.baked_constants)} (baked_constants)")
         lines.append(f"  kept by the model: {self.num_escapes} tensors, updated by replays")
         return lines
+
+
+def _node_data(node: NodeFacts) -> dict[str, Any]:
+    data: dict[str, Any] = _plain(node)
+    data |= data.pop("site") | {"arguments": ", ".join(map(str, node.arguments))}
+    if not node.kernels:
+        del data["kernels"]
+    return data
 
 
 def _buffer_data(buffer: BufferFacts) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Summaries of a recorded program: memory by owner, its reuse, baked numbers, counts."""
+"""Summaries of a recorded program: memory by owner, baked numbers, counts."""
 
 from bisect import bisect_right
 from collections import Counter
@@ -41,35 +41,6 @@ class BakedConstant:
     def __str__(self) -> str:
         where = self.source or (OUTSIDE if self.module is None else self.module or ROOT)
         return f"{self.argument}={self.value} of {self.op} at {where}"
-
-
-@dataclass(frozen=True, slots=True)
-class PoolUse:
-    """How the iteration's own memory is used.
-
-    Attributes:
-        num_buffers: Stretches of memory that the iteration makes.
-        made_bytes: Their bytes, all together.
-        peak_bytes: The most that is needed at one time: no pool can be smaller.
-        peak_node: Index of the node at which that is.
-        pool_bytes: Bytes of the pool that they share; 0 where memory is allocated on the way.
-        planned_bytes: Bytes of the buffers that have a fixed place in the pool, all together;
-            the others are allocated on the way.
-    """
-
-    num_buffers: int
-    made_bytes: int
-    peak_bytes: int
-    peak_node: int
-    pool_bytes: int
-    planned_bytes: int
-
-    @property
-    def reuse(self) -> float:
-        """How many times over the pool, or without one the peak, is used in one iteration."""
-        if self.planned_bytes:
-            return self.planned_bytes / max(self.pool_bytes, 1)
-        return self.made_bytes / (self.peak_bytes or 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,16 +104,6 @@ def baked_constants(program: ProgramFacts) -> tuple[BakedConstant, ...]:
 def named_buffers(program: ProgramFacts, names: MemoryNames) -> tuple[BufferFacts, ...]:
     """Return the memory that the program touches, with the names of what was there before."""
     return tuple(_named(buffer, names) for buffer in program.buffers)
-
-
-def pool_use(program: ProgramFacts, pool_bytes: int) -> PoolUse:
-    live = program.live_bytes()
-    peak_node = max(range(len(live)), key=live.__getitem__, default=0)
-    own = [b for b in program.buffers if b.role is not Role.OTHER]
-    made_bytes = sum(buffer.num_bytes for buffer in own)
-    planned_bytes = sum(buffer.num_bytes for buffer in own if buffer.offset is not None)
-    peak_bytes = live[peak_node] if live else 0
-    return PoolUse(len(own), made_bytes, peak_bytes, peak_node, pool_bytes, planned_bytes)
 
 
 def count_nodes(

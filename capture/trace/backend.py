@@ -78,10 +78,6 @@ class Graph(Protocol):
         """Compile, if it was asked for; called once, when the capture stands on all ranks."""
         ...
 
-    def measure(self) -> tuple[float, ...]:
-        """Replay, undo it, and return microseconds by node; PhaseError where a graph cannot."""
-        ...
-
     def close(self) -> None:
         """Give the memory back; no replay after this."""
         ...

@@ -129,6 +129,11 @@ class ProgramFacts:
     def op_counts(self) -> dict[str, int]:
         return dict(Counter(node.op for node in self.nodes))
 
+    @property
+    def peak_bytes(self) -> int:
+        """The most bytes of what the iteration has made that are needed at one time."""
+        return max(self.live_bytes(), default=0)
+
     def live_bytes(self) -> list[int]:
         """Return for each node the bytes of what the iteration has made and still needs there."""
         changes = [0] * (len(self.nodes) + 2)

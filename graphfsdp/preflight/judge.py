@@ -213,7 +213,4 @@ class _NoGraph:
 
     def compile(self) -> None: ...
 
-    def measure(self) -> tuple[float, ...]:
-        raise PhaseError(_NEVER_REPLAYED)
-
     def close(self) -> None: ...

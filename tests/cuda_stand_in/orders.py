@@ -29,7 +29,8 @@ def assert_any_order(step: CapturedStep, seed: int = 1, num_orders: int = NUM_OR
     With the launch in the order of the capture, which other tests compare with eager iterations.
     On several ranks, which all call it, each has its own orders.
     """
-    graph: Any = step._runner.graph_to("launch")
+    runner: Any = step._runner
+    graph = runner._recordings.latest.graph
     memory = [
         torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
         for storage in {

@@ -255,8 +255,12 @@ def decays(every: int) -> Setup:
     return setup
 
 
-def test_a_baked_number_that_changes_makes_another_graph(device: torch.device) -> None:
+def test_a_baked_number_that_changes_makes_another_graph(
+    device: torch.device, caplog: pytest.LogCaptureFixture
+) -> None:
     as_eager("AdamW", device, setup=decays(NUM_STEPS - 4), on_change="recapture")
+    assert "'weight_decay' of group 0" in caplog.text
+    assert "Remedy, should it go on changing: " in caplog.text
 
 
 def test_a_list_of_numbers_is_the_tuple_that_a_file_has_made_it_of() -> None:
@@ -273,19 +277,3 @@ def test_a_list_of_numbers_is_the_tuple_that_a_file_has_made_it_of() -> None:
         group["betas"][0] = 0.5
         with pytest.raises(graphfsdp.GuardError, match=r"'betas' .* now \(0\.5, 0\.999\)"):
             step(torch.ones(4, 3))
-
-
-def test_capturing_again_and_again_ends_in_an_error_that_names_the_way_out() -> None:
-    model = net(torch.device("cpu"))
-    optim = torch.optim.AdamW(model.parameters(), lr=0.01)
-    tick = decays(1)(model, optim)
-    step = graphfsdp.capture(model, optim, loss_fn=mean_square, on_change="recapture")
-    num_calls = 0
-    said = r"capturing again is useless: 5 graphs in a row .*'weight_decay' of group 0 .*FusedAdam"
-    with pytest.raises(graphfsdp.GuardError, match=said):  # noqa: PT012, some call raises
-        for num_calls in range(20):  # noqa: B007
-            step(torch.randn(4, 6))
-            tick()
-    assert num_calls == 3 + 1 + 5 * 2
-    optim.param_groups[0]["weight_decay"] = 0.1 * (num_calls - 2)
-    step(torch.randn(4, 6))  # the number that the last graph has baked in

@@ -10,7 +10,6 @@ const bytes = (n) => {
   while (n >= 1024 && unit < units.length - 1) { n /= 1024; unit += 1; }
   return (unit ? n.toFixed(n < 10 ? 2 : 1) : n) + " " + units[unit];
 };
-const microseconds = (us) => us >= 1000 ? (us / 1000).toFixed(2) + " ms" : us.toFixed(1) + " \u00b5s";
 const moduleName = (m) => m === null ? "(outside any module)" : m || "(root module)";
 const sourceText = (s) => s ? s.file.split("/").slice(-2).join("/") + ":" + s.line : "";
 const sum = (list) => list.reduce((a, b) => a + b, 0);
@@ -21,9 +20,8 @@ const element = (tag, text, className) => {
   return made;
 };
 
-// Time: measured microseconds, or one unit for each node.
-const starts = [0];
-for (const node of nodes) starts.push(starts[starts.length - 1] + (report.measured ? Math.max(node.us, 0.05) : 1));
+// Time: one unit for each node.
+const starts = nodes.map((_, index) => index).concat(nodes.length);
 const total = starts[nodes.length] || 1;
 let view = { from: 0, to: total };
 let chosen = null;
@@ -35,19 +33,17 @@ const nodeAt = (time) => {
 
 function fillCards() {
   $("subtitle").textContent = `${report.backend} backend, scope ${report.scope}, phase ${report.phase}`;
-  const pool = report.pool, calls = Object.entries(report.num_calls).map(([k, v]) => `${v} ${k}`).join(", ");
+  const calls = Object.entries(report.num_calls).map(([k, v]) => `${v} ${k}`).join(", ");
   const cards = [
     [count(report.num_nodes ?? nodes.length), `nodes from ${count(report.num_ops)} operator calls`],
     [report.capture_ms.toFixed(0) + " ms", "to capture"],
-    [bytes(pool.peak_bytes), `most memory at one time (node ${pool.peak_node})`],
-    [pool.reuse.toFixed(1) + " \u00d7", `reuse: ${bytes(pool.made_bytes)} made in ${count(pool.num_buffers)} buffers`],
+    [bytes(Math.max(...live)), "most memory at one time"],
     [bytes(report.gradient_bytes), "gradient buffers"],
     [bytes(report.static_input_bytes), "static inputs"],
     [count(report.baked_constants.length), "baked numbers"],
     [count(sum(Object.values(report.num_calls))), "calls: " + calls],
   ];
   if (report.pool_bytes) cards.splice(3, 0, [bytes(report.pool_bytes), "pool"]);
-  if (report.measured) cards.unshift([microseconds(sum(nodes.map((n) => n.us))), "in operators, median of measured replays"]);
   for (const [value, label] of cards) {
     const card = element("div", undefined, "card");
     card.append(element("b", value), element("span", label));
@@ -122,7 +118,7 @@ function drawTimeline() {
   context.fillStyle = color("soft");
   for (let tick = 0; tick <= 8; tick++) {
     const time = view.from + (view.to - view.from) * tick / 8;
-    const label = report.measured ? microseconds(time) : "node " + Math.round(time);
+    const label = "node " + Math.round(time);
     context.textAlign = tick === 0 ? "left" : tick === 8 ? "right" : "center";
     context.fillText(label, Math.min(Math.max(x(time), 2), width - 2), ROW * (depth + 2) + 11);
   }
@@ -199,8 +195,7 @@ function draw() {
 
 function nodeText(i) {
   const n = nodes[i];
-  const time = report.measured ? "\n" + microseconds(n.us) : "";
-  return `${i}: ${n.op}\n${n.phase}, ${moduleName(n.module)}${time}\n${n.results}\n${sourceText(n.source)}\n${bytes(live[i])} live`;
+  return `${i}: ${n.op}\n${n.phase}, ${moduleName(n.module)}\n${n.results}\n${sourceText(n.source)}\n${bytes(live[i])} live`;
 }
 
 function tip(event, text) {
@@ -273,7 +268,6 @@ const columns = [
   { name: "source", key: (n) => sourceText(n.source) },
   { name: "arguments", key: (n) => n.arguments },
 ];
-if (report.measured) columns.splice(6, 0, { name: "time", key: (n) => n.us, show: microseconds, number: true, width: "6rem" });
 if (nodes.some((n) => n.kernels)) columns.push({ name: "kernels", key: (n) => (n.kernels || []).join(", ") });
 const haystack = nodes.map((n) => [n.op, n.kind, n.phase, moduleName(n.module), n.results, n.arguments, sourceText(n.source), n.called ? "" : "made once", (n.kernels || []).join(" "), ...n.writes.concat(n.reads).map((b) => buffers[b].role === "intermediate" ? "" : buffers[b].name)].join(" ").toLowerCase());
 let order = [0, 1], shown = nodes.slice();
@@ -285,8 +279,7 @@ function refilter() {
   shown = nodes.filter((n) => (!phase || n.phase === phase) && (!kind || n.kind === kind) && words.every((w) => haystack[n.index].includes(w)));
   const key = columns[order[0]].key;
   shown.sort((a, b) => { const p = key(a), q = key(b); return (p < q ? -1 : p > q ? 1 : a.index - b.index) * order[1]; });
-  const time = report.measured ? ", " + microseconds(sum(shown.map((n) => n.us))) : "";
-  $("count").textContent = `${count(shown.length)} of ${count(nodes.length)} nodes${time}`;
+  $("count").textContent = `${count(shown.length)} of ${count(nodes.length)} nodes`;
   [...document.querySelectorAll("#nodes th")].forEach((th, i) => th.setAttribute("aria-sort", i !== order[0] ? "none" : order[1] > 0 ? "ascending" : "descending"));
   renderRows();
 }
@@ -376,7 +369,7 @@ $("theme").addEventListener("click", () => {
   root.dataset.theme = now === "dark" ? "light" : "dark";
   draw();
 });
-$("timeline-hint").textContent = (report.measured ? "Widths are measured times." : "Each node has the same width; step.report(measure=True) measures them.") + " Rows: phase, modules, nodes. Click to choose a node; drag to move; ctrl + wheel, or + and -, to zoom; double click for all of it.";
+$("timeline-hint").textContent = "Each node has the same width. Rows: phase, modules, nodes. Click to choose a node; drag to move; ctrl + wheel, or + and -, to zoom; double click for all of it.";
 $("memory-hint").textContent = "Bytes that the iteration has made and still needs, node by node; weights, gradients and states are not in it.";
 $("pool-hint").textContent = isPlanned ? `Place (upwards) and lifetime of each buffer in the planned pool of ${bytes(report.pool_bytes || poolTop)}; ${count(own.length - placed.length)} of ${count(own.length)} buffers are allocated on the way and not shown.` : "Lifetimes of the buffers, drawn at the lowest free place: memory is allocated on the way, there is no planned pool.";
 fillCards();

@@ -456,7 +456,6 @@ def test_a_replay_that_fails_is_undone_and_one_beyond_the_bound_is_found() -> No
         gains.append(1 + 2**-22)
         step(x)
         step.verify(2)
-        step.report(measure=True)
 
 
 def test_what_vanishes_by_cancelling_has_the_scale_of_what_belongs_to_it() -> None:

@@ -89,7 +89,7 @@ ALONE = """
     x = torch.ones(2, 3)
     for _ in range(4):
         step(x)
-    graph = step._runner.graph_to("close")
+    graph = step._runner._recordings.latest.graph
     close = graph.close
     def note():
         print("closed")

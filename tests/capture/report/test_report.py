@@ -20,11 +20,10 @@ from torch import Tensor, nn
 import graphfsdp
 from cpu_recording import record
 from graphfsdp.optim import FusedAdam
-from helpers import assert_same_run, line_of, run
+from helpers import line_of
 from make_step import make_step
 from ranks import on_ranks
-from sharding_helpers import adam, batches, full_parameters, make_net, my_part
-from zoo import ZOO
+from sharding_helpers import adam, batches, make_net, my_part
 
 CPU = torch.device("cpu")
 
@@ -52,8 +51,6 @@ def test_report_of_a_step_that_has_not_run(device: torch.device, tmp_path: Path)
     assert 4 * numel <= report.gradient_bytes < 4 * numel + 16 * len(list(model.parameters()))
     assert "none yet" in str(report)
     assert "graph:" not in str(report)
-    with pytest.raises(graphfsdp.PhaseError, match=r"no graph to measure in phase warmup.*4 calls"):
-        step.report(measure=True)
     with pytest.raises(graphfsdp.PhaseError, match=r"no graph .*phase warmup.*4 calls|captured"):
         report.html(tmp_path / "file")
     assert not (tmp_path / "file").exists()
@@ -68,7 +65,6 @@ def test_report_of_a_captured_step(device: torch.device) -> None:
     assert report.capture_ms is not None
     assert report.capture_ms > 0
     assert report.warmup_ms > 0
-    assert (report.replay_ms is None) == (report.backend == "cuda")
     assert report.num_ops is not None
     assert report.num_ops > 50
     assert report.static_input_bytes == 2 * 12 * 6 * 8
@@ -147,26 +143,16 @@ def test_report_counts_nodes_by_kind_phase_and_module() -> None:
 
 def test_report_tells_how_the_memory_of_the_iteration_is_reused() -> None:
     report = captured().report()
-    pool = report.pool
-    assert pool is not None
     assert report.program is not None
-    live = report.program.live_bytes()
-    assert pool.peak_bytes == max(live) == live[pool.peak_node]
     own = [b for b in report.buffers() if b.role.name in ("INTERMEDIATE", "OUTPUT")]
-    assert pool.num_buffers == len(own)
-    assert pool.made_bytes == sum(buffer.num_bytes for buffer in own)
     planned = [buffer for buffer in own if buffer.offset is not None]
-    assert pool.planned_bytes == sum(buffer.num_bytes for buffer in planned)
-    assert pool.pool_bytes == report.pool_bytes
-    assert 1 < pool.reuse == pool.planned_bytes / report.pool_bytes
+    assert sum(buffer.num_bytes for buffer in planned) > report.pool_bytes
     places = [(b, range(b.offset or 0, (b.offset or 0) + b.num_bytes)) for b in planned]
     for (one, here), (other, there) in itertools.combinations(places, 2):
         apart = one.last < other.first or other.last < one.first
         assert apart or here[-1] < there[0] or there[-1] < here[0]
         assert max(here[-1], there[-1]) < report.pool_bytes
-    for buffer in own:
-        assert live[buffer.first] >= buffer.num_bytes
-    assert f"{pool.made_bytes:,} bytes made, {pool.peak_bytes:,} at one time" in str(report)
+    assert f"{max(report.program.live_bytes()):,} bytes at one time" in str(report)
 
 
 class Scaled(nn.Module):
@@ -199,42 +185,16 @@ def test_report_names_the_line_that_bakes_a_number_in() -> None:
     assert "-0.0625" not in steps, "the learning rate is live"
 
 
-def test_a_measured_report_leaves_everything_as_it_was() -> None:
-    def measure(step: graphfsdp.CapturedStep, model: nn.Module, index: int) -> None:
-        if index in (3, 6):
-            report = step.report(measure=True)
-            assert report.num_calls == step.report().num_calls
-            assert len(report.node_us) == report.num_nodes
-            for node in report.nodes():
-                assert (report.node_us[node.index] > 0) is node.called
-
-    plain, measured = (
-        run(ZOO["gpt"], "full_iteration", CPU, max_grad_norm=1.0, between=between)
-        for between in (None, measure)
-    )
-    assert_same_run(plain, measured)
-
-
-def train(*, measure: bool) -> tuple[list[Tensor], graphfsdp.CaptureReport]:
+@on_ranks("ranks2")
+def test_report_of_a_sharded_step_counts_collectives() -> None:
     model = make_net("optim_grads_params")
     with graphfsdp.capture(model, adam(model, "fused_adam"), max_grad_norm=1.0) as step:
-        losses = []
-        for index, batch in enumerate(batches(7)):
-            losses.append(step(*my_part(batch)))
-            report = step.report(measure=measure and index >= 4)
-    return [*losses, *full_parameters(model).values()], report
-
-
-@on_ranks("ranks2")
-def test_report_of_a_sharded_step_counts_collectives_and_measures_them() -> None:
-    plain, _ = train(measure=False)
-    measured, report = train(measure=True)
-    assert all(torch.equal(a, b) for a, b in zip(plain, measured, strict=True))
+        for batch in batches(4):
+            step(*my_part(batch))
+        report = step.report()
     collectives = report.by_kind["collective"]
     assert collectives["graphfsdp.all_gather_.default"] > 1
     assert collectives["graphfsdp.reduce_scatter_.default"] > 1
-    of_collectives = [node.index for node in report.nodes() if node.kind.value == "collective"]
-    assert sum(report.node_us[index] for index in of_collectives) > 0
     roles = {buffer.role.name for buffer in report.buffers()}
     assert {"PARAMETER", "GRADIENT"} <= roles
     assert any(node.site.module and "." in node.site.module for node in report.nodes())
@@ -262,7 +222,7 @@ def report() -> Iterator[graphfsdp.CaptureReport]:
     with graphfsdp.capture(model, FusedAdam(model.parameters()), max_grad_norm=1.0) as step:
         for _ in range(5):
             step(torch.randn(3, 4))
-        yield step.report(measure=True)
+        yield step.report()
 
 
 class Page(HTMLParser):
@@ -301,7 +261,6 @@ def test_json_holds_everything_and_reads_back(
     data = json.loads((tmp_path / "report.json").read_text())
     assert data == json.loads(text) == report.to_dict()
     assert data["num_nodes"] == len(data["nodes"]) == len(data["live_bytes"])
-    assert data["measured"] is True
     modules = {node["module"] for node in data["nodes"]}
     assert {"body.</script><b>", 'body.quote"', "", None} >= modules
     assert len(modules) == 4
