@@ -2,18 +2,18 @@
 
 The same tensors (a model and its Adam states) in turns, one process, in a folder of a file system.
 Both sync what they write before they return; ours also hashes each file, and syncs the folder, its
-new name and ``latest``. The last line is JSON: times as fast as plain dcp, median, least, most.
+new name and ``latest``. The line is JSON: times as fast as plain dcp, median, least, most.
 """
 
-import argparse
 import itertools
 import json
 import pathlib
 import shutil
 import statistics
+import sys
 import tempfile
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import torch
 from torch import nn
@@ -25,17 +25,24 @@ import graphfsdp
 from graphfsdp.bench.clock import in_turns, time_window
 from graphfsdp.optim import FusedAdam
 
-
-def seconds(act: Callable[[], object]) -> Callable[[], float]:
-    return lambda: time_window([act], torch.device("cpu")).mean_ms / 1e3
+NUM_LAYERS, WIDTH, NUM_ROUNDS = 64, 512, 10
 
 
-def measure(
-    folder: pathlib.Path, num_layers: int, width: int, num_rounds: int
-) -> dict[str, object]:
-    model = nn.Sequential(*(nn.Linear(width, width) for _ in range(num_layers)))
+def ratios_of(plainly: Callable[[], object], by_us: Callable[[], object]) -> list[float]:
+    def milliseconds(act: Callable[[], object]) -> Callable[[], float]:
+        return lambda: time_window([act], torch.device("cpu")).mean_ms
+
+    acts = {"dcp": milliseconds(plainly), "ours": milliseconds(by_us)}
+    times = in_turns(acts, NUM_ROUNDS + 1)
+    ratios = [a / b for a, b in zip(times["dcp"][1:], times["ours"][1:], strict=True)]  # warm
+    spread = statistics.median(ratios), min(ratios), max(ratios)
+    return [round(value, 3) for value in spread]
+
+
+def measure(folder: pathlib.Path) -> dict[str, object]:
+    model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(NUM_LAYERS)))
     optimizer = FusedAdam(model.parameters(), lr=0.1)
-    model(torch.randn(4, width)).square().mean().backward()
+    model(torch.randn(4, WIDTH)).square().mean().backward()
     optimizer.step()
     tensors = model.state_dict()
     for number, state in enumerate(optimizer.state.values()):
@@ -55,31 +62,17 @@ def measure(
     def load() -> None:
         graphfsdp.load(ours, model, optimizer, rng=False)
 
-    found: dict[str, object] = {
+    return {
         "num_tensors": len(tensors),
         "num_bytes": sum(tensor.nbytes for tensor in tensors.values()),
-        "rounds": num_rounds,
         "torch": torch.__version__,
+        "save": ratios_of(save_plainly, save),
+        "load": ratios_of(load_plainly, load),
     }
-    for what, plainly, by_us in (("save", save_plainly, save), ("load", load_plainly, load)):
-        times = in_turns({"dcp": seconds(plainly), "ours": seconds(by_us)}, num_rounds + 1)
-        ratios = [a / b for a, b in zip(times["dcp"][1:], times["ours"][1:], strict=True)]  # warm
-        spread = statistics.median(ratios), min(ratios), max(ratios)
-        found[what] = [round(value, 3) for value in spread]
-    return found
-
-
-def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--folder", help="where to write; a new one below the system's for files")
-    parser.add_argument("--layers", type=int, default=64, help="linear ones")
-    parser.add_argument("--width", type=int, default=512)
-    parser.add_argument("--rounds", type=int, default=10)
-    given = parser.parse_args(arguments)
-    with tempfile.TemporaryDirectory(dir=given.folder) as folder, warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of one process without a group
-        print(json.dumps(measure(pathlib.Path(folder), given.layers, given.width, given.rounds)))
 
 
 if __name__ == "__main__":
-    main()
+    (parent,) = sys.argv[1:] or (None,)  # where to write
+    with tempfile.TemporaryDirectory(dir=parent) as folder, warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of one process without a group
+        print(json.dumps(measure(pathlib.Path(folder))))

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 import graphfsdp
-from benchmarks.rows import CPU, tell_of_the_zoo
+from benchmarks.rows import CPU, measure_zoo
 from graphfsdp.bench.clock import in_turns, time_window
 from graphfsdp.bench.contenders import MAX_GRAD_NORM, Setting, initial_model
 from graphfsdp.bench.results import Row
@@ -45,16 +45,17 @@ def measure(case: Case) -> Row:
     optimizers = [torch.optim.AdamW(model.parameters(), lr=1e-3) for model in models]
     parts = graphfsdp.capture_in_place(models[1], optimizers[1])
     plain, in_place = map(loop_of, models, optimizers, (case, case))
+    loops = {"plain": plain, "in_place": in_place}
     losses = []
-    for iterate in (plain, in_place):
+    for iterate in loops.values():
         torch.manual_seed(0)  # of dropout
         losses.append(torch.stack([iterate() for _ in range(NUM_FIRST)]))
     if not torch.equal(*losses):
         raise SystemExit(f"{case.workload.name}: other losses with the line than without it")
     windows = in_turns(
         {
-            "plain": functools.partial(time_window, [plain] * NUM_TOGETHER, CPU),
-            "in_place": functools.partial(time_window, [in_place] * NUM_TOGETHER, CPU),
+            name: functools.partial(time_window, [iterate] * NUM_TOGETHER, CPU)
+            for name, iterate in loops.items()
         },
         NUM_PAIRS,
     )
@@ -62,7 +63,6 @@ def measure(case: Case) -> Row:
     part = parts.report().parts[0]
     parts.close()
     return {
-        "name": case.workload.name,
         "plain_us": 1e3 * statistics.median(window.cpu_ms for window in windows["plain"]),
         "ratio": statistics.median(mine.cpu_ms / theirs.cpu_ms for mine, theirs in pairs),
         "model": part.state,
@@ -70,20 +70,5 @@ def measure(case: Case) -> Row:
     }
 
 
-def main() -> None:
-    tell_of_the_zoo(
-        "in_place_cpu",
-        "A loop with capture_in_place, beside the loop as it is written",
-        measure,
-        {
-            "architecture": "{name}",
-            "plain us": "{plain_us:.0f}",
-            "ratio": "{ratio:.2f}",
-            "its model": "{model}",
-        },
-        lambda rows: {"mean": statistics.geometric_mean(row["ratio"] for row in rows)},
-    )
-
-
 if __name__ == "__main__":
-    main()
+    measure_zoo("in_place_cpu", measure, "ratio")

@@ -1,8 +1,8 @@
 """FusedAdam's step beside torch's fused AdamW: ``python -m benchmarks.optimizer_step``.
 
 An optimizer is as fast as memory: what a step reads and writes, over the time that it takes, is
-compared with a large copy. All take turns in short windows, from Python and on a GPU from a CUDA
-graph. Exit code 1 says that ours is slower than torch's, or moves less than nine tenths of what a
+compared with a large copy. All take turns in short windows, on a GPU from a CUDA graph. Exit code 1
+says that ours is slower than torch's, or moves less than nine tenths of what a
 copy does, on a GPU; elsewhere nothing is judged.
 """
 
@@ -90,7 +90,7 @@ def copy_bytes_per_s(device: torch.device, num_bytes: int) -> float:
 
 
 def measure(model: str, device: torch.device) -> list[Row]:
-    """Return a row for each optimizer and way to call it."""
+    """Return a row for each optimizer."""
     # torch's own is capturable on accelerators only.
     options = {"fused": True, "capturable": device.type == "cuda", **SETTINGS}
     theirs, ours = (parameters_of(model, device, torch.float32) for _ in range(2))
@@ -108,37 +108,34 @@ def measure(model: str, device: torch.device) -> list[Row]:
     with_main = bytes_per_param({"master_weights": True}, torch.bfloat16, torch.bfloat16)
     moved = {TORCH: plain, OURS: plain, MAIN_WEIGHTS: num_params * with_main}
     ceiling = copy_bytes_per_s(device, min(round(plain), LARGEST_COPY_BYTES))
-    ways = {"from Python": steps}
     if device.type == "cuda":
-        ways["from a CUDA graph"] = {name: captured(step) for name, step in steps.items()}
+        steps = {name: captured(step) for name, step in steps.items()}
     judges = device.type == "cuda" and "CUDA_STAND_IN" not in os.environ
+    # Rounds and steps of each; what is judged nowhere takes few.
+    num_rounds, num_steps = (3, 2) if not judges else (8, 5) if num_params > 5e8 else (20, 10)
+    windows = in_turns(
+        {
+            name: functools.partial(time_window, [step] * num_steps, device)
+            for name, step in steps.items()
+        },
+        num_rounds,
+    )
     rows = []
-    for way, these in ways.items():
-        # Rounds and steps of each; what is judged nowhere takes few.
-        num_rounds, num_steps = (3, 2) if not judges else (8, 5) if num_params > 5e8 else (20, 10)
-        windows = in_turns(
+    for name, own in windows.items():
+        ms = statistics.median(window.mean_ms for window in own)
+        share = moved[name] * 1e3 / ms / ceiling
+        pairs = zip(windows[TORCH], own, strict=True)
+        speedup = statistics.median(base.mean_ms / mine.mean_ms for base, mine in pairs)
+        # torch has no main weights to keep.
+        is_slow = share < LEAST_SHARE or (speedup < LEAST_SPEEDUP and name != MAIN_WEIGHTS)
+        rows.append(
             {
-                name: functools.partial(time_window, [step] * num_steps, device)
-                for name, step in these.items()
-            },
-            num_rounds,
+                "what": f"{name}, {num_params / 1e6:.1f}M parameters",
+                "result": f"{ms:.3f} ms, {moved[name] / ms / 1e6:,.0f} GB/s ({share:.0%} of a "
+                f"copy), {speedup:.3f} times as fast as torch's",
+                "ok": not judges or name == TORCH or not is_slow,
+            }
         )
-        for name, own in windows.items():
-            ms = statistics.median(window.mean_ms for window in own)
-            share = moved[name] * 1e3 / ms / ceiling
-            pairs = zip(windows[TORCH], own, strict=True)
-            speedup = statistics.median(base.mean_ms / mine.mean_ms for base, mine in pairs)
-            # torch has no main weights to keep; Python's share of a step is not the kernels'.
-            is_slow = speedup < LEAST_SPEEDUP and name != MAIN_WEIGHTS
-            is_slow = is_slow or (way != "from Python" and share < LEAST_SHARE)
-            rows.append(
-                {
-                    "what": f"{name}, {num_params / 1e6:.1f}M parameters, {way}",
-                    "result": f"{ms:.3f} ms, {moved[name] / ms / 1e6:,.0f} GB/s ({share:.0%} of a "
-                    f"copy), {speedup:.3f} times as fast as torch's",
-                    "ok": not judges or name == TORCH or not is_slow,
-                }
-            )
     return rows
 
 
