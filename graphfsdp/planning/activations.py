@@ -23,7 +23,6 @@ from graphfsdp.sharding.plan import BufferPlan
 class Unit(NamedTuple):
     """A module that is sharded by itself."""
 
-    name: str
     module: nn.Module
     parameters: tuple[nn.Parameter, ...]
     buffers: tuple[BufferPlan, ...]

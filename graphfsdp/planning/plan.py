@@ -8,7 +8,7 @@ its bytes through the GPU's memory; it is shorter only where caches spare it som
 """
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, Literal, NamedTuple, get_args
 
@@ -59,16 +59,11 @@ _TOKEN_BYTES, _NORM_BYTES = 8, 8
 _STATE_BYTES = 8  # FusedAdam's two moments of an element, in float32
 
 
-@dataclass(frozen=True)
-class Collective:
-    """What ranks do together, ``count`` times in one iteration.
-
-    ``buffer_bytes`` are of the whole buffer of one call, padding included.
-    """
+class Collective(NamedTuple):
+    """What ranks do together; ``buffer_bytes`` are of the whole buffer, padding included."""
 
     op: str
-    unit: str
-    count: int
+    num_calls: int  # in one iteration
     buffer_bytes: int
     num_ranks: int
 
@@ -76,7 +71,7 @@ class Collective:
     def wire_bytes(self) -> int:
         """Bytes that each rank sends in one iteration, as a ring does it."""
         rounds = 2 if self.op == "all_reduce" else 1
-        return self.count * rounds * self.buffer_bytes * (self.num_ranks - 1) // self.num_ranks
+        return self.num_calls * rounds * self.buffer_bytes * (self.num_ranks - 1) // self.num_ranks
 
 
 class MemoryLine(NamedTuple):
@@ -140,25 +135,6 @@ class TrainingPlan:
             self.num_kernels * CALL_S,
         )
 
-    def to_dict(self) -> dict[str, Any]:
-        return {
-            "preset": self.config.preset,
-            "num_ranks": self.batch.num_ranks,
-            "strategy": self.config.sharding.value,
-            "num_units": len(self.units),
-            "num_parameters": self.num_parameters,
-            "num_padding": self.num_padding,
-            "num_microbatches": self.batch.num_microbatches,
-            "tokens_per_iteration": self.batch.num_tokens,
-            "memory": [line._asdict() for line in self.memory],
-            "total_bytes": self.total_bytes,
-            "collectives": [
-                asdict(call) | {"wire_bytes": call.wire_bytes} for call in self.collectives
-            ],
-            "flops": self.flops,
-            "num_kernels": self.num_kernels,
-        }
-
 
 def plan_training(config: TrainConfig, *, num_ranks: int) -> TrainingPlan:
     """Plan a run on ``num_ranks`` ranks, those of all machines; ConfigError if it cannot start."""
@@ -198,11 +174,11 @@ def plan_training(config: TrainConfig, *, num_ranks: int) -> TrainingPlan:
 
 def _units(config: TrainConfig, model: GPT, num_parts: int) -> Iterator[Unit]:
     """Yield units as the trainer makes them, in the order of their forward passes."""
-    for name, module in [("", model), *model.blocks.named_children()]:
+    for module in (model, *model.blocks.children()):
         params = {
             key: param
             for key, param in module.named_parameters()
-            if name or not key.startswith("blocks.")
+            if not key.startswith("blocks.")  # those of the root's are units
         }
         buffers = plan_buffers(
             {key: ParameterKind.of(param, ()) for key, param in params.items()},
@@ -210,8 +186,7 @@ def _units(config: TrainConfig, model: GPT, num_parts: int) -> Iterator[Unit]:
             strategy=config.sharding,
             num_ranks=num_parts,
         )
-        full_name = f"blocks.{name}" if name else "(root)"
-        yield Unit(full_name, module, tuple(params.values()), tuple(buffers))
+        yield Unit(module, tuple(params.values()), tuple(buffers))
 
 
 def _collectives(
@@ -227,25 +202,24 @@ def _collectives(
         for buffer in (each for each in unit.buffers if each.sharded):
             num_bytes = whole_bytes(buffer, buffer.dtypes.compute)
             if axes.cuts_outside:
-                outside = f"{unit.name}, outer axis"
-                yield Collective("all_gather", outside, 1, num_bytes // axes.inner, axes.outer)
-            yield Collective("all_gather", unit.name, num_gathers, num_bytes, axes.inner)
+                yield Collective("all_gather", 1, num_bytes // axes.inner, axes.outer)
+            yield Collective("all_gather", num_gathers, num_bytes, axes.inner)
     for unit in reversed(units):
         for buffer in (each for each in unit.buffers if each.trainable):
             num_bytes = whole_bytes(buffer, buffer.dtypes.comm)
-            op, count = "all_reduce", 1
+            op, num_calls = "all_reduce", 1
             if buffer.sharded:
-                op, count = "reduce_scatter", num_microbatches if stage >= 2 else 1
-            yield Collective(op, unit.name, count, num_bytes, axes.inner)
+                op, num_calls = "reduce_scatter", num_microbatches if stage >= 2 else 1
+            yield Collective(op, num_calls, num_bytes, axes.inner)
             if axes.outer > 1:
                 cuts = buffer.sharded and axes.cuts_outside
                 op = "reduce_scatter" if cuts else "all_reduce"
                 num_bytes //= axes.inner if buffer.sharded else 1
-                yield Collective(op, f"{unit.name}, outer axis", 1, num_bytes, axes.outer)
+                yield Collective(op, 1, num_bytes, axes.outer)
     # Over the ranks that hold other elements, axis by axis.
     if stage:
         for size in (axes.inner, axes.outer) if axes.cuts_outside else (axes.inner,):
-            yield Collective("all_reduce", "norm of the gradients", 1, _NORM_BYTES, size)
+            yield Collective("all_reduce", 1, _NORM_BYTES, size)  # norm of the gradients
 
 
 def _memory(

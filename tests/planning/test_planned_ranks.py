@@ -152,7 +152,7 @@ def num_bytes(plan: TrainingPlan, kind: str) -> int:
 def compare(plan: TrainingPlan, real: dict[str, Any]) -> None:
     collectives: Counter[tuple[str, int]] = Counter()
     for call in plan.collectives:
-        collectives[call.op, call.buffer_bytes] += call.count
+        collectives[call.op, call.buffer_bytes] += call.num_calls
     buffers = [(b.layout, b.sharded, b.dtypes) for u in plan.units for b in u.buffers]
     # The layout's padding has no state, and each tensor of a state starts on a border of its own.
     count = sum(len(layout.slots) for layout, _, _ in buffers)
