@@ -3,13 +3,13 @@
 Runs from a bare checkout with nothing but torch, pytest, hypothesis and rich, prints one table
 and writes one JSON file into the directory that OUT names (default benchmarks/results). A part
 that fails does not stop the others, and what was seen before the time is over is in the file.
-``--device cpu`` rehearses it on a machine without a GPU; so does ``--rehearse`` above the stand-in
-for a driver, where what torch.compile makes runs with kernels that compute nothing. What tells most
-comes first, and each part has seconds of its own, which no other can take: those that it leaves go
-to the next ones. What hangs is killed at its limit, and the next one begins. All of it has to share
-ten minutes, so it runs the tests that tell most; a group by itself has ten minutes alone. Where
-there are two GPUs, what needs them comes behind all that one can tell, in the order of what may
-hang last, and has minutes of its own:
+``--device cpu`` rehearses it on a machine without a GPU; above the stand-in for a driver it is a
+rehearsal too, where what torch.compile makes runs with kernels that compute nothing. What tells
+most comes first, and each part has seconds of its own, which no other can take: those that it
+leaves go to the next ones. What hangs is killed at its limit, and the next one begins. All of it
+has to share ten minutes, so it runs the tests that tell most; a group, or a part of
+gpu_check.toml, has ten minutes alone. Where there are two GPUs, what needs them comes behind all
+that one can tell, in the order of what may hang last, and has minutes of its own:
 
     make gpu-check ARGS="--group parts"   what issues ask of a GPU, row by row
     make gpu-check ARGS="--group ranks"   NCCL in graphs, ranks that end, fail and are lost
@@ -42,7 +42,14 @@ from rich.console import Console
 
 from graphfsdp.bench.machine import find_environment
 from graphfsdp.bench.process import run_limited
-from graphfsdp.bench.results import Row, Table, environment_text
+from graphfsdp.bench.results import (
+    Result,
+    Row,
+    Table,
+    case_table,
+    environment_text,
+    workload_text,
+)
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 
@@ -53,21 +60,15 @@ class Part:
 
     seconds: float
     tests: tuple[str, ...] = ()
-    program: str = ""
     bench: str = ""
     rehearsal: str = ""
     gpus: int = 0
 
 
-def read_parts() -> dict[str, Part]:
-    tables = tomllib.loads((ROOT / "benchmarks" / "gpu_check.toml").read_text())
-    return {
-        name: Part(**{**table, "tests": tuple(table.get("tests", ()))})
-        for name, table in tables.items()
-    }
-
-
-PARTS: Mapping[str, Part] = MappingProxyType(read_parts())
+_TABLES = tomllib.loads((ROOT / "benchmarks" / "gpu_check.toml").read_text())
+PARTS: Mapping[str, Part] = MappingProxyType(
+    {name: Part(**{**t, "tests": tuple(t.get("tests", ()))}) for name, t in _TABLES.items()}
+)
 TESTS = "tests"  # the part
 TOTAL_LIMIT_S = 560  # of 600 that a lent machine gives a command
 TEST_LIMIT_S = 60  # of one that has a process of its own
@@ -167,9 +168,7 @@ def bench_rows(folder: pathlib.Path, results: pathlib.Path) -> list[Row]:
 
     The result of a whole suite is kept.
     """
-    # Here, since a package that cannot be imported is something to report.
-    from benchmarks.readme_table import keep
-    from graphfsdp.bench.results import Result, case_table, workload_text
+    from benchmarks.readme_table import keep  # which imports this module
 
     result = Result.read(folder)
     if result.head["options"].get("suite") != "quick":
@@ -222,27 +221,22 @@ def run_part(
 ) -> list[Row]:
     if part.tests:
         return tests_part(part, limit_s, device, times)
-    words = f"{part.program or part.bench} --device {device.type}".split()
-    words += part.rehearsal.split() if rehearses else []
-    if part.bench:  # cases that do not fit are named in the rows
-        budget = max(limit_s - BENCH_START_S, 1.0) / 60
-        words = ["graphfsdp", "bench", *words, "--budget", f"{budget:.3f}"]
+    words = f"{part.bench} {part.rehearsal if rehearses else ''} --device {device.type}".split()
+    budget = max(limit_s - BENCH_START_S, 1.0) / 60  # cases that do not fit are named in the rows
     environment = dict(os.environ)
     if "CUDA_STAND_IN" in environment:  # where nobody computes what torch.compile makes
         environment["CUDA_STAND_IN_KERNELS"] = "none"
     with tempfile.TemporaryDirectory() as folder:
         out = pathlib.Path(folder) / "out"
-        command = [sys.executable, "-m", *words, "--out", str(out)]
+        command = [sys.executable, "-m", "graphfsdp", "bench", *words]
+        command += ["--budget", f"{budget:.3f}", "--out", str(out)]
         code, output = run_limited(command, limit_s, environment, folder=ROOT)
-        if out.is_file():  # such a program ends with 1 where a row is not good
-            rows: list[Row] = json.loads(out.read_text())["rows"]
-            return rows
         if code == 0:
             return bench_rows(out, results)
     why = f"the process ended with {code}: {last_line(output)}"
     if code is None:
         why = f"stopped after {limit_s:.0f} s"
-    return [failed(words[0], why, output)]
+    return [failed("graphfsdp bench", why, output)]
 
 
 def check(
@@ -295,56 +289,49 @@ def main(arguments: Sequence[str] | None = None) -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     groups = {
-        "parts": [n for n, part in PARTS.items() if part.gpus < 2 and not part.bench],
+        "parts": [n for n, part in PARTS.items() if part.gpus < 2 and part.tests and n != TESTS],
         "ranks": [n for n, part in PARTS.items() if part.gpus > 1],
-        "tests": [TESTS],
         "bench": [n for n, part in PARTS.items() if part.bench],
     }
-    groups["parts"].remove(TESTS)
+    groups = {**{name: [name] for name in PARTS}, **groups}
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--part", choices=PARTS, action="append", help="a part; repeatable")
-    parser.add_argument("--group", choices=groups, help="some of the parts")
-    parser.add_argument("--tests", nargs="+", help="what pytest runs")
+    parser.add_argument("--group", choices=groups, help="some of the parts, or one")
     parser.add_argument(
         "--times", type=float, default=1.0, help="all limits so many times as long (a rehearsal)"
     )
-    parser.add_argument("--rehearse", action="store_true", help="smallest models")
     options = parser.parse_args(arguments)
     # A shell starts what runs in the background deaf to Ctrl-C, which ends a pytest that is late.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     console = Console(width=None if sys.stdout.isatty() else 160)
+
+    def tell(*texts: str) -> None:
+        console.print(*texts, markup=False, soft_wrap=True)
+
     if options.device == "cuda" and not torch.cuda.is_available():
-        console.print(
+        tell(
             "gpu-check needs a CUDA device and torch sees none here. Run it on a machine with a "
-            "GPU, or rehearse it: python3 -m benchmarks.gpu_check --device cpu",
-            soft_wrap=True,
+            "GPU, or rehearse it: python3 -m benchmarks.gpu_check --device cpu"
         )
         return 2
     device = torch.device(options.device)
+    rehearses = device.type == "cpu" or "CUDA_STAND_IN" in os.environ
     facts = find_environment(device)
     group = f"_{options.group}" if options.group else ""
     gpu = re.sub(r"[^a-z0-9]+", "-", (facts["gpu"] or "cpu").lower()).strip("-")
     folder = pathlib.Path(os.environ.get("OUT") or ROOT / "benchmarks" / "results")
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"gpu_check{group}_{gpu}_{facts['date'][:10]}.json"
-    chosen = {name: PARTS[name] for name in options.part or groups.get(options.group, PARTS)}
+    chosen = {name: PARTS[name] for name in groups.get(options.group, PARTS)}
     if TESTS in chosen:
-        few = PARTS[TESTS].tests[: 1 if options.rehearse else None]
-        asked = options.tests or (["tests"] if options.group == TESTS else few)
-        chosen[TESTS] = dataclasses.replace(chosen[TESTS], tests=tuple(asked))
-
-    def tell(line: str) -> None:
-        console.print(line, markup=False, soft_wrap=True)
-
-    rehearses = options.rehearse or device.type == "cpu"
+        few = chosen[TESTS].tests[: 1 if rehearses else None]
+        asked = ("tests",) if options.group == TESTS and not rehearses else few
+        chosen[TESTS] = dataclasses.replace(chosen[TESTS], tests=asked)
     document = check(device, chosen, path, tell, options.times, rehearses=rehearses)
-    table = table_of(document)
-    console.print(table.rich(["" if row[-1] == "yes" else "red" for row in table.rows]))
+    console.print(table_of(document).rich())
     for part in document["parts"]:
         for row in filter(lambda row: row.get("text"), part["rows"]):
-            what = f"{part['name']}: {row['what']}:"
-            console.print(what, row["text"], markup=False, soft_wrap=True)
-    console.print(f"wrote {path}", soft_wrap=True)
+            tell(f"{part['name']}: {row['what']}:", row["text"])
+    tell(f"wrote {path}")
     return 0 if document["ok"] else 1
 
 

@@ -136,13 +136,12 @@ class Table:
             "| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in lines
         )
 
-    def rich(self, styles: Sequence[str] = ()) -> RichTable:
-        """``styles`` are of the rows, where they have any."""
+    def rich(self) -> RichTable:
         made = RichTable(title=self.title, title_justify="left")
         for index, name in enumerate(self.heading):
             made.add_column(name, justify="left" if index < self.num_left else "right")
-        for index, row in enumerate(self.rows):
-            made.add_row(*map(escape, row), style=styles[index] if styles else "")
+        for row in self.rows:
+            made.add_row(*map(escape, row))
         return made
 
 

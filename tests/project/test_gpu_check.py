@@ -22,28 +22,25 @@ from time_limits import until
 STOPPED = types.SimpleNamespace(monotonic=lambda: 0.0)  # a clock
 
 
-def run_gpu_check(out: pathlib.Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    program = "import runpy; runpy.run_module('benchmarks.gpu_check', None, '__main__')"
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("OUT", str(out))
-        return forked_programs.run_source(program, *arguments)
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a CUDA device")
-def test_without_a_gpu_it_says_so_and_writes_nothing(tmp_path: pathlib.Path) -> None:
-    result = run_gpu_check(tmp_path / "out")
-    assert result.returncode == 2
-    assert "torch sees none here" in result.stdout
-    assert result.stderr == ""
+def test_without_a_gpu_it_says_so_and_writes_nothing(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("OUT", str(tmp_path / "out"))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert gpu_check.main([]) == 2
+    assert "torch sees none here" in capsys.readouterr().out
     assert not (tmp_path / "out").exists()
 
 
-def test_a_rehearsal_on_the_cpu_prints_a_table_and_writes_a_file(tmp_path: pathlib.Path) -> None:
+def test_a_rehearsal_on_the_cpu_prints_a_table_and_writes_a_file(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     test = "def test_one(record_property):\n    record_property('speed', 3)\n"
     (tmp_path / "test_one.py").write_text(test)
-    arguments = ["--device", "cpu", "--tests", str(tmp_path / "test_one.py"), "--part", "tests"]
-    result = run_gpu_check(tmp_path / "out", *arguments)
-    assert result.returncode == 0, result.stdout + result.stderr
+    part = Part(100, (str(tmp_path / "test_one.py"),))
+    monkeypatch.setattr(gpu_check, "PARTS", {"tests": part})
+    monkeypatch.setenv("OUT", str(tmp_path / "out"))
+    assert gpu_check.main(["--device", "cpu", "--times", "10"]) == 0
     (path,) = (tmp_path / "out").iterdir()
     document = json.loads(path.read_text())
     (part,) = document["parts"]
@@ -52,13 +49,12 @@ def test_a_rehearsal_on_the_cpu_prints_a_table_and_writes_a_file(tmp_path: pathl
     rows = [(row["what"], row["result"]) for row in part["rows"]]
     assert rows[0][1] == "1 passed, 0 failed, 0 skipped"
     assert rows[1:] == [("speed", "3")]
-    assert "1 passed, 0 failed, 0 skipped" in result.stdout
+    assert "1 passed, 0 failed, 0 skipped" in capsys.readouterr().out
 
 
 def test_the_tests_of_all_parts_exist_and_smoke_are_twenty_five() -> None:
     parts = {name: part.tests for name, part in gpu_check.PARTS.items() if part.tests}
-    programs = {"bench", "reduce-overhead", "nodes", "optimizer"}
-    assert gpu_check.PARTS.keys() - parts.keys() == programs
+    assert gpu_check.PARTS.keys() - parts.keys() == {"bench", "reduce-overhead"}
     assert len(parts["smoke"]) == 25
     # By themselves: beside a folder pytest does not look at what else is named of it.
     assert all((gpu_check.ROOT / path).exists() for path in parts.pop("tests"))
@@ -149,15 +145,6 @@ def nothing(_: pathlib.Path) -> None:
     pass
 
 
-def test_what_a_program_measures_is_rows(
-    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    rows = [{"what": "a node", "result": "slow", "ok": False}]
-    in_place_of_programs(monkeypatch, 1, lambda path: path.write_text(json.dumps({"rows": rows})))
-    assert run_part("nodes", tmp_path) == rows
-
-
-@pytest.mark.parametrize("name", ["nodes", "bench"])
 @pytest.mark.parametrize(
     ("code", "result"),
     [(None, "stopped after 360 s"), (1, "the process ended with 1: CUDA error")],
@@ -165,12 +152,11 @@ def test_what_a_program_measures_is_rows(
 def test_a_program_that_fails_is_a_row_with_all_that_it_said(
     code: int | None,
     result: str,
-    name: str,
     tmp_path: pathlib.Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     in_place_of_programs(monkeypatch, code, nothing)
-    (row,) = run_part(name, tmp_path)
+    (row,) = run_part("bench", tmp_path)
     assert (row["result"], row["ok"]) == (result, False)
     assert row["text"] == "said before\nCUDA error"
 
