@@ -147,6 +147,14 @@ class BakedAdapter(Adapter):
                 "it has that; graphfsdp.optim.FusedAdam; or scope='forward_backward', which leaves "
                 "the optimizer outside the graph"
             )
+        for index, group in enumerate(self.optimizer.param_groups):
+            if self._skips_itself and group.get("momentum") and group.get("dampening"):
+                raise ConfigError(
+                    f"group {index} of {self._name} has dampening={group['dampening']}, of which "
+                    "torch's first step is free; which step is the first is not known on the host "
+                    "where skip_nonfinite=True leaves steps out on the device. Ways out: "
+                    "dampening=0; or graphfsdp.optim.FusedAdam"
+                )
         self._skipped = make_skip_counter(self.optimizer)
 
     def skipped_steps(self) -> Tensor | None:
@@ -177,6 +185,7 @@ class BakedAdapter(Adapter):
         if found_inf is None or not self._skips_itself:
             self._take_step()
             return
+        make_momentum(self.optimizer)
         vars(self.optimizer)["found_inf"] = found_inf  # as torch's GradScaler hands it over
         try:
             self._take_step()
@@ -286,6 +295,21 @@ def _show(value: object) -> str:
     if isinstance(value, Tensor):
         return f"a tensor on {value.device}"
     return repr(value)
+
+
+def make_momentum(optimizer: torch.optim.Optimizer) -> None:
+    """Give torch's SGD zeros as its first momentum, which adds up to what its first step makes.
+
+    A fused first step that is left out keeps memory as momentum that nothing has written (seen in
+    torch 2.13).
+    """
+    if not isinstance(optimizer, torch.optim.SGD):
+        return
+    for group in optimizer.param_groups:
+        for param in group["params"] if group["momentum"] else ():
+            state = optimizer.state[param] if param.grad is not None else {}
+            if param.grad is not None and state.get("momentum_buffer") is None:
+                state["momentum_buffer"] = torch.zeros_like(param.grad)
 
 
 def skip_counter(optimizer: torch.optim.Optimizer) -> Tensor | None:

@@ -89,6 +89,12 @@ def capture(optimizer: Any, **options: Any) -> None:
             lambda: capture(torch.optim.RMSprop([HERE]), skip_nonfinite=True),
             "skip_nonfinite=True.*FusedAdam",
         ),
+        (
+            lambda: capture(
+                torch.optim.SGD([HERE], momentum=0.9, dampening=0.1), skip_nonfinite=True
+            ),
+            r"group 0 of torch SGD has dampening=0\.1.*dampening=0; or",
+        ),
     ],
 )
 def test_what_cannot_be_used_is_refused_by_name(call: Callable[[], object], words: str) -> None:

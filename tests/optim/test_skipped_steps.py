@@ -28,7 +28,7 @@ from adam_helpers import (
 )
 from counting_net import mean_square
 from graphfsdp.optim import FusedAdam, Muon
-from helpers import make_optimizer, no_host_sync
+from helpers import NUM_STEPS, make_optimizer, no_host_sync
 
 
 @given(
@@ -157,3 +157,43 @@ def test_skipped_steps_are_in_checkpoints_of_any_optimizer(
         assert step.skipped_steps.item() == 4
         graphfsdp.load(tmp_path, *loading, step=2)
         assert step.skipped_steps.item() == 2
+
+
+@pytest.mark.parametrize("settings", [{}, {"nesterov": True}, {"weight_decay": 0.1}], ids=str)
+@pytest.mark.parametrize("num_bad", [1, 4])
+def test_first_steps_that_are_left_out_leave_no_momentum_behind(
+    device: torch.device, settings: dict[str, Any], num_bad: int
+) -> None:
+    """Torch's fused SGD takes what nothing has written; four: warm-ups and capture alike."""
+
+    def train(*, captured: bool) -> list[nn.Parameter]:
+        torch.manual_seed(0)
+        model = nn.Linear(5, 1).to(device)
+        optimizer = torch.optim.SGD(model.parameters(), 0.1, 0.9, fused=True, **settings)
+        step = None
+        if captured:
+            step = graphfsdp.capture(model, optimizer, loss_fn=mean_square, skip_nonfinite=True)
+        found = []
+        for index in range(NUM_STEPS):
+            x = torch.full((2, 5), 1.0 + index, device=device)
+            if index < num_bad or index == num_bad + 3:
+                x.fill_(torch.inf)
+            for group in optimizer.param_groups:
+                group["lr"] = 0.01 / (1 + index)
+            if step is not None:
+                step(x)
+            else:
+                optimizer.zero_grad()
+                mean_square(model, x).backward()
+                if all(grad_of(param).isfinite().all() for param in model.parameters()):
+                    optimizer.step()
+            found += copies_of(list(model.parameters()))
+        if step is not None:
+            step.close()
+        return found
+
+    torch.use_deterministic_algorithms(mode=True)  # fills what nothing has written with NaN
+    try:
+        assert_equal(train(captured=True), train(captured=False))
+    finally:
+        torch.use_deterministic_algorithms(mode=False)
