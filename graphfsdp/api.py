@@ -31,7 +31,6 @@ from graphfsdp.preconditions import (
     refuse_compiled_modules,
     refuse_compiling_nothing,
     refuse_foreign_optimizer,
-    refuse_unskipped_steps,
     trainable_of_all,
 )
 
@@ -225,7 +224,6 @@ class _Joined:
         self.trained = prepare(self.module, self._inner, options, program.mp_policy, noting=noting)
         for item in self._inner if is_default else ():
             refuse_foreign_optimizer(self.module, item)
-        refuse_unskipped_steps(self.module, self._inner, options)
 
     def find_params(self) -> dict[str, nn.Parameter]:
         """Return the trainable parameters that there are now."""

@@ -14,7 +14,7 @@ from torch.nn.parameter import is_lazy
 
 from graphfsdp._capture.pipelines import Pipeline
 from graphfsdp._capture.trace.source import compiled_modules
-from graphfsdp.base.capturable import CapturableOptimizer, IterationPart
+from graphfsdp.base.capturable import CapturableOptimizer
 from graphfsdp.base.hazards import HazardKind
 from graphfsdp.base.sharded import IGNORED, put_back, sharded_roots, units_of
 from graphfsdp.config import CaptureOptions, Compile, MixedPrecisionPolicy, Scope
@@ -172,21 +172,6 @@ def refuse_arguments(program: Program) -> None:
         raise ConfigError(
             f"mp_policy must be a MixedPrecisionPolicy, got {type(mp_policy).__name__}"
         )
-
-
-def refuse_unskipped_steps(
-    model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], options: CaptureOptions
-) -> None:
-    skips = options.skip_nonfinite or all(
-        isinstance(item, FusedAdam) and item.control.skips_nonfinite for item in optimizers
-    )
-    for name, module in model.named_modules():
-        if isinstance(module, IterationPart) and module.skips_steps and not skips:
-            raise ConfigError(
-                f"module {name!r} makes gradients NaN where a step is to be left out, and nothing "
-                "leaves it out, so that the weights would become NaN. Remedy: capture(..., "
-                "skip_nonfinite=True), or FusedAdam(skip_nonfinite=True)"
-            )
 
 
 @dataclass(frozen=True)

@@ -79,12 +79,7 @@ class CapturableOptimizer(Protocol):
 
 
 class IterationPart(abc.ABC):
-    """A module that has a part in an iteration beyond forward and backward.
-
-    With ``skips_steps`` it makes gradients NaN where the optimizer's step is to be left out.
-    """
-
-    skips_steps: bool
+    """A module that has a part in an iteration beyond forward and backward."""
 
     @abc.abstractmethod
     def end_iteration(self) -> None:

@@ -1,7 +1,5 @@
 """A feed-forward layer of experts, of which each token meets a few."""
 
-from typing import Any, Literal, get_args
-
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -11,15 +9,6 @@ from graphfsdp.errors import ConfigError
 from graphfsdp.moe.dispatch import Capacity, combine, dispatch
 from graphfsdp.moe.experts import Experts
 from graphfsdp.moe.router import Router, ScoreFunction, counts_now
-
-Overflow = Literal["drop", "skip"]
-
-
-def _check_room(capacity_factor: float | None, on_overflow: str) -> None:
-    if capacity_factor is not None and not capacity_factor > 0:
-        raise ConfigError(f"capacity_factor must be greater than 0, got {capacity_factor!r}")
-    if on_overflow not in get_args(Overflow):
-        raise ConfigError(f"on_overflow must be 'drop' or 'skip', got {on_overflow!r}")
 
 
 def _share_of(group: dist.ProcessGroup | None, num_experts: int) -> tuple[int, int]:
@@ -57,7 +46,6 @@ class MoE(nn.Module, IterationPart):
         *,
         topk: int = 2,
         capacity_factor: float | None = None,
-        on_overflow: Overflow = "drop",
         swiglu: bool = True,
         score_function: ScoreFunction = "softmax",
         aux_loss_coeff: float = 0.0,
@@ -76,10 +64,8 @@ class MoE(nn.Module, IterationPart):
             topk: Experts that each token meets.
             capacity_factor: Tokens of one rank that one expert takes, over its fair share of them,
                 tokens x topk / num_experts. None is room for all: on one rank that costs nothing,
-                on R ranks rows for R x tokens x topk.
-            on_overflow: "drop": the expert adds nothing to a token for which it has no room.
-                "skip": besides, the gradients become NaN, so that the optimizer's step is left
-                out on all ranks; needs ``skip_nonfinite``.
+                on R ranks rows for R x tokens x topk. An expert adds nothing to a token for which
+                it has no room.
             swiglu: Gated experts, not GELU ones.
             score_function: "softmax" over the experts, or "sigmoid" of each.
             aux_loss_coeff: Weight of the auxiliary loss that balances; 0 for none.
@@ -102,7 +88,8 @@ class MoE(nn.Module, IterationPart):
             bias_update_rate=bias_update_rate,
             balance_group=balance_group,
         )
-        _check_room(capacity_factor, on_overflow)
+        if capacity_factor is not None and not capacity_factor > 0:
+            raise ConfigError(f"capacity_factor must be greater than 0, got {capacity_factor!r}")
         self._num_ranks, first = _share_of(expert_group, num_experts)
         self.experts = Experts(
             hidden_size,
@@ -115,7 +102,6 @@ class MoE(nn.Module, IterationPart):
             down_init_std=down_init_std,
         )
         self.capacity_factor = capacity_factor
-        self.skips_steps = on_overflow == "skip"
         self._group = expert_group if self._num_ranks > 1 else None
         zeros = torch.zeros(num_experts, dtype=torch.int64)
         self.register_buffer("overflow_per_expert", zeros, persistent=False)
@@ -144,11 +130,8 @@ class MoE(nn.Module, IterationPart):
         rows, overflow = dispatch(tokens, experts, counts, capacity, self._group)
         results = self.experts(rows.rows, rows.ends, rows.most)
         mixed = combine(rows, results, weights).to(x.dtype)
-        if capacity.factor is not None:
-            if counts_now(self):
-                self.overflow_per_expert.add_(overflow)
-            if self.skips_steps:
-                mixed = _poisoned(mixed, overflow.any())
+        if capacity.factor is not None and counts_now(self):
+            self.overflow_per_expert.add_(overflow)
         return mixed.view_as(x), aux_loss
 
     def end_iteration(self) -> None:
@@ -170,22 +153,3 @@ def overflowed_tokens(model: nn.Module) -> Tensor:
     if not found:
         raise ConfigError("the model has no graphfsdp.moe.MoE whose tokens could overflow")
     return torch.stack(found).sum()
-
-
-def _poisoned(x: Tensor, is_bad: Tensor) -> Tensor:
-    same: Tensor = _Poison.apply(x, is_bad)  # type: ignore[no-untyped-call]
-    return same
-
-
-class _Poison(torch.autograd.Function):
-    """The same values, whose gradient is NaN if ``is_bad``."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, is_bad: Tensor) -> Tensor:
-        ctx.save_for_backward(is_bad)
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        (is_bad,) = ctx.saved_tensors
-        return grads[0].masked_fill(is_bad, torch.nan), None

@@ -108,7 +108,6 @@ SAID: dict[str, tuple[int, list[str]]] = {
     "workers.py:pair": (0, []),
     # Memory that is given away between two iterations.
     "target.py": (1, ["target.py:10", "in module model.target", "read a tensor in one run"]),
-    "skips.py": (0, ["can be captured: "]),
     # Steps that hooks make in a backward pass.
     "hooked.py": (0, ["have hooks", "optimizer 3 SGD: "]),
     # Files are copied, listed and removed, and the folder stays as it was.

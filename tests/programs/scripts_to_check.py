@@ -232,23 +232,6 @@ for iteration in range(9):
     for old, new in zip(target.parameters(), online.parameters()):
         old.data = old.data * 0.9 + new.data * 0.1  # moves
 """
-# Steps that an expert layer wants left out, which the capture leaves out.
-SKIPS = """
-import torch
-import graphfsdp
-from graphfsdp.moe import MoE
-class Net(torch.nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.experts = MoE(4, 8, 2, capacity_factor=2.0, on_overflow="skip")
-    def forward(self, x):
-        mixed, aux_loss = self.experts(x)
-        return mixed.square().mean() + aux_loss
-model = Net()
-optimizer = torch.optim.AdamW(model.parameters())
-graphfsdp.capture(model, optimizer, skip_nonfinite=True)(torch.randn(2, 3, 4))
-"""
-
 # What the next two do in each of their iterations before anything else.
 _STEPS = """\
 model = torch.nn.Linear(2, 1)
@@ -359,7 +342,6 @@ PROGRAMS = {
     "loop.py": LOOP,
     "workers.py": WORKERS,
     "target.py": TARGET,
-    "skips.py": SKIPS,
     "files.py": FILES,
     "later.py": LATER,
     "asks.py": ASKS,
