@@ -4,7 +4,6 @@ import dataclasses
 import functools
 import math
 import os
-import platform
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
@@ -19,9 +18,8 @@ from graphfsdp.command_line import print_line
 from graphfsdp.data import Batch, TokenBatches
 from graphfsdp.training.arguments import parse_train_arguments
 from graphfsdp.training.build import TrainingRun, build_run, choose_device
-from graphfsdp.training.checkpoints import Position, RunCheckpoints
+from graphfsdp.training.checkpoints import RunCheckpoints
 from graphfsdp.training.config import TrainConfig
-from graphfsdp.training.console import banner, summary
 from graphfsdp.training.gpt import GPT
 from graphfsdp.training.hugging_face import save_weights
 from graphfsdp.training.metrics import Metrics, flops_per_token, peak_memory_bytes, peak_of
@@ -51,53 +49,85 @@ def train(config: TrainConfig, console: Console) -> None:
         stack.enter_context(process_group(ranks, device, timeout_minutes=minutes))
         if config.deterministic_mode:
             stack.enter_context(_deterministic_kernels())
-        ranks.members.together(
-            lambda: refuse_unusable_directories(config) if ranks.is_first else None
-        )
+        ranks.members.first(lambda: refuse_unusable_directories(config))
         opened = open_run_log(config, ranks, device, began_ms=began_ms)
         log = ranks.members.together(lambda: stack.enter_context(opened))
         run = build_run(config, ranks, device, log)
         stack.callback(run.step.close)
         checkpoints = RunCheckpoints(run)
         stack.callback(checkpoints.close)
-        start, lines = checkpoints.resume()
-        directory = ranks.members.together(lambda: _open_directory(run, start))
-        if directory is not None:
-            stack.callback(directory.close)
+        lines = checkpoints.resume()
+        keep = ranks.members.together(lambda: _open_directory(run, checkpoints.iteration))
+        if keep is not None:
+            stack.callback(keep.close)
         if config.mllog is not None:
             lines.append(f"MLPerf-style log in {config.mllog}; {UNVERIFIED}")
-        for line in (*banner(run), *lines):
+        say(f"graphfsdp train, preset {config.preset}, torch {torch.__version__}")
+        for name, fact in _facts(run).items():
+            say(f"  {name:<18} {fact}")
+        for line in lines:
             say(line)
 
-        def keep(metrics: Metrics) -> None:
+        def tell(metrics: Metrics) -> None:
             say(metrics.describe(config.train_iters))
-            if directory is not None:
-                directory.add(metrics)
+            if keep is not None:
+                keep.add(metrics)
 
         with closing(iter(run.feed)) as feed:
-            metrics = _iterate(run, feed, keep, checkpoints, start, log)
+            metrics = _iterate(run, feed, tell, checkpoints, log)
         checkpoints.close()
         if config.out is not None:
             state = _whole_weights(run)
-            if directory is not None:
-                directory.write_model(state)
+            if keep is not None:
+                keep.write_model(state)
                 if config.hf_model is not None:
-                    shape, target = run.model.config, directory.path / "hugging_face"
+                    shape, target = run.model.config, keep.path / "hugging_face"
                     save_weights(state, shape, config.hf_model, target)
-        assert metrics.val_loss is not None
-        say(summary(run, metrics.val_loss))
+        say(f"validation loss {metrics.val_loss:.4f} nats per token\n{run.step.report()}")
         if config.target_loss is not None:
             what = "reached" if reached(config, metrics.val_loss) else "not reached"
             say(f"target loss {config.target_loss:g} {what} after {metrics.step} iterations")
-        if directory is not None:
-            say(f"kept in {directory.path}")
+        kept = "nothing of this run is kept; --out DIR keeps metrics and parameters"
+        say(kept if keep is None else f"kept in {keep.path}")
 
 
-def _open_directory(run: TrainingRun, start: Position) -> RunDirectory | None:
-    if run.config.out is None or not run.ranks.is_first:
+def _open_directory(run: TrainingRun, resumed_at: int) -> RunDirectory | None:
+    config = run.config
+    if config.out is None or not run.ranks.is_first:
         return None
-    resumed_at = None if run.config.load is None else start.iteration
-    return RunDirectory(run.config.out, _facts(run), resumed_at=resumed_at)
+    packages = ((graphfsdp, graphfsdp.__version__), (torch, torch.__version__))
+    facts = {
+        **config.settings(),
+        "resolved": {**dataclasses.asdict(run.model.config), **_facts(run)},
+        "versions": {package.__name__: str(version) for package, version in packages},
+    }
+    return RunDirectory(config.out, facts, None if config.load is None else resumed_at)
+
+
+def _facts(run: TrainingRun) -> dict[str, object]:
+    """Return what follows from the settings, for the first lines and for ``config.json``."""
+    config, ranks = run.config, run.ranks
+    instances = config.num_distributed_optimizer_instances
+    sharding: str = config.data_parallel_sharding_strategy
+    if not ranks.launched:
+        sharding = "none in a single process; torchrun starts several"
+    elif instances > 1:
+        sharding += f" over {ranks.size // instances} ranks, {instances} times"
+    on_gpu = run.device.type == "cuda"
+    return {
+        "device": torch.cuda.get_device_name(run.device) if on_gpu else "cpu",
+        "num_threads": torch.get_num_threads(),
+        "num_parameters": sum(param.numel() for param in run.model.parameters()),
+        "param_dtype": str(config.param_dtype),
+        "scope": config.cuda_graph_scope,
+        "global_batch_size": run.batch.num_sequences,
+        "num_microbatches": run.batch.num_microbatches,
+        "num_ranks": ranks.size,
+        "sharding": sharding,
+        "corpus": run.corpus.name,
+        "train_tokens": len(run.corpus.train),
+        "validation_tokens": len(run.corpus.validation),
+    }
 
 
 @contextmanager
@@ -131,32 +161,31 @@ def _whole_weights(run: TrainingRun) -> dict[str, Tensor]:
 def _iterate(
     run: TrainingRun,
     feed: Iterator[Batch],
-    keep: Callable[[Metrics], None],
+    tell: Callable[[Metrics], None],
     checkpoints: RunCheckpoints,
-    start: Position,
     log: RunLog,
 ) -> Metrics:
     config, step = run.config, run.step
     log.block_starts()
     window = _Window(run)
-    for iteration in range(start.iteration, config.train_iters):
+    first = checkpoints.iteration
+    for iteration in range(first, config.train_iters):
         batch = next(feed)
         lr = config.lr_at(iteration)
         for group in run.optimizer.param_groups:
             group["lr"] = lr
-        phase_before = step.phase
-        loss = run.step(*batch)
+        phase = step.phase
+        loss = step(*batch)
         window.num_steps += 1
-        captured = phase_before is not step.phase
-        done = iteration + 1
+        captured = phase is not step.phase
+        done = checkpoints.iteration = iteration + 1
+        checkpoints.tokens += run.batch.num_tokens
         log.trained(done * run.batch.num_sequences)
-        position = Position(done, start.tokens + (done - start.iteration) * run.batch.num_tokens)
         is_last = done == config.train_iters
         evaluates = is_last or _is_due(done, config.eval_interval)
-        first = done in (1, start.iteration + 1)
-        if evaluates or first or _is_due(done, config.log_interval):
-            phase = graphfsdp.Phase.CAPTURE if captured else phase_before
-            metrics = window.measure(position, loss, lr, phase)
+        if evaluates or done in (1, first + 1) or _is_due(done, config.log_interval):
+            phase = graphfsdp.Phase.CAPTURE if captured else phase
+            metrics = window.measure(checkpoints, loss, lr, phase)
             if evaluates:
                 log.block_stops()
                 val_loss = validation_loss(
@@ -173,12 +202,12 @@ def _iterate(
                     log.run_stops(success=is_success(config, val_loss))
                 else:
                     log.block_starts()
-            keep(metrics)
+            tell(metrics)
             window = _Window(run)
         elif captured:
             window = _Window(run)  # so that the speed of replay does not include the capture
         began = time.perf_counter()
-        checkpoints.save_if_due(position, is_last=is_last)
+        checkpoints.save_if_due(is_last=is_last)
         window.leave_out(began)
         if is_last:
             break
@@ -207,59 +236,28 @@ class _Window:
         self._start += time.perf_counter() - began
 
     def measure(
-        self, position: Position, loss: Tensor, lr: float, phase: graphfsdp.Phase
+        self, checkpoints: RunCheckpoints, loss: Tensor, lr: float, phase: graphfsdp.Phase
     ) -> Metrics:
         self._wait()
         run, passed = self._run, time.perf_counter() - self._start
         seconds = passed / self.num_steps
         tokens_per_s = run.batch.num_tokens / seconds
+        peak = peak_of(run.device, run.config.param_dtype)
+        flops_per_s = tokens_per_s * flops_per_token(run.model)
         assert run.step.grad_norm is not None  # a limit is always given
         return Metrics(
-            step=position.iteration,
+            step=checkpoints.iteration,
             loss=float(run.ranks.mean(loss)),
             lr=lr,
             grad_norm=float(run.step.grad_norm),
-            tokens=position.tokens,
+            tokens=checkpoints.tokens,
             tokens_per_s=tokens_per_s,
             step_ms=1000 * seconds,
             memory_bytes=peak_memory_bytes(run.device),
             phase=phase.value,
             data_wait=(run.feed.waited_s - self._waited_s) / passed,
-            mfu=_mfu(run, tokens_per_s),
+            mfu=None if peak is None else flops_per_s / (run.ranks.size * peak * 1e12),
         )
-
-
-def _mfu(run: TrainingRun, tokens_per_s: float) -> float | None:
-    peak = peak_of(run.device, run.config.param_dtype)
-    if peak is None:
-        return None
-    return tokens_per_s * flops_per_token(run.model) / (run.ranks.size * peak * 1e12)
-
-
-def _facts(run: TrainingRun) -> dict[str, object]:
-    """Return everything that decides the run, for ``config.json``."""
-    return {
-        **run.config.settings(),
-        "resolved": {
-            **dataclasses.asdict(run.model.config),
-            "ffn_hidden_size": run.model.config.ffn_size,
-            "global_batch_size": run.batch.num_sequences,
-            "num_microbatches": run.batch.num_microbatches,
-            "num_ranks": run.ranks.size,
-            "sharding": run.config.sharding.value if run.ranks.launched else None,
-            "num_parameters": sum(param.numel() for param in run.model.parameters()),
-            "device": str(run.device),
-            "num_threads": torch.get_num_threads(),
-            "corpus": run.corpus.name,
-            "train_tokens": len(run.corpus.train),
-            "validation_tokens": len(run.corpus.validation),
-        },
-        "versions": {
-            "graphfsdp": graphfsdp.__version__,
-            "torch": torch.__version__,
-            "python": platform.python_version(),
-        },
-    }
 
 
 @torch.no_grad()
@@ -269,14 +267,13 @@ def validation_loss(
     *,
     num_batches: int,
     batch_size: int,
-    ranks: Ranks | None = None,
+    ranks: Ranks,
 ) -> float:
     """Mean loss in nats per token over fixed batches of the held-out part.
 
     Ranks share the batches out: all must call this, and all get the same mean, whose terms and
     whose order of addition do not depend on the number of ranks.
     """
-    ranks = ranks or Ranks()
     num_rounds = math.ceil(num_batches / ranks.size)
     # Sharded weights are gathered by all ranks together, so each runs equally many batches; one
     # that has none left runs the last again, which is then not counted.

@@ -3,7 +3,7 @@
 import contextlib
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 from safetensors.torch import save_file
@@ -76,7 +76,7 @@ class RunDirectory:
     """Writes a run as it goes, so that whatever ends it leaves what was known until then."""
 
     def __init__(
-        self, out: str, facts: Mapping[str, object], *, resumed_at: int | None = None
+        self, out: str, facts: Mapping[str, object], resumed_at: int | None = None
     ) -> None:
         """Make the directory and write ``config.json``.
 
@@ -86,9 +86,12 @@ class RunDirectory:
         self.path = make_new_directory(out, resumes=resumed_at is not None)
         metrics = self.path / "metrics.jsonl"
         with in_the_words_of("--out", out):
-            kept = [] if resumed_at is None else _kept_until(metrics, resumed_at)
-            _replace(self.path / "config.json", json.dumps(facts, indent=2) + "\n")
-            _replace(metrics, "".join(f"{line}\n" for line in kept))
+            lines = metrics.read_text().splitlines(keepends=True) if metrics.exists() else []
+            whole = (line for line in lines if line.endswith("}\n"))  # the last may be cut off
+            kept = "".join(line for line in whole if json.loads(line)["step"] <= (resumed_at or 0))
+            settings = json.dumps(facts, indent=2) + "\n"
+            _replace(self.path / "config.json", lambda new: new.write_text(settings))
+            _replace(metrics, lambda new: new.write_text(kept))
             self._metrics_file = metrics.open("a")
 
     def add(self, metrics: Metrics) -> None:
@@ -100,30 +103,15 @@ class RunDirectory:
         """Write a file that appears when it is complete; tied tensors under their first names."""
         each = {id(tensor): name for name, tensor in reversed(list(state.items()))}
         tensors = {name: state[name].contiguous() for name in each.values()}
-        unfinished = self.path / "model.unfinished"
-        save_file(tensors, unfinished, {"format": "pt"})
-        os.replace(unfinished, self.path / "model.safetensors")
+        target = self.path / "model.safetensors"
+        _replace(target, lambda new: save_file(tensors, new, {"format": "pt"}))
 
     def close(self) -> None:
         self._metrics_file.close()
 
 
-def _replace(path: Path, text: str) -> None:
+def _replace(path: Path, write: Callable[[Path], object]) -> None:
     """Whenever the process ends, the file is either the old one or the new one."""
     unfinished = path.with_name(f"{path.name}.unfinished")
-    unfinished.write_text(text, encoding="utf-8")
+    write(unfinished)
     os.replace(unfinished, path)
-
-
-def _kept_until(path: Path, iteration: int) -> list[str]:
-    """Return the lines of a file up to an iteration; the last one may have been cut off."""
-    found: list[str] = []
-    for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else ():
-        try:
-            step = json.loads(line)["step"]
-        except (ValueError, KeyError, TypeError):
-            break
-        if step > iteration:
-            break
-        found.append(line)
-    return found
