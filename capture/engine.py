@@ -4,10 +4,10 @@ import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import chain
+from types import MappingProxyType
 
 from torch import Tensor, nn
 
-from graphfsdp._capture.cuda.regions import CompiledRegions
 from graphfsdp._capture.gradients import PersistentGradients
 from graphfsdp._capture.guards.guards import Guards
 from graphfsdp._capture.guards.modules import join, weights_of
@@ -22,6 +22,7 @@ from graphfsdp._capture.recording import Recording, Recordings, Results
 from graphfsdp._capture.rules.constants import ConstantWatch
 from graphfsdp._capture.trace.backend import GraphBackend
 from graphfsdp._capture.trace.ran import Ran
+from graphfsdp._capture.trace.source import has_compiled_regions
 from graphfsdp._capture.undo.host_state import Attempt
 from graphfsdp._capture.undo.interrupts import deliver_waiting
 from graphfsdp.base.capturable import CapturableOptimizer
@@ -35,6 +36,9 @@ from graphfsdp.errors import CaptureError, GuardError, Refuse, raised
 
 _LOG = logging.getLogger("graphfsdp")
 _MOST_NAMED = 8
+# Not Inductor's own graphs, since one graph is to hold all; and the generators' numbers of eager
+# mode, which torch replays out of a captured graph as well.
+_COMPILE_OPTIONS = MappingProxyType({"triton.cudagraphs": False, "fallback_random": True})
 
 
 class Engine:
@@ -62,8 +66,14 @@ class Engine:
         make_iteration: Callable[[PersistentGradients], Iteration],
         policy: MixedPrecisionPolicy,
         options: CaptureOptions,
-        regions: CompiledRegions | None = None,
+        compiles: Iterable[nn.Module] = (),
     ) -> None:
+        """``compiles``: what torch.compile makes the kernels of while this lives, on a GPU.
+
+        The first warm-up compiles and autotunes, on the capture stream; the capture runs what there
+        is by then. Modules that the user has compiled stay as they are, and so does what contains
+        them.
+        """
         self.model = model
         self.optimizer = optimizer
         self.backend = backend
@@ -82,7 +92,9 @@ class Engine:
         self._captures = options.scope is not Scope.NONE
         # Else other kinds of batches have graphs of their own, which may step.
         self._has_one_graph = options.on_change is not OnChange.RECAPTURE
-        self._regions = regions
+        self._compiled = [each for each in compiles if not has_compiled_regions(each)]
+        for each in self._compiled:
+            each.compile(options=dict(_COMPILE_OPTIONS))
         groups = [group for root in sharded_roots(model) for group in root.process_groups()]
         # Those of all ranks that make an iteration together.
         self.ranks = Ranks([*groups, *self._iteration.groups], deliver_waiting, backend.device)
@@ -405,8 +417,9 @@ class Engine:
         self.ranks.close()
         self.replayed = None
         self.gradients.close()
-        if self._regions is not None:
-            self._regions.close()
+        for each in self._compiled:
+            vars(each).pop("_compiled_call_impl", None)
+        self._compiled = []
 
 
 def _naming(error: BaseException, moves: Sequence[Move]) -> BaseException:

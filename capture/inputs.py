@@ -10,10 +10,16 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from graphfsdp._capture.trees import attributes_of, flatten, is_open, leaves_with_path, opened
+from graphfsdp._capture.trees import attributes_of, flatten, is_open, opened
 from graphfsdp.base.hazards import HazardKind
 from graphfsdp.base.op_tensors import storage_key
-from graphfsdp.base.torch_internals import keystr, tree_unflatten, without_modes
+from graphfsdp.base.torch_internals import (
+    keystr,
+    tree_leaves,
+    tree_leaves_with_path,
+    tree_unflatten,
+    without_modes,
+)
 from graphfsdp.errors import CaptureError, ConfigError
 
 Batch = tuple[tuple[Any, ...], dict[str, Any]]  # the arguments of a call
@@ -470,7 +476,11 @@ def _inside(leaf: object) -> Iterator[object]:
 
 
 def _leaf_names(batch: Batch) -> list[str]:
-    return [_render(path) for path, _ in leaves_with_path(batch)]
+    tree = opened(batch)
+    try:
+        return [_render(path) for path, _ in tree_leaves_with_path(tree)]
+    except ValueError:  # of a class that was registered without names for what is in it
+        return [f"leaf {index}" for index in range(len(tree_leaves(tree)))]
 
 
 def _render(path: Sequence[Any]) -> str:

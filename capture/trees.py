@@ -10,13 +10,12 @@ from collections.abc import Iterable
 from typing import Any
 
 from torch import Tensor, nn
-from torch.utils._pytree import GetAttrKey, KeyEntry, SequenceKey, register_pytree_node
+from torch.utils._pytree import GetAttrKey, register_pytree_node
 
 from graphfsdp.base.torch_internals import (
     TreeSpec,
     tree_flatten,
     tree_leaves,
-    tree_leaves_with_path,
     tree_map,
     tree_unflatten,
 )
@@ -33,27 +32,6 @@ def copied(tree: Any) -> Any:
     return tree_unflatten(
         [each.clone() if isinstance(each, Tensor) else each for each in leaves], spec
     )
-
-
-def leaves_with_path(tree: Any) -> list[tuple[tuple[KeyEntry, ...], Any]]:
-    tree = opened(tree)
-    try:
-        return tree_leaves_with_path(tree)
-    except ValueError:  # of a class that was registered without names for what is in it
-        found = tree_leaves_with_path(tree, is_leaf=_has_no_names)
-        return [
-            ((*path, *([SequenceKey(index)] if _has_no_names(node) else ())), leaf)
-            for path, node in found
-            for index, leaf in enumerate(tree_leaves(node))
-        ]
-
-
-def _has_no_names(node: Any) -> bool:
-    try:
-        tree_leaves_with_path(node, is_leaf=lambda each: each is not node)
-    except ValueError:
-        return True
-    return False
 
 
 def is_open(value: Any) -> bool:

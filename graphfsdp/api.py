@@ -8,16 +8,19 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from graphfsdp._capture.choose_backend import make_backend
-from graphfsdp._capture.cuda.regions import CompiledRegions
+from graphfsdp._capture.compiled.inductor import require_compiler
+from graphfsdp._capture.cpu.graph import CpuGraphBackend
+from graphfsdp._capture.cuda.graph import CudaGraphBackend
 from graphfsdp._capture.engine import Engine
 from graphfsdp._capture.gradients import PersistentGradients
 from graphfsdp._capture.iteration import CustomIteration, Iteration, default_loss
 from graphfsdp._capture.pipelines import PipelineIteration, pipeline_of
 from graphfsdp._capture.step import CapturedStep, ExampleBatch
+from graphfsdp._capture.trace.backend import GraphBackend
 from graphfsdp._capture.undo.interrupts import DeferredInterrupts
 from graphfsdp.base.hazards import HazardKind
 from graphfsdp.config import Compile, MixedPrecisionPolicy, OnChange, Scope, Undo
+from graphfsdp.errors import ConfigError
 from graphfsdp.preconditions import (
     Noting,
     Program,
@@ -181,14 +184,14 @@ def make_engine(
     ConfigError: they leave nothing to go on with.
     """
     joined = _Joined(program, noting)
-    graph_backend = make_backend(backend, joined.trained.device, compiles)
+    graph_backend = _make_backend(backend, joined.trained.device, compiles)
     if program.options.scope is not Scope.NONE:
         with noting(HazardKind.COMPILED):
             refuse_compiled_modules(joined.module, graph_backend.device)
     on_gpu = graph_backend.device.type == "cuda"
     if not on_gpu and compiles is Compile.OFF:  # else torch fuses the whole
         joined.trained.adapted.step_by_groups()
-    compiles_regions = on_gpu and compiles is Compile.ON
+    compiles_models = on_gpu and compiles is Compile.ON
     return Engine(
         joined.module,
         joined.trained.adapted,
@@ -197,8 +200,35 @@ def make_engine(
         make_iteration=joined.make_iteration,
         policy=joined.trained.policy,
         options=program.options,
-        regions=CompiledRegions(as_list(program.model, "model")) if compiles_regions else None,
+        compiles=as_list(program.model, "model") if compiles_models else (),
     )
+
+
+def _make_backend(
+    name: str,
+    device: torch.device,
+    compile: Compile = Compile.OFF,  # noqa: A002 (as torch has it)
+) -> GraphBackend:
+    """Make the backend of a name: "auto", "cuda" or "cpu"."""
+    if name not in ("auto", "cuda", "cpu"):
+        raise ConfigError(f"unknown backend {name!r}; expected 'auto', 'cuda' or 'cpu'")
+    if name == "auto":
+        name = device.type
+    if name != device.type or name not in ("cuda", "cpu"):
+        raise ConfigError(
+            f"the {name!r} backend cannot capture a model on {device}; expected a model on one "
+            f"'cuda' or 'cpu' device. Remedy: move the model, or leave backend='auto'"
+        )
+    if name == "cuda":
+        if compile is Compile.AUTO:
+            raise ConfigError(
+                "compile='auto' times pieces of a recording, which there are on a CPU alone. "
+                "Remedy: compile=True, and compare with compile=False by graphfsdp bench"
+            )
+        return CudaGraphBackend(device)
+    if compile is not Compile.OFF:
+        require_compiler()
+    return CpuGraphBackend(device, compile=compile)
 
 
 class _Joined:

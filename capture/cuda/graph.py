@@ -96,7 +96,7 @@ class CudaGraph:
         return self._graph is not None
 
     def compile(self) -> None:
-        """Do nothing: what compiled regions have made is in the graph; see CompiledRegions."""
+        """Do nothing: what compiled regions have made is in the graph."""
 
     def close(self) -> None:
         """Give the graph back, and then the pool that its tensors lie in."""

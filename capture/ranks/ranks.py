@@ -132,19 +132,15 @@ class Ranks:
         CaptureError names another rank that failed and says why. RankFailedError: the groups were
         given up as well. WarmUpAgainError: a rank wants the attempt repeated; all ranks raise it.
         """
-        if _AGAIN in self.tell(_AGAIN if again else ""):
-            raise WarmUpAgainError("a rank was given other numbers than in the warm-up")
-
-    def tell(self, mine: str) -> list[str]:
-        """Wait until every rank has come as far; return what each has told, by rank."""
         self._ask()  # while it can be undone: afterwards the others keep what they have done
         self._num_settled += 1
         told = self._attempts.exchange(
-            mine,
+            _AGAIN if again else "",
             stage=f"{self._name}/{self._num_settled}",
             heard=self._refuse_failure,
         )
-        return [told[rank] for rank in sorted(told)]
+        if _AGAIN in told.values():
+            raise WarmUpAgainError("a rank was given other numbers than in the warm-up")
 
     def repeat(self, error: BaseException) -> BaseException:
         """Propose to all ranks to repeat an attempt: none does unless all do.

@@ -24,8 +24,8 @@ import torch
 from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
-from graphfsdp._capture.choose_backend import make_backend
 from graphfsdp._capture.cpu.graph import CpuGraphBackend
+from graphfsdp._capture.cuda.graph import CudaGraphBackend
 from graphfsdp._capture.phase import Phase
 from graphfsdp._capture.trace.backend import GraphBackend
 from graphfsdp.base.hazards import Hazard
@@ -139,7 +139,7 @@ class Parts:
             self._backends[device] = (
                 CpuGraphBackend(device, lands_early=True)
                 if device.type == "cpu"
-                else make_backend("auto", device)
+                else CudaGraphBackend(device)
             )
         part = self._parts[id(module)] = ModulePart(
             name,

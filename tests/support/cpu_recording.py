@@ -52,7 +52,7 @@ class PoisoningBackend(CpuGraphBackend):
 
 def poisoned() -> AbstractContextManager[object]:
     """Let each program on a CPU overwrite its dead memory, in a test or in the body."""
-    return patch("graphfsdp._capture.choose_backend.CpuGraphBackend", PoisoningBackend)
+    return patch("graphfsdp.api.CpuGraphBackend", PoisoningBackend)
 
 
 def record(

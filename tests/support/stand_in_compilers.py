@@ -49,7 +49,7 @@ def compiling_by(compiler: Compiler = as_it_is) -> Iterator[None]:
     """Put a function in place of Inductor in the body."""
     with (
         mock.patch.object(inductor.Compiler, "compile", lambda _, graph: compiler(graph)),
-        mock.patch("graphfsdp._capture.choose_backend.require_compiler"),
+        mock.patch("graphfsdp.api.require_compiler"),
     ):
         yield
 
