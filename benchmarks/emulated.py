@@ -21,7 +21,6 @@ import torch
 import torch.distributed as dist
 import torch.distributed.fsdp as torch_fsdp
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.flop_counter import flop_registry
 
 import graphfsdp
@@ -31,17 +30,11 @@ from graphfsdp.base.op_tensors import OpCall, OperatorMode, flat_tensors
 from graphfsdp.bench import contenders
 from graphfsdp.bench.results import Table
 from graphfsdp.bench.workloads import find_workload, make_model
-from graphfsdp.config import ShardingStrategy
 from graphfsdp.optim import FusedAdam
 from graphfsdp.planning.plan import CALL_S, DEVICES, NODE_S, arithmetic_s
-from graphfsdp.training import build
-from graphfsdp.training.arguments import find_preset
-from played_group import played_ranks
 
-DOCS = ROOT / "docs"
-PAGES = tuple(DOCS / name for name in ("emulated.md", "notes/2026-11-26_launches.md", "beside.md"))
+PAGES = tuple(ROOT / "docs" / name for name in ("emulated.md", "beside.md"))
 WORKLOAD, BATCH_SIZE = "gpt2-124m", 8
-LARGE_MODEL, NUM_PLAYED = "llama3-8b", 8
 NUM_CALLS = 6  # three warm-ups, the capture, and two of what is counted
 NUM_RANKS = 2
 DEVICE = torch.device("cuda", int(os.environ.get("RANK", "0")))
@@ -139,40 +132,11 @@ def _ours(scope: str, *, compiled: bool = False, model: nn.Module | None = None)
     )
 
 
-def _sharded(model: nn.Module, shard: Callable[..., object], **options: Any) -> nn.Module:
+def _sharded(shard: Callable[..., object]) -> nn.Module:
+    model = _model()
     for module in (*model.get_submodule("blocks").children(), model):
-        shard(module, **options)
+        shard(module)
     return model
-
-
-def _large(scope: str | None, num_graphs: int = 0, *, root_reshards: bool | None = None) -> Train:
-    """Train as one rank of eight in float32, computed in bfloat16; FSDP2 where no scope is given.
-
-    FSDP2 has torch's fused AdamW.
-    """
-    config = find_preset(LARGE_MODEL)
-    assert config.vocab_size is not None
-    model: nn.Module = build.make_model(
-        config, config.vocab_size, torch.device("meta"), torch.float32
-    )
-    mesh = init_device_mesh("cuda", (NUM_PLAYED,))
-    if scope is None:
-        policy = torch_fsdp.MixedPrecisionPolicy(config.param_dtype, torch.float32)
-        _sharded(model, torch_fsdp.fully_shard, mesh=mesh, mp_policy=policy)
-        return Plain(num_graphs, model=model.to_empty(device=DEVICE))
-    _sharded(
-        model,
-        graphfsdp.fully_shard,
-        mesh=mesh,
-        strategy=ShardingStrategy.OPTIM_GRADS_PARAMS,
-        mp_policy=config.mp_policy,
-        reshard_after_forward=root_reshards,
-    )
-    optimizer = build.make_optimizer(config, model.to_empty(device=DEVICE), sharded=True)
-    limit = contenders.MAX_GRAD_NORM
-    return graphfsdp.capture(
-        model, optimizer, scope=scope, max_grad_norm=limit, mp_policy=config.mp_policy
-    )
 
 
 # By the sections of the pages that they are in.
@@ -193,23 +157,14 @@ KINDS: Mapping[str, Mapping[str, Callable[[], Train]]] = MappingProxyType(
         },
         "ranked": {
             "FSDP2, two graphs as in torchtitan": lambda: Plain(
-                2, model=_sharded(_model(), torch_fsdp.fully_shard)
+                2, model=_sharded(torch_fsdp.fully_shard)
             ),
             "graphfsdp, two ranks, eager": lambda: _ours(
-                "none", model=_sharded(_model(), graphfsdp.fully_shard)
+                "none", model=_sharded(graphfsdp.fully_shard)
             ),
             "graphfsdp, two ranks, captured": lambda: _ours(
-                "full_iteration", model=_sharded(_model(), graphfsdp.fully_shard)
+                "full_iteration", model=_sharded(graphfsdp.fully_shard)
             ),
-        },
-        "large": {
-            "FSDP2, AdamW(fused)": lambda: _large(None),
-            "FSDP2, one of eight, two graphs": lambda: _large(None, 2),
-            "graphfsdp, one of eight, eager": lambda: _large("none"),
-            "graphfsdp, one of eight, the root gathered again, captured": lambda: _large(
-                "full_iteration", root_reshards=True
-            ),
-            "graphfsdp, one of eight, captured": lambda: _large("full_iteration"),
         },
     }
 )
@@ -252,16 +207,7 @@ class _Operators(OperatorMode):
 
 def _flops(call: OpCall, result: Any) -> int:
     count = flop_registry.get(call.op.overloadpacket)
-    if count is None:
-        return 0
-    args = list(call.args)
-    if "scaled_dot_product" in call.name:  # torch's formula has it that keys have as many heads
-        places = [i for i, each in enumerate(args) if isinstance(each, Tensor) and each.dim() == 4]
-        heads = max(args[place].shape[1] for place in places)
-        for place in places:
-            rows, _, *rest = args[place].shape
-            args[place] = torch.empty((rows, heads, *rest), device="meta")
-    return int(count(*args, **call.kwargs, out_val=result))
+    return 0 if count is None else int(count(*call.args, **call.kwargs, out_val=result))
 
 
 def _nbytes(tensor: Tensor) -> int:
@@ -274,17 +220,14 @@ def _nbytes(tensor: Tensor) -> int:
 def measure(kind: str, name: str) -> Numbers:
     """Train with a contender, and count its last iteration; in a process of its own."""
     torch.backends.cuda.enable_cudnn_sdp(False)  # cuDNN is not played
-    size = BATCH_SIZE, find_workload(WORKLOAD).items_per_sample
-    if kind == "large":
-        size = 1, find_preset(LARGE_MODEL).seq_length
     if kind == "ranked":
         torch.cuda.set_device(DEVICE)
         dist.init_process_group("cpu:gloo,cuda:nccl")
-    with played_ranks(NUM_PLAYED) if kind == "large" else contextlib.nullcontext():
-        return _counted(KINDS[kind][name](), size, kind not in ("compiled", "ranked"))
-
-
-def _counted(train: Train, size: tuple[int, int], counts_bytes: bool) -> Numbers:
+    # Under a mode torch.compile would run what it has compiled operator by operator.
+    # On several ranks our captures want to see streams wait for each other.
+    counts_bytes = kind not in ("compiled", "ranked")
+    train = KINDS[kind][name]()
+    size = BATCH_SIZE, find_workload(WORKLOAD).items_per_sample
     batch = [torch.zeros(size, dtype=torch.int64, device=DEVICE) for _ in "xy"]
     torch.cuda.empty_cache()  # what made the weights
     torch.cuda.reset_peak_memory_stats()
@@ -293,8 +236,6 @@ def _counted(train: Train, size: tuple[int, int], counts_bytes: bool) -> Numbers
         operators = _Operators()
         torch.cuda.synchronize()
         before = library.counts()
-        # Under a mode torch.compile would run what it has compiled operator by operator.
-        # On several ranks our captures want to see streams wait for each other.
         is_looked_at = counts_bytes and number >= contenders.WARMUP_STEPS
         with operators if is_looked_at else contextlib.nullcontext():
             train(*batch)

@@ -5,7 +5,6 @@ import json
 import os
 import shlex
 import statistics
-import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,7 +14,7 @@ from typing import Annotated, Any
 from rich.console import Console
 
 from graphfsdp.bench.machine import find_environment
-from graphfsdp.bench.process import environment_with_this_package
+from graphfsdp.bench.process import environment_with_this_package, last_line, run_limited
 from graphfsdp.bench.results import Row, finite
 from graphfsdp.command_line import Parser, add_flags, print_line, require
 from graphfsdp.errors import ConfigError
@@ -32,7 +31,7 @@ MLPERF_NUM_RUNS = 10
 MIN_NUM_RUNS = 3
 EXIT_NO_SCORE = 1
 _EXIT_BAD_INPUT = 2
-_TAIL_CHARACTERS = 500
+_MAX_CHARACTERS = 500  # of a reason
 _ABOUT = """\
 Train to a target several times, each time in new processes and with another seed, and score the
 times as MLPerf does: without the fastest and the slowest, the mean. The clock of a run starts
@@ -62,36 +61,30 @@ class _Options:
 def run_record(path: Path, *, seed: int, complaint: str, failure: str = "") -> Row:
     """Return what the log of one run says; it may be missing where the run failed early.
 
-    ``init_s`` is set-up and capture, before the clock; ``run_s`` is None for a run that did not end
-    by itself. ``complaint`` is what the compliance checker says against it, empty if it accepts it.
+    ``run_s`` is None for a run that did not end by itself. ``complaint`` is what the compliance
+    checker says against it, empty if it accepts it.
     """
     from mlperf_logging.compliance_checker import mlp_parser
 
     # A line that was cut off, as a crash may leave one, is no line.
     found = mlp_parser.parse_file(str(path), ruleset=RULESET)[0] if path.exists() else ()
     lines: dict[str, Any] = {line.key: line for line in found}  # the last one of each key
-    values = {key: line.value["value"] for key, line in lines.items()}
-
-    def seconds(start: str, stop: str) -> float | None:
-        if start not in lines or stop not in lines:
-            return None
-        return float(lines[stop].timestamp - lines[start].timestamp) / 1e3
-
-    run_s = None if failure else seconds("run_start", "run_stop")
-    stop = lines.get("run_stop")
-    status = None if stop is None else stop.value["metadata"].get("status")
+    start, stop, loss = (lines.get(key) for key in ("run_start", "run_stop", "eval_accuracy"))
+    run_s = None
+    if start and stop and not failure:
+        run_s = float(stop.timestamp - start.timestamp) / 1e3
+    reached = stop is not None and stop.value["metadata"].get("status") == "success"
     reason = failure
-    if not reason and (complaint or status != "success"):
-        judged = f"the compliance checker: {complaint}"
-        reason = judged if status == "success" else "the target was not reached"
+    if not reason and not reached:
+        reason = "the target was not reached"
+    elif not reason and complaint:
+        reason = f"the compliance checker: {complaint}"
     return {
         "log": path.name,
         "seed": seed,
-        "converged": status == "success" and run_s is not None,
-        "init_s": seconds("init_start", "init_stop"),
+        "converged": reached and run_s is not None,
         "run_s": run_s,
-        "num_samples": values.get("train_samples", 0),
-        "loss": values.get("eval_accuracy"),
+        "loss": loss and loss.value["value"],
         "accepted": not complaint,
         "reason": reason,
     }
@@ -203,29 +196,11 @@ def _run_command(num_ranks: int, train_flags: Sequence[str], seed: int, log: Pat
 
 def _run(command: Sequence[str], log: Path, seed: int, config: TrainConfig) -> Row:
     """Raises ConfigError where the trainer refuses its flags or data, as it would each time."""
-    shown = log.with_suffix(".out")
-    code = _execute(command, shown)
+    code, said = run_limited(command, None, environment_with_this_package())
+    log.with_suffix(".out").write_text(said, encoding="utf-8")
+    last = last_line(said)[-_MAX_CHARACTERS:]
     if code == _EXIT_BAD_INPUT:
-        raise ConfigError(_tail(shown).removeprefix("error: "))
+        raise ConfigError(last.removeprefix("error: "))
     complaint = compliance_complaint(log, config.mllog_benchmark) if log.exists() else "no log"
-    failure = "" if code == 0 else f"exit code {code}: {_tail(shown)}"
+    failure = "" if code == 0 else f"exit code {code}: {last}"
     return run_record(log, seed=seed, complaint=complaint, failure=failure)
-
-
-def _execute(command: Sequence[str], shown: Path) -> int:
-    with (
-        shown.open("wb") as sink,
-        subprocess.Popen(
-            command, stdout=sink, stderr=sink, env=environment_with_this_package()
-        ) as process,
-    ):
-        try:
-            return process.wait()
-        except BaseException:  # Ctrl-C: the run is told too, and nothing of it may go on
-            process.terminate()
-            raise
-
-
-def _tail(path: Path) -> str:
-    lines = path.read_text(encoding="utf-8", errors="replace").strip().splitlines()
-    return lines[-1][-_TAIL_CHARACTERS:] if lines else "it said nothing"
