@@ -16,7 +16,7 @@ from graphfsdp._capture.guards.hooks import (
     users_hooks,
 )
 from graphfsdp._capture.guards.kept import Held, Kept
-from graphfsdp._capture.guards.modules import classes, modes, structure, weights_of
+from graphfsdp._capture.guards.modules import modes, structure, weights_of
 from graphfsdp._capture.guards.moves import Before, Move, refuse_deciding
 from graphfsdp._capture.guards.names import ReadNames
 from graphfsdp._capture.guards.optimizer import optimizer_places
@@ -125,11 +125,9 @@ class Guards:
             Places(partial(tensor_places, tensors)),
             Places(partial(tensor_places, gradients, addresses_only=True)),
             Places(partial(modes, modules)),
-            Places(partial(classes, modules)),
             Places(partial(hook_places, hooks)),
             Places(partial(structure, outside), _beside),
             Places(partial(modes, moded), _beside),
-            Places(partial(classes, outside), _beside),
             Places(partial(hook_places, list(tables_of_modules(outside))), _beside),
             Places(partial(tensor_places, weights), _beside),
             self._read,

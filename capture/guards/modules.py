@@ -13,7 +13,6 @@ from graphfsdp.base.torch_internals import buffers_of, parameters_of
 
 _TABLES = (("_parameters", "parameter"), ("_buffers", "buffer"), ("_modules", "module"))
 NamedModules = Sequence[tuple[str, nn.Module]]
-_REMEDY = "give a module its class before the capture"
 _MODE = operator.itemgetter("training")
 
 
@@ -30,12 +29,6 @@ def structure(modules: NamedModules) -> Iterator[Place]:
                 yield Place(path, (list, items), list(items), named, dicts=[live])
             else:
                 yield Place(path, (dict, live), {}, named, cover=are_empty)
-
-
-def classes(modules: NamedModules) -> Iterator[Place]:
-    for path, module in modules:
-        title = f"the class of {path!r}" if path else "the model's class"
-        yield Place(title, (type, module), type(module), _class_changes, exact=True)
 
 
 def modes(modules: NamedModules) -> Iterator[Place]:
@@ -62,20 +55,10 @@ def _mode_changes(
     for path, old in changed.items():
         if path and path.rpartition(".")[0] in changed:
             continue  # its parent says it for both
-        below = f"{path}." if path else ""
-        num_below = sum(name != path and name.startswith(below) for name in changed)
         name = f"module {path!r}" if path else "the model"
-        if num_below:
-            name += f" (with {num_below} modules in it)"
-        is_name = all(part.isidentifier() for part in path.split("."))
-        owner = f"model.{path}" if is_name else f"model.get_submodule({path!r})"
-        call = f"{owner if path else 'model'}.{'train' if old else 'eval'}()"
-        remedy = f"call {call} before the step (validation in between is fine)"
+        owner = f"model.get_submodule({path!r})" if path else "model"
+        remedy = f"call {owner}.{'train' if old else 'eval'}() before the step"
         yield Change(ChangeKind.MODE, name, words[old], words[not old], remedy)
-
-
-def _class_changes(title: str, old: type, new: type) -> Iterator[Change]:
-    yield Change(ChangeKind.ATTRIBUTE, title, old.__name__, new.__name__, _REMEDY)
 
 
 def join(path: str, name: str) -> str:
@@ -112,15 +95,9 @@ def _slot_change(kind: str, path: str, old: Any, new: Any) -> Change:
     else:
         remedy = f"change the {kind}s of a model before its capture"
         words = _kind_of(old), _kind_of(new)
-        if isinstance(new, nn.Module) and type(new) is type(old):
-            words = f"a {_head_of(old)}", f"another object, a {_head_of(new)}"
-            remedy += "; give this one other weights in place (load_state_dict, copy_)"
+        if words[0] == words[1]:
+            words = words[0], f"{words[1]}, another one"
     return Change(ChangeKind.STRUCTURE, f"{kind} {path!r}", *words, remedy)
-
-
-def _head_of(module: nn.Module) -> str:
-    """Return a module's class and settings, as it prints them."""
-    return f"{type(module).__name__}({module.extra_repr()})"
 
 
 def _kind_of(value: object) -> str:

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from graphfsdp._capture.guards.draws import state_of
-from graphfsdp._capture.guards.places import MISSING, Place, change_of, same
+from graphfsdp._capture.guards.places import MISSING, Place, change_of
 from graphfsdp._capture.guards.uses import Uses
 from graphfsdp._capture.guards.walk import Walk
 from graphfsdp._capture.guards.weakened import is_alike, restored, weakened
@@ -45,7 +45,6 @@ class Move:
     title: str
     words: str
     name: str
-    key: object = None
     owner: type | None = None
     is_drawn: bool = False
 
@@ -97,10 +96,8 @@ def move_of(old: Place, new: Place) -> Move:
         before = restored(before)
     change = change_of(old.title, before, new.known)
     words = f"{change.old} -> {change.new}"
-    is_item = new.owner is None and isinstance(new.holder, dict) and new.key != new.name
-    key = new.key if is_item else _first_key(old.known, new.known)
     owner = None if new.owner is None else type(new.owner)
-    return Move(change.name, words, new.name, key, owner)
+    return Move(change.name, words, new.name, owner)
 
 
 def _put_back(place: Place) -> None:
@@ -133,14 +130,6 @@ def _put_back(place: Place) -> None:
         setattr(holder, key, old)
 
 
-def _first_key(old: Any, new: Any) -> object:
-    """Return the key of the first item of a dict that has moved."""
-    if not (isinstance(old, dict) and isinstance(new, dict)):
-        return None
-    keys = dict.fromkeys((*old, *new))
-    return next((k for k in keys if not same(old.get(k, MISSING), new.get(k, MISSING))), None)
-
-
 def _are_of_others(old: Place, new: Place) -> bool:
     """Tell whether two places belong to two functions that merely are called alike."""
     return isinstance(old.holder, FunctionType) and old.holder is not new.holder
@@ -155,7 +144,7 @@ def refuse_deciding(
     others = []
     uses = Uses(ran, found.places)
     for move in sorted(moves, key=lambda move: not move.is_drawn):
-        decides, source = uses.deciding(move.name, move.key, move.owner)
+        decides, source = uses.deciding(move.name, move.owner)
         if move.is_drawn:
             why = (
                 f"the iteration {move}; a replay runs no Python, so it would go on with what "

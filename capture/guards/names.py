@@ -176,8 +176,8 @@ class ReadNames:
         self._read_of_classes.clear()
 
     def functions(self, met: AbstractSet[types.CodeType]) -> Iterator[types.FunctionType]:
-        """Yield the living functions of users' code that ran and was not met yet."""
-        codes = {code for code in self.ran.by_users() if not _is_made_by_python(code)}
+        """Yield the living functions that ran of what users wrote, and were not met yet."""
+        codes = {code for code in self.ran.near() if not _is_made_by_python(code)}
         new = codes - met - self._living.keys()
         self._living |= {code: [] for code in new}
         # What others among them have made has no variables but theirs, which their names cover.

@@ -1,4 +1,4 @@
-"""An optimizer's tensors: its state, and the parameters in its groups; its step."""
+"""An optimizer's tensors: its state, and the parameters in its groups."""
 
 import operator
 from collections.abc import Iterator, Mapping, Sequence
@@ -33,13 +33,8 @@ def optimizer_places(optimizer: torch.optim.Optimizer, names: Mapping[int, str])
         optimizer: In the graph.
         names: Full names of parameters, by id.
     """
-    kind, own, state = type(optimizer), vars(optimizer), optimizer.state
-    title = f"{kind.__name__}.step"
-    named: Any = partial(_step_changes, kind.step)
-    yield Place(title, (getattr, kind, "step", None), kind.step, named, exact=True)
-    yield Place(title, (dict.get, own, "step", None), own.get("step"), named, exact=True)
-    owner, groups = kind.__name__, optimizer.param_groups
-    named = partial(_groups_changes, names)
+    owner, groups, state = type(optimizer).__name__, optimizer.param_groups, optimizer.state
+    named: Any = partial(_groups_changes, names)
     yield Place(owner, (getattr, optimizer, "param_groups", None), groups, named, exact=True)
     yield Place(owner, (operator.getitem, (groups,), 0), list(groups), named)
     named = partial(_group_changes, names)
@@ -72,14 +67,6 @@ def _named_tensors(
                 yield f"optimizer state {key!r} of {_name_of(param, names)!r}", value
 
 
-def _step_changes(of_class: object, title: str, old: object, new: object) -> Iterator[Change]:
-    # A scheduler wraps one of these, to count its calls.
-    counts = hasattr(new, "_wrapped_by_lr_sched")
-    if not (counts and getattr(new, "__wrapped__", None) in (of_class, old)):
-        words = ("one function", "another one")
-        yield Change(ChangeKind.ATTRIBUTE, title, *words, "replace it before the capture")
-
-
 def _groups_changes(
     names: Mapping[int, str], owner: str, before: Sequence[_Group], now: Sequence[_Group]
 ) -> Iterator[Change]:
@@ -95,9 +82,7 @@ def _group_changes(
     names: Mapping[int, str], title: str, old: list[Tensor], new: list[Tensor]
 ) -> Iterator[Change]:
     if list(map(id, old)) != list(map(id, new)):
-        words = (_listed(names, old, new), _listed(names, new, old))
-        if words[0] == words[1]:
-            words = words[0], f"{words[1]} in another order"
+        words = (_listed(names, old, new), f"{_listed(names, new, old)}, or in another order")
         yield Change(ChangeKind.GROUPS, title, *words, _GROUPS)
 
 

@@ -43,7 +43,6 @@ class _Named(NamedTuple):
     """What code comes to by a name; see ``Uses.deciding``."""
 
     name: str
-    key: object
     owner: type | None
 
 
@@ -68,20 +67,17 @@ class Uses:
         for place in places.values():
             self._places.setdefault(place.name, []).append(place)
 
-    def deciding(
-        self, name: str, key: object = None, owner: type | None = None
-    ) -> tuple[bool, SourceLine | None]:
+    def deciding(self, name: str, owner: type | None = None) -> tuple[bool, SourceLine | None]:
         """Tell whether anything follows from what is held under a name, and in which line.
 
         What the code does not name it finds by another way; then everything may follow.
 
         Args:
             name: Of a variable, or of an attribute with a dot before it.
-            key: Under which a dict of this name holds it, if it does.
             owner: Class of the object whose attribute it is, if it is one: methods of other classes
                 have their own.
         """
-        found: dict[_Named, SourceLine | None] = {_Named(name, key, owner): None}
+        found: dict[_Named, SourceLine | None] = {_Named(name, owner): None}
         pending = list(found)
         is_named = False
         for each in pending:  # which grows meanwhile
@@ -107,8 +103,6 @@ class Uses:
             if not what.name.startswith(".") and what.name not in _variables(code):
                 continue
             for use in _uses(function, what.name):
-                if _is_of_another_key(use, what.key):
-                    continue
                 if methods is not None and code not in methods and _is_of_self(use, code):
                     continue
                 yield code, use
@@ -121,9 +115,7 @@ class Uses:
         is_call = isinstance(target, ast.Call)
         if isinstance(target, ast.Call) and isinstance(target.func, ast.Attribute):
             target = target.func.value
-        key: object = None
         while isinstance(target, ast.Subscript):
-            key = target.slice.value if isinstance(target.slice, ast.Constant) else None
             target = target.value
         if isinstance(target, ast.Attribute):
             name = f".{target.attr}"
@@ -140,7 +132,7 @@ class Uses:
         may_be_torchs = not places or any(isinstance(each.owner, _OF_TORCH) for each in places)
         if may_be_torchs and name.removeprefix(".") in self._named_by_torch:
             return None
-        return _Named(name, key, None)
+        return _Named(name, None)
 
 
 @functools.lru_cache(maxsize=256)
@@ -185,13 +177,6 @@ def _uses(function: ast.AST, name: str) -> Iterator[ast.expr]:
                 yield node
         elif isinstance(node, ast.Name) and node.id == name:
             yield node
-
-
-def _is_of_another_key(use: ast.expr, key: object) -> bool:
-    parent = _parent(use)
-    if not isinstance(key, str) or not (isinstance(parent, ast.Subscript) and parent.value is use):
-        return False
-    return isinstance(parent.slice, ast.Constant) and parent.slice.value != key
 
 
 def _methods_of(kind: type) -> set[CodeType]:

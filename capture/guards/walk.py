@@ -1,7 +1,7 @@
 """What an iteration reads around it: the places that the names in the code that ran lead to.
 
 The bound: what users' code that ran names, and what lies behind that as far as they name it; of an
-installed package only what its code reads of the objects that it belongs to, and plain globals.
+installed package only what its code reads of the objects that it belongs to.
 """
 
 import functools
@@ -36,7 +36,6 @@ from graphfsdp.errors import CaptureError
 
 _MAX_ITEMS = 10_000  # longer containers are not looked at
 _MAX_OBJECTS = 1_000  # in one container
-_MAX_KEYS = 100  # of a dict whose items are looked at one by one
 _MAX_DEPTH = 6
 _SHOWING = frozenset({"logging", "loguru", "rich", "tensorboard", "tensorboardX", "tqdm", "wandb"})
 # What every module has; its mode is set by whoever calls the iteration. Recurrent ones keep lists
@@ -139,10 +138,11 @@ class Walk:
     def _function(self, function: types.FunctionType) -> None:
         """Look at what a function that ran names: cells, defaults, globals, attributes of its own.
 
-        Of what an installed package names, only what is plain.
+        What an installed package names is none of the iteration's.
         """
         code = function.__code__
-        is_known = code in self._names.codes and is_users_file(code.co_filename)
+        is_users = is_users_file(code.co_filename) and not is_installed_file(code.co_filename)
+        is_known = code in self._names.codes and is_users
         # Torch's checks of compiled code are made of a text, by a function of this name.
         if not is_known or function.__qualname__.startswith("___make_guard_fn"):
             return
@@ -161,12 +161,6 @@ class Walk:
         near = [content for _, content in cells.values()]
         near += [table.get(name) for name in reads.globals]
         deeper = self._names.deeper(code, (each for each in near if isinstance(each, str)))
-        if is_installed_file(code.co_filename):
-            for name in sorted(reads.globals & table.keys()):
-                if is_plain(table[name]) or isinstance(table[name], FUNCTIONS):
-                    title = f"global variable {name!r} of {function.__module__}"
-                    self._note(title, table, name, table[name], name)
-            return
         if function.__defaults__ is not None:
             title, defaults = f"the default arguments {where}", function.__defaults__
             self._note(title, function, "__defaults__", defaults, "")
@@ -407,10 +401,6 @@ class Walk:
                 self._note(f"{key!r} of {title}", live, key, item, name)
         else:
             self._look(f"the items of {title}", live, name)
-            if isinstance(live, dict) and len(live) <= _MAX_KEYS:  # one of them may count
-                for key, item in dict.items(live):
-                    if is_plain(item):
-                        self._note(f"{key!r} of {title}", live, key, item, name)
 
     def _note(
         self,

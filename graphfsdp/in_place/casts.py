@@ -6,9 +6,9 @@ graph: it takes autocast's own casts, as it takes inputs, and hands their gradie
 
 Note [Order around casts]: autograd goes backward from what was made last to what was made first.
 Where a weight is used without its cast as well (a tied embedding), what comes of that is added
-before or behind what comes of the cast, and last bits tell. A part has its casts made before it
-runs. So what comes of such another use goes to the weight through a node of its own, which is made
-before the cast or behind it, as the use was; and warm-ups have casts made where they are used.
+behind what comes of the cast, and last bits tell. A part has its casts made before it runs. So what
+comes of such a use, which must be the only one and come before the cast, goes to the weight through
+a node of its own that is made before the cast; and warm-ups have casts made where they are used.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -42,20 +42,14 @@ class Casts:
 
     Attributes:
         weights: All of them.
-        others: Those that are used without their casts as well, once for each such use.
+        others: Those that are used once without their casts as well.
     """
 
     def __init__(
-        self,
-        weights: Sequence[Tensor],
-        dtype: torch.dtype,
-        before: Sequence[Tensor] = (),
-        behind: Sequence[Tensor] = (),
+        self, weights: Sequence[Tensor], dtype: torch.dtype, others: Sequence[Tensor] = ()
     ) -> None:
-        """``before`` and ``behind`` the cast are the other uses, in the order of the backward."""
         self.weights = weights
-        self.others = [*before, *behind]
-        self._before, self._behind = before, behind
+        self.others = others
         self._dtype = dtype
         self._takes = [_take(weight, dtype) for weight in weights]
 
@@ -64,9 +58,8 @@ class Casts:
 
         A node is a tensor that hands its gradient on to the weight.
         """
-        before = _nodes_to(self._before)
-        casts = [take() for take in self._takes]
-        return [*casts, *before, *_nodes_to(self._behind)]
+        nodes = [torch.ops.aten.alias.default(weight) for weight in self.others]
+        return [*(take() for take in self._takes), *nodes]
 
     def values(self) -> list[Tensor]:
         """Return the casts alone, and make none for the block if that could change an order."""
@@ -109,7 +102,6 @@ def casts_behind(results: Sequence[Tensor], weights: Sequence[Tensor], dtype: to
     own = {id(weight): weight for weight in weights if weight.dim() in _SAVED_BY}
     found: dict[int, Tensor] = {}
     casts: dict[Node, int] = {}
-    uses: list[tuple[int, int, bool]] = []  # number, weight, of its cast
     nodes = [*nodes_behind(results)]
     for node in nodes:
         if node.name() != "ToCopyBackward0":
@@ -120,26 +112,20 @@ def casts_behind(results: Sequence[Tensor], weights: Sequence[Tensor], dtype: to
         if weight is not None and Casts([weight], dtype)()[0].grad_fn is node:
             found[id(weight)] = weight
             casts[node] = id(weight)
+    first: dict[int, int] = {}  # number of the first use of a cast
+    others: dict[int, list[int]] = {}  # numbers of uses without it
     for node in nodes:
-        if node in casts:
-            continue
-        for following, _ in node.next_functions:
-            key = casts.get(following, id(getattr(following, "variable", None)))  # type: ignore[arg-type]
-            if key in found:
-                uses.append((sequence_number(node), key, following in casts))
-    uses.sort(key=lambda use: -use[0])  # the order of the backward pass
-    first = {key: number for number, key, of_cast in uses if of_cast}
-    others = [(number < first[key], found[key]) for number, key, of_cast in uses if not of_cast]
-    before = [weight for is_before, weight in others if is_before]
-    behind = [weight for is_before, weight in others if not is_before]
-    if {*map(id, before)} & {*map(id, behind)}:
-        raise NotAPartError("it uses a weight before autocast casts it, and behind that as it is")
-    return Casts(list(found.values()), dtype, before, behind)
-
-
-def _nodes_to(weights: Sequence[Tensor]) -> list[Tensor]:
-    """Return one for each, the last one that is made first."""
-    return [torch.ops.aten.alias.default(weight) for weight in reversed(weights)][::-1]
+        for following, _ in () if node in casts else node.next_functions:
+            number, key = sequence_number(node), id(getattr(following, "variable", None))
+            if following in casts:
+                key = casts[following]
+                first[key] = min(first.get(key, number), number)
+            elif key in found:
+                others.setdefault(key, []).append(number)
+    for key, numbers in others.items():
+        if len(numbers) > 1 or numbers[0] > first[key]:
+            raise NotAPartError("it uses a weight behind its cast, or several times, without it")
+    return Casts(list(found.values()), dtype, [found[key] for key in others])
 
 
 def _take(weight: Tensor, dtype: torch.dtype) -> Callable[[], Any]:

@@ -31,8 +31,8 @@ from graphfsdp.base.torch_internals import (
     tracing_state,
 )
 from graphfsdp.in_place.casts import Casts, UnseenCasts, casts_behind
-from graphfsdp.in_place.part_graphs import AsWritten, PartGraphs, PartResults, has_own_memory
-from graphfsdp.in_place.part_recording import NotAPartError, guards_of
+from graphfsdp.in_place.part_graphs import AsWritten, PartGraphs, PartResults
+from graphfsdp.in_place.part_recording import NotAPartError, guards_of, has_own_memory
 
 _LOG = logging.getLogger("graphfsdp")
 _NUM_WARM_UPS = 2
@@ -114,7 +114,6 @@ class ModulePart:
         self.num_calls = 0
         self._backend = backend
         self._device_type = backend.device.type
-        self._specs: dict[Any, TreeSpec] = {}  # of calls whose arguments are leaves, by their names
         self._on_ready = on_ready
         self._on_end = on_end
         self._on_capture = on_capture
@@ -186,16 +185,9 @@ class ModulePart:
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[Sequence[Any], TreeSpec | None]:
         """Return all leaves and how they are nested; None where the leaves are the arguments."""
-        are_leaves = all(type(arg) is Tensor or arg is None for arg in (*args, *kwargs.values()))
-        if are_leaves and not kwargs:
+        if not kwargs and all(type(arg) is Tensor or arg is None for arg in args):
             return args, None
-        names = (len(args), *kwargs) if are_leaves else None
-        if names in self._specs:
-            return (*args, *kwargs.values()), self._specs[names]
-        leaves, spec = flatten((args, kwargs))
-        if names is not None:
-            self._specs[names] = spec
-        return leaves, spec
+        return flatten((args, kwargs))
 
     def _key(self, leaves: Sequence[Any], spec: TreeSpec | None, *, casts: bool) -> Any:
         """Return what tells kinds of calls apart; None for a call that no graph can have.

@@ -8,7 +8,7 @@ hands over each of them, and the engine adds them up as ever.
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
@@ -22,7 +22,7 @@ from graphfsdp._capture.rules.watcher import noting_code
 from graphfsdp._capture.trace.backend import Graph, GraphBackend
 from graphfsdp._capture.trace.ran import Ran
 from graphfsdp.base.torch_internals import functorch_level, is_batched_for_engine
-from graphfsdp.in_place.part_recording import NotAPartError, recorded
+from graphfsdp.in_place.part_recording import NotAPartError, has_own_memory, recorded
 
 _LOG = logging.getLogger("graphfsdp")
 _NUM_WARM = 2  # passes of a form through the kept graph, before one is recorded
@@ -64,44 +64,22 @@ class Arrivals:
         return found
 
 
-class StaticGradient:
-    """A gradient at a fixed address, in the form in which the loop's comes.
-
-    One that is the same along a dim, as that of a sum, has one element there.
-    """
-
-    def __init__(self, grad: Tensor) -> None:
-        pairs = list(zip(grad.shape, grad.stride(), strict=True))
-        self._shape = [size if step else min(1, size) for size, step in pairs]
-        self._stride = grad.stride()
-        self._base = torch.empty_like(self._narrow(grad))
-        self.tensor = self._base.expand(grad.shape)
-        if self.tensor.stride() != grad.stride():
-            raise NotAPartError("a gradient comes in a form that is not dense")
-
-    def _narrow(self, grad: Tensor) -> Tensor:
-        return grad.as_strided(self._shape, self._stride)
-
-    def load(self, grad: Tensor) -> None:
-        self._base.copy_(self._narrow(grad))
-
-
 @dataclass(frozen=True)
 class _BackwardGraph:
     """A graph of the backward pass.
 
     Attributes:
-        grads: Of which results it has been given some, and where it reads them.
+        grads: Where it reads those of results, by the places of these.
         is_there: For which edges it has gradients.
     """
 
     graph: Graph
-    grads: Sequence[tuple[int, StaticGradient]]
+    grads: Mapping[int, Tensor]
     is_there: Sequence[bool]
 
     def run(self, grads: Sequence[Any]) -> Sequence[Tensor | None]:
-        for index, each in self.grads:
-            each.load(grads[index])
+        for index, static in self.grads.items():
+            static.copy_(grads[index])
         return self.spread(self.graph.replay())
 
     def spread(self, made: Sequence[Tensor]) -> Sequence[Tensor | None]:
@@ -212,14 +190,8 @@ class PartBackward:
         try:
             refuse_python()
             self._on_capture()
-            held: list[tuple[int, StaticGradient]] = []
-            static: list[Tensor | None] = [None] * len(grads)
-            for index, grad in enumerate(grads):
-                if grad is not None:
-                    each = StaticGradient(grad)
-                    each.load(grad)
-                    held.append((index, each))
-                    static[index] = each.tensor
+            static = [None if grad is None else _at_a_fixed_address(grad) for grad in grads]
+            held = {index: grad for index, grad in enumerate(static) if grad is not None}
             graph, made, _ = recorded(
                 self._module, self._backend, self._ran, iterate, refuse_more=refuse_python
             )
@@ -236,6 +208,13 @@ class PartBackward:
                 graph.graph.close()
         self._graphs.clear()
         self._results, self._leaves, self._uses = (), (), ()
+
+
+def _at_a_fixed_address(grad: Tensor) -> Tensor:
+    static = torch.empty_strided(grad.shape, grad.stride(), dtype=grad.dtype, device=grad.device)
+    if not has_own_memory(grad):
+        raise NotAPartError("a gradient comes in a form that is not dense")
+    return static.copy_(grad)
 
 
 def _is_batched(grad: Tensor | None) -> bool:

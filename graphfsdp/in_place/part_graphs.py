@@ -22,7 +22,6 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from operator import itemgetter
 from typing import Any
 
 import torch
@@ -325,14 +324,6 @@ class PartGraphs:
                     uses.setdefault(id(variable), []).append((node, index))
                 else:
                     raise NotAPartError("it trains a tensor that is none of its parameters")
-        # Whoever prints a result reads the name of what it was made by, of one at least.
-        function: Any = type("_Named", (_ReplayedPart,), {})
-        made = [(tensor.dim(), tensor.grad_fn) for tensor in kept if tensor.grad_fn]
-        for _, node in sorted(made, key=itemgetter(0))[:1]:
-            function._backward_cls.__name__ = node.name()
-        # Without the way through functions of torch's in Python, which have nothing to do here.
-        function._backward_cls.apply = _ReplayedPart.backward
-        self._apply: Any = super(torch.autograd.Function, function).apply  # type: ignore[misc]
         self._fixed = [index for index, tensor in enumerate(kept) if not tensor.requires_grad]
         self.backward = PartBackward(
             self._module,
@@ -355,15 +346,12 @@ class PartGraphs:
 
     def _find_others(self, uses: Mapping[int, Sequence[Any]]) -> None:
         """Find the uses that are handed their gradients by nodes; see Note [Order around casts]."""
-        places: dict[int, list[int]] = {}
-        for place, weight in enumerate(self._casts.others, len(self._static)):
-            places.setdefault(id(weight), []).append(place)
+        others = enumerate(self._casts.others, len(self._static))
+        places = {id(weight): place for place, weight in others}
         index = 0
         for key, nodes in uses.items():
-            own = places.pop(id(self._params.get(key)), [])
-            if own and len(own) != len(nodes):
-                raise NotAPartError("it uses a weight that autocast casts otherwise than before")
-            self._input_edges += zip(range(index, index + len(own)), own, strict=True)
+            if len(nodes) == 1 and (weight := id(self._params.get(key))) in places:
+                self._input_edges.append((index, places.pop(weight)))
             index += len(nodes)
         if places:
             raise NotAPartError("it uses a weight that autocast casts otherwise than before")
@@ -398,7 +386,8 @@ class PartGraphs:
         """Return what the module returns, of the results of its graph."""
         if self._edges:
             edges = self.edges(given)
-            results = self._apply(Flight(self, results, given, again), *edges)
+            flight = Flight(self, results, given, again)
+            results = _ReplayedPart.apply(flight, *edges)  # type: ignore[no-untyped-call]
         return self.results.made_of(results)
 
     def hand_over(self, ctx: Any, results: Sequence[Tensor], leaves: Sequence[Any]) -> None:
@@ -536,17 +525,6 @@ def _another(tensor: Tensor) -> Tensor:
 
 def _as_it_is(tensor: Tensor) -> Tensor:
     return tensor
-
-
-def has_own_memory(tensor: Tensor) -> bool:
-    """Tell whether no two elements of a tensor lie in one place, as those of ``expand`` do."""
-    end = 0
-    for step, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
-        if size > 1:
-            if step <= end:
-                return False
-            end += (size - 1) * step
-    return True
 
 
 def is_dense(tensor: Tensor) -> bool:

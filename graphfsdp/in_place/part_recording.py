@@ -28,6 +28,17 @@ class NotAPartError(Exception):
         self.hazard = hazard
 
 
+def has_own_memory(tensor: Tensor) -> bool:
+    """Tell whether no two elements of a tensor lie in one place, as those of ``expand`` do."""
+    end = 0
+    for step, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size > 1:
+            if step <= end:
+                return False
+            end += (size - 1) * step
+    return True
+
+
 def guards_of(module: nn.Module, device: torch.device, ran: Ran) -> Guards:
     """Return what looks at all that a call of a module reads in Python."""
     params = {name: param for name, param in module.named_parameters() if param.requires_grad}

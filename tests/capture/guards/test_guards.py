@@ -32,17 +32,10 @@ def reversed_in(table: dict[str, Any]) -> None:
         table[name] = table.pop(name)
 
 
-class OtherLinear(nn.Linear):
-    """A class to exchange a module's class for."""
-
-
 # What is done between two replays, and how it is told.
 CHANGES = {
     ChangeKind.MODE: {
-        "model.eval()": (
-            r"the model \(with 6 modules in it\) was in train .* now in eval .*model\.train\(\)"
-        ),
-        "body.dropout.eval()": r"module 'body\.dropout' was in .*model\.body\.dropout\.train\(\)",
+        "model.eval()": r"the model was in train .* now in eval .*model\.train\(\)",
         "body.layers[1].eval()": r"call model\.get_submodule\('body\.layers\.1'\)\.train\(\)",
     },
     ChangeKind.ATTRIBUTE: {
@@ -50,7 +43,6 @@ CHANGES = {
         "body.noise = torch.Generator()": r"attribute 'body\.noise' was <torch",
         "body.dropout.forward = lambda x: x": r"'body\.dropout\.forward'.*replace functions before",
         "body.plain = body.plain.clone()": r"'body\.plain'",
-        "body.layers[0].__class__ = OtherLinear": r"class of 'body\.layers\.0' was Linear",
         "object.__setattr__(body, 'temperature', 3.0)": r"'body\.temperature' was 2\.0",
         "del body.temperature": "'body.temperature' .*missing",
         # What does not matter first, so that all dicts of the model are asked once more.
@@ -67,9 +59,6 @@ CHANGES = {
         "patch.setattr('guard_net.Body.at_class', 9.0)": r"Body\.at_class was 1\.0 .* now 9\.0",
         "patch.setattr('guard_net.Body.forward', lambda model, x: x)": r"Body\.forward was one f",
         "patch.setattr('guard_net.Body.scale', classmethod(lambda cls: 3.0))": r"Body\.scale was",
-        "patch.setattr('graphfsdp.optim.FusedAdam.step', lambda optimizer: None)": (
-            r"FusedAdam\.step was one function"
-        ),
         "around.criterion = nn.BCEWithLogitsLoss()": "'criterion' .* was one BCEWithLogitsLoss",
         "around.criterion = nn.MSELoss()": (
             "'criterion' .* was a BCEWithLogitsLoss .* now a MSELoss"
@@ -113,7 +102,7 @@ CHANGES = {
         ),
         "body.dropout = nn.Identity()": (r"module 'body\.dropout' was a Dropout .* now a Identity"),
         "body.dropout = nn.Dropout(0.75)": (
-            r"'body\.dropout' was a Dropout\(p=0.* now another object, a Dropout\(p=0.75.*in place"
+            r"'body\.dropout' was a Dropout .* now a Dropout, another one"
         ),
         "del body.layers._modules['1']": r"'body\.layers\.1' was a Linear .* absent",
         "body.norm.register_buffer('extra', torch.zeros(1))": r"'body\.norm\.extra'",

@@ -40,7 +40,6 @@ CHANGES = {
             r"was of 1 groups .* now of 2"
         ),
     },
-    ChangeKind.ATTRIBUTE: {"optim.step = a_hook": r"\w+\.step was one function"},
 }
 
 
