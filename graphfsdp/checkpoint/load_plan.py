@@ -52,22 +52,13 @@ class LoadPlan:
                 return existing
         return self.read(key, new_like(param, dtype))
 
-    def saved_weight(self, name: str) -> str | None:
-        """Return the key of a model's tensor, which may have had another name first."""
-        for candidate in (name, self.facts["aliases"].get(name)):
-            if f"{MODEL}{candidate}" in self.saved:
-                return f"{MODEL}{candidate}"
-        return None
-
 
 def plan_model(plan: LoadPlan) -> None:
-    used: set[str] = set()
     for name, tensor in plan.model.tensors.items():
-        key = plan.saved_weight(name)
-        if key is None:
+        key = f"{MODEL}{name}"
+        if key not in plan.saved:
             plan.problems.append(f"model: {name!r} is missing in the checkpoint")
             continue
-        used.add(key.removeprefix(MODEL))
         dtype, shape = plan.saved[key]
         if shape != tuple(tensor.shape):
             plan.problems.append(f"model: {name!r}: saved {list(shape)}, here {list(tensor.shape)}")
@@ -90,9 +81,10 @@ def plan_model(plan: LoadPlan) -> None:
         else:
             plan.problems.append(f"model: {name!r} is missing in the checkpoint")
     saved = {key.removeprefix(MODEL) for key in plan.saved if key.startswith(MODEL)}
+    here = plan.model.tensors.keys() | plan.model.extra.keys()
     plan.unused += [
         f"model: {name!r} is in the checkpoint, but not in the model"
-        for name in (saved - used) | (extra.keys() - plan.model.extra.keys())
+        for name in (saved | extra.keys()) - here
     ]
 
 

@@ -51,11 +51,8 @@ class NamedModel:
     """A model's parameters and persistent buffers by name, each once."""
 
     tensors: dict[str, Tensor]
-    aliases: dict[str, str]  # other names of the same tensors
     extra: dict[str, tuple[nn.Module, Any]]  # what modules give as get_extra_state
-
-    def names(self) -> set[str]:
-        return {*self.tensors, *self.aliases, *self.extra}
+    names: set[str]  # and other names of the same tensors
 
     def buffers(self) -> dict[str, Tensor]:
         """Return the plain buffers, of which each rank may have other values."""
@@ -75,8 +72,8 @@ def name_model(model: nn.Module) -> NamedModel:
     if isinstance(model, nn.parallel.DistributedDataParallel):
         model = model.module
     put_back(units_of(model))
-    named = NamedModel({}, {}, {})
-    first_names: dict[int, str] = {}  # by identity
+    named = NamedModel({}, {}, set())
+    met: set[int] = set()  # by identity
     own = {id(t): t for t in (*model.parameters(), *model.buffers())}
     for stage in model if isinstance(model, Stages) else (model,):
         for raw_name, value in stage.state_dict(keep_vars=True).items():
@@ -84,11 +81,13 @@ def name_model(model: nn.Module) -> NamedModel:
             for wrapper in _WRAPPERS:
                 name = name.replace(wrapper, "")
             owner, _, last = raw_name.rpartition(".")
-            if name in named.tensors or name in named.aliases or name in named.extra:
+            if name in named.names:
                 raise refuse_name(name)
+            named.names.add(name)
             if not isinstance(value, Tensor) or last == "_extra_state":
                 named.extra[name] = (stage.get_submodule(owner), value)
-            elif (first := first_names.setdefault(id(value), name)) == name:
+            elif id(value) not in met:
+                met.add(id(value))
                 if id(value) not in own and not _shares_memory(value, own.values()):
                     raise ConfigError(
                         f"{name!r} is no parameter or buffer, but what a hook of state_dict() has "
@@ -96,8 +95,6 @@ def name_model(model: nn.Module) -> NamedModel:
                         "take the hook off, or save and load the module inside"
                     )
                 named.tensors[name] = value
-            else:
-                named.aliases[name] = first
     return named
 
 

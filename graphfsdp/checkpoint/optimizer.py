@@ -12,7 +12,7 @@ from torch import Tensor
 
 from graphfsdp.base.dtensors import is_dtensor, local_part
 from graphfsdp.checkpoint.load_plan import MAIN, LoadPlan, new_like
-from graphfsdp.checkpoint.named import OPTIMIZER, NamedModel, state_part
+from graphfsdp.checkpoint.named import MODEL, OPTIMIZER, NamedModel, state_part
 from graphfsdp.checkpoint.snapshot import Snapshot
 from graphfsdp.checkpoint.values import Json, decode, encode
 from graphfsdp.errors import CheckpointError, ConfigError
@@ -81,11 +81,12 @@ def _params_by_name(
 
 def _store_state(snapshot: Snapshot, param: Tensor, where: str, value: Tensor) -> str:
     part = None if where.endswith(f".{_STEP}") else state_part(param, value)
-    if part is None and is_dtensor(value):
+    # Of a plain tensor beside a sharded parameter each rank may have another one.
+    if part is None and (is_dtensor(value) or (is_dtensor(param) and value.numel() > 1)):
         raise CheckpointError(
-            f"{where} is sharded and has the shape {tuple(value.shape)}, expected that of the "
-            f"parameter, {tuple(param.shape)}. Remedy: an optimizer whose states have their "
-            "parameter's shape"
+            f"{where} has the shape {tuple(value.shape)} and belongs to a sharded parameter of the "
+            f"shape {tuple(param.shape)}. Remedy: an optimizer whose states have their parameter's "
+            "shape"
         )
     return snapshot.keep(where, value if part is None else part)
 
@@ -114,8 +115,8 @@ def plan_optimizer(plan: LoadPlan, optimizer: torch.optim.Optimizer) -> None:
         read = _read_state(plan, saved["state"][name], name, param, here, optimizer)
         if read:
             state[index] = read
-        weight = plan.saved_weight(name)
-        if weight and plan.saved[weight].dtype == param.dtype:
+        weight = plan.saved.get(f"{MODEL}{name}")
+        if weight is not None and weight.dtype == param.dtype:
             as_saved[param] = read
     plan.unused += [
         f"optimizer: the checkpoint has a state of {name!r}, which this one does not train"
@@ -170,12 +171,12 @@ def _read_state(
     found: dict[str, Any] = {
         key: decode(value, find) for key, value in saved.items() if key != MAIN or MAIN in wanted
     }
-    weight = plan.saved_weight(name)
-    if weight is None or plan.saved[weight].dtype.itemsize <= param.dtype.itemsize:
+    weight = plan.saved.get(f"{MODEL}{name}")
+    if weight is None or weight.dtype.itemsize <= param.dtype.itemsize:
         return found
     if MAIN not in wanted or MAIN in saved:
         return found
-    found[MAIN] = plan.read_like(weight, param)
+    found[MAIN] = plan.read_like(f"{MODEL}{name}", param)
     if not saved and isinstance(optimizer, FusedAdam):
         # Never stepped: only a state of zeros can hold a main weight that was saved wider.
         found[_STEP] = torch.zeros((), device="cpu")

@@ -111,7 +111,6 @@ def _take_snapshot(
             if name not in left_out:
                 snapshot.keep(f"{MODEL}{name}", tensor)
         extra = {name: state for name, (_, state) in named.extra.items()}
-        snapshot.facts["aliases"] = named.aliases
         snapshot.facts["extra"] = encode(extra, "extra", snapshot.keep_plain)
         if optimizer is not None:
             snapshot.facts["optimizer"] = describe_optimizer(named, optimizer, snapshot)
@@ -123,7 +122,7 @@ def _take_snapshot(
 
     snapshot = members.together(take)
     if isinstance(module, Stages):
-        everyone = members.gather((module.indices, named.names(), snapshot.facts))
+        everyone = members.gather((module.indices, named.names, snapshot.facts))
         snapshot.facts = members.together(lambda: _join(everyone))
     return snapshot
 
@@ -140,8 +139,7 @@ def _join(told: Sequence[tuple[tuple[int, ...], set[str], dict[str, Json]]]) -> 
                 raise refuse_name(name)
     joined = told[0][2]
     for *_, facts in told[1:]:
-        for key in ("aliases", "extra"):
-            joined[key] |= facts[key]
+        joined["extra"] |= facts["extra"]
         for key in ("hyper", "state") if "optimizer" in joined else ():
             joined["optimizer"][key] |= facts["optimizer"][key]
     return joined

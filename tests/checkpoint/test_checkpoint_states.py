@@ -177,10 +177,11 @@ def test_a_unit_that_was_unsharded_by_hand_is_resharded(tmp_path: Path) -> None:
 def test_sharded_tensors_without_a_place_are_refused(tmp_path: Path) -> None:
     model = graphfsdp.fully_shard(nn.Linear(4, 6))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    optimizer.state[model.weight]["rows"] = model.bias.detach()
-    said = r"weight\.rows is sharded and has the shape \(6,\), expected .* \(6, 4\)"
-    with pytest.raises(graphfsdp.CheckpointError, match=said):
-        graphfsdp.save(tmp_path, model, optimizer)
+    for rows, shape in ((model.bias.detach(), r"\(6,\)"), (torch.ones(2), r"\(2,\)")):
+        optimizer.state[model.weight]["rows"] = rows
+        said = rf"weight\.rows has the shape {shape} and .* sharded parameter of the shape \(6, 4\)"
+        with pytest.raises(graphfsdp.CheckpointError, match=said):
+            graphfsdp.save(tmp_path, model, optimizer)
     average = Holding({"weight": model.weight.detach()})
     said = r"objects/average\.weight is sharded, .*Remedy: save it as a part of the model"
     with pytest.raises(graphfsdp.CheckpointError, match=said):
