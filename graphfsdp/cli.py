@@ -107,9 +107,7 @@ def _tell_of_interrupt(errors: Console) -> int:
 
 
 def _dispatch(arguments: list[str]) -> int:
-    if arguments[:1] == ["help"] and arguments[1:]:
-        arguments = [*arguments[1:], "--help"]
-    if arguments[:1] in (["-h"], ["--help"], ["help"]):
+    if arguments[:1] in (["-h"], ["--help"]):
         print_line(Console(), _usage())
         return 0
     if arguments[:1] == ["--version"]:

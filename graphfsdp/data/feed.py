@@ -39,15 +39,15 @@ class Feed:
             loader: Yields batches; lists, tuples and dicts of tensors, and what else
                 there is. If it has ``state_dict``, this is asked for after each batch.
             device: Where the tensors are handed out; as they come, if it is None or a CPU.
-            ahead: Batches that the thread holds; 0 for no thread: the loader works when asked.
+            ahead: Batches that the thread holds, at least 1.
         """
-        if ahead < 0:
-            raise ConfigError(f"ahead must be at least 0, got {ahead}")
+        if ahead < 1:
+            raise ConfigError(f"ahead must be at least 1, got {ahead}")
         self._loader: Any = loader
         self._ahead = ahead
-        device = None if device is None else torch.device(device)
-        on_gpu = device is not None and device.type == "cuda"
-        self._copies = _Copies(device) if device is not None and on_gpu else None
+        self._device = None if device is None else torch.device(device)
+        on_gpu = self._device is not None and self._device.type == "cuda"
+        self._stream = torch.cuda.Stream(self._device) if on_gpu else None  # of the copies
         self._state: Any = None
         self._running = 0
         self.waited_s = 0.0  # that whoever iterates has spent in here
@@ -58,7 +58,7 @@ class Feed:
         goes_on = isinstance(self._loader, Iterator) and hasattr(self._loader, "load_state_dict")
         if goes_on:
             self._state = copy.deepcopy(self._loader.state_dict())
-        source = _Source(self._loader, self._ahead, pins=self._copies is not None)
+        source = _Source(self._loader, self._ahead, pins=self._stream is not None)
         self._running += 1
         try:
             began = time.perf_counter()
@@ -67,9 +67,9 @@ class Feed:
                 if item.error is not None:
                     raise item.error
                 following = None
-                if self._copies is not None:
-                    following = self._copied(source.take_what_is_there())
-                    item.batch = self._copies.hand_over(item)
+                if self._stream is not None:
+                    following = self._copied(source.take(waits=False))
+                    self._hand_over(item)
                 self._state = item.state
                 self.waited_s += time.perf_counter() - began
                 yield item.batch
@@ -105,9 +105,24 @@ class Feed:
         self._state = None
 
     def _copied(self, item: "_Item | None") -> "_Item | None":
-        if self._copies is not None and item is not None and item.error is None:
-            self._copies.begin(item)
+        """Copy a batch to a GPU, behind nothing that runs on it."""
+        if self._stream is None or item is None or item.error is not None:
+            return item
+
+        def copy_of(tensor: Tensor) -> Tensor:
+            return tensor.to(self._device, non_blocking=True)
+
+        with torch.cuda.stream(self._stream):
+            item.batch = tree_map_only(Tensor, copy_of, item.batch)
+            item.copied = self._stream.record_event()
         return item
+
+    def _hand_over(self, item: "_Item") -> None:
+        """Have the current stream wait for the copy, and the memory live as long as it reads."""
+        stream = torch.cuda.current_stream(self._device)
+        assert item.copied is not None
+        stream.wait_event(item.copied)
+        tree_map_only(Tensor, lambda tensor: tensor.record_stream(stream), item.batch)
 
 
 @dataclass
@@ -121,7 +136,7 @@ class _Item:
 
 
 class _Source:
-    """Takes batches from a loader, in a thread if some are to be held.
+    """Takes batches from a loader, in a thread.
 
     Note [Signals]: a handler that raises (Ctrl-C) in between the lines of ``queue.Queue`` or of an
     Event leaves its lock taken, and the other thread waits for ever. ``SimpleQueue`` has none.
@@ -139,37 +154,25 @@ class _Source:
         # What a loader does on a GPU goes where it would go in the loop itself: device and stream
         # are each thread's own.
         self._stream = torch.cuda.current_stream() if torch.cuda.is_initialized() else None
-        self._thread: threading.Thread | None = None
-        if ahead:
-            self._thread = threading.Thread(target=self._work, name="graphfsdp-feed", daemon=True)
-            self._thread.start()
+        self._thread = threading.Thread(target=self._work, name="graphfsdp-feed", daemon=True)
+        self._thread.start()
 
-    def take(self) -> _Item | None:
-        """Return the next batch, None after the last."""
-        if self._ended:
-            return None
-        return self._noted(self._pull() if self._thread is None else self._queue.get())
-
-    def take_what_is_there(self) -> _Item | None:
-        """Return the next batch if nobody needs to wait for it."""
+    def take(self, *, waits: bool = True) -> _Item | None:
+        """Return the next batch, None after the last, or if it is not there and nobody waits."""
         if self._ended:
             return None
         try:
-            return self._noted(self._queue.get_nowait())
+            item = self._queue.get(block=waits)
         except queue.Empty:
             return None
+        self._room.put(None)
+        self._ended = item is None or item.error is not None
+        return item
 
     def close(self) -> None:
         self._closed = True
-        if self._thread is not None:
-            self._room.put(None)  # it may wait for that
-            self._thread.join()
-
-    def _noted(self, item: _Item | None) -> _Item | None:
-        if self._thread is not None:
-            self._room.put(None)
-        self._ended = item is None or item.error is not None
-        return item
+        self._room.put(None)  # it may wait for that
+        self._thread.join()
 
     def _work(self) -> None:
         item: _Item | None = _Item()
@@ -201,28 +204,3 @@ class _Source:
         if not self._pins or tensor.layout is not torch.strided or tensor.device.type != "cpu":
             return tensor.detach().clone()
         return torch.empty_like(tensor, pin_memory=True).copy_(tensor)
-
-
-class _Copies:
-    """Copies to a GPU, on a stream of their own."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._stream = torch.cuda.Stream(device)
-
-    def begin(self, item: _Item) -> None:
-        """Copy a batch, behind nothing that runs on the device."""
-        with torch.cuda.stream(self._stream):
-            item.batch = tree_map_only(Tensor, self._copy, item.batch)
-            item.copied = self._stream.record_event()
-
-    def hand_over(self, item: _Item) -> Any:
-        """Have the current stream wait for the copy, and the memory live as long as it reads."""
-        stream = torch.cuda.current_stream(self._device)
-        assert item.copied is not None
-        stream.wait_event(item.copied)
-        tree_map_only(Tensor, lambda tensor: tensor.record_stream(stream), item.batch)
-        return item.batch
-
-    def _copy(self, tensor: Tensor) -> Tensor:
-        return tensor.to(self._device, non_blocking=True)

@@ -3,24 +3,19 @@
 Trainer(callbacks=[graphfsdp.integrations.lightning.CapturedTraining()])
 """
 
-import sys
 from typing import TYPE_CHECKING, Any
 
-from graphfsdp.errors import ConfigError
 from graphfsdp.in_place import capture_in_place
 from graphfsdp.in_place.part_report import PartsReport
 from graphfsdp.in_place.parts import Parts
 from graphfsdp.integrations import import_library
 
 if TYPE_CHECKING:
-    from lightning.pytorch import Callback, LightningModule
+    from lightning.pytorch import Callback
 else:
-    # Both names of the package may be installed, and their classes know nothing of each other.
+    # A trainer of either calls the callbacks of both by their names.
     _names = ("lightning.pytorch", "pytorch_lightning")
-    _library = import_library(
-        *sorted(_names, key=lambda name: name not in sys.modules), install="pip install lightning"
-    )
-    Callback, LightningModule = _library.Callback, _library.LightningModule
+    Callback = import_library(*_names, install="pip install lightning").Callback
 
 
 class CapturedTraining(Callback):  # type: ignore[misc]
@@ -44,7 +39,6 @@ class CapturedTraining(Callback):  # type: ignore[misc]
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Take the place of the calls of modules and of the optimizers' steps."""
-        _refuse_other(pl_module)
         # The module itself notes things about its training in each call.
         parts = list(pl_module.children())
         self._loop = capture_in_place(parts, trainer.optimizers, **self._options)
@@ -62,12 +56,3 @@ class CapturedTraining(Callback):  # type: ignore[misc]
             self.report = self._loop.report()
             self._loop.close()
             self._loop = None
-
-
-def _refuse_other(module: Any) -> None:
-    if not isinstance(module, LightningModule):
-        package = LightningModule.__module__.partition(".")[0]
-        raise ConfigError(
-            f"CapturedTraining is a callback of {package}, and {type(module).__name__} is of "
-            "another package. Remedy: import lightning.pytorch or pytorch_lightning, not both"
-        )

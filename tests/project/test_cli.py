@@ -32,13 +32,6 @@ def test_names_that_the_terminal_has_no_letters_for_are_told(
     assert b"--data gr\\xf6\\xdfe.txt: cannot be read" in shown.getvalue()
 
 
-def test_help_is_a_command_too(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["help"]) == 0
-    assert "  train " in capsys.readouterr().out
-    assert main(["help", "check"]) == 0
-    assert "usage: graphfsdp check" in capsys.readouterr().out
-
-
 def test_the_package_runs_as_a_module_and_tells_its_version() -> None:
     program = "import runpy; runpy.run_module('graphfsdp', None, '__main__')"
     done = forked_programs.run_source(program, "--version")
@@ -49,7 +42,7 @@ def test_the_package_runs_as_a_module_and_tells_its_version() -> None:
     ("line", "message"),
     [
         ("", "no command given; expected train"),
-        ("fly", "unknown command 'fly'; expected train"),
+        ("help", "unknown command 'help'; expected train"),
         ("train --data {tmp}/absent", "--data {tmp}/absent: cannot be read (No such file"),
         ("train --data {tmp}/empty", "--data {tmp}/empty: holds no text"),
         (
