@@ -4,11 +4,10 @@ import logging
 import os
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from graphfsdp._capture.ahead_of_time import FirstStates
@@ -24,7 +23,6 @@ from graphfsdp._capture.trees import copied
 from graphfsdp._capture.undo.host_state import save_random_states
 from graphfsdp._capture.verify import Verifier
 from graphfsdp.base.changes import Change, ChangeKind, refuse
-from graphfsdp.base.progress import shown_when_slow
 from graphfsdp.base.sharded import put_back, sharded_roots
 from graphfsdp.base.streams import nvtx_range
 from graphfsdp.config import CaptureOptions, OnChange, Scope
@@ -335,13 +333,12 @@ class Runner:
         if captures:
             self.phase = Phase.CAPTURE
         try:
-            with self._shown() if captures else nullcontext():
-                results = self._engine.attempt_on(
-                    recording,
-                    self._recordings,
-                    captures=captures,
-                    notes=is_last or self._engine.steps_inside,
-                )
+            results = self._engine.attempt_on(
+                recording,
+                self._recordings,
+                captures=captures,
+                notes=is_last or self._engine.steps_inside,
+            )
         finally:
             self.phase = Phase.REPLAY if self._recordings.num_graphs else Phase.WARMUP
             self._break(self._engine.torn)
@@ -349,12 +346,6 @@ class Runner:
         took_ms = (time.perf_counter() - started) * 1e3
         self._tally.add(recording.graph, took_ms)
         return results
-
-    def _shown(self) -> AbstractContextManager[None]:
-        """Show a capture that takes long on the terminal of the first rank."""
-        if dist.is_initialized() and dist.get_rank():
-            return nullcontext()
-        return shown_when_slow("capturing the iteration")
 
     def _capture_follows(self, recording: Recording, num_more: int = 0) -> bool:
         """Tell whether so many warm-ups from now the next call with such a batch captures.

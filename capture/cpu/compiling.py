@@ -31,7 +31,6 @@ from graphfsdp._capture.trace.values import (
 )
 from graphfsdp._capture.undo.interrupts import deliver_waiting
 from graphfsdp.base.op_tensors import OpCall, is_empty
-from graphfsdp.base.progress import say
 from graphfsdp.base.torch_internals import below_autograd, without_autocast
 from graphfsdp.config import Compile
 
@@ -135,9 +134,9 @@ class _Compiling:
                     if piece.graph.text in made:
                         continue
                     num_nodes = len(piece.stretch.nodes)
-                    text = f"compiling piece {number} of {len(pieces)}: {num_nodes} operators"
-                    _LOG.info(text)
-                    say(text)
+                    _LOG.info(
+                        "compiling piece %d of %d: %d operators", number, len(pieces), num_nodes
+                    )
                     try:
                         made[piece.graph.text] = compiler.compile(piece.graph)
                     except RefusedError as error:  # cut anew without these
@@ -145,7 +144,6 @@ class _Compiling:
                         refused |= {id(nodes[at]): why for at, why in error.why.items()}
                     except Exception as error:  # whatever it is, it runs as today
                         made[piece.graph.text] = in_one_line(error)
-        say("")
         for index, item in enumerate(self._items):
             if isinstance(item, Piece):
                 function = made[item.graph.text]
