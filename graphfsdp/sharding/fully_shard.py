@@ -33,7 +33,7 @@ from graphfsdp.sharding.pipelines import (
     register_fsdp_forward_method as register_fsdp_forward_method,
 )
 from graphfsdp.sharding.pipelines import share_comm_ctx as share_comm_ctx
-from graphfsdp.sharding.states import after_state_dict, before_loading, deep_copy
+from graphfsdp.sharding.states import after_state_dict, before_loading
 from graphfsdp.sharding.unit import Unit
 
 _Modules = TypeVar("_Modules", bound=nn.Module | Sequence[nn.Module])
@@ -165,7 +165,7 @@ def fully_shard(
     unit = Unit(modules, group)
     group.bind_views()
     for each in modules:
-        attach(each, unit, {"__deepcopy__": deep_copy})
+        attach(each, unit)
         give_state(each)
         each.register_forward_pre_hook(begin_forward, prepend=True, with_kwargs=True)
         each.register_forward_hook(end_forward, always_call=True)

@@ -1,6 +1,5 @@
 """`shard_placement_fn=Shard(dim)`: cut as torch's fully_shard cuts, and trained alike."""
 
-import copy
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -116,11 +115,10 @@ def test_each_rank_holds_what_torchs_holds() -> None:
 
 
 @on_ranks("ranks2")
-def test_copies_files_and_the_meta_device(tmp_path: Path) -> None:
+def test_files_and_the_meta_device(tmp_path: Path) -> None:
     model = make(dtype=torch.float32)
     optimizer = adam(model)
     train(model, optimizer, data=data(torch.float32), loss_fn=mean_square)
-    assert_equal_tensors(full_parameters(copy.deepcopy(model)), full_parameters(model))
     graphfsdp.save(str(tmp_path), model, optimizer, step=1)
     other: Any = on_meta(lambda: nn.Sequential(Experts(), Experts(), nn.Linear(WIDTH, 1)))
     for layer in other[:2]:
@@ -193,8 +191,6 @@ def test_parameters_with_a_mesh_of_their_own() -> None:
     ]
     for run in runs[1:]:
         assert_equal_tensors(runs[0].tensors(), run.tensors())
-    twin = copy.deepcopy(mine)
-    assert_equal_tensors(full_parameters(twin), full_parameters(mine))
     assert len(mine.process_groups()) == 3
     mesh = hybrid_mesh((2, 2), ("replicate", "shard"))
     info = torchs_common.FSDPMeshInfo(mesh["replicate"], shard_mesh_dim=0)
