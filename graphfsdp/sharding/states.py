@@ -39,8 +39,7 @@ def before_loading(
         if value.dtype != item.param.dtype:
             raise ConfigError(
                 f"load_state_dict(assign=True) got {value.dtype} for {group.full_name(item)!r}, "
-                f"which is laid out as {item.param.dtype}. Remedy: assign=False, which casts; or "
-                f"model.to({value.dtype}) before"
+                f"which is laid out as {item.param.dtype}. Remedy: assign=False, which casts"
             )
         item.param.copy_(value)
         state[name] = item.param

@@ -202,11 +202,7 @@ def ignoring() -> Any:
     return graphfsdp.fully_shard(model, ignored_params={model[1][0].bias.requires_grad_(False)})
 
 
-def casted() -> Any:
-    return graphfsdp.fully_shard(everyday_scripts.whole_model().double()).float()
-
-
-MADE = (in_one_unit, divided, renamed, ignoring, casted)
+MADE = (in_one_unit, divided, renamed, ignoring)
 
 
 @pytest.mark.parametrize("make", MADE)
