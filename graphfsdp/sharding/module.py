@@ -173,7 +173,7 @@ class FSDPModule(TorchModule):
                 f"reshard_after_forward must be True or False, got {reshard_after_forward!r}"
             )
         for unit in units_in(self, recurse=recurse):
-            unit.set(reshard_after_forward=reshard_after_forward, reshard_to_few=False)
+            unit.set(reshard_after_forward=reshard_after_forward)
 
     def set_reshard_after_backward(
         self, reshard_after_backward: bool, *, recurse: bool = True
