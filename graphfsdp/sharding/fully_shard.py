@@ -17,7 +17,6 @@ from graphfsdp.base.sharded import IGNORED, refuse_old_parameters
 from graphfsdp.config import MixedPrecisionPolicy, ShardingStrategy
 from graphfsdp.errors import ConfigError
 from graphfsdp.sharding.arguments import (
-    AlreadyShardedError,
     check_precision,
     parse_offload,
     parse_reshard,
@@ -27,7 +26,7 @@ from graphfsdp.sharding.mesh import find_axes
 from graphfsdp.sharding.module import FSDPModule as FSDPModule
 from graphfsdp.sharding.module import GradientReductionHandle as GradientReductionHandle
 from graphfsdp.sharding.module import UnshardHandle as UnshardHandle
-from graphfsdp.sharding.module import attach, begin_forward, end_forward, units_in
+from graphfsdp.sharding.module import attach, begin_forward, end_forward
 from graphfsdp.sharding.pipelines import give_state, state_of
 from graphfsdp.sharding.pipelines import (
     register_fsdp_forward_method as register_fsdp_forward_method,
@@ -85,7 +84,6 @@ def fully_shard(
             axis is True, 1 is False: weights are dropped, or kept, by all ranks.
         shard_placement_fn: May say ``Shard(dim)`` of a parameter, for which it has a buffer of its
             own, whose ranks hold as much; None is whole rows, as many as happen to fall on each.
-            torch's ``ShardPlacementResult`` of either says over which mesh.
         offload_policy: torch's ``CPUOffloadPolicy`` keeps main weights, main grads and so optimizer
             state in the CPU's memory; not in a graph.
         ignored_params: Are not sharded, and nobody reduces their gradients.
@@ -121,8 +119,6 @@ def fully_shard(
     for each in modules:
         _check_embeddings(each)
         check_precision(each, policy)
-        for below in units_in(each):
-            below.group.take_values()
     if dp_mesh_dims is not None:
         raise ConfigError(
             "fully_shard does not take dp_mesh_dims, with parameters on all axes of a mesh. "
@@ -185,7 +181,7 @@ def _outermost(given: nn.Module | Sequence[nn.Module]) -> list[nn.Module]:
         raise ConfigError("fully_shard got an empty list of modules, of which there is no unit")
     for module in modules:
         if isinstance(module, FSDPModule):
-            raise AlreadyShardedError(
+            raise ConfigError(
                 f"fully_shard was called twice on the same {type(module).__name__}. Remedy: once "
                 "per module, inner modules first"
             )

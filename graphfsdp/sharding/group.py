@@ -17,7 +17,7 @@ from graphfsdp.base.sharded import TAKEN_AS
 from graphfsdp.base.torch_internals import key_of, local_tensor_of, parameters_of
 from graphfsdp.config import MixedPrecisionPolicy, ShardingStrategy
 from graphfsdp.errors import ConfigError
-from graphfsdp.sharding.arguments import NoValuesError, ReplacedError, find_place, refuse_packing
+from graphfsdp.sharding.arguments import find_place, refuse_packing
 from graphfsdp.sharding.buffer import ShardBuffer, version_of
 from graphfsdp.sharding.extension import (
     Extension,
@@ -157,27 +157,24 @@ class ShardGroup:
         self.axes: dict[str, ModelAxes] = {}
         found = _free_parameters(modules, options.ignored)
         linear = linear_weights(inner for module in modules for inner in module.modules())
-        kinds: dict[UnitMesh, dict[str, ParameterKind]] = {options.mesh: {}}
+        mesh = options.mesh
+        kinds: dict[str, ParameterKind] = {}
         for name, (param, _) in found.items():
             refuse_wrapper(name, param)
-            dim, mesh = find_place(name, param, options.place, options.mesh)
-            axes = find_model_axes(name, param, mesh.mesh, options.mesh.experts)
+            dim = find_place(name, param, options.place, mesh)
+            axes = find_model_axes(name, param, mesh.mesh, mesh.experts)
             if axes is not None:
                 self.axes[name] = axes
-            kind = ParameterKind.of(param, linear, str(param.device), dim)
-            kinds.setdefault(mesh, {})[name] = kind
+            kinds[name] = ParameterKind.of(param, linear, str(param.device), dim)
         if options.policy.gather_format is not None:
             refuse_packing(options.offload, self.axes)
-        for mesh, of_mesh in kinds.items():
-            for plan in plan_buffers(
-                of_mesh,
-                policy=options.policy,
-                strategy=options.strategy,
-                num_ranks=mesh.num_parts,
-            ):
-                self._take(found, plan, mesh)
+        for plan in plan_buffers(
+            kinds, policy=options.policy, strategy=options.strategy, num_ranks=mesh.num_parts
+        ):
+            self._take(found, plan)
 
-    def _take(self, found: "dict[str, _Found]", plan: BufferPlan, mesh: UnitMesh) -> None:
+    def _take(self, found: "dict[str, _Found]", plan: BufferPlan) -> None:
+        mesh = self.options.mesh
         whole = found[plan.names[0]].param
         buffer = ShardBuffer(plan, mesh, whole.device, self.options.offload)
         self.buffers.append(buffer)
@@ -218,24 +215,17 @@ class ShardGroup:
                 self._become(item)
             self._bind_gradient_view(item)
 
-    @torch.no_grad()
-    def take_values(self) -> None:
-        """Take over what was put in the place of shards: ``to_empty`` of a module in the unit does.
-
-        ConfigError: it is of another dtype or shape.
-        """
+    def check_place(self) -> None:
+        """Refuse shards that were moved elsewhere: training would go on with the old ones."""
         for item in self.managed:
-            found = unwrapped(local_tensor_of(item.param))
-            if found.is_meta or self._lies_here(item):
-                continue
-            if item.buffer.main.is_meta:
-                self.give_memory(found.device)
-            mine = item.buffer.local_view(item.buffer.main, item.slot)
-            if (found.dtype, found.shape) != (mine.dtype, mine.shape):
-                raise self._moved_away(item)
-            mine.copy_(found)
-            item.awaited = None
-            setattr(item.param, _IS_SHARDED, True)  # what was put there has come without it
+            if not item.param.is_meta and not self._lies_here(item):
+                raise ConfigError(
+                    f"parameter {self.full_name(item)!r} does not lie in the buffers of its unit "
+                    "any more (module.to() or to_empty() of a part of the unit, param.data = ..., "
+                    "or load_state_dict(assign=True) of such a part). Remedy: move and cast the "
+                    "model before fully_shard, call to_empty() of the unit, and load with "
+                    "assign=False"
+                )
 
     def give_memory(self, device: torch.device) -> None:
         """Give memory to what is on the meta device; nobody has set values there."""
@@ -251,13 +241,6 @@ class ShardGroup:
     def _lies_here(self, item: ManagedParameter) -> bool:
         local = unwrapped(local_tensor_of(item.param))
         return key_of(local.untyped_storage()) == key_of(item.buffer.main.untyped_storage())
-
-    def _moved_away(self, item: ManagedParameter) -> ConfigError:
-        return ConfigError(
-            f"parameter {self.full_name(item)!r} does not lie in the buffers of its unit any more "
-            "(module.to(), param.data = ..., or load_state_dict(assign=True) after fully_shard). "
-            "Remedy: move and cast the model before fully_shard, and load with assign=False"
-        )
 
     def _bind_gradient_view(self, item: ManagedParameter) -> None:
         item.main_grad = None
@@ -282,23 +265,22 @@ class ShardGroup:
                 watch_gradient(item.param, self.full_name(item))
 
     def check_memory(self) -> None:
-        """Refuse shards that were moved elsewhere: training would go on with the old ones."""
+        """Refuse shards without values, and those that were moved elsewhere."""
         for item in self.managed:
             if item.awaited is not None:
-                raise NoValuesError(
+                raise ConfigError(
                     f"parameter {self.full_name(item)!r} was made on the meta device and has no "
                     "values yet. Remedy: graphfsdp.materialize(model), or graphfsdp.load(path, "
                     "model), before the first forward pass"
                 )
-            if not self._lies_here(item):
-                raise self._moved_away(item)
+        self.check_place()
 
     def check_in_place(self) -> None:
         """Refuse what was put into the modules in the place of shards: nobody would use it."""
         for item in self.managed:
             for owner, name in item.owners:
                 if parameters_of(owner).get(name) is not item.param:
-                    raise ReplacedError(
+                    raise ConfigError(
                         f"parameter {self.full_name(item)!r} has been replaced since fully_shard "
                         "(module.weight = nn.Parameter(...), or torch.func.functional_call), and "
                         "modules compute with what ranks have gathered of the sharded one. Remedy: "
@@ -379,7 +361,7 @@ class ShardGroup:
                 "trainable": item.trains,
                 "without values": item.awaited is not None,
             }
-            if group in item.buffer.mesh.groups:
+            if group in options.mesh.groups:
                 facts |= {"part": slot.shape, "cut by": slot.dim, "at": slot.offset}
             lines.append(f"{self.full_name(item)} with {facts}")
         return lines if group in options.mesh.groups else sorted(lines)
@@ -387,7 +369,7 @@ class ShardGroup:
     @property
     def groups(self) -> tuple[dist.ProcessGroup, ...]:
         over_model = (group for axes in self.axes.values() for group in axes.all_groups)
-        return tuple(dict.fromkeys((*self._data_groups, *over_model)))
+        return tuple(dict.fromkeys((*self.options.mesh.groups, *over_model)))
 
     @property
     def equal_groups(self) -> tuple[dist.ProcessGroup, ...]:
@@ -395,17 +377,12 @@ class ShardGroup:
         over_model = (
             group for axes in self.axes.values() if axes.wraps for group in axes.all_groups
         )
-        return tuple(dict.fromkeys((*self._data_groups, *over_model)))
-
-    @property
-    def _data_groups(self) -> list[dist.ProcessGroup]:
-        meshes = (self.options.mesh, *(buffer.mesh for buffer in self.buffers))
-        return [group for mesh in meshes for group in mesh.groups]
+        return tuple(dict.fromkeys((*self.options.mesh.groups, *over_model)))
 
     @property
     def repeats(self) -> bool:
         """Whether gradients are reduced over an outer axis too, in the last microbatch only."""
-        return any(buffer.mesh.outer is not None for buffer in self.buffers)
+        return self.options.mesh.outer is not None
 
     @property
     def is_old(self) -> bool:

@@ -132,7 +132,7 @@ class ModelShards:
         Shards that somebody holds, in a state dict that was taken before, stay where they are.
         """
         for unit in self.units:
-            unit.group.take_values()
+            unit.group.check_place()
         held = self._held_elsewhere()
         kinds: dict[_Kind, list[ShardBuffer]] = {}
         for unit in self.units:
