@@ -98,10 +98,8 @@ def find_axes(
     cuts_outside: bool = False,
 ) -> UnitMesh:
     """Arguments are those of ``fully_shard``; ConfigError if the mesh has other axes."""
-    experts = None
-    if expert_axis is not None:
-        mesh, experts = _without(mesh, expert_axis, {shard_axis, replicate_axis})
-    chosen = _select(mesh, shard_axis, replicate_axis)
+    chosen = _select(mesh, shard_axis, replicate_axis, expert_axis)
+    experts = None if expert_axis is None else mesh[expert_axis]
     if chosen.ndim == 1:
         if cuts_outside:
             raise ConfigError(
@@ -117,59 +115,32 @@ def find_axes(
     return UnitMesh(chosen, inner, outer, experts=experts)
 
 
-def _select(mesh: DeviceMesh, shard_axis: str | None, replicate_axis: str | None) -> DeviceMesh:
+def _select(
+    mesh: DeviceMesh, shard_axis: str | None, replicate_axis: str | None, expert_axis: str | None
+) -> DeviceMesh:
+    """Return the axes to replicate on and to shard over."""
     if mesh.get_coordinate() is None:
         raise ConfigError(
             f"rank {dist.get_rank()} is not in the mesh that fully_shard was given "
             f"({mesh.mesh.tolist()}). Remedy: call it on the ranks of the mesh alone"
         )
     names = mesh.mesh_dim_names or ()
-    if shard_axis is None and replicate_axis is None:
-        if mesh.ndim <= 2:
-            return mesh
-        raise ConfigError(
-            f"fully_shard cannot tell which of {_axes(mesh)} to shard over. Remedy: name them "
-            "(shard_axis='dp_shard', replicate_axis='dp_replicate'), or pass those axes alone, "
-            "such as mesh['dp_replicate', 'dp_shard']"
-        )
-    if shard_axis is None:
-        raise ConfigError(
-            f"replicate_axis={replicate_axis!r} needs a shard_axis beside it. Remedy: for plain "
-            "data parallelism strategy='no_shard' and that axis as shard_axis"
-        )
-    wanted = (shard_axis,) if replicate_axis is None else (replicate_axis, shard_axis)
-    for name in wanted:
-        if name not in names:
-            raise ConfigError(f"the mesh has no axis {name!r}; it has {_axes(mesh)}")
-    if shard_axis == replicate_axis:
-        raise ConfigError(f"shard_axis and replicate_axis are both {shard_axis!r}")
-    if names == wanted:
+    asked = tuple(name for name in (replicate_axis, shard_axis) if name is not None)
+    if not asked and expert_axis is None and mesh.ndim <= 2:
         return mesh
-    if names.index(wanted[0]) > names.index(wanted[-1]):
-        raise ConfigError(
-            f"replicate_axis {replicate_axis!r} must come before shard_axis {shard_axis!r} in the "
-            f"mesh; it has {_axes(mesh)}. Remedy: build the mesh with the axes in that order"
-        )
-    return mesh[wanted]
-
-
-def _without(
-    mesh: DeviceMesh, expert_axis: str, others: set[str | None]
-) -> tuple[DeviceMesh, DeviceMesh]:
-    names = mesh.mesh_dim_names or ()
-    if expert_axis not in names:
-        raise ConfigError(f"the mesh has no axis {expert_axis!r}; it has {_axes(mesh)}")
-    if expert_axis in others:
-        raise ConfigError(
-            f"expert_axis {expert_axis!r} is an axis to shard over or to replicate on as well"
-        )
     rest = tuple(name for name in names if name != expert_axis)
-    if not rest:
+    chosen = asked or rest
+    in_order = tuple(name for name in rest if name in chosen)
+    fits = chosen == in_order and 0 < len(chosen) <= 2 and expert_axis in (None, *names)
+    if not fits or (shard_axis is None and replicate_axis is not None):
         raise ConfigError(
-            f"the mesh has the expert axis {expert_axis!r} alone. Remedy: a mesh with an axis to "
-            "shard over too, maybe of size 1"
+            f"fully_shard cannot tell which of {_axes(mesh)} to shard over, with "
+            f"shard_axis={shard_axis!r}, replicate_axis={replicate_axis!r} and "
+            f"expert_axis={expert_axis!r}. Remedy: names of different axes of the mesh, "
+            "replicate_axis before shard_axis, which plain data parallelism (strategy='no_shard') "
+            "names too; or pass those axes alone, such as mesh['dp_replicate', 'dp_shard']"
         )
-    return mesh[rest], mesh[expert_axis]
+    return mesh if names == chosen else mesh[chosen]
 
 
 def _flat(mesh: DeviceMesh) -> DeviceMesh:

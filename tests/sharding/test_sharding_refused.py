@@ -137,12 +137,16 @@ def test_meshes_and_axes_that_do_not_fit_are_refused_by_name() -> None:
     partly = DTensor.from_local(torch.ones(4, 2), parallel["tp"], [Partial()])
     options: dict[str, dict[str, Any]] = {
         r"which of a mesh of shape \(1, 2, 2\) with the axes \('pp',": {"mesh": deep},
-        "has no axis 'dp'; it has a mesh": {"mesh": deep, "shard_axis": "dp"},
-        "needs a shard_axis": {"mesh": deep, "replicate_axis": outside},
-        "must come before shard_axis 'dp_replicate'": {
+        "shard_axis='dp'": {"mesh": deep, "shard_axis": "dp"},
+        "shard_axis=None, replicate_axis='dp_replicate'": {
+            **{"mesh": deep, "replicate_axis": outside}
+        },
+        "shard_axis='dp_replicate', replicate_axis='dp_shard'": {
             **{"mesh": deep, "shard_axis": outside, "replicate_axis": inside}
         },
-        "are both 'dp_shard'": {"mesh": deep, "shard_axis": inside, "replicate_axis": inside},
+        "shard_axis='dp_shard', replicate_axis='dp_shard'": {
+            **{"mesh": deep, "shard_axis": inside, "replicate_axis": inside}
+        },
         "'optim' with strategy='no_shard'": {
             **{"mesh": mesh, "strategy": "no_shard", "outer_strategy": "optim"}
         },
@@ -150,9 +154,9 @@ def test_meshes_and_axes_that_do_not_fit_are_refused_by_name() -> None:
         "unknown sharding strategy 'half'": {"mesh": mesh, "outer_strategy": "half"},
         "over a second mesh axis": {"mesh": mesh[inside], "outer_strategy": "optim"},
         "second mesh axis": {"outer_strategy": "optim"},
-        "has no axis 'experts'": {"mesh": experts, "expert_axis": "experts"},
-        "'ep' is an axis to shard": {"mesh": experts, "expert_axis": "ep", "shard_axis": "ep"},
-        "the expert axis 'ep' alone": {"mesh": experts["ep"], "expert_axis": "ep"},
+        "expert_axis='experts'": {"mesh": experts, "expert_axis": "experts"},
+        "shard_axis='ep'": {"mesh": experts, "expert_axis": "ep", "shard_axis": "ep"},
+        "shard_axis=None.*expert_axis='ep'": {"mesh": experts["ep"], "expert_axis": "ep"},
     }
     rows = sharding(options) | {
         r"'weight' lies on the mesh axes \('tp',\)": weighing(even),
