@@ -38,8 +38,6 @@ from sharding_helpers import (
     train,
 )
 
-TO_FEW: dict[str, Any] = {"reshard_after_forward": 2}  # of four ranks keep what they have gathered
-
 
 @pytest.mark.parametrize(
     ("ranks", "strategy", "microbatches", "options"),
@@ -54,8 +52,6 @@ TO_FEW: dict[str, Any] = {"reshard_after_forward": 2}  # of four ranks keep what
         ("ranks4", "optim_grads_params", 3, {"reshard_after_forward": False}),
         ("ranks4", "optim_grads", 3, {"outer_strategy": "no_shard"}),
         ("ranks4", "optim_grads_params", 3, {"outer_strategy": "optim"}),
-        *(("ranks4", strategy, 3, TO_FEW) for strategy in STRATEGIES),
-        ("ranks4", "optim_grads_params", 3, {"overlap": False, **TO_FEW}),
         *(
             pytest.param(*row, {}, marks=pytest.mark.gpu, id="-".join(map(str, row)))
             for row in itertools.product(["gpu_ranks"], STRATEGIES, (1, 3))
