@@ -4,7 +4,6 @@ import functools
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from types import TracebackType
 from typing import Any, NamedTuple, ParamSpec, Self, TypeVar, cast
 
 import torch
@@ -21,7 +20,6 @@ from graphfsdp.base.torch_internals import (
     RECOMPUTES,
     OpOverload,
     TorchDispatchMode,
-    num_users,
     schema_of,
     tree_flatten,
     tree_unflatten,
@@ -32,7 +30,6 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 _ZERO_OR_ONE = ("aten::bernoulli", "aten::bernoulli_")
-_OWN_REFERENCES = 2  # to a storage: by the tensor here, and by Python's storage object
 
 
 def recompute(function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
@@ -150,35 +147,18 @@ class _Reentrant:
 
 
 class _Kept:
-    """One result of a random operator: an alias while nobody writes to it, else a copy."""
+    """A copy of one result of a random operator: whoever has the result may write to it."""
 
-    def __init__(self, tensor: Tensor, *, as_bits: bool, copy: bool) -> None:
+    def __init__(self, tensor: Tensor, *, as_bits: bool) -> None:
         self._dtype = tensor.dtype
-        self.storage = 0 if as_bits or copy else storage_key(tensor)
-        if as_bits:
-            self._contents = tensor.to(torch.bool)
-        else:
-            self._contents = tensor.clone() if copy else tensor.detach()
-        self._is_copy = copy
-
-    @property
-    def is_shared(self) -> bool:
-        return self.storage != 0 and num_users(self.storage) > _OWN_REFERENCES
-
-    def own(self) -> None:
-        """Copy the contents: somebody may write to them."""
-        self._contents = self._contents.clone()
-        self._is_copy, self.storage = True, 0
+        self._contents = tensor.to(torch.bool) if as_bits else tensor.clone()
 
     def write_to(self, target: Tensor) -> None:
         target.copy_(self._contents)
 
     def tensor(self) -> Tensor:
-        """Return the result as the first call had it."""
-        if self._contents.dtype != self._dtype:
-            return self._contents.to(self._dtype)
-        # The second call writes where the first one did.
-        return self._contents.clone() if self._is_copy else self._contents.detach()
+        """Return the result as the first call had it, in memory of its own."""
+        return self._contents.to(self._dtype, copy=True)
 
 
 class _Argument(NamedTuple):
@@ -193,7 +173,7 @@ class _Drawn:
     def __init__(self, op: OpOverload, result: Any, written: Sequence[Tensor]) -> None:
         as_bits = schema_of(op).name in _ZERO_OR_ONE
         self.op = op
-        self.written = [_Kept(tensor, as_bits=as_bits, copy=True) for tensor in written]
+        self.written = [_Kept(tensor, as_bits=as_bits) for tensor in written]
         leaves, self._spec = tree_flatten(result)
         positions = {id(tensor): _Argument(number) for number, tensor in enumerate(written)}
         # By leaf: a written argument, a new tensor, or whatever else it was: flash attention
@@ -201,17 +181,11 @@ class _Drawn:
         self.results: list[Any] = [
             positions[id(leaf)]
             if id(leaf) in positions
-            else _Kept(leaf, as_bits=as_bits, copy=False)
+            else _Kept(leaf, as_bits=as_bits)
             if isinstance(leaf, Tensor)
             else leaf
             for leaf in leaves
         ]
-
-    def aliases(self) -> Iterator[_Kept]:
-        """Yield the results that are no copies yet."""
-        for kept in self.results:
-            if isinstance(kept, _Kept) and kept.storage:
-                yield kept
 
     def repeat(self, written: Sequence[Tensor], is_own: Callable[[Tensor], bool]) -> Any:
         """Return what the operator returned, and write what it wrote into tensors of this call."""
@@ -237,26 +211,7 @@ class _Keep(OperatorMode):
         setattr(self, RECOMPUTES, True)
         self._drawn = drawn
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        super().__exit__(kind, error, trace)
-        # What the function returns may be written to by those who get it.
-        for drawn in self._drawn:
-            for kept in drawn.aliases():
-                if kept.is_shared:
-                    kept.own()
-
     def on_op(self, call: OpCall) -> Any:
-        if call.written and self._drawn:
-            storages = set(map(storage_key, call.written))
-            for drawn in self._drawn:
-                for kept in drawn.aliases():
-                    if kept.storage in storages:
-                        kept.own()
         result = call.run()
         if call.is_random:
             self._drawn.append(_Drawn(call.op, result, call.written))

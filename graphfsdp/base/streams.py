@@ -10,7 +10,6 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import cache
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -161,33 +160,23 @@ def keep_for_graph(thing: object, otherwise: list[object]) -> None:
         kept.append(thing)
 
 
-class _RangeFactory(Protocol):
-    def __call__(self, name: str) -> AbstractContextManager[object]: ...
-
-
-@cache
-def _factory() -> _RangeFactory | None:
-    # A range costs microseconds even when no profiler listens, and a CPU-only machine has none.
-    if not torch.cuda.is_available():
-        return None
-    try:
-        import nvtx
-    except ImportError:
-        return lambda name: torch.cuda.nvtx.range(RANGE_PREFIX + name)  # it has no domains
-    return lambda name: nvtx.annotate(name, domain="graphfsdp")
-
-
 @contextmanager
 def _profiled(name: str) -> Iterator[None]:
     # Not torch.profiler.record_function, which is an operator: a recording would hold it.
-    factory = _factory()
-    with factory(name) if factory else _NO_RANGE, _RecordFunctionFast(RANGE_PREFIX + name):
+    with _nvtx(name), _RecordFunctionFast(RANGE_PREFIX + name):
         yield
+
+
+@cache
+def _has_nvtx() -> bool:
+    return torch.cuda.is_available()
+
+
+def _nvtx(name: str) -> AbstractContextManager[object]:
+    # A range costs microseconds even when no profiler listens, and a CPU-only machine has none.
+    return torch.cuda.nvtx.range(RANGE_PREFIX + name) if _has_nvtx() else _NO_RANGE
 
 
 def nvtx_range(name: str) -> AbstractContextManager[object]:
     """Capture: host side only; inside a recording it marks the host's time, not the kernels'."""
-    if profiler_is_on():
-        return _profiled(name)
-    factory = _factory()
-    return factory(name) if factory else _NO_RANGE
+    return _profiled(name) if profiler_is_on() else _nvtx(name)

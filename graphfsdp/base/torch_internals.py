@@ -3,7 +3,6 @@
 docs/architecture.md lists them, and those that a single module uses.
 """
 
-import platform
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -42,22 +41,12 @@ if TYPE_CHECKING:  # takes a second to import
 F = TypeVar("F", bound=Callable[..., Any])
 
 
-def refuse_blind_dicts(module: nn.Module) -> None:
-    """ImportError where the version of a dict does not move when an attribute is written.
-
-    Python 3.13.0 is such. Guards would believe that a model which was put into eval() still trains.
-    """
-    before = dict_version(vars(module))
-    module.training = not module.training
-    if dict_version(vars(module)) == before:
-        raise ImportError(
-            f"Python {platform.python_version()} loses track of attributes that are written, by "
-            "which graphfsdp sees that a model has changed. Remedy: another Python; 3.13.1 and "
-            "newer are mended"
-        )
-
-
-refuse_blind_dicts(nn.Module())
+if sys.version_info[:3] == (3, 13, 0):
+    # By the version of a dict guards see that a model which was put into eval() trains no more.
+    raise ImportError(
+        "Python 3.13.0 loses track of attributes that are written, by which graphfsdp sees that a "
+        "model has changed. Remedy: another Python; 3.13.1 and newer are mended"
+    )
 
 VERSION = TorchVersion(torch.__version__)
 # Whether torch leaves operators to a child of its DTensor; below 2.13 it never asks.

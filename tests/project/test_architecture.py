@@ -86,7 +86,6 @@ OPTIONAL_PACKAGES = (
     "apex",
     "lightning",
     "mlperf_logging",
-    "nvtx",
     "pytorch_lightning",
     "torchao",
     "torchdata",
