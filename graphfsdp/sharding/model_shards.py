@@ -15,7 +15,6 @@ from graphfsdp.base.torch_internals import (
     key_of,
     local_tensor_of,
     num_users,
-    parameters_of,
 )
 from graphfsdp.errors import ConfigError
 from graphfsdp.sharding.buffer import Memory, ShardBuffer
@@ -33,7 +32,7 @@ class ModelShards:
     """
 
     def __init__(self, root: nn.Module, units: list[Unit]) -> None:
-        """ConfigError: a parameter is held by two units, or a unit is in the middle of work."""
+        """ConfigError: a unit is in the middle of work."""
         self._root = weakref.ref(root)
         self.units = units
         names = {id(module): name for name, module in root.named_modules()}
@@ -42,7 +41,6 @@ class ModelShards:
             unit.group.names = [names.get(id(m), type(m).__name__) for m in unit.modules]
             unit.is_root = root in unit.modules
         self._refuse_busy_units()
-        self._refuse_shared_parameters(root)
         self._refuse_other_structure()
         pinned = [unit for unit in units if unit.pinned]
         for unit in pinned:
@@ -78,24 +76,6 @@ class ModelShards:
                     f"the sharded model cannot be set up while unit {unit.group.name!r} {what}. "
                     "Remedy: finish the forward pass, or the accumulation with a synchronised "
                     "backward, before a module above it is wrapped or first called"
-                )
-
-    def _refuse_shared_parameters(self, root: nn.Module) -> None:
-        managed = {
-            id(item.param): (unit, item) for unit in self.units for item in unit.group.managed
-        }
-        for module_name, module in root.named_modules():
-            for name, param in parameters_of(module).items():
-                found = managed.get(id(param))
-                if found is None or (module, name) in found[1].owners:
-                    continue
-                here = f"{module_name}.{name}" if module_name else name
-                there = found[0].group.full_name(found[1])
-                raise ConfigError(
-                    f"parameter {here!r} is the same as {there!r}, which unit "
-                    f"{found[0].group.name!r} has taken over; outside that unit it would be a "
-                    "shard. Remedy: let one unit hold both modules (wrap neither of them, or a "
-                    "common parent)"
                 )
 
     def _refuse_other_structure(self) -> None:

@@ -355,7 +355,7 @@ class FSDPModule(TorchModule):
         """Move the shards of all units together; the first forward does it otherwise.
 
         Raises:
-            ConfigError: a unit is in the middle of work, or two units share a parameter.
+            ConfigError: a unit is in the middle of work.
         """
         shards_of(self)
 

@@ -93,7 +93,7 @@ def test_what_is_refused_by_name() -> None:
         "docs/fsdp2.md": lambda: wide._get_fsdp_state()._lazy_init(),
         "torch.func": lambda: torch.func.vmap(wide)(torch.ones(2, 2)),
         "'weight' cannot be cast to torch.float16": lambda: wide.half(),
-        "'weight'.*float64": lambda: wide.load_state_dict(state, assign=True),
+        "float64 for 'weight'": lambda: wide.load_state_dict(state, assign=True),
         "CPUOffloadPolicy.*scope='none'": partial(capture, optimizer),
         "scope='none'": partial(capture, optimizer, scope="forward_backward"),
     }
@@ -256,7 +256,7 @@ def test_a_weight_that_is_tied_after_it_was_sharded() -> None:
     model: Any = nn.Sequential(graphfsdp.fully_shard(nn.Linear(4, 4)), nn.Linear(4, 4))
     model[1].weight = model[0].weight
     graphfsdp.fully_shard(model)
-    with raises_on_rank(ConfigError, "'1.weight' is the same as '0.weight'", "hold both modules"):
+    with raises_on_rank(ConfigError, "is not done on a sharded parameter"):
         model(torch.ones(2, 4))
 
 
