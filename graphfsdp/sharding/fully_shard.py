@@ -113,9 +113,6 @@ def fully_shard(
     modules = _outermost(module)
     policy = _policy(mp_policy)
     ignored = frozenset(ignored_params or ())
-    others = {type(each).__name__ for each in ignored if not isinstance(each, nn.Parameter)}
-    if others:
-        raise ConfigError(f"ignored_params must hold parameters, got {', '.join(sorted(others))}")
     for each in modules:
         _check_embeddings(each)
         check_precision(each, policy)
@@ -127,8 +124,6 @@ def fully_shard(
         )
     if gradient_reduction not in ("mean", "sum"):
         raise ConfigError(f"gradient_reduction must be 'mean' or 'sum', got {gradient_reduction!r}")
-    if not isinstance(overlap, bool):
-        raise ConfigError(f"overlap must be True or False, got {overlap!r}")
     parsed = ShardingStrategy.parse(strategy)
     axes = find_axes(
         _default_mesh(modules) if mesh is None else mesh,
@@ -170,15 +165,11 @@ def fully_shard(
 def _outermost(given: nn.Module | Sequence[nn.Module]) -> list[nn.Module]:
     """Return the modules of one unit; ConfigError if they cannot be one."""
     modules = [given] if isinstance(given, nn.Module) else given
-    if not isinstance(modules, list | tuple) or not all(
+    are_modules = isinstance(modules, list | tuple) and all(
         isinstance(module, nn.Module) for module in modules
-    ):
-        kinds = type(given).__name__
-        if isinstance(given, list | tuple):
-            kinds += " of " + ", ".join(sorted({type(module).__name__ for module in given}))
-        raise ConfigError(f"fully_shard takes a torch.nn.Module or a list of them, got {kinds}")
-    if not modules:
-        raise ConfigError("fully_shard got an empty list of modules, of which there is no unit")
+    )
+    if not modules or not are_modules:
+        raise ConfigError(f"fully_shard takes a torch.nn.Module or a list of them, got {given!r}")
     for module in modules:
         if isinstance(module, FSDPModule):
             raise ConfigError(

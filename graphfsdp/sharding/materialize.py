@@ -28,8 +28,6 @@ from graphfsdp.sharding.meta_tensors import is_partly_unset, mark_unset_, move
 from graphfsdp.sharding.module import class_name, shards_of, units_in
 from graphfsdp.sharding.unit import Unit
 
-_CONTAINERS = (nn.ParameterList, nn.ParameterDict)
-
 
 def materialize(
     model: nn.Module,
@@ -184,13 +182,6 @@ def _in_init_order(
     yield name, module, around
 
 
-def _sets_values_of(module: nn.Module, around: Sequence[nn.Module]) -> nn.Module:
-    """Return the module whose initialisation sets what a module holds: lists have none."""
-    if isinstance(module, _CONTAINERS) and around:
-        return _sets_values_of(around[-1], around[:-1])
-    return module
-
-
 def _own_initializer(module: nn.Module) -> Callable[[], object] | None:
     for name in ("reset_parameters", "_reset_parameters"):
         own = getattr(module, name, None)
@@ -270,11 +261,11 @@ class _Materialization:
         managed = {id(item.param): item for unit in self._units for item in unit.group.managed}
         by_setter: dict[int, list[_Entry]] = {}
         order = list(_in_init_order(model))
-        for name, module, around in order:
+        for name, module, _ in order:
             for entry in _entries(name, module):
                 item = managed.get(entry.key)
                 if entry.tensor().is_meta if item is None else item.awaited is not None:
-                    by_setter.setdefault(id(_sets_values_of(module, around)), []).append(entry)
+                    by_setter.setdefault(id(module), []).append(entry)
                     if item is None:
                         self._plain.setdefault(entry.key, entry)
                 else:

@@ -1,6 +1,5 @@
 """All units under one root: neighbours in memory, named, and checked against each other."""
 
-import weakref
 from itertools import zip_longest
 
 import torch
@@ -33,7 +32,6 @@ class ModelShards:
 
     def __init__(self, root: nn.Module, units: list[Unit]) -> None:
         """ConfigError: a unit is in the middle of work."""
-        self._root = weakref.ref(root)
         self.units = units
         names = {id(module): name for name, module in root.named_modules()}
         for unit in units:

@@ -13,7 +13,6 @@ float8, S + S / 32 for MXFP8. A = scales of all weights.
 """
 
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 
 import torch
 import torch.distributed as dist
@@ -73,9 +72,9 @@ class Packing:
     def unpack(self, whole: Tensor, full: Tensor) -> None:
         """Turn [R * P] gathered bytes into [B] weights.
 
-        Capture: three or four operators a weight, for MXFP8 five for neighbours of equal rows.
+        Capture: three to five operators a weight.
         """
-        for slot in self._runs():
+        for slot in self.layout.slots:
             place = full.narrow(0, slot.offset, slot.numel).view(slot.shape)
             place.copy_(self._weight(whole, slot))
 
@@ -89,18 +88,6 @@ class Packing:
         scale = self.scales.narrow(0, start, self._plan.num_scales_of(slot))
         scale = scale[0] if self.format is GatherFormat.FLOAT8 else scale.view(-1, 1)
         return from_float8(numbers, scale, self._compute)
-
-    def _runs(self) -> list[Slot]:
-        """Return the slots; MXFP8 has its scales in the rows, so neighbours of it are joined."""
-        runs: list[Slot] = []
-        for slot in self.layout.slots:
-            last = runs[-1] if runs and self.format is GatherFormat.MXFP8 else slot
-            if (last.end, last.row_numel) == (slot.offset, slot.row_numel):
-                rows = last.num_rows + slot.num_rows
-                runs[-1] = replace(last, shape=(rows, slot.row_numel))
-            else:
-                runs.append(slot)
-        return runs
 
     def stretches(self, start: int) -> Iterator[Stretch]:
         """Yield what this rank holds, where the scales of its weights begin at ``start``."""

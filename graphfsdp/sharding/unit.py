@@ -27,7 +27,6 @@ import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from enum import Enum
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -62,15 +61,6 @@ class Phase(Enum):
     RECOMPUTING = "recomputing"
     # These have got gradients, which are to be reduced before the backward pass is over.
     REDUCING = "reducing"
-
-
-_LEGAL: Mapping[Phase, tuple[Phase, ...]] = MappingProxyType(
-    {
-        Phase.AT_REST: (Phase.AT_REST, Phase.RECOMPUTING),
-        Phase.RECOMPUTING: (Phase.AT_REST, Phase.REDUCING),
-        Phase.REDUCING: (Phase.AT_REST, Phase.REDUCING),
-    }
-)
 
 
 class Unit:
@@ -271,32 +261,23 @@ class Unit:
         self._end_backward()
 
     def _reduce(self, gradients: Sequence[Gradients], *, accumulate: bool, outside: bool) -> None:
-        hooks = self._call_hooks if self.group.has_gradient_hooks else None
-        how = How(accumulate, self.group.reduction, outside, hooks)
+        how = How(accumulate, self.group.reduction, outside)
         bind = self._bind_gradients if outside or not self.group.repeats else None
         with nvtx_range(f"reduce_grad {self.group.name}"):
             self.schedule.reduce(self, gradients, how, bind)
 
-    def _call_hooks(self, gradients: Gradients, reduced: Tensor) -> None:
-        self.schedule.queue_up(self.group.buffers[0])  # they may talk to other ranks
-        self.group.call_hooks(gradients, reduced)
-
     def _bind_gradients(self) -> None:
         if self.group.has_gradient_hooks:
-            self.schedule.queue_up(self.group.buffers[0])
+            self.schedule.queue_up(self.group.buffers[0])  # they may talk to other ranks
         self.group.bind_main_grads()
 
     def _end_backward(self) -> None:
         """Drop weights that a backward pass has gathered, and put the shards back."""
         if self.phase is not Phase.AT_REST and not self.is_whole:
             self.group.install_shards()
-        self._enter(Phase.AT_REST)
+        self.phase = Phase.AT_REST
         if self._frees and self.settings.reshard_after_backward and not self.is_whole:
             self._drop_weights(outside=not self._is_fresh)
-
-    def _enter(self, phase: Phase) -> None:
-        assert phase in _LEGAL[self.phase], f"{self.phase} -> {phase}"
-        self.phase = phase
 
     def leave_backward(self) -> None:
         """Go back to rest when a backward pass of the model is over, wherever it has been.
@@ -361,7 +342,7 @@ class Unit:
         """
         if self.is_whole or self.phase is not Phase.AT_REST or backward_id() == NO_BACKWARD:
             return False
-        self._enter(Phase.RECOMPUTING)
+        self.phase = Phase.RECOMPUTING
         self._queue_end_of_backward()
         with self._gathering(self.group.buffers):
             leaves = self._leaves()
@@ -392,12 +373,12 @@ class Unit:
         grad, leaf.grad = leaf.grad, None
         assert grad is not None
         if self.phase is Phase.AT_REST:
-            self._enter(Phase.RECOMPUTING)
+            self.phase = Phase.RECOMPUTING
             self._queue_end_of_backward()
             self.schedule.follow_backward()
         self.schedule.finish_reduction(self)
         self.schedule.make_room()
-        self._enter(Phase.REDUCING)
+        self.phase = Phase.REDUCING
         self._whole_gradient(position).add_(grad)
 
     def _whole_gradient(self, position: int) -> Tensor:

@@ -173,13 +173,12 @@ def hooked_net(strategy: str | None, *, meta: bool = False, **options: Any) -> n
         model.to_empty(device=rank_device())
         model.load_state_dict(state)
 
-    def halve(param: Any) -> None:
-        param.grad.mul_(0.5)
+    def change(param: Any) -> None:
+        param.grad.mul_(30).tanh_()
 
     for param in model.parameters():
         if param.requires_grad:
-            param.register_hook(lambda grad: torch.tanh(grad * 30))
-            param.register_post_accumulate_grad_hook(halve)
+            param.register_post_accumulate_grad_hook(change)
     return model
 
 

@@ -45,7 +45,6 @@ class Scaled(nn.Module):
         self.scale = nn.Parameter(torch.empty(()))
         self.empty = nn.Parameter(torch.empty(0, 3))
         self.frozen = nn.Parameter(torch.empty(width), requires_grad=False)
-        self.extra = nn.ParameterList([nn.Parameter(torch.empty(3)), nn.Parameter(torch.empty(2))])
         self.register_buffer("noise", torch.empty(width), persistent=False)
         self.register_buffer("signs", torch.empty(width, dtype=torch.bool))
         self.register_buffer("count", torch.empty((), dtype=torch.int64))
@@ -55,8 +54,6 @@ class Scaled(nn.Module):
         nn.init.normal_(self.matrix, std=0.1)
         nn.init.constant_(self.scale, 1.5)
         nn.init.normal_(self.frozen, std=0.1)
-        for param in self.extra:
-            nn.init.normal_(param)
         with torch.no_grad():
             self.noise.normal_(std=0.1)
             self.signs.copy_(self.noise > 0)
@@ -64,8 +61,7 @@ class Scaled(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         hidden = torch.tanh(x @ self.matrix.t()) @ self.matrix + self.noise * self.signs
-        rest = self.empty.sum() + self.extra[0].sum() * 0.01
-        out: Tensor = (x + hidden * self.scale + self.frozen + rest).to(x.dtype)
+        out: Tensor = (x + hidden * self.scale + self.frozen + self.empty.sum()).to(x.dtype)
         return out
 
 

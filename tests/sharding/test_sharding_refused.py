@@ -47,6 +47,12 @@ def hooked(kind: str) -> nn.Module:
     return model
 
 
+def hooked_late() -> nn.Module:
+    model: nn.Module = fully_shard(nn.Linear(2, 2))
+    model.get_parameter("weight").register_hook(lambda grad: None)
+    return model
+
+
 def tied() -> nn.Module:
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     model[1].weight = model[0].weight
@@ -69,16 +75,15 @@ def test_what_is_refused_by_name() -> None:
         "shard_axis": {"dp_mesh_dims": 3},
         "CPUOffloadPolicy.*got int": {"offload_policy": 3},
         "mp_policy.*got int": {"mp_policy": 3},
-        "ignored_params.*got int": {"ignored_params": [3]},
-        "overlap must be True": {"overlap": 1},
     }
     rows = sharding(options) | {
-        r"takes a torch.nn.Module or a list.*got function": lambda: fully_shard(normed),
-        "or a list of them, got list of Linear, int": lambda: fully_shard([layer, 3]),
-        "empty list": lambda: fully_shard([]),
+        r"takes a torch.nn.Module or a list.*got <function": lambda: fully_shard(normed),
+        r"or a list of them, got \[Linear.*, 3": lambda: fully_shard([layer, 3]),
+        r"got \[\]": lambda: fully_shard([]),
         "'1.weight'.*another unit": lambda: fully_shard(tied()),
         "'1.0.weight' has a hook": lambda: fully_shard(hooked("register_hook")),
         "hook of its gradient": lambda: fully_shard(hooked("register_post_accumulate_grad_hook")),
+        "'weight' has a hook of its gradient": lambda: hooked_late()(torch.ones(2, 2)),
         "Embedding '0' has max_norm=1": partial(fully_shard, nn.Sequential(normed(nn.Embedding))),
         "Bag '0' has max_norm=1.0": partial(fully_shard, nn.Sequential(normed(nn.EmbeddingBag))),
         "'int8'; expected one of 'float8'": lambda: policy(gather_format="int8"),
