@@ -114,7 +114,6 @@ def fully_shard(
     policy = _policy(mp_policy)
     ignored = frozenset(ignored_params or ())
     for each in modules:
-        _check_embeddings(each)
         check_precision(each, policy)
     if dp_mesh_dims is not None:
         raise ConfigError(
@@ -245,14 +244,3 @@ def _move(
             is_taken = isinstance(tensor, DTensor) or tensor in ignored
             if tensor.device.type == "cpu" and not is_taken:
                 tensor.data = tensor.to(device)
-
-
-def _check_embeddings(module: nn.Module) -> None:
-    for name, inner in module.named_modules():
-        if isinstance(inner, nn.Embedding | nn.EmbeddingBag) and inner.max_norm is not None:
-            raise ConfigError(
-                f"{type(inner).__name__} {name or '(root)'!r} has max_norm={inner.max_norm}: it "
-                "renormalises rows of its weight in the forward pass, where the weight is a "
-                "gathered copy, so that would be lost. Remedy: max_norm=None, and bound what was "
-                "looked up: x * (max_norm / x.norm(dim=-1, keepdim=True)).clamp(max=1)"
-            )

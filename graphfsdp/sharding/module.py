@@ -14,7 +14,6 @@ from torch.distributed.tensor import DTensor
 
 from graphfsdp.base.sharded import MainGrad
 from graphfsdp.base.torch_internals import (
-    functorch_level,
     not_traced,
     parameters_of,
     tree_map_only,
@@ -138,11 +137,9 @@ class FSDPModule(TorchModule):
 
     def set_modules_to_forward_prefetch(self, modules: Sequence[Any]) -> None:
         """Ignored: units gather ahead in the order of the last pass."""
-        _check_sharded(modules)
 
     def set_modules_to_backward_prefetch(self, modules: Sequence[Any]) -> None:
         """Ignored: units gather ahead in the order of the last pass."""
-        _check_sharded(modules)
 
     def finish_microbatches(self) -> None:
         """Reduce what still waits after the last microbatch: of units that did not run in it.
@@ -168,10 +165,6 @@ class FSDPModule(TorchModule):
 
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
         """Drop whole weights between forward and backward, or keep them."""
-        if not isinstance(reshard_after_forward, bool):
-            raise ConfigError(
-                f"reshard_after_forward must be True or False, got {reshard_after_forward!r}"
-            )
         for unit in units_in(self, recurse=recurse):
             unit.set(reshard_after_forward=reshard_after_forward)
 
@@ -360,14 +353,6 @@ class FSDPModule(TorchModule):
         shards_of(self)
 
 
-def _check_sharded(modules: Sequence[Any]) -> None:
-    for module in modules:
-        if not isinstance(module, FSDPModule):
-            raise ConfigError(
-                f"modules to gather ahead must be sharded, got a {type(module).__name__}"
-            )
-
-
 def _refuse_custom(name: str) -> ConfigError:
     return ConfigError(
         f"{name} is not supported: a recording must know what each collective reads and writes. "
@@ -425,13 +410,6 @@ def begin_forward(
 
     Those of a root on a GPU are moved there, as by FSDP2.
     """
-    if functorch_level() is not None:
-        raise ConfigError(
-            f"unit {unit_of(module).name or '(root)'!r} was called inside a transform of "
-            "torch.func (grad, vjp, jvp, vmap), which does not go through a gather of weights. "
-            "Remedy: torch.autograd.grad, or torch.autograd.forward_ad around the call; for vmap a "
-            "module that is not sharded, with full_tensor() of the parameters"
-        )
     shards_of(module)
     unit = unit_of(module)
     unit.enter_forward(module)

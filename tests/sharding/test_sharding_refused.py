@@ -77,15 +77,13 @@ def test_what_is_refused_by_name() -> None:
         "mp_policy.*got int": {"mp_policy": 3},
     }
     rows = sharding(options) | {
-        r"takes a torch.nn.Module or a list.*got <function": lambda: fully_shard(normed),
+        r"takes a torch.nn.Module or a list.*got <function": lambda: fully_shard(hooked),
         r"or a list of them, got \[Linear.*, 3": lambda: fully_shard([layer, 3]),
         r"got \[\]": lambda: fully_shard([]),
         "'1.weight'.*another unit": lambda: fully_shard(tied()),
         "'1.0.weight' has a hook": lambda: fully_shard(hooked("register_hook")),
         "hook of its gradient": lambda: fully_shard(hooked("register_post_accumulate_grad_hook")),
         "'weight' has a hook of its gradient": lambda: hooked_late()(torch.ones(2, 2)),
-        "Embedding '0' has max_norm=1": partial(fully_shard, nn.Sequential(normed(nn.Embedding))),
-        "Bag '0' has max_norm=1.0": partial(fully_shard, nn.Sequential(normed(nn.EmbeddingBag))),
         "'int8'; expected one of 'float8'": lambda: policy(gather_format="int8"),
         "mean the same": lambda: policy(grad_comm_dtype=FP32, reduce_dtype=BF16),
         r"'weight' of shape \(4, 20\)": partial(fully_shard, nn.Linear(20, 4), mp_policy=packed),
@@ -96,7 +94,6 @@ def test_what_is_refused_by_name() -> None:
         "set_all_reduce_hook is": lambda: wide.set_all_reduce_hook(None, stream=None),
         "got 0": lambda: wide.set_gradient_divide_factor(0),
         "docs/fsdp2.md": lambda: wide._get_fsdp_state()._lazy_init(),
-        "torch.func": lambda: torch.func.vmap(wide)(torch.ones(2, 2)),
         "'weight' cannot be cast to torch.float16": lambda: wide.half(),
         "float64 for 'weight'": lambda: wide.load_state_dict(state, assign=True),
         "CPUOffloadPolicy.*scope='none'": partial(capture, optimizer),
@@ -107,10 +104,6 @@ def test_what_is_refused_by_name() -> None:
             call()
     with pytest.raises(AttributeError, match="'_mp_policy'"):
         fully_shard.state(wide)._mp_policy  # noqa: B018
-
-
-def normed(kind: Any) -> Any:
-    return kind(4, 2, max_norm=1.0)
 
 
 @on_ranks("ranks2")
@@ -197,11 +190,9 @@ def mistakes(package: Any) -> Rows:
         "axes that have no names": lambda: words(whole_model(), mesh=deep),
         "got 3": lambda: words(whole_model(), reshard_after_forward=3),
         "got 'a'": lambda: words(whole_model(), reshard_after_forward="a"),
-        "True or False, got 2": lambda: wide.set_reshard_after_forward(2),
         "has no values yet": lambda: empty(torch.ones(1, 2)),
         r"'0.2.weight' of shape \(8, 5\)": placed(lambda ndim: Shard(ndim - 1)),
         "Shard.*5": placed(lambda _: Shard(5)),
-        "ahead": lambda: wide.set_modules_to_forward_prefetch([whole_model()]),
         "none": lambda: package.register_fsdp_forward_method(wide, "none"),
         "share_comm_ctx": lambda: package.share_comm_ctx([whole_model()]),
     }
