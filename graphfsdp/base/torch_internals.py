@@ -106,7 +106,6 @@ binding_of: Callable[[OpOverload], Callable[..., Any]] = attrgetter("_op")  # th
 # What ``named_parameters`` and its like give are copies, without what is None.
 parameters_of: Callable[[nn.Module], dict[str, nn.Parameter | None]] = attrgetter("_parameters")
 buffers_of: Callable[[nn.Module], dict[str, Tensor | None]] = attrgetter("_buffers")
-children_of: Callable[[nn.Module], dict[str, nn.Module | None]] = attrgetter("_modules")
 # Of a DTensor: this rank's part, of which ``to_local`` would make a view for autograd; and mesh,
 # placements and geometry, with which another one can be made.
 local_tensor_of: Callable[[Any], Tensor] = attrgetter("_local_tensor")

@@ -246,7 +246,6 @@ class _Materialization:
         self._units = _units_of(model)
         self._device = device
         self._agreement = RankAgreement(_groups(self._units), "materialize")
-        self._failure: Exception | None = None
         self._plain: dict[int, _Entry] = {}
         self._kept: dict[int, _Entry] = {}
         self._stops = self._find_stops(model, init)
@@ -292,21 +291,22 @@ class _Materialization:
     def run(self) -> None:
         names = [entry.name for stop in self._stops for entry in stop.entries]
         self._agreement.refuse_differences("parameters and buffers without values", names)
-        self._attempt("", self._check)
-        self._agree()
         finished = False
         try:
-            self._attempt("", self._give_memory)
-            self._agree()
+            with self._told():
+                self._check()
+                self._give_memory()
             for stop in self._stops:
                 for unit in stop.opens:
                     self._make_whole(unit)
                 name = f"{stop.name or '(root)'} ({class_name(stop.module)})"
-                self._attempt(f"the initialisation of {name}", partial(self._initialize, stop))
+                with self._told(f"the initialisation of {name}"):
+                    self._initialize(stop)
                 for unit in stop.closes:
                     self._shard(unit)
-            self._attempt("", self._check_plain)
-            self._agree()
+            with self._told():
+                self._check_plain()
+            self._agreement.go_on(None)
             for entry in self._plain.values():
                 _broadcast(entry.tensor(), self._agreement.store.groups)
             finished = True
@@ -335,20 +335,17 @@ class _Materialization:
                 "is given holds, or build these tensors on a real device"
             )
 
-    def _attempt(self, what: str, do: Callable[[], object]) -> None:
-        """Do something unless something has failed: the other ranks wait in collectives."""
-        if self._failure is not None:
-            return
+    @contextmanager
+    def _told(self, what: str = "") -> Iterator[None]:
+        """Tell the other ranks of a failure where they agree next, ahead of a collective."""
         try:
-            do()
-        except Exception as error:  # of whatever kind: it is told to all ranks, then raised
-            self._failure = error
+            yield
+        except Exception as error:  # of whatever kind: all ranks raise
+            failure = error
             if what and not isinstance(error, GraphFSDPError):
-                self._failure = GraphFSDPError(f"{what} failed: {type(error).__name__}: {error}")
-                self._failure.__cause__ = error
-
-    def _agree(self) -> None:
-        self._agreement.go_on(self._failure)
+                failure = GraphFSDPError(f"{what} failed: {type(error).__name__}: {error}")
+                failure.__cause__ = error
+            self._agreement.go_on(failure)
 
     def _give_memory(self) -> None:
         for shards in self._shards:
@@ -361,7 +358,8 @@ class _Materialization:
 
     def _make_whole(self, unit: Unit) -> None:
         self._open[unit] = []
-        self._attempt("", partial(self._allocate, unit))
+        with self._told():
+            self._allocate(unit)
         # What is set already is whole too, in copies that are dropped, where methods may read it.
         others = [
             item
@@ -369,7 +367,7 @@ class _Materialization:
             if item.awaited is None and any(id(owner) in self._setters for owner, _ in item.owners)
         ]
         if others:
-            self._agree()  # ahead of a collective
+            self._agreement.go_on(None)  # ahead of a collective
             for item in others:
                 _install(item, item.param.full_tensor().clone())  # type: ignore[attr-defined]
 
@@ -397,8 +395,9 @@ class _Materialization:
 
     def _shard(self, unit: Unit) -> None:
         """Keep this rank's rows; the parameters have values from now on."""
-        self._attempt("", partial(self._collect, unit))
-        self._agree()
+        with self._told():
+            self._collect(unit)
+        self._agreement.go_on(None)
         for item, whole in self._open[unit]:
             _broadcast(whole, self._equal_groups(unit))
             item.load(whole)
