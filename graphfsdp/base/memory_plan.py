@@ -5,12 +5,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from graphfsdp.errors import ConfigError
-
 VECTOR_BYTES = 16  # widest vector load of a GPU thread
 ALIGNMENT_BYTES = 64  # what torch's allocator gives, so that no kernel sees other addresses
 _GOOD = 1.02  # bytes of a plan over the most bytes alive at which no better one is looked for
-_ITEMSIZES = (1, 2, 4, 8, 16)
 
 
 def round_up(number: int, multiple: int) -> int:
@@ -19,8 +16,6 @@ def round_up(number: int, multiple: int) -> int:
 
 def alignment_numel(itemsize: int) -> int:
     """Return how many elements of ``itemsize`` bytes lie between two 16-byte borders."""
-    if itemsize not in _ITEMSIZES:
-        raise ConfigError(f"itemsize must be one of {_ITEMSIZES} bytes, got {itemsize}")
     return VECTOR_BYTES // itemsize
 
 

@@ -33,7 +33,6 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from graphfsdp.base.memory_plan import alignment_numel, round_up
-from graphfsdp.errors import ConfigError
 
 MERGE_PERCENT = 1
 
@@ -143,8 +142,6 @@ def plan_unit(
     of a block of values that share a scale, no border and no start cuts one, since starts and
     shards are multiples of rows.
     """
-    if num_ranks < 1:
-        raise ConfigError(f"num_ranks must be at least 1, got {num_ranks}")
     alignment = alignment_numel(itemsize)
     params = [Slot(index, 0, tuple(map(int, shape))) for index, shape in enumerate(shapes)]
     by_row: dict[int, list[Slot]] = {}
