@@ -111,7 +111,7 @@ def load(
                 "by torch's functions (docs/checkpoints.md)"
             )
 
-    with memory_for_values(module) as have_values, torch.no_grad():
+    with memory_for_values(module), torch.no_grad():
         members.together(make_plan)
         # What a checkpoint has of other stages of a pipeline is loaded there.
         plan.problems += sorted(set.intersection(*map(set, members.gather(plan.unused))))
@@ -119,7 +119,6 @@ def load(
         members.together(lambda: files.read(plan.parts))
         for action in plan.afterwards:
             action()
-        have_values(named.tensors.values())
     for unit in units_of(module):
         unit.reshard()  # whole weights that were gathered before are not the loaded ones
     return Loaded(int(manifest.facts["step"]), folder)

@@ -7,7 +7,7 @@ in a forward pass of ZeRO-3: the unit that is worked on, and those around it.
 """
 
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Sequence, Set
+from collections.abc import Callable, Iterator, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -83,13 +83,11 @@ def materialize(
 
 
 @contextmanager
-def memory_for_values(model: nn.Module) -> Iterator[Callable[[Iterable[Tensor]], None]]:
-    """Give memory to what is on the meta device, for values that the body brings.
+def memory_for_values(model: nn.Module) -> Iterator[None]:
+    """Give memory to what is on the meta device, for values of all that a state dict holds.
 
-    Yields a function to call with the tensors that have values now. What the body does not bring is
-    initialised as by ``materialize`` afterwards, without moving the state of a generator: buffers
-    that no state dict holds, and what a checkpoint lacks. If the body raises, the model awaits all
-    its values as before.
+    Buffers that no state dict holds are initialised as by ``materialize`` afterwards, without
+    moving the state of a generator. If the body raises, the model awaits all values as before.
 
     Raises:
         ConfigError: something is left that nothing initialises; what was brought stays.
@@ -103,7 +101,7 @@ def memory_for_values(model: nn.Module) -> Iterator[Callable[[Iterable[Tensor]],
     }
     awaits = any(unit.group.awaits_values for unit in units)
     if not (awaits or plain or any(buffer.is_meta for buffer in model.buffers())):
-        yield lambda tensors: None
+        yield
         return
     device = _target_device(None, units)
     if awaits:
@@ -112,18 +110,15 @@ def memory_for_values(model: nn.Module) -> Iterator[Callable[[Iterable[Tensor]],
     for name, tensor in plain.items():
         if tensor.is_meta:  # not given memory under another name
             move(tensor, device, name)
-    brought: set[int] = set()
     try:
-        yield lambda tensors: brought.update(id(tensor) for tensor in tensors)
+        yield
     except BaseException:
-        brought.clear()
-        raise
-    finally:
-        for key in brought & set(managed):
-            managed[key].awaited = None
         for name, tensor in plain.items():
-            if id(tensor) not in brought and not tensor.is_meta:
+            if not tensor.is_meta:
                 move(tensor, "meta", name)
+        raise
+    for item in managed.values():
+        item.awaited = None
     with torch.random.fork_rng([] if device.type == "cpu" else [device]):
         materialize(model, device)
 
@@ -249,7 +244,6 @@ class _Materialization:
         self._plain: dict[int, _Entry] = {}
         self._kept: dict[int, _Entry] = {}
         self._stops = self._find_stops(model, init)
-        self._setters = {id(stop.module) for stop in self._stops}
         self._done: set[int] = set()  # keys of the tensors that some module has set
         # Units that are whole, each with its awaited parameters as its modules hold them.
         self._open: dict[Unit, list[tuple[ManagedParameter, Tensor]]] = {}
@@ -297,8 +291,9 @@ class _Materialization:
                 self._check()
                 self._give_memory()
             for stop in self._stops:
-                for unit in stop.opens:
-                    self._make_whole(unit)
+                with self._told():
+                    for unit in stop.opens:
+                        self._make_whole(unit)
                 name = f"{stop.name or '(root)'} ({class_name(stop.module)})"
                 with self._told(f"the initialisation of {name}"):
                     self._initialize(stop)
@@ -357,29 +352,18 @@ class _Materialization:
                 move(entry.tensor(), self._device, entry.name)
 
     def _make_whole(self, unit: Unit) -> None:
-        self._open[unit] = []
-        with self._told():
-            self._allocate(unit)
-        # What is set already is whole too, in copies that are dropped, where methods may read it.
-        others = [
-            item
-            for item in unit.group.managed
-            if item.awaited is None and any(id(owner) in self._setters for owner, _ in item.owners)
-        ]
-        if others:
-            self._agreement.go_on(None)  # ahead of a collective
-            for item in others:
-                _install(item, item.param.full_tensor().clone())  # type: ignore[attr-defined]
-
-    def _allocate(self, unit: Unit) -> None:
         """Put awaited parameters into a unit's modules, whole and marked as not set."""
+        self._open[unit] = []
         for item in unit.group.managed:
             if item.awaited is not None:
                 dtype = item.awaited.dtype
                 whole = torch.empty(item.initial_shape, dtype=dtype, device=self._device)
                 mark_unset_(whole)
                 self._open[unit].append((item, whole))
-                _install(item, whole)
+                param = nn.Parameter(whole, requires_grad=item.param.requires_grad)
+                vars(param).update(vars(item.param))
+                for owner, attribute in item.owners:
+                    parameters_of(owner)[attribute] = param
 
     def _initialize(self, stop: _Stop) -> None:
         earlier = [entry for entry in stop.entries if entry.key in self._done]
@@ -508,10 +492,3 @@ def _unset_message(what: str, kind: str) -> str:
         f"it in the {kind}'s reset_parameters(), or in the function given as "
         "materialize(model, init=...)"
     )
-
-
-def _install(item: ManagedParameter, whole: Tensor) -> None:
-    param = nn.Parameter(whole, requires_grad=item.param.requires_grad)
-    vars(param).update(vars(item.param))
-    for owner, attribute in item.owners:
-        parameters_of(owner)[attribute] = param
