@@ -26,7 +26,7 @@ from graphfsdp.sharding.mesh import find_axes
 from graphfsdp.sharding.module import FSDPModule as FSDPModule
 from graphfsdp.sharding.module import GradientReductionHandle as GradientReductionHandle
 from graphfsdp.sharding.module import UnshardHandle as UnshardHandle
-from graphfsdp.sharding.module import attach, begin_forward, end_forward
+from graphfsdp.sharding.module import attach, begin_forward, end_forward, units_in
 from graphfsdp.sharding.pipelines import give_state, state_of
 from graphfsdp.sharding.pipelines import (
     register_fsdp_forward_method as register_fsdp_forward_method,
@@ -115,6 +115,8 @@ def fully_shard(
     ignored = frozenset(ignored_params or ())
     for each in modules:
         check_precision(each, policy)
+        for below in units_in(each):
+            below.group.take_values()
     if dp_mesh_dims is not None:
         raise ConfigError(
             "fully_shard does not take dp_mesh_dims, with parameters on all axes of a mesh. "

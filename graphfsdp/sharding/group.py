@@ -214,17 +214,24 @@ class ShardGroup:
                 self._become(item)
             self._bind_gradient_view(item)
 
-    def check_place(self) -> None:
-        """Refuse shards that were moved elsewhere: training would go on with the old ones."""
+    @torch.no_grad()
+    def take_values(self) -> None:
+        """Take over what was put in the place of shards: ``to_empty`` of a module in the unit does.
+
+        ConfigError: it is of another dtype or shape.
+        """
         for item in self.managed:
-            if not item.param.is_meta and not self._lies_here(item):
-                raise ConfigError(
-                    f"parameter {self.full_name(item)!r} does not lie in the buffers of its unit "
-                    "any more (module.to() or to_empty() of a part of the unit, param.data = ..., "
-                    "or load_state_dict(assign=True) of such a part). Remedy: move and cast the "
-                    "model before fully_shard, call to_empty() of the unit, and load with "
-                    "assign=False"
-                )
+            found = unwrapped(local_tensor_of(item.param))
+            if found.is_meta or self._lies_here(item):
+                continue
+            if item.buffer.main.is_meta:
+                self.give_memory(found.device)
+            mine = item.buffer.local_view(item.buffer.main, item.slot)
+            if (found.dtype, found.shape) != (mine.dtype, mine.shape):
+                raise self._moved_away(item)
+            mine.copy_(found)
+            item.awaited = None
+            setattr(item.param, _IS_SHARDED, True)  # what was put there has come without it
 
     def give_memory(self, device: torch.device) -> None:
         """Give memory to what is on the meta device; nobody has set values there."""
@@ -240,6 +247,13 @@ class ShardGroup:
     def _lies_here(self, item: ManagedParameter) -> bool:
         local = unwrapped(local_tensor_of(item.param))
         return key_of(local.untyped_storage()) == key_of(item.buffer.main.untyped_storage())
+
+    def _moved_away(self, item: ManagedParameter) -> ConfigError:
+        return ConfigError(
+            f"parameter {self.full_name(item)!r} does not lie in the buffers of its unit any more "
+            "(module.to(), param.data = ..., or load_state_dict(assign=True) after fully_shard). "
+            "Remedy: move and cast the model before fully_shard, and load with assign=False"
+        )
 
     def _bind_gradient_view(self, item: ManagedParameter) -> None:
         item.main_grad = None
@@ -265,7 +279,7 @@ class ShardGroup:
                 watch_gradient(item.param, self.full_name(item))
 
     def check_memory(self) -> None:
-        """Refuse shards without values, and those that were moved elsewhere."""
+        """Refuse shards without values, and those that were moved: training would miss the new."""
         for item in self.managed:
             if item.awaited is not None:
                 raise ConfigError(
@@ -273,7 +287,8 @@ class ShardGroup:
                     "values yet. Remedy: graphfsdp.materialize(model), or graphfsdp.load(path, "
                     "model), before the first forward pass"
                 )
-        self.check_place()
+            if not self._lies_here(item):
+                raise self._moved_away(item)
 
     def check_in_place(self) -> None:
         """Refuse what was put into the modules in the place of shards: nobody would use it."""

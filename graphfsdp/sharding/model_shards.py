@@ -110,7 +110,7 @@ class ModelShards:
         Shards that somebody holds, in a state dict that was taken before, stay where they are.
         """
         for unit in self.units:
-            unit.group.check_place()
+            unit.group.take_values()
         held = self._held_elsewhere()
         kinds: dict[_Kind, list[ShardBuffer]] = {}
         for unit in self.units:

@@ -482,6 +482,7 @@ def _set_aside(group: ShardGroup) -> Iterator[None]:
 
 def give_shards_memory(group: ShardGroup, device: torch.device) -> None:
     """Give a unit's shards memory where they have none; values are the user's from now on."""
+    group.take_values()
     group.give_memory(device)
     group.bind_views()
     for item in group.managed:
