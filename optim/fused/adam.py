@@ -34,9 +34,8 @@ class FusedAdam(LiveOptimizer):
     ``param_groups`` hold ordinary Python numbers (lr may be a tensor). They may be changed at any
     time, by hand or by a scheduler: ``step`` and every replay of a captured step read them anew.
 
-    State per parameter: ``step`` [] float32, ``exp_avg`` and ``exp_avg_sq`` [...], with amsgrad
-    ``max_exp_avg_sq`` [...], and with main weights ``master_param`` [...] float32. State is made at
-    the first step.
+    State per parameter: ``step`` [] float32, ``exp_avg`` and ``exp_avg_sq`` [...], and with main
+    weights ``master_param`` [...] float32. State is made at the first step.
     """
 
     def __init__(
@@ -46,7 +45,6 @@ class FusedAdam(LiveOptimizer):
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
         weight_decay: float = 0.0,
-        amsgrad: bool = False,
         *,
         adam_w_mode: bool = True,
         bias_correction: bool = True,
@@ -56,7 +54,6 @@ class FusedAdam(LiveOptimizer):
         master_weight_dtype: torch.dtype = torch.float32,
         exp_avg_dtype: torch.dtype = torch.float32,
         exp_avg_sq_dtype: torch.dtype = torch.float32,
-        maximize: bool = False,
         skip_nonfinite: bool = False,
         max_grad_norm: float | None = None,
     ) -> None:
@@ -68,7 +65,6 @@ class FusedAdam(LiveOptimizer):
             betas: Decay rates of the two moments, each in [0, 1).
             eps: Added to the root of the second moment, after bias correction.
             weight_decay: Fraction of the weight removed per unit of learning rate.
-            amsgrad: Divide by the largest second moment so far.
             adam_w_mode: Decoupled weight decay (AdamW); otherwise decay joins the gradient.
             bias_correction: Correct the moments for their start at zero.
             capturable: Changes nothing: every FusedAdam is. It is here because constructor calls
@@ -79,7 +75,6 @@ class FusedAdam(LiveOptimizer):
             master_weight_dtype: torch.float32.
             exp_avg_dtype: Dtype in which the first moment is stored: float32 or bfloat16.
             exp_avg_sq_dtype: The same for the second moment.
-            maximize: Climb instead of descending.
             skip_nonfinite: Leave everything as it is where a gradient, or the norm of all of them
                 in float32, is not finite.
             max_grad_norm: Clip the gradients' global norm, inside the update.
@@ -89,14 +84,13 @@ class FusedAdam(LiveOptimizer):
         """
         check_main_dtype(master_weight_dtype)
         settings = StepSettings(
-            Flags(adam_w_mode, bias_correction, maximize),
+            Flags(adam_w_mode, bias_correction),
             use_decoupled_grad,
             master_weights,
             skip_nonfinite,
             max_grad_norm,
             exp_avg_dtype,
             exp_avg_sq_dtype,
-            amsgrad,
         )
         self._settings = settings
         control = StepControl(settings.skip_nonfinite, settings.max_grad_norm)

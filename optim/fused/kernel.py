@@ -32,7 +32,7 @@ _KERNEL_DTYPES = frozenset({torch.float32, torch.bfloat16, torch.float16})
 class Tables(NamedTuple):
     """What the kernel knows about the parameters, on the device; addresses are in bytes."""
 
-    params: Tensor  # [P, 10] int64, see COLUMNS
+    params: Tensor  # [P, 9] int64, see COLUMNS
     block_to_param: Tensor  # [B] int32, whose each block is, where addresses are multiples of 16
     odd_block_to_param: Tensor  # [B] int32, of parameters with an address that is none
 
@@ -140,11 +140,9 @@ def constants(
         "SECOND_DTYPE": _in_triton(dtypes.exp_avg_sq),
         "MAIN_DTYPE": _in_triton(dtypes.main_param or torch.float32),
         "HAS_MAIN": dtypes.main_param is not None,
-        "AMSGRAD": dtypes.max_exp_avg_sq is not None,
         "HAS_SCALE": has_scale,
         "HAS_SKIP": has_skip,
         "ADAM_W_MODE": flags.adam_w_mode,
-        "MAXIMIZE": flags.maximize,
         "ALIGNED": aligned,
         "BLOCK_NUMEL": BLOCK_NUMEL,
         "PART_NUMEL": PART_NUMEL,

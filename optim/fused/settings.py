@@ -15,7 +15,6 @@ _MOMENT_DTYPES = (torch.float32, torch.bfloat16)
 class Flags(NamedTuple):
     adam_w_mode: bool = True  # decoupled weight decay; otherwise decay is added to the gradient
     bias_correction: bool = True
-    maximize: bool = False
 
 
 @dataclass(frozen=True)
@@ -29,7 +28,6 @@ class StepSettings:
     max_grad_norm: float | None
     exp_avg_dtype: torch.dtype = torch.float32
     exp_avg_sq_dtype: torch.dtype = torch.float32
-    amsgrad: bool = False
 
     def __post_init__(self) -> None:
         for name in ("exp_avg_dtype", "exp_avg_sq_dtype"):
@@ -49,8 +47,6 @@ class StepSettings:
         if param.dtype == torch.float64:
             first = second = torch.float64
         dtypes = {"exp_avg": first, "exp_avg_sq": second}
-        if self.amsgrad:
-            dtypes["max_exp_avg_sq"] = second
         main = self.main_weight_dtype(param)
         if main != param.dtype:
             dtypes["master_param"] = main
@@ -59,8 +55,8 @@ class StepSettings:
     def in_groups(self) -> dict[str, bool]:
         """Return what torch's Adams have in each group, not once for all of them."""
         return {
-            "amsgrad": self.amsgrad,
-            "maximize": self.flags.maximize,
+            "amsgrad": False,
+            "maximize": False,
             "bias_correction": self.flags.bias_correction,
             "decoupled_weight_decay": self.flags.adam_w_mode,
         }

@@ -13,7 +13,6 @@ from graphfsdp.base.dtensors import local_part, wrap_like
 from graphfsdp.base.flat_buffer import FlatBuffer
 from graphfsdp.errors import ConfigError
 from graphfsdp.optim.fused.settings import StepSettings
-from graphfsdp.optim.fused.storage import join_remainder
 
 State = dict[str, Tensor]
 # The saved state of each parameter; None where nothing was saved.
@@ -73,28 +72,12 @@ def copy_states(loaded: Loaded, states: Mapping[Tensor, dict[str, Tensor]]) -> N
         saved = source or {}
         kept = states.get(param) or {}
         for key, tensor in kept.items():
-            if key == "master_param":
-                _copy_main(param, tensor, saved.get(key))
+            if key == "master_param" and key not in saved:
+                local_part(tensor).copy_(local_part(param.detach()))
             elif key in saved:
                 tensor.copy_(saved[key])
             else:  # saved before its first step
                 tensor.zero_()
-
-
-def _copy_main(param: Tensor, main: Tensor, saved: Tensor | None) -> None:
-    """Copy a main weight, also one that was saved as a remainder, as Transformer Engine's are.
-
-    A remainder belongs to the model weight that was saved with it, so that one must be loaded
-    before.
-    """
-    param, main = local_part(param.detach()), local_part(main)
-    saved = None if saved is None else local_part(saved).to(main.device)
-    if saved is None:
-        main.copy_(param)
-    elif saved.dtype == torch.int16:
-        main.copy_(join_remainder(param, saved))
-    else:
-        main.copy_(saved)
 
 
 def load_groups(state_dict: Mapping[str, Any], groups: Sequence[dict[str, Any]]) -> None:
@@ -121,7 +104,7 @@ def check_saved_group(saved: Mapping[str, Any], row: int, settings: StepSettings
         if bool(saved.get(key, value)) != value:
             raise ConfigError(
                 f"parameter group {row} was saved with {key}={bool(saved[key])}, this optimizer "
-                f"has {key}={value}; construct FusedAdam with {key}={bool(saved[key])}"
+                f"has {key}={value}. Remedy: an optimizer with {key}={bool(saved[key])}"
             )
     decoupled = saved.get("decoupled_weight_decay", adam_w_mode)
     if bool(decoupled) != adam_w_mode and saved.get("weight_decay"):
@@ -142,18 +125,19 @@ def match_entries(saved: Saved, settings: StepSettings) -> State:
     param, _, name, entries, group = saved
     step = entries.get("step", group.get("step"))
     found = {"step": saved_tensor({"step": step}, "step", None, name).float().reshape(())}
-    largest = ("max_exp_avg_sq",) if settings.amsgrad else ()
-    for key in ("exp_avg", "exp_avg_sq", *largest):
-        found[key] = saved_tensor(entries, key, param.shape, name)
-        if "_".join((key, "scale")) in entries or found[key].dtype.itemsize == 1:
-            raise ConfigError(
-                f"the saved {key!r} of {name} is in {found[key].dtype} with scales, which no "
-                f"optimizer of this version has; expected torch.float32 or torch.bfloat16. Remedy: "
-                "load it with the version that has saved it, into one with float32 moments, and "
-                "save that"
-            )
+    keys = ["exp_avg", "exp_avg_sq"]
     if entries.get("master_param") is not None:
-        found["master_param"] = saved_tensor(entries, "master_param", param.shape, name)
+        keys.append("master_param")
+    for key in keys:
+        found[key] = saved_tensor(entries, key, param.shape, name)
+        dtype = found[key].dtype
+        if f"{key}_scale" in entries or dtype.itemsize == 1 or not dtype.is_floating_point:
+            raise ConfigError(
+                f"the saved {key!r} of {name} is in {dtype} with scales, or without the bits that "
+                "its weight has, which no optimizer of this version knows; expected torch.float32 "
+                "or torch.bfloat16. Remedy: load it with what has saved it, into one with float32 "
+                "states, and save that"
+            )
     return found
 
 

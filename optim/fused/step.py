@@ -51,10 +51,10 @@ class StepArgs(NamedTuple):
 _LIBRARY = torch.library.Library("graphfsdp", "FRAGMENT")  # a registration lives as long as it
 _LIBRARY.define(
     "fused_adam_(Tensor(a!)[] params, Tensor[] grads, Tensor(b!)[] exp_avgs, "
-    "Tensor(c!)[] exp_avg_sqs, Tensor(d!)[] max_exp_avg_sqs, Tensor(e!)[] main_params, "
-    "Tensor(f!)[] steps, Tensor hyper, int[] rows, int[] counts, "
-    "Tensor? grad_scale, Tensor? found_inf, Tensor(g!)? skipped, Tensor[] tables, "
-    "bool dense, bool adam_w_mode, bool bias_correction, bool maximize) -> ()"
+    "Tensor(c!)[] exp_avg_sqs, Tensor(d!)[] main_params, "
+    "Tensor(e!)[] steps, Tensor hyper, int[] rows, int[] counts, "
+    "Tensor? grad_scale, Tensor? found_inf, Tensor(f!)? skipped, Tensor[] tables, "
+    "bool dense, bool adam_w_mode, bool bias_correction) -> ()"
 )
 
 
@@ -278,14 +278,14 @@ def _update(
 ) -> None:
     """Widen what is stored otherwise, call torch's kernel, and store it again."""
     lr, beta1, beta2, eps, weight_decay = hyper_row
-    weights, first, second, largest = read_wide(part, wide_dtype)
+    weights, first, second = read_wide(part, wide_dtype)
     kernel = torch._fused_adamw_ if flags.adam_w_mode else torch._fused_adam_
     kernel(
-        weights, part.grads, first, second, largest, counts,
+        weights, part.grads, first, second, [], counts,
         lr=lr, beta1=beta1, beta2=beta2, weight_decay=weight_decay, eps=eps,
-        amsgrad=bool(part.max_exp_avg_sqs), maximize=flags.maximize,
+        amsgrad=False, maximize=False,
     )  # fmt: skip
-    store_wide(part, weights, first, second, largest)
+    store_wide(part, weights, first, second)
 
 
 def _are_neighbours(grads: list[Tensor], sizes: list[int]) -> bool:

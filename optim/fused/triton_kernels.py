@@ -29,7 +29,7 @@ def store_weight(param_ptr, main_ptr, weight, offsets, mask, HAS_MAIN: tl.conste
 
 @triton.jit
 def coefficients_kernel(
-    params_ptr,  # [P, 10] int64, see update_kernel
+    params_ptr,  # [P, 9] int64, see update_kernel
     hyper_ptr,  # [G, 5] float64, lr, beta1, beta2, eps, weight_decay
     coefficients_ptr,  # [P, 8] float32, written
     ADAM_W_MODE: tl.constexpr,
@@ -37,9 +37,9 @@ def coefficients_kernel(
 ):
     """A parameter's scalars, in float64. Capture: reads the count and table that a replay finds."""
     index = tl.program_id(0)
-    param = params_ptr + index * 10
-    step_ptr = tl.load(param + 7).to(tl.pointer_type(tl.float32))
-    hyper = hyper_ptr + tl.load(param + 8) * 5
+    param = params_ptr + index * 9
+    step_ptr = tl.load(param + 6).to(tl.pointer_type(tl.float32))
+    hyper = hyper_ptr + tl.load(param + 7) * 5
     lr = tl.load(hyper)
     beta1 = tl.load(hyper + 1)
     beta2 = tl.load(hyper + 2)
@@ -83,7 +83,6 @@ def _update_moments(weight, grad, first, second, coefficients_ptr, ADAM_W_MODE: 
 
 @triton.jit
 def _update_weight(weight, first, second, coefficients_ptr):
-    """Return the updated weight; ``second`` is the moment to divide by."""
     eps = tl.load(coefficients_ptr + 7)
     denominator = tl.div_rn(tl.sqrt_rn(second), tl.load(coefficients_ptr + 6)) + eps
     return weight - tl.div_rn(first, denominator) * tl.load(coefficients_ptr + 5)
@@ -97,31 +96,21 @@ def _update_block(
     coefficients_ptr,
     scale_ptr,
     HAS_MAIN: tl.constexpr,
-    AMSGRAD: tl.constexpr,
     HAS_SCALE: tl.constexpr,
     ADAM_W_MODE: tl.constexpr,
-    MAXIMIZE: tl.constexpr,
 ):
     """Update some elements; ``mask`` is None where all of them are there."""
-    param, grad_ptr, first_ptr, second_ptr, largest_ptr, main = pointers
+    param, grad_ptr, first_ptr, second_ptr, main = pointers
     grad = tl.load(grad_ptr + offsets, mask=mask).to(tl.float32)
     weight = load_weight(param, main, offsets, mask, HAS_MAIN)
     first = tl.load(first_ptr + offsets, mask=mask).to(tl.float32)
     second = tl.load(second_ptr + offsets, mask=mask).to(tl.float32)
     if HAS_SCALE:
         grad = grad * tl.load(scale_ptr)
-    if MAXIMIZE:
-        grad = -grad
     weight, first, second = _update_moments(
         weight, grad, first, second, coefficients_ptr, ADAM_W_MODE
     )
-    divisor = second
-    if AMSGRAD:
-        largest = tl.load(largest_ptr + offsets, mask=mask).to(tl.float32)
-        # NaN stays NaN, as in torch.maximum.
-        divisor = tl.where((largest >= second) | (largest != largest), largest, second)
-        tl.store(largest_ptr + offsets, divisor.to(largest_ptr.dtype.element_ty), mask=mask)
-    weight = _update_weight(weight, first, divisor, coefficients_ptr)
+    weight = _update_weight(weight, first, second, coefficients_ptr)
     tl.store(first_ptr + offsets, first.to(first_ptr.dtype.element_ty), mask=mask)
     tl.store(second_ptr + offsets, second.to(second_ptr.dtype.element_ty), mask=mask)
     store_weight(param, main, weight, offsets, mask, HAS_MAIN)
@@ -141,22 +130,20 @@ def _load_pointers(
     grad_ptr = tl.load(row + 1).to(tl.pointer_type(GRAD_DTYPE))
     first_ptr = tl.load(row + 2).to(tl.pointer_type(FIRST_DTYPE))
     second_ptr = tl.load(row + 3).to(tl.pointer_type(SECOND_DTYPE))
-    largest_ptr = tl.load(row + 4).to(tl.pointer_type(SECOND_DTYPE))
-    main_ptr = tl.load(row + 5).to(tl.pointer_type(MAIN_DTYPE))
+    main_ptr = tl.load(row + 4).to(tl.pointer_type(MAIN_DTYPE))
     if ALIGNED:
         # On the pointers: the compiler does not carry it over from the integers.
         param_ptr = tl.multiple_of(param_ptr, 16)
         grad_ptr = tl.multiple_of(grad_ptr, 16)
         first_ptr = tl.multiple_of(first_ptr, 16)
         second_ptr = tl.multiple_of(second_ptr, 16)
-        largest_ptr = tl.multiple_of(largest_ptr, 16)
         main_ptr = tl.multiple_of(main_ptr, 16)
-    return param_ptr, grad_ptr, first_ptr, second_ptr, largest_ptr, main_ptr
+    return param_ptr, grad_ptr, first_ptr, second_ptr, main_ptr
 
 
 @triton.jit
 def update_kernel(
-    params_ptr,  # [P, 10] int64, six addresses, numel, address of the step count, row, first block
+    params_ptr,  # [P, 9] int64, five addresses, numel, address of the step count, row, first block
     block_to_param_ptr,  # [B] int32
     coefficients_ptr,  # [P, 8] float32
     scale_ptr,  # [] float32, multiplies every gradient; not read without HAS_SCALE
@@ -167,11 +154,9 @@ def update_kernel(
     SECOND_DTYPE: tl.constexpr,
     MAIN_DTYPE: tl.constexpr,
     HAS_MAIN: tl.constexpr,
-    AMSGRAD: tl.constexpr,
     HAS_SCALE: tl.constexpr,
     HAS_SKIP: tl.constexpr,
     ADAM_W_MODE: tl.constexpr,
-    MAXIMIZE: tl.constexpr,
     ALIGNED: tl.constexpr,
     BLOCK_NUMEL: tl.constexpr,
     PART_NUMEL: tl.constexpr,
@@ -182,13 +167,13 @@ def update_kernel(
     """
     block = tl.program_id(0)
     index = tl.load(block_to_param_ptr + block).to(tl.int64)
-    row = params_ptr + index * 10
+    row = params_ptr + index * 9
     pointers = _load_pointers(
         row, PARAM_DTYPE, GRAD_DTYPE, FIRST_DTYPE, SECOND_DTYPE, MAIN_DTYPE, ALIGNED
     )
-    numel = tl.load(row + 6)
+    numel = tl.load(row + 5)
     coefficients = coefficients_ptr + index * 8
-    block -= tl.load(row + 9)
+    block -= tl.load(row + 8)
     if HAS_SKIP:
         # Without elements: every load and store is masked off, so no memory is moved.
         numel = tl.where(tl.load(skip_ptr) == 0.0, numel, 0)
@@ -198,7 +183,7 @@ def update_kernel(
         offsets = start + tl.arange(0, BLOCK_NUMEL)
         _update_block(
             pointers, offsets, None, coefficients, scale_ptr,
-            HAS_MAIN, AMSGRAD, HAS_SCALE, ADAM_W_MODE, MAXIMIZE,
+            HAS_MAIN, HAS_SCALE, ADAM_W_MODE,
         )  # fmt: skip
     else:
         # In parts: as a whole it would need more registers than all the rest.
@@ -206,5 +191,5 @@ def update_kernel(
             offsets = start + part * PART_NUMEL + tl.arange(0, PART_NUMEL)
             _update_block(
                 pointers, offsets, offsets < numel, coefficients, scale_ptr,
-                HAS_MAIN, AMSGRAD, HAS_SCALE, ADAM_W_MODE, MAXIMIZE,
+                HAS_MAIN, HAS_SCALE, ADAM_W_MODE,
             )  # fmt: skip

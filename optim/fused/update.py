@@ -72,8 +72,7 @@ def adam_update_(
 
     Capture: no host sync; temporaries come from the graph's pool; all addresses stay fixed.
     Source: Kingma & Ba 2015, Algorithm 1 (arXiv:1412.6980); decoupled decay: Loshchilov & Hutter
-        2019, Algorithm 2 (arXiv:1711.05101); the largest second moment: Reddi et al. 2018,
-        Algorithm 2 (arXiv:1904.09237).
+        2019, Algorithm 2 (arXiv:1711.05101).
     """
     if found_inf is not None:
         written = part._replace(grads=[])
@@ -81,23 +80,14 @@ def adam_update_(
             adam_update_(part, coefficients, flags, grad_scale=grad_scale)
         return
     wide = torch.promote_types(part.params[0].dtype, torch.float32)
-    weights, firsts, seconds, largests = read_wide(part, wide)
+    weights, firsts, seconds = read_wide(part, wide)
     for index, weight in enumerate(weights):
         gradient = part.grads[index].to(wide)
         if grad_scale is not None:
             gradient = gradient * grad_scale
-        if flags.maximize:
-            gradient = -gradient
-        _adam_rule_(
-            weight,
-            gradient,
-            firsts[index],
-            seconds[index],
-            largests[index] if largests else None,
-            coefficients,
-            flags.adam_w_mode,
-        )
-    store_wide(part, weights, firsts, seconds, largests)
+        moments = firsts[index], seconds[index]
+        _adam_rule_(weight, gradient, *moments, coefficients, flags.adam_w_mode)
+    store_wide(part, weights, firsts, seconds)
 
 
 @contextmanager
@@ -118,7 +108,6 @@ def _adam_rule_(
     gradient: Tensor,
     first: Tensor,
     second: Tensor,
-    largest: Tensor | None,
     coefficients: AdamCoefficients,
     adam_w_mode: bool,
 ) -> None:
@@ -129,14 +118,8 @@ def _adam_rule_(
         gradient = gradient + weight * coefficients.weight_decay
     first.add_((gradient - first) * coefficients.one_minus_beta1)
     second.mul_(coefficients.beta2).add_(gradient * gradient * coefficients.one_minus_beta2)
-    denominator = _root(_keep_largest_(largest, second))
-    denominator = denominator.div_(coefficients.root_correction2).add_(coefficients.eps)
+    denominator = _root(second).div_(coefficients.root_correction2).add_(coefficients.eps)
     weight.sub_((first / denominator).mul_(coefficients.step_size))
-
-
-def _keep_largest_(largest: Tensor | None, second: Tensor) -> Tensor:
-    """Return the moment to divide by, after taking over what has grown."""
-    return second if largest is None else torch.maximum(largest, second, out=largest)
 
 
 def _root(value: Tensor) -> Tensor:

@@ -144,7 +144,6 @@ STEPS = st.integers(0, NUM_STEPS - 1)
     grad_layout=st.sampled_from(["own", "permuted", "with gaps"]),
     num_groups=st.integers(1, 3),
     missing=st.sets(st.integers(0, 5)),
-    rule=st.fixed_dictionaries(dict.fromkeys(("amsgrad", "maximize"), st.booleans())),
     adam_w_mode=st.booleans(),
     master_weights=st.booleans(),
     scale=st.sampled_from([None, 0.5, 1.0]),
@@ -163,7 +162,6 @@ def test_steps_are_those_of_torch(
     grad_layout: str,
     num_groups: int,
     missing: set[int],
-    rule: dict[str, Any],
     adam_w_mode: bool,
     master_weights: bool,
     scale: float | None,
@@ -193,9 +191,8 @@ def test_steps_are_those_of_torch(
         use_decoupled_grad=decoupled,
         master_weights=master_weights,
         skip_nonfinite=bad is not None,
-        **rule,
     )
-    theirs = make(groups(twins, num_groups), fused=True, **rule)
+    theirs = make(groups(twins, num_groups), fused=True)
     for step in range(NUM_STEPS):
         if step == EVENT_STEP and event == "joined":
             ours.add_param_group({"params": late})
