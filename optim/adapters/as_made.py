@@ -7,7 +7,6 @@ itself when the captured step is closed.
 Shapes: G = parameter groups; [] is a 0-D tensor.
 """
 
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import MappingProxyType
@@ -15,10 +14,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.optim.optimizer import Optimizer
 
-from graphfsdp.base.changes import Change
-from graphfsdp.base.dtensors import is_dtensor
+from graphfsdp.base.dtensors import is_dtensor, num_meshes
 from graphfsdp.base.torch_internals import without_modes
 from graphfsdp.config import Scope
 from graphfsdp.errors import ConfigError
@@ -39,10 +36,13 @@ class _Fused(NamedTuple):
 # Note [Flags]: what is turned on for a step, where a group has the flag:
 #
 #                                      a CPU                     CUDA
-# capturable=True                      RAdam, ASGD               all
+# capturable=True                      -                         all
 # fused=True, where neither fused      where steps may be        as _FUSED says
 #   nor foreach was given              skipped, as _FUSED says
 # foreach=True, unless given as False  -                         with capturable, without fused
+#
+# torch puts parameters on several meshes, or DTensors beside plain tensors, into no list, so that
+# neither fused nor foreach is turned on for these.
 _FUSED: Mapping[type[torch.optim.Optimizer], _Fused] = MappingProxyType(
     {
         torch.optim.Adam: _Fused(dtensors=True),  # AdamW is one
@@ -50,11 +50,14 @@ _FUSED: Mapping[type[torch.optim.Optimizer], _Fused] = MappingProxyType(
         torch.optim.Adagrad: _Fused(devices=("cpu",)),  # torch 2.11 has one and refuses to take it
     }
 )
-# Those that decide by the step count what to compute, unless they are told to be capturable.
-_NEED_FLAG = (torch.optim.RAdam, torch.optim.ASGD)
-# They read numbers of the iteration on the host, and have no other path.
-_NEVER = (torch.optim.SparseAdam, torch.optim.Adafactor)
-_SUPPORTED = "_get_capturable_supported_devices"
+# They read numbers of the iteration on the host: the last two decide by the step count what to
+# compute, unless they are told to be capturable, which torch takes on a GPU alone.
+_NEVER = (
+    torch.optim.SparseAdam,
+    torch.optim.Adafactor,
+    torch.optim.RAdam,
+    torch.optim.ASGD,
+)
 
 
 def is_as_made(optimizer: torch.optim.Optimizer) -> bool:
@@ -84,9 +87,6 @@ class TorchAdapter(BakedAdapter):
         self._rates = LiveMemory(len(optimizer.param_groups), dtype=torch.float32)
         self._grouped: GroupedStep | None = None
         self._reads_late = False
-        self._known: Mapping[Tensor, Mapping[str, Any]] = {}
-        self._known_rates: list[float | Tensor] = []
-        self._loaded_from: object = None
 
     def step_by_groups(self) -> None:
         grouped = GroupedStep(self.optimizer, num_own_hooks=1)  # see stepping
@@ -101,7 +101,8 @@ class TorchAdapter(BakedAdapter):
         super().prepare_skipping(scope)
 
     def _check_anywhere(self, named_params: Mapping[str, nn.Parameter]) -> None:
-        """Refuse what a fused kernel of torch cannot do; parameters may lie on several meshes."""
+        """Refuse what a fused kernel of torch cannot do."""
+        super()._check_anywhere(named_params)
         kernel = self._kernel
         fused = [group for group in self.optimizer.param_groups if group.get("fused")]
         if kernel is None or not fused:
@@ -126,16 +127,17 @@ class TorchAdapter(BakedAdapter):
 
     def _settings(self, group: Mapping[str, Any]) -> dict[str, Any]:
         """Return what a group is to have while it is stepped; see Note [Flags]."""
-        if group.get("differentiable") or not group["params"]:
+        params = group["params"]
+        if group.get("differentiable") or not params:
             return {}
-        on_gpu = any(param.is_cuda for param in group["params"])
+        on_gpu = any(param.is_cuda for param in params)
         fused = self._fuses(group, "cuda" if on_gpu else "cpu")
         found: dict[str, Any] = {"fused": fused}
-        if on_gpu or isinstance(self.optimizer, _NEED_FLAG):
+        if on_gpu:
             found["capturable"] = True
         # Lists of tensors take lr as a tensor only where they are capturable; on a CPU torch has no
         # kernels for them, and goes through them one by one.
-        by_lists = on_gpu and "capturable" in group and not fused
+        by_lists = on_gpu and "capturable" in group and not fused and num_meshes(params) < 2
         found["foreach"] = by_lists and group.get("foreach") is not False
         return {key: value for key, value in found.items() if key in group}
 
@@ -152,7 +154,7 @@ class TorchAdapter(BakedAdapter):
             return False
         if not all(param.is_floating_point() for param in params):
             return False
-        if any(map(is_dtensor, params)) and not kernel.dtensors:
+        if num_meshes(params) > 1 or (any(map(is_dtensor, params)) and not kernel.dtensors):
             return False
         if device == "cuda":
             return True
@@ -172,14 +174,12 @@ class TorchAdapter(BakedAdapter):
             return loss
         if self._steps_by_groups(step, args, kwargs):
             return None
-        with self._as_capturable() as rates, one_mesh_at_a_time(self.optimizer):
+        with self._with_flags() as rates:
             self._is_stepping = True
             try:
                 if not self._is_plain or any(args) or any(kwargs.values()):
                     return super()._run_step(step, args, kwargs)  # as in a closure: theirs
-                # Where counts are tensors, numbers meet these, too, and in Python's precision.
-                counts = isinstance(self.optimizer, _NEED_FLAG)
-                with LiveScalars(() if counts else rates, reads_late=self._reads_late):
+                with LiveScalars(rates, reads_late=self._reads_late):
                     return step()
             finally:
                 self._is_stepping = False
@@ -216,7 +216,7 @@ class TorchAdapter(BakedAdapter):
             hook.remove()
 
     @contextmanager
-    def _as_capturable(self) -> Iterator[list[Tensor | None]]:
+    def _with_flags(self) -> Iterator[list[Tensor | None]]:
         """Have the flags and the live lr in the groups while the body runs, in these very dicts.
 
         Yield [] for each group, its live lr: the groups no longer tell it from a tensor of theirs.
@@ -228,7 +228,7 @@ class TorchAdapter(BakedAdapter):
             for group, rate in zip(groups, rates, strict=True)
         ]
         self._place_counts()
-        with _in_groups(groups, given), _supported_on_cpu(self.optimizer):
+        with _in_groups(groups, given):
             yield rates
 
     def _place_counts(self) -> None:
@@ -238,35 +238,6 @@ class TorchAdapter(BakedAdapter):
                 is_scalar = isinstance(value, Tensor) and not value.dim()
                 if is_scalar and value.device != param.device:
                     state[key] = value.to(param.device, torch.float32)
-
-    def bake(self) -> None:
-        super().bake()
-        state = self.optimizer.state
-        self._known = {param: dict(entries) for param, entries in state.items()}
-        self._known_rates = [group["lr"] for group in self.optimizer.param_groups]
-        self._loaded_from = state
-
-    def changes(self) -> list[Change]:
-        self._take_over_loaded()
-        return super().changes()
-
-    def _take_over_loaded(self) -> None:
-        """Copy what ``load_state_dict`` has brought into the tensors that recordings read."""
-        state = self.optimizer.state
-        if state is self._loaded_from or self._baked is None:
-            return
-        self._loaded_from = state
-        with torch.no_grad(), without_modes():
-            for param, known in self._known.items():
-                entries = state.get(param, {})
-                if _kinds(known) != _kinds(entries):
-                    continue  # a guard names it
-                for key, old in known.items():
-                    if isinstance(old, Tensor):
-                        entries[key] = old.copy_(entries[key])
-            for group, old in zip(self.optimizer.param_groups, self._known_rates, strict=False):
-                if isinstance(old, Tensor) and isinstance(group["lr"], Tensor):
-                    group["lr"] = old.copy_(group["lr"])
 
     def _has_live_rate(self, group: Mapping[str, Any]) -> bool:
         return self._is_plain and not isinstance(group["lr"], Tensor)
@@ -305,14 +276,6 @@ class TorchAdapter(BakedAdapter):
                 yield f"lr of group {row}", rate
 
 
-def _kinds(entries: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what a copy must have in common; torch loads some numbers in another dtype."""
-    return {
-        key: (value.shape, value.dtype) if isinstance(value, Tensor) else value
-        for key, value in entries.items()
-    }
-
-
 @contextmanager
 def _in_groups(
     groups: Sequence[dict[str, Any]], given: Sequence[Mapping[str, Any]]
@@ -326,53 +289,3 @@ def _in_groups(
     finally:
         for group, new, old in zip(groups, given, before, strict=True):
             group.update({key: old[key] for key in new if group.get(key) is new[key]})
-
-
-@contextmanager
-def _supported_on_cpu(optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    """Let torch take ``capturable=True`` on a CPU while the body runs.
-
-    It refuses since nothing is captured there; the operators of that path run anywhere.
-    """
-    module = sys.modules[type(optimizer).step.__module__]
-    if not isinstance(optimizer, _NEED_FLAG) or not hasattr(module, _SUPPORTED):
-        yield
-        return
-    original: Callable[..., list[str]] = getattr(sys.modules[Optimizer.__module__], _SUPPORTED)
-    setattr(module, _SUPPORTED, lambda *args, **kwargs: [*original(*args, **kwargs), "cpu"])
-    try:
-        yield
-    finally:
-        setattr(module, _SUPPORTED, original)
-
-
-@contextmanager
-def one_mesh_at_a_time(optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    """Let an optimizer find groups of parameters on one mesh each while the body runs.
-
-    torch's fused and foreach kernels take lists of tensors, and DTensors on two meshes, or beside
-    plain tensors, do not go into one list: so it is with a model that is cut by
-    ``parallelize_module`` in parts. The update is parameter by parameter, so no number changes.
-    Groups that are stepped tensor by tensor are left as they are.
-    """
-    groups = optimizer.param_groups
-    split = [part for group in groups for part in _parts(group)]
-    if len(split) == len(groups):
-        yield
-        return
-    optimizer.param_groups = split
-    try:
-        yield
-    finally:
-        optimizer.param_groups = groups
-
-
-def _parts(group: dict[str, Any]) -> list[dict[str, Any]]:
-    if not (group.get("fused") or group.get("foreach")):
-        return [group]
-    meshes: dict[Any, list[Tensor]] = {}
-    for param in group["params"]:
-        meshes.setdefault(getattr(param, "device_mesh", None), []).append(param)
-    if len(meshes) < 2:
-        return [group]
-    return [{**group, "params": params} for params in meshes.values()]
