@@ -12,7 +12,7 @@ from graphfsdp.base.changes import Change
 from graphfsdp.config import MixedPrecisionPolicy, Scope
 from graphfsdp.errors import ConfigError
 from graphfsdp.optim.adapters.as_made import TorchAdapter, is_as_made
-from graphfsdp.optim.adapters.baked import Adapter, BakedAdapter, Word
+from graphfsdp.optim.adapters.baked import Adapter, BakedAdapter
 from graphfsdp.optim.adapters.foreign import TransformerEngineAdapter, is_transformer_engines
 from graphfsdp.optim.adapters.precision import OptimizerFacts
 from graphfsdp.optim.fused.adam import FusedAdam
@@ -62,7 +62,7 @@ class NativeAdapter(Adapter):
         self._native.step(grad_scale=grad_scale, found_inf=found_inf)
 
     def _baked_part(self, group: Mapping[str, Any]) -> Mapping[str, Any]:
-        return {"lr": group["lr"] if isinstance(group["lr"], Tensor) else Word.NUMBER}
+        return {}  # all that may change is uploaded
 
     def before_replay(self) -> None:
         super().before_replay()

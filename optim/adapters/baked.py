@@ -16,7 +16,6 @@ from graphfsdp.base.torch_internals import foreach_mul_
 from graphfsdp.config import MixedPrecisionPolicy, Scope
 from graphfsdp.errors import ConfigError
 from graphfsdp.optim.adapters.precision import OptimizerFacts, check_precision, main_grad_dtype
-from graphfsdp.optim.fused.checks import check_lr_device
 
 _NOT_VALUES = frozenset({"params", "param_names"})
 # Of the optimizer, so that the number outlives a captured step and is found by a checkpoint.
@@ -218,12 +217,15 @@ class BakedAdapter(Adapter):
                 "scope='forward_backward', which leaves the optimizer outside the graph"
             )
         for index, group in enumerate(self.optimizer.param_groups):
-            check_lr_device(
-                group,
-                f"group {index} of {self._name}",
-                "it would be read on the host and baked. Move lr to the parameters' device, or use "
-                "graphfsdp.optim.FusedAdam, which reads numbers anew in each replay",
-            )
+            lr = group.get("lr")
+            for param in group["params"]:
+                if isinstance(lr, Tensor) and param.device != lr.device:
+                    raise ConfigError(
+                        f"lr of group {index} of {self._name} is a tensor on {lr.device}, its "
+                        f"parameters are on {param.device}; it would be read on the host and "
+                        "baked. Move lr to the parameters' device, or use "
+                        "graphfsdp.optim.FusedAdam, which reads numbers anew in each replay"
+                    )
 
 
 class Word(Enum):

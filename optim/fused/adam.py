@@ -18,7 +18,7 @@ from graphfsdp.optim.fused.checks import check_devices
 from graphfsdp.optim.fused.control import StepControl
 from graphfsdp.optim.fused.live_optimizer import LiveOptimizer
 from graphfsdp.optim.fused.plan import Plan, find_stepped, gradients_of
-from graphfsdp.optim.fused.settings import Flags, StepSettings, check_main_dtype
+from graphfsdp.optim.fused.settings import StepSettings
 from graphfsdp.optim.fused.state import (
     Saved,
     State,
@@ -31,8 +31,8 @@ from graphfsdp.optim.fused.state import (
 class FusedAdam(LiveOptimizer):
     """Adam with all that changes kept on the device: steps, lr, decay, betas, eps.
 
-    ``param_groups`` hold ordinary Python numbers (lr may be a tensor). They may be changed at any
-    time, by hand or by a scheduler: ``step`` and every replay of a captured step read them anew.
+    ``param_groups`` hold ordinary Python numbers. They may be changed at any time, by hand or by a
+    scheduler: ``step`` and every replay of a captured step read them anew.
 
     State per parameter: ``step`` [] float32, ``exp_avg`` and ``exp_avg_sq`` [...], and with main
     weights ``master_param`` [...] float32. State is made at the first step.
@@ -41,17 +41,15 @@ class FusedAdam(LiveOptimizer):
     def __init__(
         self,
         params: ParamsT,
-        lr: float | Tensor = 1e-3,
+        lr: float = 1e-3,
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
         weight_decay: float = 0.0,
         *,
         adam_w_mode: bool = True,
-        bias_correction: bool = True,
         capturable: bool = True,
         use_decoupled_grad: bool = False,
         master_weights: bool = False,
-        master_weight_dtype: torch.dtype = torch.float32,
         exp_avg_dtype: torch.dtype = torch.float32,
         exp_avg_sq_dtype: torch.dtype = torch.float32,
         skip_nonfinite: bool = False,
@@ -61,18 +59,16 @@ class FusedAdam(LiveOptimizer):
 
         Args:
             params: Parameters, (name, parameter) pairs, or groups of either.
-            lr: Learning rate; a tensor must be on the parameters' device.
+            lr: Learning rate.
             betas: Decay rates of the two moments, each in [0, 1).
             eps: Added to the root of the second moment, after bias correction.
             weight_decay: Fraction of the weight removed per unit of learning rate.
             adam_w_mode: Decoupled weight decay (AdamW); otherwise decay joins the gradient.
-            bias_correction: Correct the moments for their start at zero.
             capturable: Changes nothing: every FusedAdam is. It is here because constructor calls
                 for torch and Transformer Engine have it.
             use_decoupled_grad: Read ``param.decoupled_grad`` instead of ``param.grad``, so that
                 the gradient's dtype need not be the parameter's.
             master_weights: Keep float32 main weights for bfloat16 and float16 parameters.
-            master_weight_dtype: torch.float32.
             exp_avg_dtype: Dtype in which the first moment is stored: float32 or bfloat16.
             exp_avg_sq_dtype: The same for the second moment.
             skip_nonfinite: Leave everything as it is where a gradient, or the norm of all of them
@@ -82,9 +78,8 @@ class FusedAdam(LiveOptimizer):
         Raises:
             ConfigError: a hyper-parameter is out of its range, or a parameter cannot be trained.
         """
-        check_main_dtype(master_weight_dtype)
         settings = StepSettings(
-            Flags(adam_w_mode, bias_correction),
+            adam_w_mode,
             use_decoupled_grad,
             master_weights,
             skip_nonfinite,
@@ -95,12 +90,9 @@ class FusedAdam(LiveOptimizer):
         self._settings = settings
         control = StepControl(settings.skip_nonfinite, settings.max_grad_norm)
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
-        super().__init__(params, defaults, control)
-
-    def _reset(self) -> None:
-        super()._reset()
         self._plan: Plan | None = None
         self._by_hand: list[object] = []  # plans that a graph reads which was captured by hand
+        super().__init__(params, defaults, control)
 
     def _check_params(self, row: int) -> None:
         super()._check_params(row)
@@ -135,13 +127,13 @@ class FusedAdam(LiveOptimizer):
         if plan is None or not plan.holds(grads, self.state.values()):
             plan = self._make_plan(params, grads)
         keep_for_graph(plan, self._by_hand)
-        self._hyper.copy_tensor_lrs(self.param_groups)
         parts = None
         if self._control.needs_norm(found_inf):
             here = [None if grad is None or not grad.numel() else grad for grad in grads]
             parts = by_groups(zip(map(sharding_groups, params), here, strict=True))
         grad_scale, found_inf = self._control.prepare(parts, grad_scale, found_inf)
-        plan.run(grads, grad_scale, found_inf, self._control.skipped_steps, self._settings.flags)
+        skipped, adam_w_mode = self._control.skipped_steps, self._settings.adam_w_mode
+        plan.run(grads, grad_scale, found_inf, skipped, adam_w_mode)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Reset ``grad`` and, where it is used, ``decoupled_grad`` of every parameter.
@@ -165,25 +157,6 @@ class FusedAdam(LiveOptimizer):
 
     def _new_states(self, params: Sequence[Tensor]) -> dict[Tensor, State]:
         return create_states(params, self._settings)
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Return what a copy needs; its tensors are no slices, since a slice pickles the whole."""
-        state = {
-            param: {key: value.detach().clone() for key, value in entries.items()}
-            for param, entries in self.state.items()
-        }
-        return {**super().__getstate__(), "state": state, "_settings": self._settings}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        """Restore a copy: the state goes back into slices of common buffers."""
-        super().__setstate__(state)
-        copied = dict(self.state)
-        self.state.clear()
-        self.create_missing(list(copied))
-        with torch.no_grad():
-            for param, entries in copied.items():
-                for key, value in entries.items():
-                    self.state[param][key].copy_(value)
 
     def _parameters(self) -> list[Tensor]:
         return [param for group in self.param_groups for param in group["params"]]

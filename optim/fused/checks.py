@@ -1,14 +1,14 @@
 """What optimizers of ours refuse, each refusal naming the parameter or the setting."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from graphfsdp.base.dtensors import is_dtensor, local_part
+from graphfsdp.base.dtensors import local_part
 from graphfsdp.base.flat_buffer import is_dense
-from graphfsdp.errors import ConfigError, NotCopyableError
+from graphfsdp.errors import ConfigError
 from graphfsdp.optim.fused.settings import StepSettings
 from graphfsdp.optim.fused.storage import same_layout
 
@@ -56,18 +56,6 @@ def check_parameter(param: Tensor, name: str) -> None:
         )
 
 
-def check_lr_device(group: Mapping[str, Any], owner: str, remedy: str) -> None:
-    lr = group.get("lr")
-    if not isinstance(lr, Tensor):
-        return
-    for param in group["params"]:
-        if param.device != lr.device:
-            raise ConfigError(
-                f"lr of {owner} is a tensor on {lr.device}, its parameters are on "
-                f"{param.device}; {remedy}"
-            )
-
-
 def check_state(
     param: Tensor, state: Mapping[str, Tensor], name: str, settings: StepSettings
 ) -> None:
@@ -110,16 +98,3 @@ def check_gradient(param: Tensor, grad: Tensor, name: str) -> None:
         problem = f"is on {grad.device}; expected {param.device}, as its parameter"
     if problem is not None:
         raise ConfigError(f"the gradient of {name} {problem}")
-
-
-def refuse_copies(params: Iterable[Tensor]) -> None:
-    """Refuse to pickle or copy an optimizer of parameters that are slices of flat buffers.
-
-    A copy would train parameters that no model has: sharded models are not copied either.
-    """
-    if any(is_dtensor(param) and local_part(param).storage_offset() for param in params):
-        raise NotCopyableError(
-            "an optimizer of a sharded model cannot be pickled or copied: its parameters and its "
-            "state are slices of flat buffers, as DTensors. Remedy: graphfsdp.save and "
-            "graphfsdp.load, which put them into a new optimizer"
-        )

@@ -18,9 +18,9 @@ from graphfsdp.errors import ConfigError
 
 HYPER_COLUMNS = ("lr", "beta1", "beta2", "eps", "weight_decay")
 
-# A row of the table: lr (None where it is a tensor), the numbers of the first and of the second
+# A row of the table: lr, the numbers of the first and of the second
 # moment, eps, weight decay. What an optimizer has no use for is zero.
-Row = tuple[float | None, float, float, float, float]
+Row = tuple[float, float, float, float, float]
 
 
 @dataclass(frozen=True)
@@ -31,49 +31,31 @@ class Rule:
     check: Callable[[Mapping[str, Any], int], None]  # refuses numbers of a group, given its index
 
 
-def plain_lr(group: Mapping[str, Any]) -> float | None:
-    lr = group["lr"]
-    return None if isinstance(lr, Tensor) else lr
-
-
 def _read_betas(group: Mapping[str, Any]) -> Row:
     beta1, beta2 = group["betas"]
-    return plain_lr(group), beta1, beta2, group["eps"], group["weight_decay"]
+    return group["lr"], beta1, beta2, group["eps"], group["weight_decay"]
 
 
 def check_betas(group: Mapping[str, Any], row: int) -> None:
-    check_lr(group, row)
     where = f"of parameter group {row}"
     betas = group["betas"]
     if not isinstance(betas, (tuple, list)) or len(betas) != 2:
         raise ConfigError(f"betas {where} must be a pair of numbers, got {betas!r}")
     for index, beta in enumerate(betas):
         check_number(f"betas[{index}]", beta, where, below_one=True)
-    check_number("eps", group["eps"], where)
-    check_number("weight_decay", group["weight_decay"], where)
-
-
-def check_lr(group: Mapping[str, Any], row: int) -> None:
-    """Refuse an lr that is no number of at least 0 and no float tensor of one element."""
-    where = f"of parameter group {row}"
-    lr = group["lr"]
-    if not isinstance(lr, Tensor):
-        check_number("lr", lr, where)
-    elif lr.numel() != 1 or not lr.dtype.is_floating_point:
-        raise ConfigError(
-            f"lr {where} must be a number or a float tensor of one element, "
-            f"got shape {tuple(lr.shape)}, {lr.dtype}"
-        )
+    for name in ("lr", "eps", "weight_decay"):
+        check_number(name, group[name], where)
 
 
 def check_number(name: str, value: object, where: str, *, below_one: bool = False) -> None:
     """Refuse what is no finite number of at least 0, and optionally below 1."""
-    # Only lr may be a tensor: any other would be read on the host here, and frozen. Floats are
-    # known by their class: to ask an abstract one takes longer, and a schedule asks each time.
+    # A tensor would be read on the host here, and frozen. Floats are known by their class: to ask
+    # an abstract one takes longer, and a schedule asks each time.
     is_number = isinstance(value, (float, int, numbers.Real))
     if not is_number or not 0 <= value < (1 if below_one else math.inf):  # type: ignore[operator]
         expected = "a number in [0, 1)" if below_one else "a finite number of at least 0"
-        raise ConfigError(f"{name} {where} must be {expected}, got {value!r}")
+        remedy = ". Remedy: a number, which stays live" if isinstance(value, Tensor) else ""
+        raise ConfigError(f"{name} {where} must be {expected}, got {value!r}{remedy}")
 
 
 ADAM = Rule(_read_betas, check_betas)
@@ -116,16 +98,13 @@ class LiveMemory:
 class HyperTable:
     """One float64 row per group (see ``HYPER_COLUMNS``), on every device that has parameters.
 
-    Python numbers are compared with what was uploaded and copied only where they changed. An lr
-    that is a tensor is copied on the device, as part of the step, and so is always live.
+    Python numbers are compared with what was uploaded and copied only where they changed.
     """
 
     def __init__(self, rule: Rule) -> None:
         self._rule = rule
         self._rows: list[Row] = []
         self._memory = LiveMemory(0, len(HYPER_COLUMNS))
-        self._tables: list[Tensor] = []  # by device
-        self._lr_slots: list[tuple[int, Tensor]] = []
 
     def on(self, device: torch.device) -> Tensor:
         """Return the [G, 5] float64 table on a device; its address stays until a group is added."""
@@ -143,26 +122,8 @@ class HyperTable:
     def _upload(self, groups: Sequence[Mapping[str, Any]], rows: list[Row]) -> None:
         for index, group in enumerate(groups):
             self._rule.check(group, index)
-        if not self._tables:
+        if len(self._memory.host) != len(groups):
             self._memory = LiveMemory(len(groups), len(HYPER_COLUMNS))
-            devices = dict.fromkeys(param.device for group in groups for param in group["params"])
-            self._tables = list(map(self._memory.on, devices))
-        if [row[0] is None for row in rows] != [row[0] is None for row in self._rows]:
-            self._lr_slots = [
-                (row, table[row, 0])
-                for row, group in enumerate(groups)
-                if isinstance(group["lr"], Tensor)
-                for table in self._tables
-            ]
-        for index, values in enumerate(rows):
-            if values[0] is not None:
-                self._memory.host[index, 0] = values[0]
-            self._memory.host[index, 1:] = values[1:]
+        self._memory.host[:] = rows
         self._memory.upload()
         self._rows = rows
-
-    def copy_tensor_lrs(self, groups: Sequence[Mapping[str, Any]]) -> None:
-        """Capture: one small copy per group and device, recorded: replays see new values."""
-        for row, slot in self._lr_slots:
-            lr = groups[row]["lr"]
-            slot.copy_(lr if lr.dim() == 0 else lr.reshape(()))

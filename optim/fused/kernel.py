@@ -12,8 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from graphfsdp.optim.fused.settings import Flags
-from graphfsdp.optim.fused.storage import Dtypes, StepTensors
+from graphfsdp.optim.fused.storage import Columns, Dtypes, StepTensors
 from graphfsdp.optim.fused.update import AdamCoefficients
 
 # Elements that one program of the kernel updates; 8 for each of 128 threads, which is one access
@@ -33,8 +32,7 @@ class Tables(NamedTuple):
     """What the kernel knows about the parameters, on the device; addresses are in bytes."""
 
     params: Tensor  # [P, 9] int64, see COLUMNS
-    block_to_param: Tensor  # [B] int32, whose each block is, where addresses are multiples of 16
-    odd_block_to_param: Tensor  # [B] int32, of parameters with an address that is none
+    block_to_param: Tensor  # [B] int32, whose each block is
 
 
 @functools.cache
@@ -58,28 +56,24 @@ def make_tables(
     for index, (tensors, step, row) in enumerate(zip(params, steps, rows, strict=True)):
         addresses = [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
         table[index, :-1] = [*addresses, tensors.param.numel(), step.data_ptr(), row]
-    is_odd = (table[:, : len(StepTensors._fields)] % 16).any(1)
-    num_blocks = -(-table[:, COLUMNS.index("numel")] // BLOCK_NUMEL)
-    blocks = []
-    for chosen in (~is_odd, is_odd):
-        counts = np.where(chosen, num_blocks, 0)
-        table[chosen, -1] = (np.cumsum(counts) - counts)[chosen]
-        blocks.append(np.repeat(np.arange(len(params), dtype=np.int32), counts))
-    return Tables(*(torch.from_numpy(array).to(device) for array in (table, *blocks)))
+    counts = -(-table[:, COLUMNS.index("numel")] // BLOCK_NUMEL)
+    table[:, -1] = np.cumsum(counts) - counts
+    blocks = np.repeat(np.arange(len(params), dtype=np.int32), counts)
+    return Tables(*(torch.from_numpy(array).to(device) for array in (table, blocks)))
 
 
 def launch(
     tables: Tables,
-    dtypes: Dtypes,
+    columns: Columns,
     hyper: Tensor,  # [G, 5] float64
     grad_scale: Tensor | None,  # [] float, multiplies every gradient
     found_inf: Tensor | None,  # [] float, nothing is changed unless it is zero
-    flags: Flags,
+    adam_w_mode: bool,
 ) -> None:
     """Update all parameters of a dtype combination: one small kernel for the scalars, one for all.
 
-    Those with an address that is no multiple of 16, if any, need a second launch of the latter.
-    The step counts must have been advanced already.
+    It moves 16 bytes at a time where all addresses are multiples of 16. The step counts must have
+    been advanced already.
 
     Capture: no host sync, no copy from the host; the addresses in the tables, the tables
         themselves and ``hyper`` must stay.
@@ -96,38 +90,31 @@ def launch(
             tables.params,
             hyper,
             coefficients,
-            ADAM_W_MODE=flags.adam_w_mode,
-            BIAS_CORRECTION=flags.bias_correction,
+            ADAM_W_MODE=adam_w_mode,
             num_warps=1,
             enable_fp_fusion=False,
         )
-        for block_to_param, aligned in (
-            (tables.block_to_param, True),
-            (tables.odd_block_to_param, False),
-        ):
-            if not block_to_param.shape[0]:
-                continue
-            kernels.update_kernel[(block_to_param.shape[0],)](
-                tables.params,
-                block_to_param,
-                coefficients,
-                scale,
-                skip,
-                **constants(
-                    dtypes,
-                    flags,
-                    has_scale=grad_scale is not None,
-                    has_skip=found_inf is not None,
-                    aligned=aligned,
-                ),
-                num_warps=NUM_WARPS,
-                enable_fp_fusion=False,
-            )
+        kernels.update_kernel[(tables.block_to_param.shape[0],)](
+            tables.params,
+            tables.block_to_param,
+            coefficients,
+            scale,
+            skip,
+            **constants(
+                columns.dtypes(),
+                adam_w_mode,
+                has_scale=grad_scale is not None,
+                has_skip=found_inf is not None,
+                aligned=not any(tensor.data_ptr() % 16 for column in columns for tensor in column),
+            ),
+            num_warps=NUM_WARPS,
+            enable_fp_fusion=False,
+        )
 
 
 def constants(
     dtypes: Dtypes,
-    flags: Flags,
+    adam_w_mode: bool,
     *,
     has_scale: bool,
     has_skip: bool,
@@ -142,7 +129,7 @@ def constants(
         "HAS_MAIN": dtypes.main_param is not None,
         "HAS_SCALE": has_scale,
         "HAS_SKIP": has_skip,
-        "ADAM_W_MODE": flags.adam_w_mode,
+        "ADAM_W_MODE": adam_w_mode,
         "ALIGNED": aligned,
         "BLOCK_NUMEL": BLOCK_NUMEL,
         "PART_NUMEL": PART_NUMEL,

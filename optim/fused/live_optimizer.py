@@ -16,12 +16,10 @@ from graphfsdp.base.dtensors import local_part
 from graphfsdp.base.recut import recut_states
 from graphfsdp.base.streams import is_capturing
 from graphfsdp.base.torch_internals import without_modes
-from graphfsdp.errors import CaptureError, ConfigError
+from graphfsdp.errors import CaptureError, ConfigError, NotCopyableError
 from graphfsdp.optim.fused.checks import (
-    check_lr_device,
     check_parameter,
     parameter_name,
-    refuse_copies,
 )
 from graphfsdp.optim.fused.control import StepControl
 from graphfsdp.optim.fused.hyper_table import ADAM, HyperTable, Rule
@@ -31,20 +29,16 @@ from graphfsdp.optim.fused.state import Loaded, Saved, State, copy_states, load_
 class LiveOptimizer(torch.optim.Optimizer, abc.ABC):
     """An optimizer whose numbers and decisions are on the device.
 
-    ``param_groups`` hold ordinary Python numbers (lr may be a tensor). They may be changed at any
-    time, by hand or by a scheduler: ``step`` and every replay of a captured step read them anew.
+    ``param_groups`` hold ordinary Python numbers. They may be changed at any time, by hand or by a
+    scheduler: ``step`` and every replay of a captured step read them anew.
     """
 
     _rule: ClassVar[Rule] = ADAM  # what reads and checks the numbers of a group
 
     def __init__(self, params: ParamsT, defaults: dict[str, Any], control: StepControl) -> None:
         self._control = control
-        self._reset()
-        super().__init__(params, defaults)
-
-    def _reset(self) -> None:
-        """Forget what follows from groups and states."""
         self._hyper = HyperTable(self._rule)
+        super().__init__(params, defaults)
 
     def _check_params(self, row: int) -> None:
         name_of = parameter_name(self.param_groups)
@@ -121,11 +115,6 @@ class LiveOptimizer(torch.optim.Optimizer, abc.ABC):
         row = len(self.param_groups) - 1
         try:
             self._rule.check(self.param_groups[row], row)
-            check_lr_device(
-                self.param_groups[row],
-                f"parameter group {row}",
-                "move lr there, or give a number, which stays live as well",
-            )
             self._check_params(row)
         except ConfigError:
             self.param_groups.pop()
@@ -227,9 +216,10 @@ class LiveOptimizer(torch.optim.Optimizer, abc.ABC):
         return loaded
 
     def __getstate__(self) -> dict[str, Any]:
-        refuse_copies(self.state)
-        return {**super().__getstate__(), "_control": self._control}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
-        self._reset()
+        """Refuse to be pickled or copied: parameters and state may be slices of flat buffers."""
+        name = type(self).__name__
+        raise NotCopyableError(
+            f"{name} cannot be pickled or copied. Remedy: {name}(...) of the copied model's "
+            "parameters, and load_state_dict(optimizer.state_dict()); of a sharded model "
+            "graphfsdp.save and graphfsdp.load"
+        )

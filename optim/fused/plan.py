@@ -24,7 +24,7 @@ from graphfsdp.optim.fused.checks import (
     check_state,
     parameter_name,
 )
-from graphfsdp.optim.fused.settings import Flags, StepSettings
+from graphfsdp.optim.fused.settings import StepSettings
 from graphfsdp.optim.fused.state import State
 from graphfsdp.optim.fused.step import fused_adam_
 from graphfsdp.optim.fused.storage import (
@@ -122,7 +122,7 @@ class Plan:
         grad_scale: Tensor | None,  # [] float
         found_inf: Tensor | None,  # [] float
         skipped: Tensor,  # [] float32
-        flags: Flags,
+        adam_w_mode: bool,
     ) -> None:
         """Capture: one operation per device and dtype combination; no host sync."""
         for index, batch in enumerate(self._batches):
@@ -139,7 +139,7 @@ class Plan:
                 skipped if counts else None,
                 batch.tables,
                 batch.dense,
-                *flags,
+                adam_w_mode,
             )
 
     @property

@@ -1,7 +1,6 @@
 """The settings of a FusedAdam that hold for all groups, and the dtypes that follow."""
 
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,16 +11,11 @@ _LOW_PRECISION = (torch.bfloat16, torch.float16)
 _MOMENT_DTYPES = (torch.float32, torch.bfloat16)
 
 
-class Flags(NamedTuple):
-    adam_w_mode: bool = True  # decoupled weight decay; otherwise decay is added to the gradient
-    bias_correction: bool = True
-
-
 @dataclass(frozen=True)
 class StepSettings:
     """What the constructor was told; see ``FusedAdam``."""
 
-    flags: Flags
+    adam_w_mode: bool  # decoupled weight decay; otherwise decay is added to the gradient
     use_decoupled_grad: bool
     master_weights: bool
     skip_nonfinite: bool
@@ -57,16 +51,11 @@ class StepSettings:
         return {
             "amsgrad": False,
             "maximize": False,
-            "bias_correction": self.flags.bias_correction,
-            "decoupled_weight_decay": self.flags.adam_w_mode,
+            "bias_correction": True,
+            "decoupled_weight_decay": self.adam_w_mode,
         }
 
     @property
     def steers(self) -> bool:
         """Whether a step depends on the norm of all gradients."""
         return self.skip_nonfinite or self.max_grad_norm is not None
-
-
-def check_main_dtype(master_weight_dtype: torch.dtype) -> None:
-    if master_weight_dtype != torch.float32:
-        raise ConfigError(f"master_weight_dtype must be torch.float32, got {master_weight_dtype}")

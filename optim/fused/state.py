@@ -81,16 +81,12 @@ def copy_states(loaded: Loaded, states: Mapping[Tensor, dict[str, Tensor]]) -> N
 
 
 def load_groups(state_dict: Mapping[str, Any], groups: Sequence[dict[str, Any]]) -> None:
-    """Take over the saved hyper-parameters; an lr that is a tensor here keeps its address."""
+    """Take over the saved hyper-parameters."""
     for group, saved in zip(groups, state_dict["param_groups"], strict=True):
         for key, value in saved.items():
             if key in _NOT_LOADED:
                 continue
-            current = group.get(key)
-            if isinstance(current, Tensor):
-                with torch.no_grad():
-                    current.copy_(_tensor(value))
-            elif isinstance(value, Tensor):
+            if isinstance(value, Tensor):
                 group[key] = value.item()
             else:
                 group[key] = tuple(value) if key == "betas" else value
@@ -131,7 +127,11 @@ def match_entries(saved: Saved, settings: StepSettings) -> State:
     for key in keys:
         found[key] = saved_tensor(entries, key, param.shape, name)
         dtype = found[key].dtype
-        if f"{key}_scale" in entries or dtype.itemsize == 1 or not dtype.is_floating_point:
+        if (
+            "_".join((key, "scale")) in entries
+            or dtype.itemsize == 1
+            or not dtype.is_floating_point
+        ):
             raise ConfigError(
                 f"the saved {key!r} of {name} is in {dtype} with scales, or without the bits that "
                 "its weight has, which no optimizer of this version knows; expected torch.float32 "

@@ -15,7 +15,6 @@ from torch._utils import _unflatten_dense_tensors
 
 from graphfsdp.base.torch_internals import foreach_add_, foreach_copy_, key_of
 from graphfsdp.optim.fused import kernel
-from graphfsdp.optim.fused.settings import Flags
 from graphfsdp.optim.fused.storage import (
     Columns,
     flat_view,
@@ -33,7 +32,7 @@ _LARGEST_CHUNK = 1 << 20
 
 
 class StepArgs(NamedTuple):
-    """Arguments of ``graphfsdp::fused_adam_``; its schema has columns and flags one by one."""
+    """Arguments of ``graphfsdp::fused_adam_``; its schema has columns one by one."""
 
     columns: Columns
     steps: list[Tensor]  # [S] float32 each, advanced by one unless the step is skipped
@@ -45,7 +44,7 @@ class StepArgs(NamedTuple):
     skipped: Tensor | None  # [] float32, counts what is skipped; None: another call does
     tables: list[Tensor]  # of the kernel; empty: tensor code
     dense: bool  # no tensor has gaps
-    flags: Flags
+    adam_w_mode: bool
 
 
 _LIBRARY = torch.library.Library("graphfsdp", "FRAGMENT")  # a registration lives as long as it
@@ -54,7 +53,7 @@ _LIBRARY.define(
     "Tensor(c!)[] exp_avg_sqs, Tensor(d!)[] main_params, "
     "Tensor(e!)[] steps, Tensor hyper, int[] rows, int[] counts, "
     "Tensor? grad_scale, Tensor? found_inf, Tensor(f!)? skipped, Tensor[] tables, "
-    "bool dense, bool adam_w_mode, bool bias_correction) -> ()"
+    "bool dense, bool adam_w_mode) -> ()"
 )
 
 
@@ -68,9 +67,8 @@ def as_kernel(run: Callable[[StepArgs], None]) -> Callable[..., None]:
 
 
 def _step_args(flat: Sequence[Any]) -> StepArgs:
-    columns, flags = len(Columns._fields), len(flat) - len(Flags._fields)
-    rest = flat[columns:flags]
-    return StepArgs._make((Columns(*flat[:columns]), *rest, Flags(*flat[flags:])))
+    columns = len(Columns._fields)
+    return StepArgs(Columns(*flat[:columns]), *flat[columns:])
 
 
 def _advance(args: StepArgs) -> None:
@@ -96,8 +94,8 @@ def _run_tensor_code(args: StepArgs) -> None:
     for index, (row, count) in enumerate(zip(args.rows, _counts(args), strict=True)):
         adam_update_(
             args.columns.part(index, index + 1),
-            adam_coefficients(args.hyper[row], count, args.flags),
-            args.flags,
+            adam_coefficients(args.hyper[row], count),
+            args.adam_w_mode,
             grad_scale=args.grad_scale,
             found_inf=args.found_inf,
         )
@@ -114,11 +112,11 @@ def run_cuda(args: StepArgs) -> None:
     _advance(args)
     kernel.launch(
         kernel.Tables(*args.tables),
-        args.columns.dtypes(),
+        args.columns,
         args.hyper,
         args.grad_scale,
         args.found_inf,
-        args.flags,
+        args.adam_w_mode,
     )
 
 
@@ -139,7 +137,6 @@ class CpuStep:
 
     def __init__(self, args: StepArgs) -> None:
         self._args = args
-        self._kept: Tensor | None = None  # for scaled gradients, where they are few
 
     def run(self, args: StepArgs) -> None:
         if not args.dense:
@@ -159,25 +156,17 @@ class CpuStep:
         rows = args.hyper.tolist()
         scratch: Tensor | None = None
         if not as_is:
-            scratch = self._kept
-            if scratch is None or scratch.dtype != wide_dtype:
-                scratch = torch.empty(self._most_numel, dtype=wide_dtype, device="cpu")
-            if self._most_numel <= _SMALLEST_CHUNK:
-                self._kept = scratch
+            scratch = torch.empty(self._most_numel, dtype=wide_dtype, device="cpu")
         for part in self._groups if whole else self._parts:
             taken = part.columns
             if scratch is not None:  # unnamed, so that it is freed before the next one is made
-                scaled = part.scaled_grads(scale, scratch, keeps=scratch is self._kept)
-                taken = taken._replace(grads=scaled)
-            _update(taken, part.counts, rows[part.row], args.flags, wide_dtype)
+                taken = taken._replace(grads=part.scaled_grads(scale, scratch))
+            _update(taken, part.counts, rows[part.row], args.adam_w_mode, wide_dtype)
 
     @cached_property
     def _groups(self) -> "list[_Part]":
         args = self._args
         counts = _counts(args)
-        if not args.flags.bias_correction:
-            # With infinitely many steps behind it, a moment needs no correction: beta**inf = 0.
-            counts = [torch.tensor(torch.inf, device="cpu")] * len(counts)
         found = []
         start = 0
         for row, members in itertools.groupby(args.rows):
@@ -203,7 +192,6 @@ class _Part:
         self.counts = counts  # [] float32, the step count of each
         self.columns = columns
         self._sizes = [param.numel() for param in columns.params]
-        self._looks: tuple[list[Tensor], Tensor] | None = None
         self.numel = sum(self._sizes)
 
     def chunks(self) -> "Iterator[_Part]":
@@ -228,31 +216,21 @@ class _Part:
     def _part(self, start: int, stop: int) -> "_Part":
         return _Part(self.row, self.counts[start:stop], self.columns.part(start, stop))
 
-    def scaled_grads(self, scale: float, scratch: Tensor, *, keeps: bool) -> list[Tensor]:
-        """Return scaled gradients of the scratch's dtype, in its memory.
-
-        ``keeps``: it is the same one in each step, so that looks at it are made once.
-        """
-        scaled, memory = self._looks if keeps and self._looks else self._looks_at(scratch)
-        if keeps:
-            self._looks = scaled, memory
+    def scaled_grads(self, scale: float, scratch: Tensor) -> list[Tensor]:
+        """Return scaled gradients of the scratch's dtype, in its memory."""
+        memory = scratch[: self.numel]
         if self._joined is None:
+            scaled = list(_unflatten_dense_tensors(memory, self._contiguous))
             foreach_copy_(scaled, self._contiguous)
-        elif self._joined.dtype == memory.dtype:  # one operator for all of them
-            torch.mul(self._joined, scale, out=memory)
-            return scaled
         else:
+            scaled = list(memory.split_with_sizes(self._sizes))
+            if self._joined.dtype == memory.dtype:  # one operator for all of them
+                torch.mul(self._joined, scale, out=memory)
+                return scaled
             memory.copy_(self._joined)
         if scale != 1.0:
             memory.mul_(scale)
         return scaled
-
-    def _looks_at(self, scratch: Tensor) -> tuple[list[Tensor], Tensor]:
-        """Return looks at a scratch for each gradient, and for all of them together."""
-        memory = scratch[: self.numel]
-        if self._joined is None:
-            return list(_unflatten_dense_tensors(memory, self._contiguous)), memory
-        return list(memory.split_with_sizes(self._sizes)), memory
 
     @cached_property
     def _joined(self) -> Tensor | None:
@@ -273,13 +251,13 @@ def _update(
     part: Columns,  # gradients scaled and wide already
     counts: list[Tensor],  # [] float32 each
     hyper_row: Sequence[float],  # [5] see HYPER_COLUMNS
-    flags: Flags,
+    adam_w_mode: bool,
     wide_dtype: torch.dtype,
 ) -> None:
     """Widen what is stored otherwise, call torch's kernel, and store it again."""
     lr, beta1, beta2, eps, weight_decay = hyper_row
     weights, first, second = read_wide(part, wide_dtype)
-    kernel = torch._fused_adamw_ if flags.adam_w_mode else torch._fused_adam_
+    kernel = torch._fused_adamw_ if adam_w_mode else torch._fused_adam_
     kernel(
         weights, part.grads, first, second, [], counts,
         lr=lr, beta1=beta1, beta2=beta2, weight_decay=weight_decay, eps=eps,

@@ -33,7 +33,6 @@ def coefficients_kernel(
     hyper_ptr,  # [G, 5] float64, lr, beta1, beta2, eps, weight_decay
     coefficients_ptr,  # [P, 8] float32, written
     ADAM_W_MODE: tl.constexpr,
-    BIAS_CORRECTION: tl.constexpr,
 ):
     """A parameter's scalars, in float64. Capture: reads the count and table that a replay finds."""
     index = tl.program_id(0)
@@ -44,14 +43,11 @@ def coefficients_kernel(
     beta1 = tl.load(hyper + 1)
     beta2 = tl.load(hyper + 2)
     weight_decay = tl.load(hyper + 4)
-    correction1 = beta1 * 0.0 + 1.0
-    correction2 = correction1
-    if BIAS_CORRECTION:
-        step = tl.load(step_ptr).to(tl.float64)
-        # beta**step. The smallest normal number stands for a beta of 0, whose log2 is infinite:
-        # any power of it is as good as 0.
-        correction1 = 1.0 - tl.exp2(step * tl.log2(tl.maximum(beta1, 2.3e-308)))
-        correction2 = 1.0 - tl.exp2(step * tl.log2(tl.maximum(beta2, 2.3e-308)))
+    step = tl.load(step_ptr).to(tl.float64)
+    # beta**step. The smallest normal number stands for a beta of 0, whose log2 is infinite: any
+    # power of it is as good as 0.
+    correction1 = 1.0 - tl.exp2(step * tl.log2(tl.maximum(beta1, 2.3e-308)))
+    correction2 = 1.0 - tl.exp2(step * tl.log2(tl.maximum(beta2, 2.3e-308)))
     decay = correction1 * 0.0 + 1.0
     if ADAM_W_MODE:
         decay = 1.0 - lr * weight_decay

@@ -10,7 +10,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from graphfsdp.optim.fused.settings import Flags
 from graphfsdp.optim.fused.storage import (
     Columns,
     read_wide,
@@ -34,7 +33,6 @@ class AdamCoefficients(NamedTuple):
 def adam_coefficients(
     hyper_row: Tensor,  # [5] float64, one group's row of the table, see HYPER_COLUMNS
     step: Tensor,  # [] float, updates done so far, this one included
-    flags: Flags,
 ) -> AdamCoefficients:
     """In float64: ``1 - beta2`` and ``1 - beta2**step`` lose half of their digits in float32.
 
@@ -42,16 +40,14 @@ def adam_coefficients(
     """
     lr, beta1, beta2, eps, weight_decay = hyper_row.unbind()
     one = torch.ones_like(lr)
-    correction1 = one - beta1**step if flags.bias_correction else one
-    correction2 = one - beta2**step if flags.bias_correction else one
     return AdamCoefficients(
         decay=one - lr * weight_decay,
         weight_decay=weight_decay,
         one_minus_beta1=one - beta1,
         beta2=beta2,
         one_minus_beta2=one - beta2,
-        step_size=lr / correction1,
-        root_correction2=correction2.sqrt(),
+        step_size=lr / (one - beta1**step),
+        root_correction2=(one - beta2**step).sqrt(),
         eps=eps,
     )
 
@@ -60,7 +56,7 @@ def adam_coefficients(
 def adam_update_(
     part: Columns,
     coefficients: AdamCoefficients,  # [] float64 each
-    flags: Flags,
+    adam_w_mode: bool,
     *,
     grad_scale: Tensor | None = None,  # [] float, multiplies the gradients
     found_inf: Tensor | None = None,  # [] float, nothing is changed unless it is zero
@@ -77,7 +73,7 @@ def adam_update_(
     if found_inf is not None:
         written = part._replace(grads=[])
         with taken_back(found_inf, [tensor for column in written for tensor in column]):
-            adam_update_(part, coefficients, flags, grad_scale=grad_scale)
+            adam_update_(part, coefficients, adam_w_mode, grad_scale=grad_scale)
         return
     wide = torch.promote_types(part.params[0].dtype, torch.float32)
     weights, firsts, seconds = read_wide(part, wide)
@@ -86,7 +82,7 @@ def adam_update_(
         if grad_scale is not None:
             gradient = gradient * grad_scale
         moments = firsts[index], seconds[index]
-        _adam_rule_(weight, gradient, *moments, coefficients, flags.adam_w_mode)
+        _adam_rule_(weight, gradient, *moments, coefficients, adam_w_mode)
     store_wide(part, weights, firsts, seconds)
 
 

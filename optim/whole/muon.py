@@ -19,12 +19,9 @@ from graphfsdp.optim.fused.hyper_table import (
     Row,
     Rule,
     check_betas,
-    check_lr,
     check_number,
-    plain_lr,
 )
 from graphfsdp.optim.fused.live_optimizer import LiveOptimizer
-from graphfsdp.optim.fused.settings import Flags
 from graphfsdp.optim.fused.state import Saved, State, saved_tensor
 from graphfsdp.optim.fused.storage import StepTensors, make_columns
 from graphfsdp.optim.fused.update import adam_coefficients, adam_update_, taken_back
@@ -44,16 +41,15 @@ class _Member(NamedTuple):
 
 def _read(group: Mapping[str, Any]) -> Row:
     first, second = (group["momentum"], 0.0) if group["use_muon"] else group["betas"]
-    return plain_lr(group), first, second, group["eps"], group["weight_decay"]
+    return group["lr"], first, second, group["eps"], group["weight_decay"]
 
 
 def _check(group: Mapping[str, Any], row: int) -> None:
     if not group["use_muon"]:
         check_betas(group, row)
         return
-    check_lr(group, row)
     check_number("momentum", group["momentum"], f"of parameter group {row}", below_one=True)
-    for name in ("eps", "weight_decay"):
+    for name in ("lr", "eps", "weight_decay"):
         check_number(name, group[name], f"of parameter group {row}")
 
 
@@ -76,7 +72,7 @@ class Muon(LiveOptimizer):
     def __init__(
         self,
         params: ParamsT,
-        lr: float | Tensor = 1e-3,
+        lr: float = 1e-3,
         weight_decay: float = 0.1,
         momentum: float = 0.95,
         *,
@@ -91,7 +87,7 @@ class Muon(LiveOptimizer):
 
         Args:
             params: Parameters, (name, parameter) pairs, or groups of either.
-            lr: Learning rate; a tensor must be on the parameters' device.
+            lr: Learning rate.
             weight_decay: Fraction of the weight removed per unit of learning rate.
             momentum: Share of the old momentum in the new one.
             nesterov: Look ahead along the momentum.
@@ -126,15 +122,6 @@ class Muon(LiveOptimizer):
         }
         super().__init__(params, defaults, StepControl())
 
-    def __getstate__(self) -> dict[str, Any]:
-        own = ("_nesterov", "_coefficients", "_num_steps", "_adjust")
-        return {**super().__getstate__(), **{name: getattr(self, name) for name in own}}
-
-    @property
-    def skipped_steps(self) -> Tensor:
-        """[] float32, steps that were skipped; its address stays after the first step."""
-        return self._control.skipped_steps
-
     def _check_params(self, row: int) -> None:
         super()._check_params(row)
         group = self.param_groups[row]
@@ -156,7 +143,6 @@ class Muon(LiveOptimizer):
     def _take_step(self, grad_scale: Tensor | None, found_inf: Tensor | None) -> None:
         """Take the step, and take it back if the flag is set."""
         members = self._members()
-        self._hyper.copy_tensor_lrs(self.param_groups)
         if found_inf is None:
             self._update(members, grad_scale)
             return
@@ -278,10 +264,9 @@ def orthogonal(
 def _adam_step(member: _Member, row: Tensor, grad_scale: Tensor | None) -> None:
     assert member.grad is not None
     step = member.state["step"].add_(1)
-    flags = Flags()
     moments = member.state["exp_avg"], member.state["exp_avg_sq"]
     part = make_columns([StepTensors(member.weight, member.grad, *moments)])
-    adam_update_(part, adam_coefficients(row, step, flags), flags, grad_scale=grad_scale)
+    adam_update_(part, adam_coefficients(row, step), adam_w_mode=True, grad_scale=grad_scale)
 
 
 def _shape_ratio(shape: torch.Size, adjustment: str) -> float:

@@ -198,7 +198,9 @@ def test_main_weights_that_were_saved_as_16_bits_are_refused(tmp_path: Path) -> 
     optimizers[0].state[models[0].weight] = state
     graphfsdp.save(tmp_path, models[0], optimizers[0])
     before = models[1].weight.detach().clone()
-    with pytest.raises(graphfsdp.CheckpointMismatchError, match="'master_param' of .* int16"):
+    with pytest.raises(
+        graphfsdp.CheckpointMismatchError, match=r"'master_param' of .* torch\.int16"
+    ):
         graphfsdp.load(tmp_path, models[1], optimizers[1])
     assert torch.equal(models[1].weight, before)
     said = "'weight': saved in torch.bfloat16 and the bits that it lacks, here torch.float32"

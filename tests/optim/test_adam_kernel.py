@@ -22,7 +22,6 @@ from adam_helpers import (
 )
 from graphfsdp.optim import FusedAdam
 from graphfsdp.optim.fused import kernel as step_kernel
-from graphfsdp.optim.fused.settings import Flags
 from graphfsdp.optim.fused.storage import Dtypes
 from triton_helpers import (
     compile_for_sm_90,
@@ -39,9 +38,8 @@ NUM_EXTREMES = 8
 MOMENT_DTYPES = st.sampled_from([FP32, BF16])
 SETTINGS = st.fixed_dictionaries(
     {
-        **dict.fromkeys(("adam_w_mode", "bias_correction"), st.booleans()),
         **{"exp_avg_dtype": MOMENT_DTYPES, "exp_avg_sq_dtype": MOMENT_DTYPES},
-        "master_weights": st.booleans(),
+        **dict.fromkeys(("adam_w_mode", "master_weights"), st.booleans()),
     }
 )
 
@@ -199,7 +197,7 @@ def dtype_names(dtypes: Dtypes) -> str:
 def test_update_kernel_compiles_for_sm_90(dtypes: Dtypes, aligned: bool, tmp_path: Path) -> None:
     kernels = fresh_kernels(step_kernel)
     constants = step_kernel.constants(
-        dtypes, Flags(), has_scale=True, has_skip=True, aligned=aligned
+        dtypes, adam_w_mode=True, has_scale=True, has_skip=True, aligned=aligned
     )
     signature = {
         "params_ptr": "*i64",
@@ -224,7 +222,7 @@ def test_update_kernel_compiles_for_sm_90(dtypes: Dtypes, aligned: bool, tmp_pat
 def test_coefficients_kernel_compiles_for_sm_90_with_float64_maths() -> None:
     kernels = fresh_kernels(step_kernel)
     signature = {"params_ptr": "*i64", "hyper_ptr": "*fp64", "coefficients_ptr": "*fp32"}
-    constants = {"ADAM_W_MODE": True, "BIAS_CORRECTION": True}
+    constants = {"ADAM_W_MODE": True}
     compiled = compile_for_sm_90(kernels.coefficients_kernel, signature, constants, 1)
     assert ".target sm_90" in compiled["ptx"]
     assert "fma.rn.f64" in compiled["ptx"]  # exp2 and log2 are not rounded to float32 on the way

@@ -14,6 +14,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 import graphfsdp
 from adam_helpers import grad_of, make_muon, make_params, set_grads
+from graphfsdp.errors import ConfigError
 from graphfsdp.optim import FusedAdam
 from helpers import local_part
 from parallel_models import TP_AXES, part_of_axis, plain_model, tensor_parallel, whole_batches

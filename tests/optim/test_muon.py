@@ -1,6 +1,5 @@
 """Muon: torch's numbers, its replays, its states, and sharded matrices."""
 
-import copy
 from typing import Any
 
 import pytest
@@ -56,10 +55,9 @@ def test_a_step_that_is_told_to_skip_changes_nothing() -> None:
         param.grad.fill_(float("nan"))
     optimizer.step(found_inf=torch.tensor(1.0))
     assert_equal(params, before)
-    assert copy.deepcopy(optimizer).skipped_steps.item() == 1
     other = Muon(make_groups(*optimizer.param_groups))
     other.load_state_dict(optimizer.state_dict())
-    assert other.skipped_steps.item() == 1
+    assert other.control.skipped_steps.item() == 1
     after = [t for state in optimizer.state.values() for t in state.values()]
     assert all(torch.equal(a, b) for a, b in zip(states, after, strict=True))
     set_grads(params)
