@@ -16,13 +16,14 @@ import pathlib
 import re
 import statistics
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 
 from benchmarks.gpu_check import table_of
 from graphfsdp.bench.results import (
     REFERENCE,
     Result,
+    Row,
     Table,
     environment_text,
     overview,
@@ -55,26 +56,23 @@ BESIDE = MappingProxyType(
 
 
 def bench_gpu(results: pathlib.Path) -> str:
-    paths = {
-        Result.read(path).head["environment"]["date"]: path
-        for path in results.glob("bench_gpu_*.jsonl")
-    }
-    return bench_section(paths[max(paths)]) if paths else "No GPU has been measured yet."
+    found = map(Result.read, results.glob("bench_gpu_*.jsonl"))
+    newest = max(found, key=lambda result: str(result.head["environment"]["date"]), default=None)
+    return "No GPU has been measured yet." if newest is None else bench_section(newest)
 
 
-def bench_section(path: pathlib.Path) -> str:
-    result = Result.read(path)
+def bench_section(result: Result) -> str:
     table = overview(result)
-    parts = [f"{table.title.capitalize()}:\n\n{table.markdown()}", *geometric_means(result)]
-    missing: dict[str, list[str]] = {}
-    for name, reason in result.reasons().items():
-        missing.setdefault(reason.rstrip("."), []).append(f"`{name}`")
+    parts = [f"{table.title.capitalize()}:\n\n{table.markdown()}"]
+    means = [f"{name} {mean:.2f}x" for name, mean in speedups(result, result.cases).items()]
+    if means and len(result.cases) > 1:
+        parts.append(f"Geometric means, times as fast as eager: {', '.join(means)}.")
+    missing = [f"`{name}`: {reason}" for name, reason in result.reasons().items()]
     if missing:
-        texts = (f"{', '.join(names)}: {reason}" for reason, names in missing.items())
-        parts.append("Did not run: " + "; ".join(texts) + ".")
-    if result.left_out:
-        cases = (f"{name}: {reason}" for name, reason in result.left_out.items())
-        parts.append("Left out: " + "; ".join(cases) + ".")
+        parts.append(f"Did not run: {'; '.join(missing)}.")
+    left_out = [f"{name}: {reason}" for name, reason in result.left_out.items()]
+    if left_out:
+        parts.append(f"Left out: {'; '.join(left_out)}.")
     return "\n\n".join((*parts, environment_text(result.head["environment"])))
 
 
@@ -83,29 +81,23 @@ def speedups(result: Result, cases: Sequence[str]) -> dict[str, float]:
     means = {}
     for name in result.names:
         ratios = [result.ratios(case, name) for case in cases]
-        if name != REFERENCE and all(ratios):
+        if name != REFERENCE and ratios and all(ratios):
             means[name] = statistics.geometric_mean(map(statistics.median, ratios))
     return means
 
 
-def geometric_means(result: Result) -> list[str]:
-    means = [f"{name} {mean:.2f}x" for name, mean in speedups(result, result.cases).items()]
-    if len(result.cases) < 2 or not means:
-        return []
-    return [f"Geometric means, times as fast as eager: {', '.join(means)}."]
-
-
 def speed_summary(results: pathlib.Path) -> str:
+    """Of the cases in which all of the columns ran."""
     rows = []
     for name, what in (
         ("bench_cpu", "workloads of `make bench`, launch-bound and compute-bound"),
         ("bench_zoo", "small architectures, launch-bound"),
     ):
         result = Result.read(results / f"{name}.jsonl")
-        cases = _with_all(result, SUMMARY.values())
+        columns = SUMMARY.values()
+        cases = [case for case in result.cases if all(result.ratios(case, key) for key in columns)]
         means = speedups(result, cases)
-        texts = (f"{means[key]:.2f}x" if key in means else "-" for key in SUMMARY.values())
-        rows.append((f"{len(cases)} {what}", *texts))
+        rows.append((f"{len(cases)} {what}", *(f"{means[key]:.2f}x" for key in columns)))
     heading = ("times as fast as our eager code, geometric mean, on a CPU", *SUMMARY)
     return Table("", heading, rows).markdown()
 
@@ -124,35 +116,26 @@ def beside_cpu(results: pathlib.Path) -> str:
     return f"{Table('', heading, tuple(rows)).markdown()}\n\n{text}"
 
 
-def _with_all(result: Result, names: Iterable[str]) -> list[str]:
-    """Return the cases in which all of these ran that ran in any."""
-    ran = [name for name in names if any(result.ratios(case, name) for case in result.cases)]
-    return [case for case in result.cases if all(result.ratios(case, name) for name in ran)]
-
-
 def gpu_check(results: pathlib.Path) -> str:
     """Its groups may have run one by one: those of one GPU and one day belong together."""
-    documents = [json.loads(path.read_text()) for path in sorted(results.glob("gpu_check_*.json"))]
-    documents = [found for found in documents if found["environment"]["gpu"]]
-    if not documents:
+    runs: dict[tuple[str, str], list[Row]] = {}
+    for path in sorted(results.glob("gpu_check_*.json")):
+        found = json.loads(path.read_text())
+        facts = found["environment"]
+        if facts["gpu"]:
+            runs.setdefault((facts["date"][:10], facts["gpu"]), []).append(found)
+    if not runs:
         return "No GPU has been measured yet."
-
-    def run_of(found: Mapping[str, Mapping[str, str]]) -> tuple[str, str]:
-        return found["environment"]["date"][:10], found["environment"]["gpu"]
-
-    newest = max(documents, key=run_of)
-    parts = [
-        part for found in documents if run_of(found) == run_of(newest) for part in found["parts"]
-    ]
-    text = environment_text(newest["environment"])
-    return f"{table_of({**newest, 'parts': parts}).markdown()}\n\n{text}"
+    newest = runs[max(runs)]
+    table = table_of({**newest[0], "parts": [part for each in newest for part in each["parts"]]})
+    return f"{table.markdown()}\n\n{table.title}"
 
 
 SECTIONS: Mapping[str, Callable[[pathlib.Path], str]] = {
     "beside_cpu": beside_cpu,
-    "bench_cpu": lambda results: bench_section(results / "bench_cpu.jsonl"),
+    "bench_cpu": lambda results: bench_section(Result.read(results / "bench_cpu.jsonl")),
     "bench_gpu": bench_gpu,
-    "bench_zoo": lambda results: bench_section(results / "bench_zoo.jsonl"),
+    "bench_zoo": lambda results: bench_section(Result.read(results / "bench_zoo.jsonl")),
     "gpu_check": gpu_check,
     "speed_summary": speed_summary,
 }
@@ -181,10 +164,6 @@ def keep(folder: pathlib.Path, results: pathlib.Path = RESULTS) -> pathlib.Path:
     if facts["gpu"] is not None:
         gpu = re.sub(r"[^a-z0-9]+", "-", facts["gpu"].lower()).strip("-")
         name = f"bench_gpu_{gpu}_{facts['date'][:10]}"
-    out = result.head["options"].get("out")
-    if out is not None:  # where it was on that machine is nobody's business
-        result.head["options"]["out"] = pathlib.Path(out).name
-        result.head["command"] = result.head["command"].replace(out, pathlib.Path(out).name)
     results.mkdir(parents=True, exist_ok=True)
     target = results / f"{name}.jsonl"
     result.write(target)

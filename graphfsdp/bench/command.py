@@ -3,7 +3,6 @@
 import dataclasses
 import datetime
 import math
-import shlex
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -160,9 +159,9 @@ def run_bench(arguments: Sequence[str], console: Console) -> int:
     torch.set_num_threads(NUM_THREADS)
     with process_group(ranks, device, timeout_minutes=TIMEOUT_MINUTES) as backend:
         environment = find_environment(device, num_ranks=ranks.size, backend=backend)
-        command = shlex.join(["graphfsdp", "bench", *arguments])
         asked = dataclasses.asdict(options)
-        result = Result({"environment": environment, "options": asked, "command": command})
+        del asked["out"]  # where it was on this machine is nobody's business
+        result = Result({"environment": environment, "options": asked})
         width = None if console.is_terminal else max(console.width, _WIDTH)
         console = Console(file=console.file, width=width, quiet=not ranks.is_first)
         limit_s = math.inf if options.budget is None else options.budget * 60

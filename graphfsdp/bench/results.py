@@ -1,6 +1,6 @@
 """What a benchmark has found: JSON lines, one for each contender of each case, and tables of them.
 
-The first line is of the run: environment, options, command. A case is a workload, a precision and a
+The first line is of the run: environment and options. A case is a workload, a precision and a
 batch size; each of its lines repeats what was trained, so that a line is whole by itself. A
 contender that could not run has a ``reason`` in place of times, and so has a case without any.
 """

@@ -268,4 +268,5 @@ def test_the_command_measures_in_a_child_and_keeps_a_directory(tmp_path: pathlib
     assert rows["fsdp2"]["max_difference"] < 1e-3
     assert [path.name for path in out.iterdir()] == ["result.jsonl"]
     assert result.head["options"]["seconds"] == 0.3
+    assert str(tmp_path) not in (out / "result.jsonl").read_text()
     assert "full_iteration" in done.stdout

@@ -51,5 +51,5 @@ def result(**environment: Any) -> Result:
         {**FACTS, "contender": "compile", "reason": "no compiler"},
         {"case": "moe", "reason": "no time"},
     ]
-    head = {"environment": {**ENVIRONMENT, **environment}, "options": {"seed": 0}, "command": "b"}
+    head = {"environment": {**ENVIRONMENT, **environment}, "options": {"seed": 0}}
     return Result(head, rows)
