@@ -55,26 +55,18 @@ class RunningContender:
     name: str
     contender: Contender
     device: torch.device
-    init_ms: float = 0.0  # built and warmed up, capture and compilation included
-    memory_bytes: tuple[int, int] | None = None  # of a GPU's allocator, see ``build``
+    init_ms: float  # built and warmed up, capture and compilation included
     losses: list[Tensor] = field(default_factory=list)
     windows: list[Window] = field(default_factory=list)
 
     @classmethod
     def build(cls, spec: ContenderSpec, setting: Setting) -> "RunningContender":
-        """Make it; ``memory_bytes`` are what was allocated and reserved before, on a GPU."""
-        device, before = setting.device, None
-        if device.type == "cuda":
-            torch.cuda.empty_cache()
-            torch.cuda.reset_peak_memory_stats(device)
-            before = torch.cuda.memory_allocated(device), torch.cuda.memory_reserved(device)
         start = time.perf_counter()
         contender = spec.make(setting)
-        init_ms = (time.perf_counter() - start) * 1e3
-        return cls(spec.name, contender, device, init_ms, before)
+        return cls(spec.name, contender, setting.device, (time.perf_counter() - start) * 1e3)
 
     def warm_up(self, batches: Sequence[Batch]) -> None:
-        """With a sync after each step; from then on ``memory_bytes`` are the most it has taken."""
+        """With a sync after each step."""
         start = time.perf_counter()
         torch.manual_seed(0)
         for index, batch in enumerate(batches):
@@ -82,12 +74,6 @@ class RunningContender:
             if self.device.type == "cuda":
                 torch.cuda.synchronize(self.device)
         self.init_ms += (time.perf_counter() - start) * 1e3
-        if self.memory_bytes is not None:
-            allocated, reserved = self.memory_bytes
-            self.memory_bytes = (
-                torch.cuda.max_memory_allocated(self.device) - allocated,
-                torch.cuda.max_memory_reserved(self.device) - reserved,
-            )
 
     def time(self, batches: Sequence[Batch], first_step: int) -> Window:
         losses: list[Tensor] = []
@@ -103,7 +89,6 @@ class RunningContender:
 
     def row(self, reference: Tensor) -> Row:
         """``reference`` are the losses of the contender that all others are compared with."""
-        allocated, reserved = self.memory_bytes or (None, None)
         return {
             "contender": self.name,
             "init_ms": self.init_ms,
@@ -111,8 +96,6 @@ class RunningContender:
             "step_ms": [list(window.step_ms) for window in self.windows],
             "cpu_ms": [round(window.cpu_ms, 6) for window in self.windows],
             **compare_losses(reference, self.all_losses()),
-            "memory_bytes": allocated,
-            "reserved_bytes": reserved,
             "notes": list(self.contender.notes()),
         }
 

@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import math
 import os
 import shlex
 import statistics
@@ -15,7 +16,7 @@ from rich.console import Console
 
 from graphfsdp.bench.machine import find_environment
 from graphfsdp.bench.process import environment_with_this_package, last_line, run_limited
-from graphfsdp.bench.results import Row, finite
+from graphfsdp.bench.results import Row
 from graphfsdp.command_line import Parser, add_flags, print_line, require
 from graphfsdp.errors import ConfigError
 from graphfsdp.training.arguments import parse_train_arguments
@@ -84,7 +85,8 @@ def run_record(path: Path, *, seed: int, complaint: str, failure: str = "") -> R
         "seed": seed,
         "converged": reached and run_s is not None,
         "run_s": run_s,
-        "loss": loss and loss.value["value"],
+        # JSON knows no NaN.
+        "loss": loss.value["value"] if loss and math.isfinite(loss.value["value"]) else None,
         "accepted": not complaint,
         "reason": reason,
     }
@@ -146,7 +148,7 @@ def run_mlperf(arguments: Sequence[str], console: Console) -> int:
         "command": shlex.join(["graphfsdp", "bench", *arguments]),
         "environment": environment,
     }
-    text = json.dumps(finite(found), indent=1) + "\n"
+    text = json.dumps(found, indent=1) + "\n"
     (folder / "mlperf.json").write_text(text, encoding="utf-8")
     line = f"no score: {no_score} ({UNVERIFIED})"
     if score_s is not None:

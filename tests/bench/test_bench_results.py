@@ -1,12 +1,10 @@
-import json
-import math
 import pathlib
 import re
 from typing import get_args
 
 import pytest
 
-from bench_results import CASE, ENVIRONMENT, FACTS, contender, result
+from bench_results import CASE, ENVIRONMENT, contender, result
 from graphfsdp.bench.command import BenchOptions, parse_bench_arguments
 from graphfsdp.bench.results import Result, Table, case_table, overview
 from graphfsdp.bench.workloads import SuiteName, suite
@@ -19,29 +17,9 @@ def test_a_result_file_reads_back_as_it_was(tmp_path: pathlib.Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["result.jsonl"]
 
 
-def test_what_is_not_finite_is_null_in_the_file(tmp_path: pathlib.Path) -> None:
-    row = {**FACTS, "a": math.nan, "b": [math.inf, 1.0]}
-    Result({"environment": {}}, [row]).write(tmp_path / "result.jsonl")
-    (read,) = Result.read(tmp_path).rows
-    assert (read["a"], read["b"]) == (None, [None, 1.0])
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("", "cannot be read as a result of graphfsdp bench"),
-        ("[]", "cannot be read as a result of graphfsdp bench"),
-        ("{", "cannot be read as a result of graphfsdp bench"),
-        ('{"kind": "graphfsdp_bench"}', "cannot be read as a result of graphfsdp bench"),
-        (json.dumps({"kind": "paired", "version": 3}), "is 'paired' of version 3; expected"),
-        (json.dumps({"kind": "graphfsdp_bench", "version": 2}), "of version 2; expected"),
-    ],
-)
-def test_a_file_that_is_no_result_is_refused(
-    tmp_path: pathlib.Path, text: str, message: str
-) -> None:
-    (tmp_path / "result.jsonl").write_text(text)
-    with pytest.raises(ConfigError, match=message):
+def test_a_result_of_another_version_is_refused(tmp_path: pathlib.Path) -> None:
+    (tmp_path / "result.jsonl").write_text('{"kind": "graphfsdp_bench", "version": 2}')
+    with pytest.raises(ConfigError, match="of version 2, not 3"):
         Result.read(tmp_path)
 
 
@@ -55,14 +33,8 @@ def test_the_tables_show_the_numbers_of_the_lines() -> None:
     assert cell(table, "full_iteration", "ms/step") == "1.500"
     assert cell(table, "full_iteration", "times as fast as eager") == "2.50 (2.00 to 3.00)"
     assert cell(table, "eager", "losses against eager") == "reference"
-    assert "memory" not in table.heading  # no row has any
     assert cell(table, "eager", "tokens/s") == "25,600"
     assert cell(table, "eager", "init s") == "0.02"
-    known = result()
-    of_a_gpu = {"memory_bytes": 2**28, "reserved_bytes": 2**29}
-    known.rows = [{**row, **of_a_gpu} for row in known.rows]
-    table = case_table(known, CASE)
-    assert cell(table, "eager", "memory") == "256.0 MiB, reserved 512.0 MiB"
     table = overview(result())
     assert table.heading == ("workload", "eager", "full_iteration")
     assert table.rows == (("gpt-tiny fp32, 4 x 32 tokens", "5.00", "1.50 (2.50x)"),)
