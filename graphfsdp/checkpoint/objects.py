@@ -53,11 +53,13 @@ class RandomState:
         self._new_rank = new_rank
 
     def state_dict(self) -> dict[str, Any]:
-        kind, keys, position, has_gauss, gauss = np.random.get_state(legacy=True)
+        kind, keys, *rest = np.random.get_state(legacy=True)
+        version, words, gauss = random.getstate()
         found: dict[str, Any] = {
             "torch": torch.get_rng_state(),
-            "python": random.getstate(),
-            "numpy": (kind, np.asarray(keys).tolist(), position, has_gauss, gauss),
+            # Tensors, so that the manifest of many ranks stays short.
+            "python": (version, torch.tensor(words, dtype=torch.int64, device="cpu"), gauss),
+            "numpy": (kind, torch.from_numpy(np.array(keys)), *rest),
         }
         if torch.cuda.is_available():
             found["cuda"] = torch.cuda.get_rng_state()
@@ -70,8 +72,10 @@ class RandomState:
         must not repeat what another rank draws.
         """
         torch.set_rng_state(state["torch"])
-        random.setstate(state["python"])
-        np.random.set_state(state["numpy"])
+        version, words, gauss = state["python"]
+        random.setstate((version, tuple(words.tolist()), gauss))
+        kind, keys, *rest = state["numpy"]
+        np.random.set_state((kind, keys.numpy(), *rest))
         if "cuda" in state and torch.cuda.is_available():
             torch.cuda.set_rng_state(state["cuda"])
         if self._new_rank is not None:

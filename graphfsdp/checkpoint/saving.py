@@ -4,7 +4,7 @@ import itertools
 import json
 import os
 import platform
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent import futures
 from pathlib import Path
 from typing import TYPE_CHECKING, Self
@@ -92,9 +92,8 @@ def _take_snapshot(
     members: Members,
     *,
     rng: bool,
-    keep: Callable[[dict[str, Tensor]], dict[str, Tensor]] = lambda tensors: tensors,
 ) -> Snapshot:
-    """Return the state at this moment, of whose tensors ``keep`` may make copies."""
+    """Return the state as it lies in memory."""
     things = dict(objects or {})
     check_objects(things)
     if rng:
@@ -117,7 +116,6 @@ def _take_snapshot(
         for name, thing in things.items():
             state = thing.state_dict()
             snapshot.objects[name] = encode(state, f"objects/{name}", snapshot.keep_plain)
-        snapshot.tensors = keep(snapshot.tensors)
         return snapshot
 
     snapshot = members.together(take)
@@ -199,7 +197,8 @@ class AsyncSaver:
         if self._is_closed:
             raise CheckpointError("this AsyncSaver was closed. Remedy: make another one")
         members = self._members
-        snapshot = _take_snapshot(model, optimizer, objects, members, rng=rng, keep=self._copy)
+        snapshot = _take_snapshot(model, optimizer, objects, members, rng=rng)
+        members.together(lambda: self._copy(snapshot))
         place = members.first(lambda: begin(Path(path), step, keep_last))
         self._saving = self._thread.submit(_write_snapshot, snapshot, place, self._background)
 
@@ -245,9 +244,10 @@ class AsyncSaver:
     def __exit__(self, *error: object) -> None:
         self.close()
 
-    def _copy(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Copy them into memory on the CPU, which stays for the next save."""
+    def _copy(self, snapshot: Snapshot) -> None:
+        """Copy its tensors into memory on the CPU, which stays for the next save."""
         copies: dict[str, Tensor] = {}
+        tensors = snapshot.tensors
         for key, tensor in tensors.items():
             local, memory = local_part(tensor), self._memory.get(key)
             if memory is None or (memory.shape, memory.dtype) != (local.shape, local.dtype):
@@ -258,7 +258,7 @@ class AsyncSaver:
             if device.type == "cuda":
                 torch.cuda.current_stream(device).synchronize()
         self._memory = copies
-        return {key: wrap_like(copies[key], tensor) for key, tensor in tensors.items()}
+        snapshot.tensors = {key: wrap_like(copies[key], each) for key, each in tensors.items()}
 
 
 def _write_snapshot(snapshot: Snapshot, place: Unfinished, members: Members) -> Path:
