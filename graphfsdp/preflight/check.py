@@ -2,7 +2,7 @@
 
 import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 
 from graphfsdp._capture.engine import Engine
-from graphfsdp._capture.inputs import StaticInputs
 from graphfsdp._capture.phase import Phase
 from graphfsdp._capture.runner import Runner
 from graphfsdp._capture.trees import copied
@@ -20,7 +19,6 @@ from graphfsdp.base.sharded import pipeline_stages
 from graphfsdp.base.torch_internals import parameters_of
 from graphfsdp.config import CaptureOptions, MixedPrecisionPolicy, Scope
 from graphfsdp.errors import ConfigError
-from graphfsdp.optim.adapters.baked import BakedAdapter
 from graphfsdp.preconditions import (
     Program,
     as_list,
@@ -29,7 +27,7 @@ from graphfsdp.preconditions import (
     one_module,
     refuse_arguments,
 )
-from graphfsdp.preflight.judge import Findings, Judge, members_of
+from graphfsdp.preflight.judge import Findings, Judge
 from graphfsdp.preflight.report import CheckReport
 
 _TARGETS = ("cuda", "cpu")
@@ -159,40 +157,18 @@ def _run(
     except ConfigError:
         raise
     except Exception as error:  # whatever the user's program raises is a finding
-        if not judge.num_ops and not engine.ranks.groups:
-            with suppress(Exception):  # that of the warm-up, which is told
-                _judge_until_it_fails(runner, engine, judge, args, kwargs)
         judge.findings.fail(error)
     else:
         _note_settings(engine, judge.findings)
 
 
-def _judge_until_it_fails(
-    runner: Runner, engine: Engine, judge: Judge, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> None:
-    num = runner.num_microbatches
-    inputs = StaticInputs(args, kwargs, device=judge.device, num_microbatches=num)
-    inputs.load()
-    judge.record(
-        lambda: engine.iterate(inputs)[0],
-        engine.model,
-        lambda was_read: None,
-        collective=False,
-        scratch=(),
-    )
-
-
 def _note_settings(engine: Engine, findings: Findings) -> None:
-    """Note what nothing refuses and nobody wants: weights that stay, an lr that is baked in."""
+    """Note what nothing refuses and nobody wants: weights that stay."""
     owners: dict[str, list[str]] = {}
     for name in engine.gradients.without_gradient():
         owners.setdefault(name.rpartition(".")[0], []).append(name)
     for owner, names in owners.items():
         findings.hazards.add(_without_gradient(owner, names))
-    for member in members_of(engine.optimizer) if engine.full else ():
-        if isinstance(member, BakedAdapter) and member.bakes_lr:
-            for hazard in _baked_lr(member.optimizer):
-                findings.hazards.add(hazard)
 
 
 def _without_gradient(owner: str, names: list[str]) -> Hazard:
@@ -206,21 +182,6 @@ def _without_gradient(owner: str, names: list[str]) -> Hazard:
         "iteration",
         module_path=owner,
     )
-
-
-def _baked_lr(optimizer: torch.optim.Optimizer) -> Iterator[Hazard]:
-    name = type(optimizer).__name__
-    for index, group in enumerate(optimizer.param_groups):
-        if isinstance(group.get("lr"), float | int):
-            yield Hazard(
-                HazardKind.BAKED_NUMBER,
-                f"lr={group['lr']} of group {index} of {name} is a Python number, which the graph "
-                "bakes in: a scheduler's first change of it would end in an error before the "
-                "replay",
-                "graphfsdp.optim.FusedAdam, all of whose numbers stay live, or an lr that is a "
-                "tensor on the parameters' device; if it never changes, ignore this",
-                op=f"{name}.param_groups[{index}]['lr']",
-            )
 
 
 @contextmanager

@@ -4,10 +4,8 @@ import argparse
 import contextlib
 import os
 import sys
-import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import NoReturn
 
 from rich.console import Console
@@ -16,10 +14,10 @@ from graphfsdp.base.hazards import HazardKind
 from graphfsdp.command_line import Parser, add_flags, flags_of
 from graphfsdp.errors import ConfigError
 from graphfsdp.preflight.report import CheckReport
-from graphfsdp.preflight.script import ScriptCheck, ScriptError
+from graphfsdp.preflight.script import ScriptCheck
 
 _EXIT_HAZARDS, _EXIT_NO_CHECK = 1, 2
-_EXPECTED = "SCRIPT.py, -m MODULE or MODULE:FUNCTION"
+_EXPECTED = "SCRIPT.py or -m MODULE"
 _DESCRIPTION = """\
 Run one training iteration under the rules of a capture and report everything that a graph
 cannot hold: host reads, shapes that depend on data, numbers that would be frozen, ... Each with
@@ -30,9 +28,6 @@ A SCRIPT.py that calls graphfsdp.capture runs up to the first call of that step,
 Another one runs unchanged for some iterations, by graphfsdp.capture_in_place: which modules are
 captured is said, and why others are not. The script ends there (its `finally` blocks and context
 managers run).
-
-MODULE:FUNCTION and FILE.py:FUNCTION need no call of capture: the function returns (model,
-optimizer, batch), (model, optimizer, batch, loss_fn), or a dict of graphfsdp.check's arguments.
 """
 _EPILOG = """\
 examples:
@@ -40,12 +35,6 @@ examples:
   graphfsdp check --json=hazards.json --ignore gradient train.py
   graphfsdp check --device cpu train_on_gpu.py       # on a machine without a GPU
   graphfsdp check -m my_project.train --steps 10
-  graphfsdp check my_project.setup:small
-
-  # my_project/setup.py
-  def small():
-      model = Model()
-      return model, FusedAdam(model.parameters()), (tokens, targets), loss_fn
 
 exit code: 0 no hazard, 1 hazards, 2 the check could not run.
 """
@@ -58,27 +47,12 @@ def run_check(arguments: Sequence[str], console: Console) -> int:
     show = _Shows(given.json)
     # The program's own output must not get into JSON that another program reads.
     aside = contextlib.redirect_stdout(sys.stderr) if given.json == "-" else None
-    try:
-        with aside or contextlib.nullcontext():
-            report = _report(how, given, show)
-    except ScriptError as error:
-        if error.cause is not None:
-            _show_traceback(error.cause)
-        raise
-    return show(report)
-
-
-def _report(how: ScriptCheck, given: argparse.Namespace, show: "_Shows") -> CheckReport:
     name, *rest = given.target_and_arguments
-    if given.module or Path(name).is_file():
-        return how.run_script(name, rest, is_module=given.module, end_process=show.and_end)
-    if ":" in name:
-        if rest:
-            raise ConfigError(f"{name} takes no arguments, got {' '.join(rest)}")
-        return how.run_function(name)
-    raise ConfigError(
-        f"there is no file {name!r}; expected SCRIPT.py, -m MODULE or MODULE:FUNCTION"
-    )
+    if not (given.module or Path(name).is_file()):
+        raise ConfigError(f"there is no file {name!r}; expected {_EXPECTED}")
+    with aside or contextlib.nullcontext():
+        report = how.run_script(name, rest, is_module=given.module, end_process=show.and_end)
+    return show(report)
 
 
 def _parse(arguments: Sequence[str]) -> argparse.Namespace:
@@ -105,7 +79,7 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     )
     parser.add_argument(
         "target_and_arguments",
-        metavar="SCRIPT.py [ARGUMENT ...] | MODULE:FUNCTION",
+        metavar="SCRIPT.py [ARGUMENT ...]",
         nargs=argparse.REMAINDER,
         help="what to check, and the script's own arguments",
     )
@@ -162,15 +136,3 @@ class _Shows:
         self._out.flush()
         self._errors.flush()
         os._exit(code)
-
-
-def _show_traceback(error: BaseException) -> None:
-    """Print where the user's program failed, without the frames that ran it."""
-    trace: TracebackType | None = error.__traceback__
-    while trace is not None and _runs_programs(trace.tb_frame.f_code.co_filename):
-        trace = trace.tb_next
-    sys.stderr.write("".join(traceback.format_exception(type(error), error, trace)))
-
-
-def _runs_programs(file: str) -> bool:
-    return file.startswith("<frozen") or Path(file).parent == Path(__file__).parent

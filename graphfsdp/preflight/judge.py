@@ -26,7 +26,6 @@ from graphfsdp._capture.trace.backend import (
 )
 from graphfsdp._capture.trace.source import user_line_of
 from graphfsdp._capture.trace.values import StorageInfo, dropped_tensors
-from graphfsdp.base.capturable import CapturableOptimizer
 from graphfsdp.base.hazards import Hazard, HazardKind, HazardLog
 from graphfsdp.base.op_tensors import OpCall, as_written, flat_tensors
 from graphfsdp.errors import (
@@ -39,7 +38,6 @@ from graphfsdp.errors import (
     first_line,
     split_remedy,
 )
-from graphfsdp.optim.adapters.backends import JointOptimizer, UnsteppedOptimizer
 from graphfsdp.preflight.host_tensors import HostTensors
 
 _NEVER_REPLAYED = "an iteration that check has judged is no graph. Remedy: graphfsdp.capture"
@@ -47,13 +45,6 @@ _NEVER_REPLAYED = "an iteration that check has judged is no graph. Remedy: graph
 READS = frozenset({HazardKind.HOST_READ, HazardKind.DYNAMIC_SHAPE, HazardKind.GENERATOR})
 # What Python has moved is behind these: where its number went is told already.
 _MOVED = frozenset({HazardKind.BAKED_NUMBER, HazardKind.CONTROL_FLOW})
-
-
-def members_of(adapted: CapturableOptimizer) -> list[Any]:
-    """Return the adapters of optimizers that a graph can step."""
-    if isinstance(adapted, UnsteppedOptimizer):
-        return []
-    return adapted.members if isinstance(adapted, JointOptimizer) else [adapted]
 
 
 class Findings:

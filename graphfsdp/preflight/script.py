@@ -1,15 +1,12 @@
-"""Checks a program that was not written for it: its first captured step, or a function of it."""
+"""Checks a program that was not written for it: its first captured step, or its loop in parts."""
 
 import atexit
 import contextlib
-import importlib
-import importlib.util
 import os
 import runpy
 import signal
 import sys
 import threading
-import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -26,24 +23,13 @@ from graphfsdp.base.torch_internals import num_function_modes
 from graphfsdp.command_line import require
 from graphfsdp.errors import ConfigError, first_line
 from graphfsdp.in_place import module_part
-from graphfsdp.preconditions import Program
-from graphfsdp.preflight.check import check_program
 from graphfsdp.preflight.loop import ScriptRun
 from graphfsdp.preflight.no_writes import nothing_written
 from graphfsdp.preflight.report import CheckReport
 
 _NO_CUDA = ("CUDA", "_cuda", "NVIDIA", "accelerator")
-# So long a program may take to end by itself, its threads behind it.
+# So long a program may take to end by itself.
 _GRACE_S = 60.0
-_THREADS_S = 5.0
-
-
-class ScriptError(ConfigError):
-    """A program did not get as far as a check; ``cause`` is None if it ended well."""
-
-    def __init__(self, message: str, cause: BaseException | None = None) -> None:
-        super().__init__(message)
-        self.cause = cause
 
 
 @dataclass(frozen=True)
@@ -93,12 +79,11 @@ class ScriptCheck:
                 _as_program([name, *arguments], folder),
                 self._device(),
                 nothing_written(),
-                _its_exits(),
+                _no_exits(),
                 run.following(),
                 _time_limit(self.limit_s, run, give_up),
             ):
                 if is_module:
-                    _refuse_no_module(name)
                     runpy.run_module(name, run_name="__main__", alter_sys=True)
                 else:
                     # Python's own `__file__` of a script is absolute, too.
@@ -107,35 +92,12 @@ class ScriptCheck:
             how = f"was stopped after {self.limit_s:g} seconds"
         except SystemExit as done:
             how = f"ended with exit code {done.code}"
-        except (KeyboardInterrupt, ScriptError):
+        except KeyboardInterrupt:
             raise
         except BaseException as error:  # whatever somebody else's program raises
             if run.report is None:
                 _refuse_failure(error, self)
         return _found_by(run, how)
-
-    def run_function(self, name: str) -> CheckReport:
-        """Call a function that returns what ``graphfsdp.check`` takes, and check that.
-
-        A batch that is a tuple is the positional arguments, a mapping the keyword arguments,
-        anything else the one argument.
-        """
-        try:
-            with _as_program([name], str(Path.cwd())), self._device(), nothing_written():
-                made = _arguments_of(_find(name)())
-                batch = made.pop("batch")
-                args = batch if isinstance(batch, tuple) else (batch,)
-                kwargs: Mapping[str, Any] = {}
-                if isinstance(batch, Mapping):
-                    args, kwargs = (), batch
-                how: dict[str, Any] = {"target": self.target, "ignore": self.ignore}
-                how |= {key: made.pop(key) for key in how.keys() & made.keys()}
-                program = Program.of(made.pop("model"), made.pop("optimizer"), **made)
-                return check_program(program, args, kwargs, **how)
-        except ScriptError:
-            raise
-        except Exception as error:  # whatever somebody else's function raises
-            _refuse_failure(error, self)
 
     def _device(self) -> contextlib.AbstractContextManager[object]:
         return cpu_instead() if self.device == "cpu" else contextlib.nullcontext()
@@ -144,10 +106,9 @@ class ScriptCheck:
 def _found_by(run: ScriptRun, how: str) -> CheckReport:
     """Return the report of a program that has ended; ``how``: in which way."""
     if run.report is None:
-        raise ScriptError(
-            f"the program {how} and {run.came_to}. Remedy: let it run two iterations, or write "
-            "a function that returns (model, optimizer, batch, loss_fn) and check "
-            "MODULE:FUNCTION"
+        raise ConfigError(
+            f"the program {how} and {run.came_to}. Remedy: let it run two iterations, or call "
+            "graphfsdp.check in a script of your own"
         )
     return run.report
 
@@ -191,99 +152,29 @@ def _as_program(argv: list[str], folder: str) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _its_exits() -> Iterator[None]:
-    """Have what the body leaves for Python's exit happen when it ends, where files are led aside.
+def _no_exits() -> Iterator[None]:
+    """Leave out what the body leaves for Python's exit, when nobody leads its files aside.
 
-    Its threads end with the process, some seconds later, whatever they do.
+    Its threads end with the process, whatever they do.
     """
-    calls: list[tuple[Callable[..., object], Any, Any]] = []
-    threads: list[threading.Thread] = []
-    start, unregister = threading.Thread.start, atexit.unregister
+    start = threading.Thread.start
 
-    def note(function: Callable[..., object], *args: Any, **kwargs: Any) -> Callable[..., object]:
-        calls.append((function, args, kwargs))
+    def register(function: Callable[..., object], *_: Any, **__: Any) -> Callable[..., object]:
         return function
 
-    def forget(function: Callable[..., object]) -> None:
-        calls[:] = [each for each in calls if each[0] != function]
-        unregister(function)
-
     def start_for_now(thread: threading.Thread) -> None:
-        if not thread.daemon:
-            threads.append(thread)
-            thread.daemon = True
+        thread.daemon = True
         start(thread)
 
-    try:
-        with (
-            mock.patch.object(atexit, "register", note),
-            mock.patch.object(atexit, "unregister", forget),
-            mock.patch.object(threading.Thread, "start", start_for_now),
-        ):
-            yield
-    finally:
-        while calls:
-            function, args, kwargs = calls.pop()
-            try:
-                function(*args, **kwargs)
-            except Exception:  # Python goes on with the next one, too
-                traceback.print_exc()
-        until = time.monotonic() + _THREADS_S
-        for thread in threads:
-            thread.join(max(0.0, until - time.monotonic()))
-
-
-def _refuse_no_module(name: str) -> None:
-    """Refuse what ``python -m`` would not find."""
-    try:
-        spec = importlib.util.find_spec(name)
-        if spec is not None and spec.submodule_search_locations is not None:
-            spec = importlib.util.find_spec(f"{name}.__main__")
-    except (ImportError, ValueError):
-        spec = None
-    if spec is None:
-        raise ScriptError(f"there is no module {name!r} to run from here")
-
-
-def _find(name: str) -> Any:
-    place, _, attribute = name.rpartition(":")
-    if not place:
-        raise ScriptError(f"{name!r} names no module; expected MODULE:FUNCTION")
-    if place.endswith(".py"):
-        if not Path(place).is_file():
-            raise ScriptError(f"there is no file {place!r}")
-        found = runpy.run_path(place, run_name=Path(place).stem).get(attribute)
-    else:
-        try:
-            found = getattr(importlib.import_module(place), attribute, None)
-        except ModuleNotFoundError as error:
-            if error.name is None or not f"{place}.".startswith(f"{error.name}."):
-                raise
-            raise ScriptError(f"there is no module {place!r} to import from here") from None
-    if not callable(found):
-        raise ScriptError(f"{place!r} has no function {attribute!r}")
-    return found
-
-
-def _arguments_of(made: object) -> dict[str, Any]:
-    names = ("model", "optimizer", "batch", "loss_fn")
-    if isinstance(made, Mapping):
-        found = dict(made)
-    elif isinstance(made, tuple) and len(made) in (3, 4):
-        found = dict(zip(names, made, strict=False))
-    else:
-        found = {}
-    missing = [name for name in names[:3] if name not in found]
-    if missing:
-        raise ScriptError(
-            f"the function returned a {type(made).__name__}; expected (model, optimizer, batch), "
-            "(model, optimizer, batch, loss_fn), or a mapping with these keys and other arguments "
-            "of graphfsdp.check"
-        )
-    return found
+    with (
+        mock.patch.object(atexit, "register", register),
+        mock.patch.object(threading.Thread, "start", start_for_now),
+    ):
+        yield
 
 
 def _refuse_failure(error: BaseException, how: ScriptCheck) -> NoReturn:
+    traceback.print_exception(error)
     message = f"the program failed before a check: {first_line(error)}"
     if any(word in message for word in _NO_CUDA):
         message += (
@@ -293,7 +184,7 @@ def _refuse_failure(error: BaseException, how: ScriptCheck) -> NoReturn:
             else ". Remedy: --device cpu, which gives the program the CPU where it asks for "
             "'cuda'; or choose the device by torch.cuda.is_available()"
         )
-    raise ScriptError(message, error) from error
+    raise ConfigError(message) from error
 
 
 @contextlib.contextmanager

@@ -82,7 +82,6 @@ class TorchAdapter(BakedAdapter):
         self._must_skip = False
         # What somebody else's step makes of an lr that is a tensor, nobody knows.
         self._is_plain = type(optimizer).step.__module__.startswith("torch.optim.")
-        self.bakes_lr = not self._is_plain
         # By group. Kernels of a CPU take what Python's float would be.
         self._rates = LiveMemory(len(optimizer.param_groups), dtype=torch.float32)
         self._grouped: GroupedStep | None = None

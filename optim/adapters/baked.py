@@ -79,13 +79,7 @@ class Adapter(CapturableOptimizer):
 
 
 class BakedAdapter(Adapter):
-    """Any optimizer; its numbers are baked into the recording, so a change is refused.
-
-    Attributes:
-        bakes_lr: Whether an lr that is a number is baked as well.
-    """
-
-    bakes_lr = True
+    """Any optimizer; its numbers are baked into the recording, so a change is refused."""
 
     def __init__(
         self, optimizer: torch.optim.Optimizer, facts: OptimizerFacts | None = None

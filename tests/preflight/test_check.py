@@ -147,15 +147,13 @@ def test_every_hazard_is_found_in_one_run_and_nothing_changes() -> None:
 
 def test_an_exception_of_the_program_is_a_finding_with_its_line() -> None:
     def program(self: Inner, h: Tensor, x: Tensor) -> Tensor:
-        h = h * h.sum().item()
         return h @ torch.ones(3, 3)  # fails
 
     model = Probe(program)
     x = batches(torch.device("cpu"), 1)[0]
     report = graphfsdp.check(model, FusedAdam(model.parameters()), x, target="cpu")
-    kinds = [hazard.kind for hazard in report.hazards]
-    assert kinds == [HazardKind.HOST_READ, HazardKind.EXCEPTION]
-    failure = report.hazards[1]
+    (failure,) = report.hazards
+    assert failure.kind is HazardKind.EXCEPTION
     assert failure.op == "RuntimeError"
     assert failure.source is not None
     assert failure.source.line == line_of(program, "# fails")

@@ -39,28 +39,6 @@ step = graphfsdp.capture(model, optimizer, loss_fn=loss_fn)
 step(torch.randn(8, 4).pin_memory().to(device))
 """
 )
-FACTORY = HEAD + (
-    """
-def pair():
-    torch.save(model.state_dict(), "written.pt")
-    return model, optimizer, torch.randn(8, 4), lambda model, x: model(x).mean()
-
-def mapping():
-    batch = {"x": torch.randn(8, 4)}
-    loss_fn = lambda model, x: model(x).mean().item() * model(x).mean()
-    return {"model": model, "optimizer": optimizer, "batch": batch, "loss_fn": loss_fn}
-
-def wrong():
-    return model
-
-def failing():
-    raise KeyError("no data")
-
-number = 3
-"""
-)
-
-
 PLAIN = """
 import os, sys, torch
 from torch import nn
@@ -180,25 +158,20 @@ for iteration in range(100):
     print("iteration", iteration, run(model, optimizer, torch.randn(8, 4)).item())
 """
 
-# Worker processes, whose sockets lie among temporary files, a dict that refuses to change, and a
-# module beside the model which hides a name of torch's.
+# Worker processes, whose sockets lie among temporary files, and a module beside the model which
+# hides a name of torch's.
 WORKERS = """
 import torch
-from collections import OrderedDict
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
-class Frozen(OrderedDict):
-    def update(self, *args, **kwargs):
-        raise RuntimeError("frozen")
-    clear = update
 class Replay(nn.Module):
     children = ()
 class Model(nn.Module):
     def __init__(self):
         super().__init__()
-        self.net, self.config = nn.Linear(6, 3), Frozen(size=8)
+        self.net = nn.Linear(6, 3)
     def forward(self, x):
-        return self.net(x) / self.config["size"]
+        return self.net(x)
 if __name__ == "__main__":
     loader = DataLoader(TensorDataset(torch.randn(80, 6)), batch_size=8, num_workers=1)
     model, replay = Model(), Replay()
@@ -207,9 +180,6 @@ if __name__ == "__main__":
         optimizer.zero_grad()
         model(x).square().mean().backward()
         optimizer.step()
-def pair():
-    model = Model()
-    return model, torch.optim.Adam(model.parameters()), torch.randn(8, 6), lambda m, x: m(x).mean()
 """
 # A target network that is moved by assignment behind the step.
 TARGET = """
@@ -265,7 +235,7 @@ Path("kept", "a").touch()
 )
 
 # One that goes into a folder which it has made, writes through safetensors, has its output
-# elsewhere, and leaves a thread and a function for Python's exit that write.
+# elsewhere, and leaves a thread that waits and a function for Python's exit that writes.
 LATER = (
     """
 import atexit, io, os, sys, threading, torch, graphfsdp
@@ -274,13 +244,8 @@ from safetensors.torch import load_file, save_file
 os.makedirs("run/inner")
 os.chdir("run/inner")
 assert "write" in Path("../../later.py").read_text() and "later.py" in os.listdir("../..")
-def write(name):
-    stop.wait()
-    Path(name).write_text("late")
-stop = threading.Event()
-threading.Thread(target=write, args=["../../thread.txt"]).start()
-atexit.register(write, "exit.txt")
-atexit.register(stop.set)
+threading.Thread(target=threading.Event().wait).start()
+atexit.register(Path("../../exit.txt").write_text, "late")
 sys.stdout = io.StringIO()
 """
     + _STEPS
@@ -328,7 +293,6 @@ PROGRAMS = {
     "good.py": GOOD,
     "neighbour.py": NEIGHBOUR,
     "hardcoded.py": HARDCODED,
-    "factory.py": FACTORY,
     "without.py": HEAD + "print('no capture')",
     "uncalled.py": HEAD + "graphfsdp.capture(model, optimizer)",
     "broken.py": HEAD + "def f():\n    raise ValueError('broken here')\nf()",

@@ -127,11 +127,6 @@ class _Counting(torch.optim.SGD):
         self.num_steps = self.num_steps + 1
 
 
-class _Own(torch.optim.SGD):
-    def step(self, closure: object = None) -> None:  # type: ignore[override]
-        super().step()
-
-
 def frozen() -> Made:
     model = nn.Linear(4, 4)
     return made(model=model.requires_grad_(False), optimizer=FusedAdam(model.parameters()))
@@ -162,10 +157,6 @@ SETTINGS: dict[str, Setting] = {
     "optimizer_that_counts": (
         lambda: with_optimizer(lambda params: _Counting(params, lr=0.1)),
         *(OPTIMIZER, "changed the number 'num_steps'", graphfsdp.CaptureError),
-    ),
-    "float_lr": (
-        lambda: with_optimizer(lambda params: _Own(params, lr=0.1)),
-        *(HazardKind.BAKED_NUMBER, "lr=0.1 of group 0 of _Own is a Python number", None),
     ),
     "precision_clash": (
         lambda: made(mp_policy=graphfsdp.MixedPrecisionPolicy(main_grads_dtype=torch.bfloat16)),
