@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from types import CodeType, FrameType, MappingProxyType
+from types import CodeType, FrameType
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -90,7 +90,6 @@ _PYTHON_RULES = (
     _PythonRule("torch/optim/swa_utils.py", ("step",), "{owner}.step", SCHEDULER),
     _PythonRule("threading.py", ("start",), "threading.Thread.start", THREAD),
     _PythonRule("concurrent/futures/thread.py", ("submit",), "ThreadPoolExecutor.submit", THREAD),
-    _PythonRule(_STREAMS_FILE, _WAITS, "torch.cuda.{owner}.{name}", HOST_WAIT),
     _PythonRule("torch/cuda/__init__.py", _WAITS, "torch.cuda.synchronize", HOST_WAIT),
     _PythonRule(
         "distributed_c10d.py", _OBJECT_COLLECTIVES, "torch.distributed.{name}", OBJECT_COLLECTIVE
@@ -119,12 +118,6 @@ _READS = ("read", "readline", "readlines", "readinto")  # methods of files
 _C_ASKING = frozenset((*(each.__name__ for each in (*_CLOCKS, *_OF_FILES)), *_OF_DATES, *_READS))
 # What looks at source files to tell of a line of them.
 _TELLERS = ("linecache.py", "warnings.py", "inspect.py", "traceback.py", "tokenize.py")
-_PUBLIC_NAMES = MappingProxyType(
-    {
-        **{"posix.": "os.", "nt.": "os.", "io.": "", "_io.": ""},
-        **{"genericpath.": "os.path.", "posixpath.": "os.path."},
-    }
-)
 _Judged = tuple[str, Refusal] | None
 
 
@@ -137,8 +130,6 @@ def _judge_c_call(function: Any, caller: FrameType) -> _Judged:
         if function.__name__ not in rule.names or not isinstance(owner, rule.kind):
             continue
         file = caller.f_code.co_filename
-        if rule.refusal is HOST_WAIT and file.endswith(_STREAMS_FILE):
-            return None  # judged as the Python call that it is a part of
         if rule.refusal is RAW_ADDRESS and not is_users_file(file):
             return None
         called = f"{rule.called}.{function.__name__}"
@@ -323,24 +314,17 @@ class HostWatch:
     def _note_asked(self, function: Any, frame: FrameType) -> None:
         owner: Any = getattr(function, "__self__", None)
         is_date = isinstance(owner, type) and issubclass(owner, datetime.date)
-        is_of_file = function in _OF_FILES or isinstance(owner, io.IOBase)
-        named = type(owner) if isinstance(owner, io.IOBase) else owner
-        called = f"{getattr(named, '__name__', '')}.{function.__name__}"
-        if is_date or function in _CLOCKS:
-            user = frame
-        elif is_of_file and not _imports_a_module():
-            *inner, user = _up_to_user(frame)
-            if any(each.f_code.co_filename.endswith(_TELLERS) for each in inner):
+        if function in _OF_FILES or isinstance(owner, io.IOBase):
+            *inner, frame = _up_to_user(frame)
+            tells = any(each.f_code.co_filename.endswith(_TELLERS) for each in inner)
+            if tells or _imports_a_module():
                 return
-            called = _called_by_user(frame) or called
-            module = next((each for each in _PUBLIC_NAMES if called.startswith(each)), "")
-            called = f"{_PUBLIC_NAMES.get(module, '')}{called.removeprefix(module)}"
-        else:
+        elif not is_date and function not in _CLOCKS:
             return
-        code = user.f_code
+        code = frame.f_code
         if is_users_file(code.co_filename):
-            line = SourceLine(code.co_filename, user.f_lineno, code.co_qualname)
-            self.asked[f"{called} ({line}) was asked"] = None
+            line = SourceLine(code.co_filename, frame.f_lineno, code.co_qualname)
+            self.asked[f"{function.__qualname__} ({line}) was asked"] = None
 
     def _on_python(self, frame: FrameType, *, begins: bool) -> None:
         name, file = frame.f_code.co_name, frame.f_code.co_filename
