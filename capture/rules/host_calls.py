@@ -48,13 +48,6 @@ class _CRule(NamedTuple):
     refusal: Refusal
 
 
-class _Entropy(NamedTuple):
-    """A function written in C that draws what nobody can draw again: of which module, its name."""
-
-    module: str
-    name: str
-
-
 class _PythonRule(NamedTuple):
     """Python functions: end of their file, their names, what they are called, why not."""
 
@@ -78,10 +71,11 @@ _C_RULES = (
     _CRule(torch.Event, _WAITS, "torch.Event", HOST_WAIT),
     _CRule(torch.Stream, _WAITS, "torch.Stream", HOST_WAIT),
 )
-# All of secrets, uuid, random.SystemRandom and an unseeded generator of NumPy end in these.
+# What draws what nobody can draw again, by module and name: all of secrets, uuid,
+# random.SystemRandom and an unseeded generator of NumPy end in these.
 _ENTROPY = (
-    *(_Entropy(module, "urandom") for module in ("posix", "nt", "os")),
-    *(_Entropy("posix", "getrandom"), _Entropy("_uuid", "generate_time_safe")),
+    *((module, "urandom") for module in ("posix", "nt", "os")),
+    *(("posix", "getrandom"), ("_uuid", "generate_time_safe")),
 )
 _PYTHON_RULES = (
     _PythonRule("_dynamo/eval_frame.py", ("compile_wrapper",), "torch.compile", COMPILED),
@@ -98,7 +92,7 @@ _PYTHON_RULES = (
 # For all other files and names nothing has to be looked at.
 _FILES = (_ENGINE_FILE, _STREAMS_FILE, *(rule.file for rule in _PYTHON_RULES))
 _C_NAMES = frozenset(
-    (*(name for rule in _C_RULES for name in rule.names), *(rule.name for rule in _ENTROPY))
+    (*(name for rule in _C_RULES for name in rule.names), *(name for _, name in _ENTROPY))
 )
 # What tells the time: functions of the module time, and class methods of dates.
 _CLOCKS = frozenset(
@@ -124,7 +118,7 @@ _Judged = tuple[str, Refusal] | None
 def _judge_c_call(function: Any, caller: FrameType) -> _Judged:
     owner = getattr(function, "__self__", None)
     if (getattr(owner, "__name__", ""), function.__name__) in _ENTROPY:
-        called = _called_by_user(caller) or f"os.{function.__name__}"
+        called = f"os.{function.__name__}"
         return called, PYTHON_RANDOM.of(called)
     for rule in _C_RULES:
         if function.__name__ not in rule.names or not isinstance(owner, rule.kind):
@@ -135,14 +129,6 @@ def _judge_c_call(function: Any, caller: FrameType) -> _Judged:
         called = f"{rule.called}.{function.__name__}"
         return called, rule.refusal.of(called)
     return None
-
-
-def _called_by_user(caller: FrameType) -> str:
-    """Return what the user's code has called of Python's modules, "" if that is not in Python."""
-    *_, called, _ = (None, *_up_to_user(caller))
-    if called is None:
-        return ""
-    return f"{called.f_globals.get('__name__', '')}.{called.f_code.co_qualname}"
 
 
 def _up_to_user(caller: FrameType) -> list[FrameType]:

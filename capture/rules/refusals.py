@@ -383,13 +383,6 @@ def is_fixed_result(call: OpCall, index: int, varies: Varies) -> bool:
 def for_this_place(refusal: Refusal) -> Refusal:
     """Return it with the remedy for a known place: an optimizer, or a library that reads."""
     refusal = _for_optimizers(refusal)
-    is_read = refusal.kind in (HazardKind.HOST_READ, HazardKind.DYNAMIC_SHAPE)
-    if is_read and torch.is_anomaly_enabled() and torch.is_anomaly_check_nan_enabled():
-        refusal = dataclasses.replace(
-            refusal,
-            remedy="torch.autograd.set_detect_anomaly(True, check_nan=False), or without it: it "
-            f"looks at each gradient on the host; if that is not it, {refusal.remedy}",
-        )
     return _for_libraries(refusal) if refusal.kind is HazardKind.HOST_READ else refusal
 
 

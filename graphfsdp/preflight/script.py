@@ -45,9 +45,9 @@ class ScriptCheck:
         Literal["cpu"] | None,
         "give the program the CPU where it asks for a GPU (calls of torch.cuda excepted)",
     ] = None
-    limit_s: Annotated[
-        float, "stop a script that has not come to its second iteration by then", "SECONDS"
-    ] = 600.0
+    limit_s: Annotated[float, "stop a script that has not come to its end by then", "SECONDS"] = (
+        600.0
+    )
 
     def __post_init__(self) -> None:
         in_range = 0 < self.limit_s < threading.TIMEOUT_MAX / 2

@@ -379,7 +379,7 @@ REFUSED: dict[str, Refused] = {
     ),
     "numpy_randomness": draws(
         lambda self, h, x: h * float(numpy.random.default_rng().random()),
-        "random.SystemRandom.getrandbits",
+        "os.urandom",
     ),
     "number_drawn_in_host_memory": misbehaves_silently(
         lambda self, h, x: h * torch.rand(()), BAKED, "aten.mul.Tensor", "drawn in host", "device="
