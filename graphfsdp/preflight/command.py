@@ -32,7 +32,7 @@ managers run).
 _EPILOG = """\
 examples:
   graphfsdp check train.py --config small.toml
-  graphfsdp check --json=hazards.json --ignore gradient train.py
+  graphfsdp check --json --ignore gradient train.py > hazards.json
   graphfsdp check --device cpu train_on_gpu.py       # on a machine without a GPU
   graphfsdp check -m my_project.train --steps 10
 
@@ -44,14 +44,32 @@ def run_check(arguments: Sequence[str], console: Console) -> int:
     given = _parse(arguments)
     flags = {name: value for name, value in vars(given).items() if name in flags_of(ScriptCheck)}
     how = ScriptCheck(given.ignore, **flags)
-    show = _Shows(given.json)
-    # The program's own output must not get into JSON that another program reads.
-    aside = contextlib.redirect_stdout(sys.stderr) if given.json == "-" else None
     name, *rest = given.target_and_arguments
     if not (given.module or Path(name).is_file()):
         raise ConfigError(f"there is no file {name!r}; expected {_EXPECTED}")
-    with aside or contextlib.nullcontext():
-        report = how.run_script(name, rest, is_module=given.module, end_process=show.and_end)
+    out, errors = sys.stdout, sys.stderr  # whatever the script puts in their place
+
+    def show(report: CheckReport) -> int:
+        if given.json:
+            out.write(report.to_json_text() + "\n")
+        # Of several ranks, those that found something speak, and the first.
+        elif os.environ.get("LOCAL_RANK", "0") == "0" or not report.ok:
+            out.write(f"{report}\n")
+        return 0 if report.ok else _EXIT_HAZARDS
+
+    def show_and_end(find: Callable[[], CheckReport]) -> NoReturn:
+        try:
+            code = show(find())
+        except ConfigError as error:
+            errors.write(f"error: {error}\n")
+            code = _EXIT_NO_CHECK
+        out.flush()
+        errors.flush()
+        os._exit(code)
+
+    # The program's own output must not get into JSON that another program reads.
+    with contextlib.redirect_stdout(errors if given.json else out):
+        report = how.run_script(name, rest, is_module=given.module, end_process=show_and_end)
     return show(report)
 
 
@@ -59,11 +77,9 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser = Parser("graphfsdp check", description=_DESCRIPTION, epilog=_EPILOG)
     parser.add_argument(
         "--json",
-        metavar="=FILE",
-        nargs="?",
-        const="-",
-        default=None,
-        help="the report as JSON, to a file (--json=FILE) or, without one, to the standard output",
+        action="store_true",
+        default=False,
+        help="the report as JSON; the script's own output goes to the standard error",
     )
     parser.add_argument(
         "--ignore",
@@ -83,56 +99,7 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
         nargs=argparse.REMAINDER,
         help="what to check, and the script's own arguments",
     )
-    # A bare --json must not swallow the script's name.
-    words = ["--json=-" if word == "--json" else word for word in _ours(arguments)]
-    given = parser.parse_args([*words, *arguments[len(words) :]])
+    given = parser.parse_args(arguments)
     if not given.target_and_arguments:
         raise ConfigError(f"nothing to check; expected {_EXPECTED}")
     return given
-
-
-def _ours(arguments: Sequence[str]) -> list[str]:
-    """Return the words before the target: what follows it belongs to the script."""
-    taking = ("--ignore", "--target", "--device", "--limit-s")
-    index = 0
-    while index < len(arguments) and arguments[index].startswith("-"):
-        index += 2 if arguments[index] in taking else 1
-    return list(arguments[:index])
-
-
-class _Shows:
-    """Shows a report where it was to be shown when this was made, whatever a script has moved."""
-
-    def __init__(self, json: str | None) -> None:
-        self._json = json
-        self._path = "" if json is None else os.path.abspath(json)
-        self._open, self._out, self._errors = open, sys.stdout, sys.stderr
-
-    def __call__(self, report: CheckReport) -> int:
-        """Return the exit code."""
-        code = 0 if report.ok else _EXIT_HAZARDS
-        if self._json == "-":
-            self._out.write(report.to_json_text() + "\n")
-            return code
-        if self._json is not None:
-            try:
-                with self._open(self._path, "w", encoding="utf-8") as file:
-                    file.write(report.to_json_text() + "\n")
-            except OSError as error:  # not exit code 1, which says that there are hazards
-                reason = error.strerror or str(error)
-                raise ConfigError(f"--json={self._json}: cannot be written ({reason})") from None
-        # Of several ranks, those that found something speak, and the first.
-        if os.environ.get("LOCAL_RANK", "0") == "0" or not report.ok:
-            self._out.write(f"{report}\n")
-        return code
-
-    def and_end(self, find: Callable[[], CheckReport]) -> NoReturn:
-        """Show what is found, and end the process as it stands."""
-        try:
-            code = self(find())
-        except ConfigError as error:
-            self._errors.write(f"error: {error}\n")
-            code = _EXIT_NO_CHECK
-        self._out.flush()
-        self._errors.flush()
-        os._exit(code)

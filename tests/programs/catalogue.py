@@ -212,11 +212,6 @@ def step_hooks(net: nn.Module, optim: torch.optim.Optimizer) -> None:
     optim.register_step_post_hook(bound)
 
 
-def averaged(net: nn.Module, optim: torch.optim.Optimizer) -> Callable[[], object]:
-    average = torch.optim.swa_utils.AveragedModel(net)
-    return lambda: average.update_parameters(net)
-
-
 def noisy_weights(net: nn.Module, optim: torch.optim.Optimizer) -> Callable[[], object]:
     """Somebody writes the weights in place between two calls."""
 
@@ -258,7 +253,6 @@ CATALOGUE: dict[str, Case] = {
     "hooks_on_modules": Case(net_with(hooks_on_modules), default_batch),
     "hooks_on_parameters": Case(net_with(hooks_on_parameters), default_batch),
     "step_hooks": Case(plain_net, default_batch, setup=step_hooks),
-    "averaged_model": Case(plain_net, default_batch, setup=averaged),
     "written_weights": Case(plain_net, default_batch, setup=noisy_weights),
     "cached_parametrization": Case(net_with(symmetric), default_batch, cached_parametrization),
     "old_spectral_norm": Case(
