@@ -132,7 +132,13 @@ def check_program(
         runner = Runner(engine, options)
         try:
             with engine.attempt(beside=[*engine.around(), *gradients]).undone():
-                _run(runner, engine, judge, args, dict(kwargs))
+                while runner.phase is Phase.WARMUP:
+                    runner.run(*copied((args, dict(kwargs))))
+                _note_settings(engine, findings)
+        except ConfigError:
+            raise
+        except Exception as error:  # whatever the user's program raises is a finding
+            findings.fail(error)
         finally:
             num_ops = judge.num_ops
             runner.release()
@@ -145,21 +151,6 @@ def _kind(name: HazardKind | str) -> HazardKind:
     except ValueError:
         known = ", ".join(kind.value for kind in HazardKind)
         raise ConfigError(f"unknown kind of hazard {name!r}; expected one of {known}") from None
-
-
-def _run(
-    runner: Runner, engine: Engine, judge: Judge, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> None:
-    """Warm up and capture, noting what is refused."""
-    try:
-        while runner.phase is Phase.WARMUP:
-            runner.run(*copied((args, kwargs)))
-    except ConfigError:
-        raise
-    except Exception as error:  # whatever the user's program raises is a finding
-        judge.findings.fail(error)
-    else:
-        _note_settings(engine, judge.findings)
 
 
 def _note_settings(engine: Engine, findings: Findings) -> None:

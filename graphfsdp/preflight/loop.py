@@ -29,6 +29,7 @@ from graphfsdp.base.hazards import HazardKind
 from graphfsdp.base.op_tensors import as_written
 from graphfsdp.base.torch_internals import is_in_backward
 from graphfsdp.config import Scope
+from graphfsdp.errors import ConfigError
 from graphfsdp.in_place.module_part import PartState
 from graphfsdp.in_place.parts import Parts
 from graphfsdp.optim.adapters.backends import adapt
@@ -70,15 +71,20 @@ class ScriptRun:
         self._began = 0.0
         self.is_to_end = threading.Event()
 
-    @property
-    def came_to(self) -> str:
-        """How far it has come, in words."""
+    def found(self, how: str) -> CheckReport:
+        """Return the report of a script that has ended; ``how``: in which way."""
+        if self.report is not None:
+            return self.report
         if self._has_captured:
-            return "captured a step, but did not call it"
-        trained = "trained no model with an optimizer"
-        if self._steps:
-            trained = "stepped its optimizer once"
-        return f"did not call graphfsdp.capture, and {trained}"
+            came_to = "captured a step, but did not call it"
+        elif self._steps:
+            came_to = "did not call graphfsdp.capture, and stepped its optimizer once"
+        else:
+            came_to = "did not call graphfsdp.capture, and trained no model with an optimizer"
+        raise ConfigError(
+            f"the program {how} and {came_to}. Remedy: let it run two iterations, or call "
+            "graphfsdp.check in a script of your own"
+        )
 
     @contextmanager
     def following(self) -> Iterator[None]:

@@ -72,7 +72,7 @@ class ScriptCheck:
         how = "ran to its end"
 
         def give_up() -> None:
-            end_process(lambda: _found_by(run, f"did not end after {self.limit_s:g} seconds"))
+            end_process(lambda: run.found(f"did not end after {self.limit_s:g} seconds"))
 
         try:
             with (
@@ -97,20 +97,10 @@ class ScriptCheck:
         except BaseException as error:  # whatever somebody else's program raises
             if run.report is None:
                 _refuse_failure(error, self)
-        return _found_by(run, how)
+        return run.found(how)
 
     def _device(self) -> contextlib.AbstractContextManager[object]:
         return cpu_instead() if self.device == "cpu" else contextlib.nullcontext()
-
-
-def _found_by(run: ScriptRun, how: str) -> CheckReport:
-    """Return the report of a program that has ended; ``how``: in which way."""
-    if run.report is None:
-        raise ConfigError(
-            f"the program {how} and {run.came_to}. Remedy: let it run two iterations, or call "
-            "graphfsdp.check in a script of your own"
-        )
-    return run.report
 
 
 class _OverTimeError(BaseException):

@@ -152,7 +152,7 @@ run = iterate
 if "in_place" in sys.argv:
     graphfsdp.capture_in_place(model, optimizer)
 else:
-    step = graphfsdp.capture(model, optimizer, iteration=iterate, skip_nonfinite=True)
+    step = graphfsdp.capture(model, optimizer, iteration=iterate)
     run = lambda model, optimizer, x: step(x)
 for iteration in range(100):
     print("iteration", iteration, run(model, optimizer, torch.randn(8, 4)).item())
@@ -243,7 +243,7 @@ ASKS = (
 def loss_fn(model, x):
     with torch.autocast("cuda", dtype=torch.bfloat16):
         return model(x).square().mean()
-step = graphfsdp.capture(model, optimizer, loss_fn=loss_fn, microbatches=2)
+step = graphfsdp.capture(model, optimizer, loss_fn=loss_fn, microbatches=2, skip_nonfinite=True)
 before = model.weight.clone()
 print(step.report(), step.microbatches, step.phase, step.grad_norm)
 assert step.evaluate(torch.ones(2, 4)) == step.evaluate(torch.ones(2, 4))
