@@ -48,7 +48,6 @@ from graphfsdp.bench.results import (
     Table,
     case_table,
     environment_text,
-    workload_text,
 )
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
@@ -176,20 +175,15 @@ def bench_rows(folder: pathlib.Path, results: pathlib.Path) -> list[Row]:
     rows: list[Row] = []
     for case in result.cases:
         table = case_table(result, case)
-        name = workload_text(result.of(case)[0])
         for own, cells in zip(result.of(case), table.rows, strict=True):
-            pairs = zip(table.heading, cells, strict=True)
-            text = ", ".join(f"{title} {cell}" for title, cell in list(pairs)[1:])
+            pairs = zip(table.heading[1:], cells[1:], strict=True)
+            text = ", ".join(f"{title} {cell}" for title, cell in pairs)
             good = own["max_difference"] is not None
-            rows.append({"what": f"{name}: {own['contender']}", "result": text, "ok": good})
-        for own in result.not_run(case):
-            good = own["contender"] not in OURS
-            what = f"{name}: {own['contender']}"
-            rows.append({"what": what, "result": own["reason"], "ok": good})
-    rows += [
-        {"what": key, "result": f"left out: {why}", "ok": True}
-        for key, why in result.left_out.items()
-    ]
+            rows.append({"what": f"{case}: {own['contender']}", "result": text, "ok": good})
+    for own in (row for row in result.rows if "reason" in row):  # of a contender, or a whole case
+        who = own.get("contender", "left out")
+        good = who not in OURS
+        rows.append({"what": f"{own['case']}: {who}", "result": own["reason"], "ok": good})
     return rows
 
 

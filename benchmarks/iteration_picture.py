@@ -8,8 +8,7 @@ is the median without it, since it makes whatever it looks at slower.
 import itertools
 import pathlib
 import statistics
-import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 from xml.sax.saxutils import escape
 
@@ -47,18 +46,20 @@ class Row(NamedTuple):
     operators: Sequence[Operator]
 
 
-def is_operator(event: FunctionEvent) -> bool:
-    return event.name.startswith(("aten::", "graphfsdp::"))
+def is_operator(event: FunctionEvent | None) -> bool:
+    return event is not None and event.name.startswith(("aten::", "graphfsdp::"))
 
 
-def parents(event: FunctionEvent) -> Iterator[FunctionEvent]:
-    while event.cpu_parent is not None:
-        event = event.cpu_parent
-        yield event
+def is_outermost(event: FunctionEvent) -> bool:
+    """Tell an operator that no other one has called."""
+    parent = event.cpu_parent
+    while parent is not None and not is_operator(parent):
+        parent = parent.cpu_parent
+    return is_operator(event) and parent is None
 
 
 def profiled(contender: Contender, batches: Iterable[Batch]) -> list[Operator]:
-    """Return the operators that no other one has called, of an iteration of median length.
+    """Return the outermost operators of an iteration of median length.
 
     A phase is an operator's name until it is known; of a loop, autograd's engine tells them apart.
     """
@@ -75,9 +76,7 @@ def profiled(contender: Contender, batches: Iterable[Batch]) -> list[Operator]:
     inside = [each for each in events if whole.start <= each.time_range.start < whole.end]
     backward = [each.time_range for each in inside if each.name.startswith("autograd::engine")]
     operators = []
-    for event in filter(is_operator, inside):
-        if any(map(is_operator, parents(event))):
-            continue
+    for event in filter(is_outermost, inside):
         start, end = event.time_range.start, event.time_range.end
         phase = event.name
         if backward:
@@ -129,11 +128,7 @@ def measure() -> tuple[list[Row], str]:
     ours.close()
     rows = [
         Row("a plain PyTorch loop", ms["plain"], loop),
-        Row(
-            "the same iteration, captured: one call",
-            ms["ours"],
-            with_phases(replay, nodes),
-        ),
+        Row("the same iteration, captured: one call", ms["ours"], with_phases(replay, nodes)),
     ]
     what = f"GPT of 4 layers, width 32, {ROWS} x {TOKENS} tokens, float32, AdamW, clipping"
     return rows, f"Milliseconds. {what}.\n{environment_text(environment)}"
@@ -180,12 +175,6 @@ def svg(rows: Sequence[Row], caption: str) -> str:
     return "\n".join((*lines, "</svg>", ""))
 
 
-def main() -> int:
-    torch.set_num_threads(1)
-    PICTURE.parent.mkdir(exist_ok=True)
-    PICTURE.write_text(svg(*measure()), encoding="utf-8")
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    torch.set_num_threads(1)
+    PICTURE.write_text(svg(*measure()), encoding="utf-8")

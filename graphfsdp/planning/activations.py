@@ -6,7 +6,7 @@ is gathered before an operator reads its weights, and the next one with it, the 
 from forward to backward, and while one unit's gradients are reduced the next one's are made.
 """
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any, NamedTuple
 
@@ -69,18 +69,17 @@ def run_without_numbers(
             saved_bytes = lives.now()
             iteration.begins_pass(ahead=-1)
             loss.backward()
-    return Activations(saved_bytes, lives.peak_bytes, lives.peak_held_bytes, iteration.num_kernels)
+    peaks = lives.peak_bytes, iteration.peak_whole_bytes
+    return Activations(saved_bytes, *peaks, iteration.num_kernels)
 
 
 class Lives:
-    """Adds up the bytes of storages that are still alive, and of what is held by name."""
+    """Adds up the bytes of storages that are still alive."""
 
     def __init__(self) -> None:
         self._live: dict[int, tuple[StorageWeakRef, int]] = {}
-        self._held: dict[Hashable, int] = {}
         self._total = 0
         self.peak_bytes = 0
-        self.peak_held_bytes = 0
 
     def now(self) -> int:
         gone = [key for key, (ref, _) in self._live.items() if ref.expired()]
@@ -88,23 +87,10 @@ class Lives:
             self._total -= self._live.pop(key)[1]
         return self._total
 
-    def hold(self, name: Hashable, num_bytes: int) -> None:
-        if name not in self._held:
-            self._held[name] = num_bytes
-            self._total += num_bytes
-            self.peak_held_bytes = max(self.peak_held_bytes, sum(self._held.values()))
-            self._compare()
-
-    def drop(self, name: Hashable) -> None:
-        self._total -= self._held.pop(name, 0)
-
     def add(self, storage: torch.UntypedStorage) -> None:
         if key_of(storage) not in self._live:
             self._live[key_of(storage)] = (StorageWeakRef(storage), storage.nbytes())
             self._total += storage.nbytes()
-        self._compare()
-
-    def _compare(self) -> None:
         if self._total > self.peak_bytes:  # else it is no new maximum, whatever has been freed
             self.peak_bytes = max(self.peak_bytes, self.now())
 
@@ -121,11 +107,13 @@ class _Iteration(OperatorMode):
             for param in unit.parameters
         }
         self._awaited = [0] * len(units)  # parameters without a gradient yet, of each unit
-        self._reducing: int | None = None
+        self._reducing = -1
         self.reduces = True
         self.num_kernels = 0
         self._ahead = 1  # to the unit that runs next; -1 in the backward pass
         self._begun: set[int] = set()  # units in this pass
+        self._whole: dict[tuple[int, str], Tensor] = {}  # weights and gradients, without numbers
+        self.peak_whole_bytes = 0
 
     def hooks(self) -> ExitStack:
         """Return a context with hooks on all units."""
@@ -144,6 +132,14 @@ class _Iteration(OperatorMode):
         self._ahead = ahead
         self._begun.clear()
 
+    def _hold(self, index: int, what: str, num_bytes: int) -> None:
+        if (index, what) not in self._whole:
+            whole = torch.empty(num_bytes, dtype=torch.uint8, device="meta")
+            self._whole[index, what] = whole
+            self._lives.add(whole.untyped_storage())
+            now = sum(each.nbytes for each in self._whole.values())
+            self.peak_whole_bytes = max(self.peak_whole_bytes, now)
+
     def on_op(self, call: OpCall) -> Any:
         given = set(map(storage_key, flat_tensors((*call.args, *call.kwargs.values()))))
         read = {self._unit_of[key] for key in given if key in self._unit_of}
@@ -151,7 +147,7 @@ class _Iteration(OperatorMode):
             self._begun.add(index)
             for each in (index, index + self._ahead):  # the next one's gather is overlapped
                 if 0 <= each < len(self._units):
-                    self._lives.hold((each, "weights"), self._units[each].weight_bytes)
+                    self._hold(each, "weights", self._units[each].weight_bytes)
         result = call.run()
         made = [each for each in flat_tensors([result]) if storage_key(each) not in given]
         for tensor in made:
@@ -161,25 +157,25 @@ class _Iteration(OperatorMode):
 
     def _ran(self, index: int) -> None:
         if self._stage == 3 and index != 0:  # the root is kept for its backward
-            self._lives.drop((index, "weights"))
+            self._whole.pop((index, "weights"), None)
         self._awaited[index] = len(self._units[index].parameters)
 
     def _has_gradient(self, index: int) -> None:
         self._awaited[index] -= 1
         if self._awaited[index]:
             return
-        unit, lives = self._units[index], self._lives
+        unit = self._units[index]
         if self._stage:  # all of a unit's are copied to its whole gradients together
-            lives.hold((index, "grads"), unit.grad_bytes)
+            self._hold(index, "grads", unit.grad_bytes)
         for param in unit.parameters:
             param.grad = None
         if self._stage == 3:
-            lives.drop((index, "weights"))
+            self._whole.pop((index, "weights"), None)
         if self.reduces:
-            lives.drop((self._reducing, "grads"))  # the one before has been reduced meanwhile
+            self._whole.pop((self._reducing, "grads"), None)  # that has been reduced meanwhile
             self._reducing = index
         if self.reduces and index == 0:  # the root is the last
-            lives.drop((index, "grads"))
+            self._whole.pop((index, "grads"), None)
 
 
 class _FusedRMSNorm(torch.autograd.Function):

@@ -190,13 +190,13 @@ def test_the_benchmark_is_a_part_whose_result_is_kept(
 
     commands = in_place_of_programs(monkeypatch, 0, write)
     rows = {row["what"]: row for row in run_part("bench", tmp_path)}
-    case = "gpt-tiny fp32, 4 x 32 tokens"
+    case = bench_results.CASE
     captured = rows[f"{case}: full_iteration"]["result"]
     assert ", ms/step 1.500, tokens/s 85,333, init s 0.02, " in captured
     assert captured.startswith("times as fast as eager 2.50 (2.00 to 3.00), ")
     assert "losses against eager equal bit for bit" in captured
     assert rows[f"{case}: compile"]["result"] == "no compiler"
-    assert rows["moe"]["result"] == "left out: no time"
+    assert rows["moe: left out"]["result"] == "no time"
     bad = f"{case}: forward_backward"
     assert rows[bad]["result"] == "CaptureError: no"
     assert [what for what, row in rows.items() if not row["ok"]] == [bad]
