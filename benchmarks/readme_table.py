@@ -45,7 +45,6 @@ SUMMARY = MappingProxyType(
 BESIDE = MappingProxyType(
     {
         "compile": "torch.compile, AdamW(fused=True)",
-        "compile_optimizer": "torch.compile, the optimizer's step too",
         "fsdp2": "FSDP2, one rank",
         "fsdp2_compile": "FSDP2, one rank, blocks compiled",
         "forward_backward": "graphfsdp, forward and backward in a graph",

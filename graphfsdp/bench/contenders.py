@@ -69,10 +69,7 @@ class Contender:
         """Train one step at the learning rate of that step, without a host sync."""
         rate = learning_rate(step)
         for group in self.optimizer.param_groups:
-            if isinstance(group["lr"], Tensor):
-                group["lr"].fill_(rate)
-            else:
-                group["lr"] = rate
+            group["lr"] = rate
         return self.train(batch)
 
     def close(self) -> None:
@@ -155,12 +152,9 @@ def own_contender(setting: Setting, scope: Scope, *, compiled: bool = False) -> 
 def tutorial_loop(
     forward: Callable[..., Any],
     optimizer: torch.optim.Optimizer,
-    *,
     precision: Callable[[], contextlib.AbstractContextManager[object]] = contextlib.nullcontext,
-    optimizer_step: Callable[[], object] | None = None,
 ) -> Contender:
     """Return the loop that PyTorch's tutorials teach: backward, clip, step, zero_grad."""
-    take_step = optimizer_step or optimizer.step
     params = [param for group in optimizer.param_groups for param in group["params"]]
 
     def train(batch: Batch) -> Tensor:  # [] float32 loss
@@ -168,7 +162,7 @@ def tutorial_loop(
             loss: Tensor = forward(*batch)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(params, MAX_GRAD_NORM)
-        take_step()
+        optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         return loss.detach()
 
@@ -179,25 +173,17 @@ def adamw(model: nn.Module) -> torch.optim.AdamW:
     return torch.optim.AdamW(model.parameters(), fused=True, **ADAM)
 
 
-def torch_loop(
-    setting: Setting, *, compile_mode: str | None = None, compile_optimizer: bool = False
-) -> Contender:
+def torch_loop(setting: Setting, *, compile_mode: str | None = None) -> Contender:
     """Return a loop around a model, which is compiled if a mode is given."""
     model = initial_model(setting)
     if setting.ranks.launched:
         devices = [setting.device] if setting.device.type == "cuda" else None
         model = DistributedDataParallel(model, device_ids=devices)
-    optimizer, step = adamw(model), None
-    if compile_optimizer:  # as PyTorch's recipe has it
-        # A tensor: a number would be part of the code, which each change would compile anew.
-        rate = torch.tensor(PEAK_LR, device=setting.device)
-        optimizer = torch.optim.AdamW(model.parameters(), **{**ADAM, "lr": rate})
-        step = torch.compile(optimizer.step)
     precision: Callable[[], Any] = contextlib.nullcontext
     if setting.bf16:
         precision = functools.partial(torch.autocast, setting.device.type, dtype=torch.bfloat16)
     forward = model if compile_mode is None else torch.compile(model, mode=compile_mode)
-    return tutorial_loop(forward, optimizer, precision=precision, optimizer_step=step)
+    return tutorial_loop(forward, adamw(model), precision)
 
 
 def reduce_overhead(setting: Setting) -> Contender:
@@ -256,12 +242,6 @@ CONTENDERS = (
         "compile",
         "the plain loop around torch.compile(model)",
         functools.partial(torch_loop, compile_mode="default"),
-        compiles=True,
-    ),
-    ContenderSpec(
-        "compile_optimizer",
-        "the same with the optimizer's step compiled as well",
-        functools.partial(torch_loop, compile_mode="default", compile_optimizer=True),
         compiles=True,
     ),
     ContenderSpec(

@@ -125,7 +125,7 @@ _FEW = ("eager", "pytorch", "full_iteration")
 _QUICK = (*_FEW, "compile", "compiled_recording")
 # On a CPU torch.compile uses no CUDA graphs, so that one case shows what its mode for them does.
 _CPU = (
-    *("eager", "pytorch", "compile", "compile_optimizer", "fsdp2", "fsdp2_compile"),
+    *("eager", "pytorch", "compile", "fsdp2", "fsdp2_compile"),
     *("forward_backward", "full_iteration", "compiled_recording"),
 )
 # What tells most in few minutes; the first cases have all of them.
