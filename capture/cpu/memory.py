@@ -13,17 +13,13 @@ from graphfsdp._capture.trace.elision import elided_copies, is_plain
 from graphfsdp._capture.trace.values import (
     Node,
     Value,
-    geometry_of,
     materialise,
-    replaced,
     span_bytes,
 )
 from graphfsdp.base.host_memory import advise_huge_pages
 from graphfsdp.base.memory_plan import ALIGNMENT_BYTES, Lifetime, MemoryPlan, plan_memory
 from graphfsdp.base.op_tensors import is_empty
-from graphfsdp.base.torch_internals import below_autograd, storage_behind, without_autocast
-
-_FOLDED_BYTES = 1 << 16  # larger constants are made anew in each replay: memory counts more
+from graphfsdp.base.torch_internals import storage_behind
 
 _Place = tuple[torch.UntypedStorage, int]  # a storage, and the first byte in it
 
@@ -123,7 +119,6 @@ class ProgramMemory:
                     self._makers.setdefault(id(value.storage), node)
         touched = (value.storage for node in nodes for value in node.values)
         self._external = {id(info): info for info in touched if info.external}.values()
-        self._over = self._fold(nodes)  # by id of the Node
         lives = self._lifetimes(nodes, self._planned(nodes))
         elided = elided_copies(nodes, lives, scratch, ALIGNMENT_BYTES)
         self.landed = landed.keys() & (lives.keys() - elided.keys())
@@ -132,7 +127,7 @@ class ProgramMemory:
         }
         self._into = set(lives)
         self._elided = {key: (storage, byte) for key, (_, storage, byte) in elided.items()}
-        self._over |= {id(node) for node, *_ in elided.values()}
+        self._over = {id(node) for node, *_ in elided.values()}
         self.plan: MemoryPlan = plan_memory(list(self._lives.values()))
         storage = arena.reserve(self.plan.num_bytes)
         self.pool = torch.empty(0, dtype=torch.uint8, device="cpu")
@@ -162,7 +157,7 @@ class ProgramMemory:
         )
 
     def needs_no_call(self, node: Node) -> bool:
-        """Tell whether a node is over when the program is built: a view, a constant, a copy."""
+        """Tell whether a node is over when the program is built: a view, a copy."""
         return id(node) in self._idle
 
     def _is_idle(self, node: Node) -> bool:
@@ -187,36 +182,6 @@ class ProgramMemory:
         """Return the first byte in the arena of each planned storage, by id of its info."""
         return dict(zip(self._lives, self.plan.offsets, strict=True))
 
-    def _fold(self, nodes: Sequence[Node]) -> set[int]:
-        """Run the nodes that compute the same from constants in every replay, once and for all."""
-        written = {id(v.storage) for node in nodes if node.effects for v in node.values}
-        folded: set[int] = set()
-        for node in nodes:
-            made = [value for value in node.outputs if value is not None]
-            if node.effects or node.results != "tensor" or is_empty(node.op):
-                continue
-            keys = {id(value.storage) for value in made}
-            if any(value.storage.external for value in made) or keys & (written | self._kept):
-                continue
-            if any(self._makers[key] is not node for key in keys) or keys & self._ends:
-                continue
-            if any(id(value.storage) not in self._places for value in node.inputs):
-                continue
-            if sum(span_bytes(value) for value in made) > _FOLDED_BYTES:
-                continue
-            result = self._run(node)
-            if geometry_of(result) != made[0].geometry:
-                continue
-            self._places[id(made[0].storage)] = (result.untyped_storage(), 0)
-            folded.add(id(node))
-        return folded
-
-    def _run(self, node: Node) -> Tensor:
-        kwargs = {name: replaced(item, Value, self.tensor) for name, item in node.kwargs.items()}
-        with below_autograd(), without_autocast():
-            result: Tensor = node.op(*replaced(node.args, Value, self.tensor), **kwargs)
-        return result
-
     def _planned(self, nodes: Sequence[Node]) -> set[int]:
         planned: set[int] = set()
         for node in nodes:
@@ -225,7 +190,7 @@ class ProgramMemory:
                 for value in node.outputs
                 if value is not None and self._makers.get(id(value.storage)) is node
             }
-            if not made or len(made) != len(node.outputs) or id(node) in self._over:
+            if not made or len(made) != len(node.outputs):
                 continue
             if not made.keys() & self._kept and all(map(is_plain, made.values())):
                 planned |= set(made) if can_write_into(node.op) else set()

@@ -6,7 +6,6 @@ intermediate is dropped after its last use, so the memory peak is near that of t
 
 from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -23,56 +22,26 @@ from graphfsdp._capture.trace.values import Node, Value, materialise
 Replay = Callable[[], tuple[Tensor, ...]]
 Commit = Callable[[], None]
 
-_PART_LINES = 64
-_Held = list[Any]  # what one part of a program hands to the next
-
 
 class ProgramSource:
-    """Takes a program's lines in order and becomes the function that runs them.
-
-    Note [Parts]: Python's compiler needs about four kilobytes for each line while it works, more
-    than the program ever holds. So every few lines become a function of their own. What a later
-    part needs is handed over in a list that is emptied at once: nobody but the part that runs
-    holds a tensor, so that ``del`` in it frees.
-    """
+    """Takes a program's lines in order and becomes the function that runs them."""
 
     def __init__(self, namespace: dict[str, Any]) -> None:
         """``namespace`` has the objects that the lines name, and may grow meanwhile."""
         self._namespace = namespace
         self._lines: list[str] = []
-        self._parts: list[Callable[[_Held], Any]] = []
-        self._live: dict[str, None] = {}  # local names that are bound, in order
-        self._taken: tuple[str, ...] = ()  # those that were bound before this part
 
-    def add(self, line: str, makes: Iterable[str] = ()) -> None:
-        """Append a statement of one line; ``makes`` are local names that later lines may read."""
-        if len(self._lines) >= _PART_LINES:
-            names = tuple(self._live)
-            self._end_part(f"held.extend({_tuple(names)})")
-            self._taken = names
+    def add(self, line: str) -> None:
+        """Append a statement of one line."""
         self._lines.append(line)
-        self._live.update(dict.fromkeys(makes))
-
-    def drop(self, names: Iterable[str]) -> None:
-        names = tuple(names)
-        self.add("del " + ", ".join(names))
-        for name in names:
-            del self._live[name]
 
     def finish(self, results: Iterable[str]) -> Replay:
-        self._end_part(f"return {_tuple(results)}")
-        return _joined(self._parts)
-
-    def _end_part(self, last_line: str) -> None:
-        begin = [f"[{', '.join(self._taken)}] = held", "held.clear()"]
-        lines = [*begin, *self._lines, last_line]
-        code = compile(
-            "\n    ".join(["def replay(held):", *lines]), "<graphfsdp cpu graph>", "exec"
-        )
+        lines = [*self._lines, f"return ({''.join(name + ', ' for name in results)})"]
+        code = compile("\n    ".join(["def replay():", *lines]), "<graphfsdp cpu graph>", "exec")
         exec(code, self._namespace)
         # Popped: a namespace that holds its own function is a cycle, freed only by the collector.
-        self._parts.append(self._namespace.pop("replay"))
-        self._lines = []
+        replay: Replay = self._namespace.pop("replay")
+        return replay
 
 
 @dataclass(frozen=True)
@@ -169,7 +138,7 @@ class ProgramBuilder:
                 self.num_calls += 1
             dead = last_use.get(index, [])
             if dead:
-                source.drop(map(self._name, dead))
+                source.add("del " + ", ".join(map(self._name, dead)))
         if call_clock and len(self.nodes) in marks:
             source.add(call_clock)
         for value, tensor in self._kept():
@@ -247,12 +216,12 @@ class ProgramBuilder:
         if not bound:
             source.add(line)
         elif node.results == "tensor":
-            source.add(f"{bound[0]} = {line}", bound)
+            source.add(f"{bound[0]} = {line}")
         else:
             # Results nobody needs go to a name that is overwritten at once, not kept.
             names = ", ".join(target or "_" for target in targets)
             line = f"[{names}] = {line}"
-            source.add(f"{line}; _ = None" if None in targets else line, bound)
+            source.add(f"{line}; _ = None" if None in targets else line)
 
     def _known(self, item: Any) -> Any:
         """Return what an argument is in each replay; ``...`` if it is another each time."""
@@ -305,22 +274,3 @@ def _writes_nothing_seen(node: Node, live: set[int]) -> bool:
     if torch.Tag.nondeterministic_seeded in node.op.tags:
         return False
     return not any(v.storage.external or id(v.storage) in live for v in node.values)
-
-
-def _joined(parts: list[Callable[[_Held], Any]]) -> Replay:
-    *first, last = parts
-    if not first:
-        return partial(last, [])
-
-    def replay() -> tuple[Tensor, ...]:
-        held: _Held = []
-        for part in first:
-            part(held)
-        results: tuple[Tensor, ...] = last(held)
-        return results
-
-    return replay
-
-
-def _tuple(names: Iterable[str]) -> str:
-    return f"({''.join(name + ', ' for name in names)})"
