@@ -9,8 +9,7 @@ Shapes: G = parameter groups; [] is a 0-D tensor.
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -24,32 +23,17 @@ from graphfsdp.optim.adapters.grouped_step import GroupedStep, is_torchs_step
 from graphfsdp.optim.adapters.live_numbers import LiveScalars
 from graphfsdp.optim.fused.hyper_table import LiveMemory
 
-
-class _Fused(NamedTuple):
-    """Where torch's fused kernel of an optimizer is taken, and on which parameters."""
-
-    devices: tuple[str, ...] = ("cpu", "cuda")
-    dtensors: bool = False
-    narrow_momentum: bool = True  # of less than 32 bits, on a CPU
-
-
 # Note [Flags]: what is turned on for a step, where a group has the flag:
 #
 #                                      a CPU                     CUDA
 # capturable=True                      -                         all
-# fused=True, where neither fused      where steps may be        as _FUSED says
-#   nor foreach was given              skipped, as _FUSED says
+# fused=True, where neither fused      where steps may be        Adam, AdamW, SGD
+#   nor foreach was given              skipped, likewise
 # foreach=True, unless given as False  -                         with capturable, without fused
 #
 # torch puts parameters on several meshes, or DTensors beside plain tensors, into no list, so that
 # neither fused nor foreach is turned on for these.
-_FUSED: Mapping[type[torch.optim.Optimizer], _Fused] = MappingProxyType(
-    {
-        torch.optim.Adam: _Fused(dtensors=True),  # AdamW is one
-        torch.optim.SGD: _Fused(narrow_momentum=False),
-        torch.optim.Adagrad: _Fused(devices=("cpu",)),  # torch 2.11 has one and refuses to take it
-    }
-)
+
 # They read numbers of the iteration on the host: the last two decide by the step count what to
 # compute, unless they are told to be capturable, which torch takes on a GPU alone.
 _NEVER = (
@@ -102,12 +86,11 @@ class TorchAdapter(BakedAdapter):
     def _check_anywhere(self, named_params: Mapping[str, nn.Parameter]) -> None:
         """Refuse what a fused kernel of torch cannot do."""
         super()._check_anywhere(named_params)
-        kernel = self._kernel
         fused = [group for group in self.optimizer.param_groups if group.get("fused")]
-        if kernel is None or not fused:
+        if not fused or not isinstance(self.optimizer, torch.optim.SGD):
             return
         for name, param in named_params.items():
-            if is_dtensor(param) and not kernel.dtensors:
+            if is_dtensor(param):
                 raise ConfigError(
                     f"{self._name}(fused=True) cannot step on {name!r}, which is a DTensor: torch "
                     "has no rule for its fused kernel on these. Remedy: fused=False, whose lr "
@@ -115,7 +98,7 @@ class TorchAdapter(BakedAdapter):
                 )
             narrow = param.device.type == "cpu" and param.dtype.itemsize < 4
             has_momentum = any(group.get("momentum") for group in fused)
-            if narrow and has_momentum and not kernel.narrow_momentum:
+            if narrow and has_momentum:
                 raise ConfigError(
                     f"{self._name}(fused=True) with momentum cannot step on "
                     f"{name!r}, which is {param.dtype} on a CPU: torch's kernel for it takes part "
@@ -130,7 +113,7 @@ class TorchAdapter(BakedAdapter):
         if group.get("differentiable") or not params:
             return {}
         on_gpu = any(param.is_cuda for param in params)
-        fused = self._fuses(group, "cuda" if on_gpu else "cpu")
+        fused = self._fuses(group, on_gpu=on_gpu)
         found: dict[str, Any] = {"fused": fused}
         if on_gpu:
             found["capturable"] = True
@@ -140,26 +123,22 @@ class TorchAdapter(BakedAdapter):
         found["foreach"] = by_lists and group.get("foreach") is not False
         return {key: value for key, value in found.items() if key in group}
 
-    @property
-    def _kernel(self) -> _Fused | None:
-        return next((_FUSED[cls] for cls in type(self.optimizer).__mro__ if cls in _FUSED), None)
-
-    def _fuses(self, group: Mapping[str, Any], device: str) -> bool:
+    def _fuses(self, group: Mapping[str, Any], *, on_gpu: bool) -> bool:
         if group.get("fused") is not None or group.get("foreach"):
             return bool(group.get("fused"))
         params = group["params"]
-        kernel = self._kernel
-        if kernel is None or device not in kernel.devices:
+        is_sgd = isinstance(self.optimizer, torch.optim.SGD)
+        if not is_sgd and not isinstance(self.optimizer, torch.optim.Adam):  # AdamW is one
             return False
         if not all(param.is_floating_point() for param in params):
             return False
-        if num_meshes(params) > 1 or (any(map(is_dtensor, params)) and not kernel.dtensors):
+        # That of SGD knows no DTensors, and on a CPU no momentum in 16 bits.
+        if num_meshes(params) > 1 or (is_sgd and any(map(is_dtensor, params))):
             return False
-        if device == "cuda":
+        if on_gpu:
             return True
         is_narrow = any(param.dtype.itemsize < 4 for param in params)
-        takes = kernel.narrow_momentum or not (group.get("momentum") and is_narrow)
-        return self._must_skip and takes
+        return self._must_skip and not (is_sgd and group.get("momentum") and is_narrow)
 
     def _run_step(
         self, step: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]

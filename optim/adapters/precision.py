@@ -2,8 +2,6 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import partial
-from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -69,23 +67,25 @@ def check_precision(
             "there must be a main weight. Remedy: parameters in float32 or bfloat16, which "
             "gather_format, or layers of torchao, quantise where they are used"
         )
-    main = partial(main_param_dtype, policy=policy, facts=facts)
-    grad = partial(main_grad_dtype, policy=policy, facts=facts)
-    compared: list[tuple[_DtypeOf, _DtypeOf, Callable[[_Clash], str]]] = [
-        (facts.main_weight_dtype, main, _Clash.main_weights_message)
-    ]
-    if not facts.use_decoupled_grad:
-        compared.append((main, grad, _Clash.casted_copy_message))
-    for left, right, message in compared:
-        pairs = {name: (left(param), right(param)) for name, param in named_params.items()}
-        names = [name for name, (one, other) in pairs.items() if one != other]
-        if names:
-            one, other = pairs[names[0]]
-            clash = _Clash(_short(one), _short(other), _list_names(names), policy, facts)
-            raise PrecisionError(message(clash))
+    updated = {name: facts.main_weight_dtype(param) for name, param in named_params.items()}
+    main = {name: main_param_dtype(param, policy, facts) for name, param in named_params.items()}
+    grads = {name: main_grad_dtype(param, policy, facts) for name, param in named_params.items()}
+    clash = _clash(updated, main)
+    if clash is not None:
+        raise PrecisionError(_main_weights_message(facts, *clash))
+    clash = None if facts.use_decoupled_grad else _clash(main, grads)
+    if clash is not None:
+        raise PrecisionError(_casted_copy_message(policy, facts, *clash))
 
 
-_DtypeOf = Callable[[Tensor], torch.dtype]
+def _clash(
+    left: Mapping[str, torch.dtype], right: Mapping[str, torch.dtype]
+) -> tuple[str, str, str] | None:
+    """Return two dtypes that must be equal and are not, and the parameters where it is so."""
+    names = [name for name, dtype in left.items() if dtype != right[name]]
+    if not names:
+        return None
+    return _short(left[names[0]]), _short(right[names[0]]), _list_names(names)
 
 
 def _decoupling_message(policy: MixedPrecisionPolicy, facts: OptimizerFacts) -> str:
@@ -106,40 +106,34 @@ def _decoupling_message(policy: MixedPrecisionPolicy, facts: OptimizerFacts) -> 
     )
 
 
-class _Clash(NamedTuple):
-    """Two dtypes that must be equal and are not, and the parameters where it is so."""
+def _main_weights_message(facts: OptimizerFacts, left: str, right: str, names: str) -> str:
+    ways = ["drop main_params_dtype from the policy", f"make the parameters {right}"]
+    if facts.keeps_main_weights and right == "float32":
+        ways.insert(0, "construct FusedAdam(..., master_weights=True)")
+    return (
+        f"mp_policy.main_params_dtype is {right}, but {facts.name} updates weights in {left}, for "
+        f"{names}. Ways out: {_numbered(ways)}"
+    )
 
-    left: str
-    right: str
-    names: str
-    policy: MixedPrecisionPolicy
-    facts: OptimizerFacts
 
-    def main_weights_message(self) -> str:
-        ways = ["drop main_params_dtype from the policy", f"make the parameters {self.right}"]
-        if self.facts.keeps_main_weights and self.right == "float32":
-            ways.insert(0, "construct FusedAdam(..., master_weights=True)")
-        return (
-            f"mp_policy.main_params_dtype is {self.right}, but {self.facts.name} updates weights "
-            f"in {self.left}, for {self.names}. Ways out: {_numbered(ways)}"
-        )
-
-    def casted_copy_message(self) -> str:
-        ways = [
-            "read the gradient apart from the parameter: FusedAdam(..., use_decoupled_grad=True) "
-            "with MixedPrecisionPolicy(use_decoupled_grad=True, ...)",
-            f"equal dtypes: main_grads_dtype={self.left}, or main_params_dtype={self.right} "
-            "with main weights of that dtype",
-            "drop main_grads_dtype: the main grads then have the dtype of the main weights",
-        ]
-        origin = "mp_policy.main_params_dtype"
-        if self.policy.main_params_dtype is None:
-            origin = f"main_params_dtype (not set: what {self.facts.name} updates)"
-        return (
-            f"{origin} is {self.left} and mp_policy.main_grads_dtype is {self.right}, so the "
-            f"optimizer would read a casted copy of the gradient, not the persistent buffer, for "
-            f"{self.names}. Ways out: {_numbered(ways)}"
-        )
+def _casted_copy_message(
+    policy: MixedPrecisionPolicy, facts: OptimizerFacts, left: str, right: str, names: str
+) -> str:
+    ways = [
+        "read the gradient apart from the parameter: FusedAdam(..., use_decoupled_grad=True) with "
+        "MixedPrecisionPolicy(use_decoupled_grad=True, ...)",
+        f"equal dtypes: main_grads_dtype={left}, or main_params_dtype={right} with main weights of "
+        "that dtype",
+        "drop main_grads_dtype: the main grads then have the dtype of the main weights",
+    ]
+    origin = "mp_policy.main_params_dtype"
+    if policy.main_params_dtype is None:
+        origin = f"main_params_dtype (not set: what {facts.name} updates)"
+    return (
+        f"{origin} is {left} and mp_policy.main_grads_dtype is {right}, so the optimizer would "
+        "read a casted copy of the gradient, not the persistent buffer, for "
+        f"{names}. Ways out: {_numbered(ways)}"
+    )
 
 
 def _short(dtype: torch.dtype | None) -> str:

@@ -234,7 +234,6 @@ main_weights = partial(adam, master_weights=True)
 decoupled = partial(adam, use_decoupled_grad=True)
 sgd = partial(torch.optim.SGD, lr=0.1, fused=True)
 with_momentum = partial(sgd, momentum=0.9)
-adagrad = partial(torch.optim.Adagrad, lr=0.1, fused=True)
 apex = partial(make_foreign, "apex")
 te = partial(make_foreign, "transformer_engine")
 # Policy and optimizer that clash, in any scope: maker, parameter's dtype, policy, what is told.
@@ -307,9 +306,6 @@ TE: list[tuple[Make, torch.dtype, str]] = [
         (sgd, FP32, FULL, {"main_grads_dtype": BF16}, r"'layer\.weight'"),
         (sgd, None, FULL, {}, r"'layer\.weight', which is a DTensor.*Remedy: fused=False"),
         (partial(sgd, fused=False), None, FULL, {}, None),
-        (adagrad, None, OUTSIDE, {}, r"'layer\.weight', which is a DTensor.*Remedy: fused=False"),
-        (partial(adagrad, fused=False), None, OUTSIDE, {}, None),
-        (adagrad, FP32, OUTSIDE, {}, None),
         # torch's kernel for momentum in 16 bits reads memory that nothing has written.
         *((with_momentum, dtype, OUTSIDE, {}, "wei") for dtype in (BF16, FP16)),
         (with_momentum, FP32, OUTSIDE, {}, None),
