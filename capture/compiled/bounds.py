@@ -94,8 +94,6 @@ def allowances(
             if name in before:
                 step = largest(wide(tensor) - wide(before[name]))
                 allowed[name] += 2 * step
-        elif _MAIN in name:  # the low halves of main weights are no numbers
-            allowed[name] = math.inf
     return allowed
 
 

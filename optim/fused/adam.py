@@ -14,7 +14,6 @@ from graphfsdp.base.dtensors import sharding_groups
 from graphfsdp.base.norms import by_groups
 from graphfsdp.base.streams import keep_for_graph
 from graphfsdp.base.torch_internals import without_modes
-from graphfsdp.optim.fused.checks import check_devices
 from graphfsdp.optim.fused.control import StepControl
 from graphfsdp.optim.fused.live_optimizer import LiveOptimizer
 from graphfsdp.optim.fused.plan import Plan, find_stepped, gradients_of
@@ -93,10 +92,6 @@ class FusedAdam(LiveOptimizer):
         self._plan: Plan | None = None
         self._by_hand: list[object] = []  # plans that a graph reads which was captured by hand
         super().__init__(params, defaults, control)
-
-    def _check_params(self, row: int) -> None:
-        super()._check_params(row)
-        check_devices(self.param_groups, self._settings)
 
     @property
     def settings(self) -> StepSettings:

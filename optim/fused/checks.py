@@ -25,24 +25,6 @@ def parameter_name(groups: Sequence[Mapping[str, Any]]) -> Callable[[int, int], 
     return name
 
 
-def check_devices(groups: Sequence[Mapping[str, Any]], settings: StepSettings) -> None:
-    """Refuse parameters on several devices where their gradients have one norm."""
-    if not settings.steers:
-        return
-    name_of = parameter_name(groups)
-    first: tuple[str, torch.device] | None = None
-    for row, group in enumerate(groups):
-        for index, param in enumerate(group["params"]):
-            name = name_of(row, index)
-            first = first or (name, param.device)
-            if param.device != first[1]:
-                raise ConfigError(
-                    "max_grad_norm and skip_nonfinite need the norm of all gradients on one "
-                    f"device, but {first[0]} is on {first[1]} and {name} on {param.device}. "
-                    "Remedy: an optimizer for each device, without these"
-                )
-
-
 def check_parameter(param: Tensor, name: str) -> None:
     if param.layout != torch.strided or not param.dtype.is_floating_point:
         raise ConfigError(

@@ -19,7 +19,6 @@ from graphfsdp.base.dtensors import is_dtensor, local_part
 from graphfsdp.base.flat_buffer import is_dense
 from graphfsdp.optim.fused import kernel
 from graphfsdp.optim.fused.checks import (
-    check_devices,
     check_gradient,
     check_state,
     parameter_name,
@@ -161,7 +160,6 @@ def find_stepped(
     settings: StepSettings,
 ) -> list[Stepped]:
     """Return the parameters with a gradient; refuse gradients and states that cannot be used."""
-    check_devices(groups, settings)
     name_of = parameter_name(groups)
     found = []
     index = 0

@@ -54,8 +54,3 @@ class StepSettings:
             "bias_correction": True,
             "decoupled_weight_decay": self.adam_w_mode,
         }
-
-    @property
-    def steers(self) -> bool:
-        """Whether a step depends on the norm of all gradients."""
-        return self.skip_nonfinite or self.max_grad_norm is not None

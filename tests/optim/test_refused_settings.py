@@ -15,8 +15,6 @@ from graphfsdp.optim import FusedAdam, Muon
 
 COMPLEX = torch.zeros(2, dtype=torch.complex64)
 HERE, THERE = torch.zeros(4, 3), torch.empty(2, device="meta")
-BY_NAME = [("here", HERE), ("there", THERE)]
-ON_TWO_DEVICES = "'here' is on cpu and parameter 'there' on meta.* an optimizer for each device"
 
 
 def adam(params: Any = None, **settings: Any) -> FusedAdam:
@@ -59,8 +57,6 @@ def capture(optimizer: Any, **options: Any) -> None:
         (partial(adam, eps=-1e-8), "eps of parameter group 0"),
         (partial(adam, weight_decay=-0.1), "weight_decay of parameter group 0"),
         (partial(adam, weight_decay="0.1"), "weight_decay of parameter group 0"),
-        (partial(adam, BY_NAME, max_grad_norm=1.0), ON_TWO_DEVICES),
-        (partial(adam, BY_NAME, skip_nonfinite=True), ON_TWO_DEVICES),
         (partial(adam, [COMPLEX]), r"parameter 0 of group 0 .*complex64"),
         (partial(adam, [("phase", COMPLEX)]), r"parameter 'phase' .*complex64"),
         (partial(adam, [torch.zeros(1).expand(4)]), "expanded"),
@@ -105,12 +101,11 @@ def test_what_cannot_be_used_is_refused_by_name(call: Callable[[], object], word
     ("group", "words"),
     [
         ({"params": [HERE], "lr": -1.0}, "lr of parameter group 1"),
-        ({"params": [THERE]}, "parameter 0 of group 1 on meta"),
+        ({"params": [COMPLEX]}, r"parameter 0 of group 1 .*complex64"),
     ],
 )
 def test_a_refused_group_is_not_kept(group: dict[str, Any], words: str) -> None:
-    optimizer = adam(max_grad_norm=1.0)
+    optimizer = adam()
     with pytest.raises(ConfigError, match=words):
         optimizer.add_param_group(group)
     assert len(optimizer.param_groups) == 1
-    adam(BY_NAME)  # without a norm they may be on several devices
