@@ -3,8 +3,10 @@
 import logging
 import os
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -14,11 +16,12 @@ from graphfsdp._capture.ahead_of_time import FirstStates
 from graphfsdp._capture.audit import Auditor
 from graphfsdp._capture.engine import Engine
 from graphfsdp._capture.guards.kept import put_back as put_kept_back
+from graphfsdp._capture.inputs import StaticInputs
 from graphfsdp._capture.phase import Phase
 from graphfsdp._capture.recording import Recording, Recordings
-from graphfsdp._capture.report.report import CaptureReport
-from graphfsdp._capture.step_report import Tally, make_report
-from graphfsdp._capture.trace.backend import Effect
+from graphfsdp._capture.report.report import CaptureReport, MemoryNames
+from graphfsdp._capture.trace.backend import Effect, Graph, GraphFacts
+from graphfsdp._capture.trace.program_facts import Role
 from graphfsdp._capture.trees import copied
 from graphfsdp._capture.undo.host_state import save_random_states
 from graphfsdp._capture.verify import Verifier
@@ -34,6 +37,35 @@ _REBUILT = (
     *(ChangeKind.GROUPS, ChangeKind.REQUIRES_GRAD, ChangeKind.STRUCTURE),
     *(ChangeKind.ADDRESS, ChangeKind.LAYOUT),
 )
+
+
+@dataclass
+class Tally:
+    """What a step has done so far.
+
+    Attributes:
+        num_captures: Successful captures.
+        capture_ms: Milliseconds of the last one.
+        warmup_ms: Milliseconds of all warm-ups.
+        facts: What it turned out to be, also when its graph is gone.
+    """
+
+    num_calls: Counter[str] = field(default_factory=Counter)
+    num_captures: int = 0
+    capture_ms: float | None = None
+    warmup_ms: float = 0.0
+    facts: GraphFacts | None = None
+
+    def add(self, graph: Graph | None, took_ms: float) -> None:
+        """Count a capture, or a warm-up (no graph), that has succeeded."""
+        if graph is None:
+            self.num_calls["warmup"] += 1
+            self.warmup_ms += took_ms
+            return
+        self.facts, self.capture_ms = graph.facts, took_ms
+        self.num_captures += 1
+        self.num_calls["capture"] += 1
+        _LOG.info("captured %s nodes", graph.facts.num_nodes)
 
 
 class Runner:
@@ -278,12 +310,33 @@ class Runner:
             self._engine.grad_norm = grad_norm
 
     def report(self) -> CaptureReport:
-        return make_report(
-            self._engine,
-            self._recordings,
-            self._tally,
+        """Report on the graph that was used last."""
+        facts, num_calls = self._tally.facts or GraphFacts(None, None), dict(self._tally.num_calls)
+        latest = self._recordings.latest
+        if latest is not None and latest.graph is not None:
+            facts = latest.graph.facts
+        inputs = None if latest is None else latest.inputs
+        started = bool(sum(num_calls.values()))
+        return CaptureReport(
+            backend=self._engine.backend.name,
             scope=self._options.scope.value,
             phase=self.phase.value,
+            num_calls=num_calls,
+            num_captures=self._tally.num_captures,
+            num_nodes=facts.num_nodes,
+            num_ops=facts.num_ops,
+            op_counts=facts.op_counts,
+            capture_ms=self._tally.capture_ms,
+            warmup_ms=self._tally.warmup_ms,
+            static_input_bytes=sum(entry.inputs.num_bytes for entry in self._recordings),
+            gradient_bytes=self._engine.gradients.num_bytes,
+            pool_bytes=facts.pool_bytes,
+            num_escapes=facts.num_escapes,
+            inputs={} if inputs is None else inputs.describe(),
+            without_gradient=tuple(self._engine.gradients.without_gradient()) if started else (),
+            compiled=facts.compiled,
+            program=facts.program,
+            names=MemoryNames(_named_tensors(self._engine, inputs)),
         )
 
     def release(self) -> None:
@@ -332,6 +385,7 @@ class Runner:
         is_last = self._capture_follows(recording, 1) or len(self._recordings) > 1
         if captures:
             self.phase = Phase.CAPTURE
+            _LOG.info("capturing the iteration")
         try:
             results = self._engine.attempt_on(
                 recording,
@@ -369,3 +423,18 @@ class Runner:
         if why and self.phase is not Phase.BROKEN:
             self.breakage = why
             self.phase = Phase.BROKEN
+
+
+def _named_tensors(
+    engine: Engine, inputs: StaticInputs | None
+) -> Iterator[tuple[Role, str, Tensor]]:
+    for name, param in engine.model.named_parameters():
+        yield Role.PARAMETER, name, param
+    for name, view in engine.gradients.named_views():
+        yield Role.GRADIENT, f"gradient of {name}", view
+    for name, buffer in engine.model.named_buffers():
+        yield Role.BUFFER, name, buffer
+    for name, state in engine.optimizer.state_tensors():
+        yield Role.STATE, name, state
+    for name, tensor in () if inputs is None else inputs.named_tensors():
+        yield Role.INPUT, name, tensor

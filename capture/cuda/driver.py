@@ -3,7 +3,7 @@
 import ctypes
 from array import array
 from contextlib import suppress
-from typing import Any, Protocol
+from typing import Any
 
 _LIBRARY = "libcuda.so.1"
 _DEMANGLER = "libstdc++.so.6"
@@ -20,34 +20,6 @@ _ACTIVE = 1  # CUstreamCaptureStatus
 _CAPTURE_INFO = (("cuStreamGetCaptureInfo_v2", 2), ("cuStreamGetCaptureInfo_v3", 3))
 
 
-class GraphNodes(Protocol):
-    """Looks at graphs by their handles."""
-
-    def capturing_graph(self, stream: int) -> int | None:
-        """Return the handle of the graph that a stream is captured into, None if it is not."""
-        ...
-
-    def count(self, graph: int) -> int | None:
-        """Return the number of a graph's nodes, None where the driver does not tell."""
-        ...
-
-    def nodes(self, graph: int) -> "array[int] | None":
-        """Return the handles of a graph's nodes, in any order; takes as long as there are many."""
-        ...
-
-    def name(self, node: int) -> str:
-        """Return the type of a node, and for a kernel its name behind that."""
-        ...
-
-    def new_stream(self) -> int | None:
-        """Return the handle of a new stream of the current device, which nobody else is given."""
-        ...
-
-    def order(self, graph: int, earlier: int, later: int) -> bool:
-        """Let one node of a graph wait for another one; return whether it does."""
-        ...
-
-
 class _KernelParams(ctypes.Structure):
     """CUDA_KERNEL_NODE_PARAMS_v2."""
 
@@ -62,7 +34,7 @@ class _KernelParams(ctypes.Structure):
 
 
 class CudaDriver:
-    """GraphNodes by the driver's library; every answer is None or short where it is too old.
+    """Looks at graphs by their handles; every answer is None or short where it is too old.
 
     CUDA rule: while a stream is captured, everything but removing nodes may be asked of its graph.
     """
@@ -76,6 +48,7 @@ class CudaDriver:
             self._demangle.restype = ctypes.c_void_p
 
     def capturing_graph(self, stream: int) -> int | None:
+        """Return the handle of the graph that a stream is captured into, None if it is not."""
         # Nothing is asked about dependencies: edges of kernels that begin before others are over
         # (cuBLAS on Hopper) make the older form fail where it is.
         status, graph = ctypes.c_int(0), ctypes.c_void_p()
@@ -87,11 +60,13 @@ class CudaDriver:
         return None
 
     def count(self, graph: int) -> int | None:
+        """Return the number of a graph's nodes, None where the driver does not tell."""
         count = ctypes.c_size_t(0)
         code = self._cuda.cuGraphGetNodes(ctypes.c_void_p(graph), None, ctypes.byref(count))
         return int(count.value) if code == 0 else None
 
     def nodes(self, graph: int) -> "array[int] | None":
+        """Return the handles of a graph's nodes, in any order; takes as long as there are many."""
         known = self.count(graph)
         if not known:
             return None if known is None else array("Q")
@@ -103,6 +78,7 @@ class CudaDriver:
         return listed
 
     def name(self, node: int) -> str:
+        """Return the type of a node, and for a kernel its name behind that."""
         kind = ctypes.c_int(-1)
         code = self._cuda.cuGraphNodeGetType(ctypes.c_void_p(node), ctypes.byref(kind))
         if code != 0 or not 0 <= kind.value < len(_TYPES):
@@ -111,12 +87,14 @@ class CudaDriver:
         return f"{_TYPES[kind.value]} {name}".rstrip()
 
     def new_stream(self) -> int | None:
+        """Return the handle of a new stream of the current device, which nobody else is given."""
         # One that the legacy stream does not wait for, as torch's are.
         stream = ctypes.c_void_p()
         code = self._cuda.cuStreamCreate(ctypes.byref(stream), ctypes.c_uint(_NON_BLOCKING))
         return stream.value if code == 0 else None
 
     def order(self, graph: int, earlier: int, later: int) -> bool:
+        """Let one node of a graph wait for another one; return whether it does."""
         before = self._dependencies(later)
         if before is None:
             return False
@@ -167,7 +145,7 @@ class CudaDriver:
         return text
 
 
-def find_driver() -> GraphNodes | None:
+def find_driver() -> CudaDriver | None:
     try:
         return CudaDriver()
     except OSError:

@@ -33,7 +33,7 @@ from graphfsdp.base.collector import without_collector
 from graphfsdp.base.dtensors import local_part
 from graphfsdp.base.hazards import HazardKind
 from graphfsdp.base.streams import collecting_kept, forked, in_turn, keep_for_current
-from graphfsdp.base.torch_internals import VERSION, all_groups
+from graphfsdp.base.torch_internals import all_groups
 from graphfsdp.errors import CaptureError
 
 _LOG = logging.getLogger("graphfsdp")
@@ -226,7 +226,6 @@ class CudaGraphBackend:
         try:
             with (
                 without_collector(),
-                _stale_streams_redirected(),
                 _streams_unremarked(),
                 watcher.watching(),
                 collecting_kept() as external,
@@ -423,27 +422,6 @@ def _end_generators(device: torch.device, generators: Sequence[torch.Generator])
 def _tensors_of(model: nn.Module) -> Iterator[Tensor]:
     yield from model.parameters()
     yield from model.buffers()
-
-
-@contextmanager
-def _stale_streams_redirected() -> Iterator[None]:
-    """Let autograd nodes that remember another stream run on the capturing one.
-
-    A parameter whose AccumulateGrad node is still held by an old loss would otherwise make
-    autograd wait on a stream that does not capture (error 906).
-    """
-    graph_module: Any = torch.autograd.graph
-    override = getattr(graph_module, "set_override_stale_capture_stream", None)
-    # Torch before 2.13 has none. With that of 2.14 hooks of such a node do not run, and so its
-    # gradient lands elsewhere; without it torch refuses, and says what to let go of.
-    if override is None or VERSION >= "2.14":
-        yield
-        return
-    override(True)
-    try:
-        yield
-    finally:
-        override(False)  # torch has no getter; this is the state that a process starts in
 
 
 @contextmanager

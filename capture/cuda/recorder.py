@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from graphfsdp._capture.cuda.driver import GraphNodes
+from graphfsdp._capture.cuda.driver import CudaDriver
 from graphfsdp._capture.report.description import Description
 from graphfsdp._capture.rules.watcher import Watcher
 from graphfsdp._capture.trace.program_facts import ProgramFacts, Role
@@ -54,7 +54,7 @@ class CudaRecorder(Watcher):
         self,
         model: nn.Module,
         device: torch.device,
-        driver: GraphNodes | None,
+        driver: CudaDriver | None,
     ) -> None:
         """Without a ``driver``, operators are noted without kernels."""
         super().__init__(model, device)

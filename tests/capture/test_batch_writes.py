@@ -1,7 +1,6 @@
 """An iteration that writes into its batch: tensors as a loop leaves them, containers refused."""
 
 import weakref
-from collections import UserDict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -47,30 +46,6 @@ class Batch:
     x: Tensor
     power: int = 2
     notes: list[Any] = field(default_factory=list)
-
-
-class Rows(UserDict[str, Any]):
-    """As a TensorDict: known to pytree, iterates over its rows, and refuses ``in``."""
-
-    def __iter__(self) -> Iterator[Any]:
-        yield from zip(*self.data.values(), strict=True)
-
-    def __contains__(self, key: object) -> bool:
-        raise NotImplementedError
-
-    def keys(self) -> Any:
-        return self.data.keys()
-
-
-pytree.register_pytree_node(
-    Rows,
-    lambda rows: (list(rows.data.values()), list(rows.keys())),
-    lambda values, keys: Rows(**dict(zip(keys, values, strict=True))),
-    flatten_with_keys_fn=lambda rows: (
-        [(pytree.MappingKey(key), value) for key, value in rows.data.items()],
-        list(rows.keys()),
-    ),
-)
 
 
 def mean_square(x: Tensor) -> Tensor:
@@ -240,10 +215,6 @@ REFUSED: dict[str, tuple[Loss, Given, str, Loss, Given]] = {
         *(plain, lambda x: (Batch(x),)),
     ),
     "a count": (counts, lambda x: (Count(),), INTO_IT, plain, lambda x: (Count(),)),
-    "a mapping that libraries register": (
-        *(carries, lambda x: (Rows(h=torch.zeros_like(x)),), INTO_IT),
-        *(carries_in_place, lambda x: (Rows(h=torch.zeros_like(x)),)),
-    ),
     "a tensor given twice": (
         *(pairwise(carries_in_place), twice(lambda state: state["h"]), IN_TWO_PLACES),
         *(carries_in_place, state_of),
@@ -321,12 +292,6 @@ def appends(net: nn.Module, x: Tensor, others: list[Tensor]) -> Tensor:
     return y
 
 
-def sums(net: nn.Module, x: Tensor, others: dict[str, Tensor]) -> Tensor:
-    y: Tensor = net(x)
-    others["h"] = y.detach() + others["h"]
-    return y
-
-
 def asks_for_gradients(net: nn.Module, x: Tensor, others: None) -> Any:
     return net(x.requires_grad_(True))
 
@@ -338,19 +303,17 @@ def returns_a_dataclass(net: nn.Module, x: Tensor, others: Batch) -> Batch:
 @pytest.mark.parametrize(
     ("what", "others_of", "why"),
     [
-        (appends, lambda x, state: [], "writes into a container"),
-        (sums, lambda x, state: state, "writes into a container"),
-        (asks_for_gradients, lambda x, state: None, "changes requires_grad of an input"),
-        (returns_a_dataclass, lambda x, state: Batch(x), "Whole: captured"),
+        (appends, lambda x: [], "writes into a container"),
+        (asks_for_gradients, lambda x: None, "changes requires_grad of an input"),
+        (returns_a_dataclass, lambda x: Batch(x), "Whole: captured"),
     ],
 )
 def test_a_part_that_writes_into_what_it_is_given_runs_as_written(
     what: Callable[..., Any], others_of: Callable[..., Any], why: str, device: torch.device
 ) -> None:
     def loop(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
-        state = {"h": torch.zeros(6, 4, device=device)}
         for x in inputs(device):
-            others = others_of(x, state)
+            others = others_of(x)
             y: Any = model(x, others)
             if isinstance(y, Batch):
                 y = y.x + y.notes[0]

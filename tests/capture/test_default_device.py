@@ -7,22 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 import graphfsdp
-from graphfsdp import MixedPrecisionPolicy
 from graphfsdp.optim import FusedAdam, Muon
-from ranks import on_ranks
-from sharding_helpers import (
-    adam,
-    assert_same_training,
-    batches,
-    hybrid_mesh,
-    make_net,
-    my_part,
-    train,
-)
 from stand_in_compilers import compiling_by
 
 
@@ -86,18 +74,3 @@ def test_a_default_device_changes_no_bit(
     expected = trained(None, tmp_path / "expected")
     got = trained(_elsewhere(device), tmp_path / "got")
     assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
-
-
-@on_ranks("ranks2")
-@pytest.mark.parametrize("gather_format", [None, "float8"])
-def test_a_default_device_changes_no_bit_of_shards(gather_format: str | None) -> None:
-    mesh = hybrid_mesh((dist.get_world_size(),), ("all",))
-    runs = []
-    for default in (None, torch.device("meta")):
-        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, gather_format=gather_format)
-        model = make_net("optim_grads_params", mesh=mesh, mp_policy=policy)
-        optimizer = adam(model)
-        data = [my_part(batch) for batch in batches(7)]
-        with _default(default):
-            runs.append(train(model, optimizer, data=data))
-    assert_same_training(*runs)

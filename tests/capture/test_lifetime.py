@@ -4,8 +4,6 @@ import copy
 import gc
 import os
 import pickle
-import subprocess
-import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator
@@ -110,58 +108,6 @@ def test_what_is_trained_and_refers_to_its_step_leaves_no_model_behind(
         del trainer, options, owners, captured, step, model, optim
     gc.collect()
     assert [reference() for reference in held] == [None] * len(held)
-
-
-ENDS = """
-import torch
-import graphfsdp
-from graphfsdp.optim import FusedAdam
-
-model = torch.nn.Linear(4, 1)
-step = graphfsdp.capture(model, FusedAdam(model.parameters()), loss_fn=lambda m, x: m(x).mean())
-model.step_of_it = [step]
-for _ in range(6):
-    step(torch.ones(3, 4))
-release = type(step._runner).release
-type(step._runner).release = lambda self: (release(self), print("released", torch.ones(1).item()))
-"""
-
-
-def test_a_step_that_lives_until_python_ends_is_released_before_torch_is_taken_apart() -> None:
-    ended = subprocess.run([sys.executable, "-c", ENDS], capture_output=True, text=True, check=True)
-    assert ended.stdout.splitlines()[0] == "released 1.0"
-    assert not ended.stderr
-
-
-@pytest.mark.gpu
-def test_a_dropped_step_frees_its_pool() -> None:
-    device = torch.device("cuda")
-    step, model, optim, next_batch = make_step(device, "gpt")
-    train(step, next_batch, 5)
-    del step
-    torch.cuda.empty_cache()
-    kept, allocated = torch.cuda.memory_reserved(), torch.cuda.memory_allocated()
-    for _ in range(3):
-        step = graphfsdp.capture(model, optim)
-        train(step, next_batch, 5)
-        del step
-        torch.cuda.empty_cache()
-    assert torch.cuda.memory_reserved() <= kept
-    assert torch.cuda.memory_allocated() <= allocated
-
-
-@pytest.mark.gpu
-def test_tables_of_the_optimizer_go_with_the_graph_that_reads_them() -> None:
-    step, _, optim, next_batch = make_step(torch.device("cuda"))
-    assert isinstance(optim, graphfsdp.optim.FusedAdam)
-    with no_collector():
-        train(step, next_batch, 5)
-        tables = weakref.ref(optim._plan)
-        optim._plan = None  # as for other gradients
-        assert tables() is not None
-        train(step, next_batch, 2)
-        step.close()
-        assert tables() is None
 
 
 @pytest.mark.gpu

@@ -64,12 +64,10 @@ MISMATCHES: dict[str, tuple[Change, str]] = {
     ),
     "last_batch": (set_x(lambda x: x[:5]), r"args\[0\]\['x'\].*\(8, 4\).*\(5, 4\).*drop_last"),
     "0_dimensional": (set_x(lambda x: x.sum()), r"args\[0\]\['x'\].*shape \(\)"),
-    "more_dimensions": (set_x(lambda x: x[None]), r"args\[0\]\['x'\].*shape \(1, 8, 4\)"),
     "dtype": (
         set_weights(lambda w: w.double()),
         r"args\[1\]: .*got a torch.float64.*args\[1\].to\('c.*float32",
     ),
-    "integers": (set_weights(lambda w: w.long()), r"args\[1\]: .*float32.*got a torch.int64"),
     "layout": (
         set_weights(lambda w: w.to_sparse()),
         r"args\[1\]: .*got .* of layout torch\.sparse_coo.*args\[1\]\.to_dense\(\)",
@@ -83,31 +81,20 @@ MISMATCHES: dict[str, tuple[Change, str]] = {
         set_weights(lambda w: w.cpu().numpy()),
         r"args\[1\]: .*\(ndarray\).*Remedy: pass a tensor, .*torch\.from_numpy",
     ),
-    "none_for_tensor": (set_weights(lambda w: None), r"args\[1\]: .*got None \(NoneType\)"),
     "list_for_tensor": (set_weights(lambda w: [w]), r"args\[1\] is missing, args\[1\]\[0\] is new"),
     "plain_value": (set_power(3.0), r"power: expected 2\.0 \(float\), got 3\.0 \(float\).*baked"),
-    "type_of_plain_value": (set_power(2), r"power: expected 2\.0 \(float\), got 2 \(int\)"),
     "tensor_for_value": (set_power(torch.tensor(2.0)), r"power: expected 2\.0 .*got a torch.float"),
     "missing_keyword": (lambda args, kwargs: kwargs.pop("power"), "power is missing"),
     "new_keyword": (lambda args, kwargs: kwargs.update(mask=torch.ones(8)), "mask is new"),
-    "missing_argument": (lambda args, kwargs: args.pop(), r"args\[1\] is missing"),
     "renamed_key": (
         lambda args, kwargs: args[0].update(ids=args[0].pop("x")),
         r"args\[0\]\['x'\] is missing, args\[0\]\['ids'\] is new",
-    ),
-    "longer_list": (
-        set_nested(lambda nested: [*nested, torch.ones(8)]),
-        r"args\[0\]\['nested'\]\[2\] is new",
     ),
     "other_container": (set_nested(tuple), "containers differ"),
     "plain_value_deep_inside": (
         set_nested(lambda nested: [nested[0], "other"]),
         r"args\[0\]\['nested'\]\[1\]: expected 'name' \(str\), got 'other' \(str\)"
         r"(?!.*as a tensor).*on_change='recapture'",
-    ),
-    "tensor_deep_inside": (
-        set_nested(lambda nested: [nested[0], torch.ones(2)]),
-        r"args\[0\]\['nested'\]\[1\]: expected 'name'",
     ),
 }
 

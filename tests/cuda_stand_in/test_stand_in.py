@@ -98,7 +98,7 @@ model.compile()
 with graphfsdp.capture(model, FusedAdam(model.parameters())) as step:
     for _ in range(5):
         step(torch.randn(12, 8).cuda())
-    runner: Any = step._runner
+    runner = step._runner
     driver, graph = find_driver(), runner._recordings.latest.graph._graph.raw_cuda_graph()
     print(*map(driver.name, driver.nodes(graph)))
 """

@@ -82,46 +82,6 @@ def _nothing_stays() -> Any:
     assert torch.cuda.current_stream() == torch.cuda.default_stream()
 
 
-@pytest.mark.skipif(
-    not hasattr(torch.cuda.graphs, "register_graph_replay_start_hook"),
-    reason="needs the hooks of torch 2.14",
-)
-def test_profilers_hear_of_captures_and_replays_as_of_any_graph() -> None:
-    heard: list[str] = []
-
-    def a_graph_of_ones_own() -> None:
-        graph, x = torch.cuda.CUDAGraph(keep_graph=True), torch.ones(3, device=CUDA)
-        with torch.cuda.graph(graph):
-            x.add_(1)
-        graph.instantiate()
-        for _ in range(5):
-            graph.replay()
-        graph.reset()
-
-    def a_step() -> None:
-        make_step(num_calls=8).close()
-
-    events = ("capture_start", "capture_end", "instantiate", "replay_start", "replay_end")
-    handles = [
-        getattr(torch.cuda.graphs, f"register_graph_{event}_hook")(
-            lambda _, event=event: heard.append(event)
-        )
-        for event in (*events, "destroy")
-    ]
-    try:
-        a_graph_of_ones_own()
-        gc.collect()
-        expected = list(heard)
-        heard.clear()
-        a_step()
-        gc.collect()
-    finally:
-        for handle in handles:
-            handle.remove()
-    assert expected.count("replay_end") == 5
-    assert heard == expected
-
-
 def test_the_driver_names_nodes_and_the_report_counts_them(tmp_path: Path) -> None:
     with make_step(num_calls=5) as step:
         report = step.report()

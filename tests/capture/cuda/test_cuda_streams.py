@@ -15,7 +15,6 @@ import graphfsdp
 from cuda_stand_in import library
 from cuda_stand_in.orders import chosen
 from graphfsdp import CaptureError, HazardKind, Phase
-from graphfsdp.bench.clock import time_window
 from graphfsdp.optim import FusedAdam
 from helpers import line_of
 from zoo_models import WIDTH, Squared
@@ -129,27 +128,6 @@ def test_side_streams_that_fork_and_join_in_a_backward_pass_are_part_of_the_grap
 
     with make_step(loss_fn, 6) as step:
         assert step.phase is Phase.REPLAY
-
-
-def test_windows_are_timed_by_events(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The host waits twice: for an idle GPU before the window, and for its last event."""
-    waits: list[str] = []
-    wait_for_device, wait_for_event = torch.cuda.synchronize, torch.cuda.Event.synchronize
-
-    def synchronize(device: torch.device | None = None) -> None:
-        waits.append("device")
-        wait_for_device(device)
-
-    def synchronize_event(event: torch.cuda.Event) -> None:
-        waits.append("event")
-        wait_for_event(event)
-
-    monkeypatch.setattr(torch.cuda, "synchronize", synchronize)
-    monkeypatch.setattr(torch.cuda.Event, "synchronize", synchronize_event)
-    window = time_window([lambda: None] * 4, CUDA)
-    assert len(window.step_ms) == 4
-    assert all(0 <= time_ms < 1000 for time_ms in window.step_ms)
-    assert waits == ["device", "event"]
 
 
 @pytest.mark.parametrize("waits", [False, True])

@@ -15,23 +15,6 @@ from graphfsdp.base.rank_agreement import RankStore
 from ranks import on_ranks, world_group
 
 
-@pytest.mark.parametrize(
-    ("looks", "num_looks"),
-    [
-        ([["S", "S"]] * 5, 2),
-        ([["R", "S"], ["S", "S"], ["S", "R"], ["S", "S"], ["S", "S"], ["R", "R"]], 5),
-        ([[]] * 5, 2),
-    ],
-)
-def test_it_waits_until_all_workers_were_idle_twice(
-    looks: list[list[str]], num_looks: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    left = iter(looks)
-    monkeypatch.setattr(ranks, "_gloo_states", lambda: iter(next(left)))
-    ranks.await_gloo_threads()
-    assert len(looks) - len(list(left)) == num_looks
-
-
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="looks at threads on Linux only")
 @on_ranks("ranks2")
 def test_the_workers_of_gloo_are_found_by_their_name() -> None:
