@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from graphfsdp._capture.gradients import PersistentGradients
 from graphfsdp._capture.guards.guards import Guards
 from graphfsdp._capture.guards.modules import join, weights_of
-from graphfsdp._capture.guards.moves import Move, tell_of
+from graphfsdp._capture.guards.moves import tell_of
 from graphfsdp._capture.guards.names import ReadNames
 from graphfsdp._capture.guards.walk import walk
 from graphfsdp._capture.inputs import StaticInputs, TensorLeaf
@@ -35,7 +35,6 @@ from graphfsdp.config import CaptureOptions, MixedPrecisionPolicy, OnChange, Sco
 from graphfsdp.errors import CaptureError, GuardError, Refuse, raised
 
 _LOG = logging.getLogger("graphfsdp")
-_MOST_NAMED = 8
 # Not Inductor's own graphs, since one graph is to hold all; and the generators' numbers of eager
 # mode, which torch replays out of a captured graph as well.
 _COMPILE_OPTIONS = MappingProxyType({"triton.cudagraphs": False, "fallback_random": True})
@@ -295,7 +294,6 @@ class Engine:
         except BaseException as first:  # whatever ends it, it must leave no trace
             constants, guards = recording.constants, recording.guards
             refused = constants is not None and constants.failure is first  # other numbers
-            moves = guards.moved() if refused and guards is not None else []
             try:
                 attempt.roll_back()
                 if guards is not None:
@@ -318,8 +316,6 @@ class Engine:
                 recordings.remove(recording)
             if error is not first:
                 raise error from first
-            if moves:
-                raise _naming(error, moves) from None
             raise
 
     def _warm_up(self, recording: Recording, *, notes: bool) -> list[Tensor]:
@@ -420,18 +416,6 @@ class Engine:
         for each in self._compiled:
             vars(each).pop("_compiled_call_impl", None)
         self._compiled = []
-
-
-def _naming(error: BaseException, moves: Sequence[Move]) -> BaseException:
-    """Return a refusal of other numbers that tells what the iteration has moved in Python."""
-    if not isinstance(error, CaptureError):
-        return error
-    hazard = error.hazard
-    remedy = f". Remedy: {hazard.fix}" if hazard.fix else ""
-    return error.saying(
-        f"{hazard.why}. What the iteration moves in Python: "
-        f"{'; '.join(map(str, moves[:_MOST_NAMED]))}{remedy}"
-    )
 
 
 @contextmanager

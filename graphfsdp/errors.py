@@ -145,12 +145,6 @@ class CaptureError(GraphFSDPError):
             cuda_error=self.cuda_error,
         )
 
-    def saying(self, message: str) -> "CaptureError":
-        """Return an error of the same kind and place in other words."""
-        return CaptureError(
-            message, op=self.op, module_path=self.module_path, source=self.source, kind=self.kind
-        )
-
     @property
     def hazard(self) -> Hazard:
         """The same as a record."""

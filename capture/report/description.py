@@ -25,9 +25,6 @@ _COLLECTIVES = frozenset(  # ours
     {"all_gather_", "reduce_scatter_", "all_reduce_", "all_to_all_", "broadcast_", "wait_"}
     | {"exchange_", "wait_exchange_"}
 )
-_COPIES = frozenset({"_to_copy", "cat", "clone", "contiguous", "copy_", "stack", "lift_fresh"})
-_FILLS = frozenset({"arange", "fill_", "full", "full_like", "ones", "ones_like", "zero_", "zeros"})
-_MORE_FILLS = frozenset({"empty", "empty_like", "empty_strided", "new_zeros", "scalar_tensor"})
 _NO_OPERATOR = "(no operator)"
 _NUMBER_TYPES = ("number", "float", "complex", "Tensor")
 _SHOWN_NUMEL = 4  # a constant tensor up to this size is shown by its values
@@ -171,11 +168,7 @@ def _kind_of(call: OpCall) -> NodeKind:
         return NodeKind.COLLECTIVE
     if call.draws_numbers():
         return NodeKind.RANDOM
-    if op.is_view:
-        return NodeKind.VIEW
-    if name in _COPIES:
-        return NodeKind.COPY
-    return NodeKind.FILL if name in _FILLS or name in _MORE_FILLS else NodeKind.COMPUTE
+    return NodeKind.VIEW if op.is_view else NodeKind.COMPUTE
 
 
 def _plain_arguments(call: OpCall) -> Iterator[Argument]:

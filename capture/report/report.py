@@ -164,8 +164,8 @@ class CaptureReport:
     def by_kind(self) -> Mapping[str, Mapping[str, int]]:
         """Nodes of the graph, counted by kind.
 
-        On a CPU these are operators by what they do: compute, view, copy, fill, random,
-        collective. On CUDA they are the graph's nodes by type: kernel, memcpy, memset.
+        On a CPU these are operators by what they do: compute, view, random, collective. On CUDA
+        they are the graph's nodes by type: kernel, memcpy, memset.
         """
         return {} if self.program is None else _count_kinds(self.program)
 

@@ -13,8 +13,6 @@ class NodeKind(enum.Enum):
 
     COMPUTE = "compute"
     VIEW = "view"  # looks at memory anew; moves no data
-    COPY = "copy"  # moves or converts data
-    FILL = "fill"  # writes or allocates without reading
     RANDOM = "random"  # draws from a generator
     COLLECTIVE = "collective"  # waits for other ranks
 
