@@ -105,13 +105,6 @@ def test_validation_windows_are_fixed_and_held_out() -> None:
     assert torch.equal(validation([2, 0, 2]), everything[[2, 0, 2]])
 
 
-def test_the_longest_possible_sequence_works() -> None:
-    batches = make_batches(seq_length=99)
-    (tokens, _), *_ = batches.validation_batches(1, 1)
-    assert tokens[0, 0] == 900
-    next(batches)
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [

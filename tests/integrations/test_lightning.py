@@ -151,20 +151,6 @@ class Adversarial(pl.LightningModule):  # type: ignore[misc]
         return [torch.optim.Adam(part.parameters(), 1e-2) for part in (self.maker, self.critic)]
 
 
-class Manual(Net):
-    def __init__(self) -> None:
-        super().__init__()
-        self.automatic_optimization = False
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        optimizer = self.optimizers()
-        optimizer.zero_grad()
-        loss = super().training_step(batch, batch_idx)
-        self.manual_backward(loss)
-        optimizer.step()
-        return loss
-
-
 class Counting(Net):
     """Goes two ways by the number of the batch, has a parameter and a count of its own."""
 
@@ -179,7 +165,7 @@ class Counting(Net):
         return loss * (2 if batch_idx % 2 else 1)
 
 
-@pytest.mark.parametrize("kind", [Adversarial, Manual, Counting])
+@pytest.mark.parametrize("kind", [Adversarial, Counting])
 def test_a_module_may_do_what_lightning_allows(kind: Any, tmp_path: Path) -> None:
     plain, captured = kind(), kind()
     for net in (plain, captured):
