@@ -20,19 +20,7 @@ from graphfsdp._capture.trace.source import is_installed_file
 
 # With one of these in it, code may look up by strings what it reads.
 INDIRECT = frozenset(
-    {
-        *(
-            "globals",
-            "modules",
-            "getattr",
-            "hasattr",
-            "attrgetter",
-            "methodcaller",
-            "vars",
-            "__dict__",
-        ),
-        *("asdict", "astuple"),
-    }
+    ("globals", "modules", "getattr", "hasattr", "vars", "__dict__", "asdict", "astuple")
 )
 _GLOBAL = ("LOAD_GLOBAL", "LOAD_NAME")
 _CLOSURE = ("LOAD_DEREF", "LOAD_CLASSDEREF")
@@ -56,7 +44,6 @@ class Reads:
         attributes: Everything that it reads as an attribute, of whatever it is.
         texts: Strings in its code, which may be keys, or names that it looks up by.
         imports: Names of modules that it imports.
-        by_text: Whether it takes objects apart by names that it holds as strings: by a pattern.
     """
 
     globals: set[str] = field(default_factory=set)
@@ -65,11 +52,10 @@ class Reads:
     attributes: set[str] = field(default_factory=set)
     texts: set[str] = field(default_factory=set)
     imports: set[str] = field(default_factory=set)
-    by_text: bool = False
 
     @property
     def takes_apart(self) -> bool:
-        return self.by_text or bool(INDIRECT & (self.attributes | self.globals))
+        return bool(INDIRECT & (self.attributes | self.globals))
 
     @property
     def deeper(self) -> set[str]:
@@ -121,8 +107,6 @@ class Reads:
             for text in constant if isinstance(constant, tuple) else (constant,):
                 if isinstance(text, str):
                     self.texts.add(text)
-        if "MATCH_CLASS" in {each.opname for each in instructions}:
-            self.by_text = True
 
 
 def functions_of(member: Any) -> list[Any]:
@@ -134,9 +118,7 @@ def functions_of(member: Any) -> list[Any]:
         return functions_of(member.__func__)
     if isinstance(member, property):
         return [] if member.fget is None else functions_of(member.fget)
-    if isinstance(member, functools.singledispatchmethod):
-        return list(member.dispatcher.registry.values())
-    if isinstance(member, (functools.partialmethod, functools.cached_property)):
+    if isinstance(member, functools.cached_property):
         return functions_of(member.func)
     if isinstance(member, types.FunctionType) or hasattr(member, "__wrapped__"):
         return [member]

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from graphfsdp._capture.guards.places import Place
+from graphfsdp._capture.guards.places import MISSING, Place, in_words, same
 from graphfsdp._capture.guards.tensors import tensor_places
 from graphfsdp.base.changes import Change, ChangeKind
 from graphfsdp.base.dtensors import local_part
@@ -106,18 +106,10 @@ def _entry_changes(
     name: str, before: Mapping[str, Any], now: Mapping[str, Any]
 ) -> Iterator[Change]:
     for key in dict.fromkeys((*before, *now)):
-        old, new = before.get(key), now.get(key)
-        title = f"optimizer state {key!r} of {name!r}"
-        if old is new:
-            continue
-        if isinstance(old, Tensor) and isinstance(new, Tensor):
-            if local_part(old).data_ptr() == local_part(new).data_ptr():
-                continue  # the same memory, as after loading what state_dict returned
-            words = ("one tensor", "another one, in other memory (load_state_dict)")
-        elif isinstance(old, Tensor) or isinstance(new, Tensor):
-            words = ("absent", "there") if old is None else ("there", "gone")
-        elif type(old) is type(new) and bool(old == new):
-            continue
-        else:
-            words = (repr(old), repr(new))
-        yield Change(ChangeKind.OPTIMIZER_STATE, title, *words, _LOADED)
+        old, new = (
+            local_part(value) if isinstance(value, Tensor) else value
+            for value in (before.get(key, MISSING), now.get(key, MISSING))
+        )
+        if not same(old, new):  # the same memory is there after loading what state_dict returned
+            title = f"optimizer state {key!r} of {name!r}"
+            yield Change(ChangeKind.OPTIMIZER_STATE, title, *in_words(old, new), _LOADED)

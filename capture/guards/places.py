@@ -274,10 +274,12 @@ def change_of(title: str, old: Any, new: Any) -> Change:
     """Return the change of a value; of a container, of the first item that differs."""
     remedy = _remedy(new if old is MISSING else old)
     title, old, new = _first_difference(title, old, new)
-    words = show(old, new), show(new, old)
-    if words[0] == words[1]:
-        words = words[0], words[1].replace("one ", "another ", 1)
-    return Change(ChangeKind.ATTRIBUTE, title, *words, remedy)
+    return Change(ChangeKind.ATTRIBUTE, title, *in_words(old, new), remedy)
+
+
+def in_words(old: object, new: object) -> tuple[str, str]:
+    was, now = _show(old, new), _show(new, old)
+    return was, now.replace("one ", "another ", 1) if was == now else now
 
 
 def _remedy(old: object) -> str:
@@ -354,13 +356,8 @@ def _first_difference(title: str, old: Any, new: Any) -> tuple[str, Any, Any]:
     return f"the order of {title}", old, new
 
 
-def show(value: object, other: object) -> str:
-    """Return a value in words.
-
-    Args:
-        value: What to show.
-        other: The value beside it in the message.
-    """
+def _show(value: object, other: object) -> str:
+    """Return a value in words; ``other`` is beside it in the message."""
     if value is MISSING:
         return "missing"
     if is_plain(value):

@@ -216,7 +216,7 @@ def _moved_by(use: ast.expr) -> list[ast.expr] | None:
 
 
 def _moves_of(node: ast.stmt) -> list[ast.expr] | None:
-    if isinstance(node, ast.Assign):
+    if isinstance(node, (ast.Assign, ast.Delete)):
         return node.targets
     if isinstance(node, (ast.AnnAssign, ast.AugAssign)):
         return [node.target]

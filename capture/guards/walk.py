@@ -4,7 +4,6 @@ The bound: what users' code that ran names, and what lies behind that as far as 
 installed package only what its code reads of the objects that it belongs to.
 """
 
-import functools
 import inspect
 import operator
 import sys
@@ -120,12 +119,9 @@ class Walk:
                 self._function(inner)
             if function.__code__ in self._names.codes:
                 self._function(function)
-        elif isinstance(function, types.BuiltinMethodType):
-            if not isinstance(function.__self__, (types.ModuleType, type, Tensor, nn.Module)):
-                self._contents(f"what {title} belongs to", function.__self__, (), (), depth)
         elif callable(getattr(function, "__wrapped__", None)):
             self._callable(title, function.__wrapped__, depth)
-        elif not isinstance(function, type):
+        elif not isinstance(function, (type, types.BuiltinMethodType)):
             self._contents(title, function, (), (), depth)
 
     def _read_by(self, function: Any) -> AbstractSet[str]:
@@ -187,8 +183,6 @@ class Walk:
                 self._python_module(
                     f"module {name!r}", sys.modules[name], reads.attributes, reads.attributes
                 )
-        if function.__dict__:
-            self._attributes(function.__qualname__, function, dict.fromkeys(deeper, deeper), 0)
 
     # Objects.
 
@@ -220,7 +214,6 @@ class Walk:
         kind = owner if isinstance(owner, type) else type(owner)
         is_module = isinstance(owner, nn.Module)
         own = None if owner is kind else _attributes_of(owner)
-        bases = (*kind.__mro__, *(type(kind).__mro__ if owner is kind else ()))
         for name in sorted(names.keys() - OWN if is_module else names.keys()):
             deeper = names[name]
             dotted = f"{title}.{name}".lstrip(".")
@@ -239,7 +232,7 @@ class Walk:
                     what, owner, name, held, deeper, deeper, depth, f".{name}", owner=owner
                 )
                 continue
-            base = next((base for base in bases if name in vars(base)), None)
+            base = next((base for base in kind.__mro__ if name in vars(base)), None)
             # What an object gets of its own comes before what its class has, and before a default
             # with which code asks for it by its name.
             is_asked_for = base is not None or name in self._names.texts
@@ -257,8 +250,6 @@ class Walk:
         functions = functions_of(member)
         if functions:
             self._note(where, vars(base), name, member, f".{name}", of_class=base)
-            if isinstance(member, functools.partialmethod):
-                self._contents(where, member.func, deeper, deeper, depth)
             return
         is_data = isinstance(member, (Tensor, *CONTAINERS)) or is_plain(member)
         is_library = _is_of_a_library(base)
@@ -266,8 +257,6 @@ class Walk:
             self._variable(
                 where, vars(base), name, member, deeper, deeper, depth, f".{name}", of_class=base
             )
-        elif hasattr(type(member), "__get__") and not _is_of_a_library(type(member)):
-            self._contents(where, member, deeper, deeper, depth)
 
     def _variable(
         self,

@@ -18,9 +18,7 @@ _Models = nn.Module | Sequence[nn.Module]
 _Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
 
 
-def capture_in_place(
-    model: _Models, optimizer: _Optimizers, *, keep: str = "pays", **others: Any
-) -> Parts:
+def capture_in_place(model: _Models, optimizer: _Optimizers, *, keep: str = "pays") -> Parts:
     """Capture a loop that stays as it is, as far as it can be captured and it pays.
 
     Call it before the train loop, which goes on calling model, loss, ``backward`` and
@@ -40,7 +38,6 @@ def capture_in_place(
         optimizer: The optimizer, or several; of any class.
         keep: "pays", or "all": keep parts that are not faster than the loop, too, as a test of
             them does.
-        **others: None; those of ``graphfsdp.capture`` are refused by name.
 
     Returns:
         What has ``report()`` and ``close()``; nobody need hold it.
@@ -56,11 +53,6 @@ def capture_in_place(
         )
     if keep not in ("pays", "all"):
         raise ConfigError(f"keep must be 'pays' or 'all', got {keep!r}")
-    for name in others:
-        raise ConfigError(
-            f"capture_in_place takes keep, not {name!r}: the loop itself says what an iteration "
-            "does. Remedy: leave it out, or graphfsdp.capture"
-        )
     together = one_module(model)
     models = as_list(model, "model")
     optimizers = [inner for each in as_list(optimizer, "optimizer") for inner in _inner(each)]

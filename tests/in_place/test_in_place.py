@@ -1,7 +1,6 @@
 """`capture_in_place`: loops as they are written, with and without it, bit for bit."""
 
 import copy
-from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -28,46 +27,6 @@ def test_a_loop_trains_the_same_with_the_line_and_without(name: str) -> None:
     assert _get_current_function_mode() is None
 
 
-LEFT_BY: dict[str, Callable[[Tensor], object]] = {
-    "an error of Python": lambda _: 1 / 0,
-    "an error of torch": lambda loss: loss @ loss,
-}
-
-
-@pytest.mark.parametrize("name", LEFT_BY)
-def test_a_loop_that_an_error_has_left_is_over_when_the_next_one_begins(name: str) -> None:
-    """As in a notebook, where nobody holds the first one to close it."""
-
-    def train(model: nn.Module, fails_at: int = 10, *, captured: bool = True) -> list[float]:
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        if captured:
-            graphfsdp.capture_in_place(model, optimizer, keep="all")
-        losses = []
-        for index in range(10):
-            loss = model(torch.full((8, 6), index / 10)).square().mean()
-            if index == fails_at:
-                LEFT_BY[name](loss)
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            losses.append(loss.item())
-        return losses
-
-    kept, models = [], [make_net(), make_net()]
-    for fails_at in (1, 6):
-        with pytest.raises((ZeroDivisionError, RuntimeError)) as caught:
-            train(models[0], fails_at)
-        kept.append(caught.value)  # and with it all that the loop has made
-        models[0].zero_grad()
-    models[1].load_state_dict(models[0].state_dict())
-    losses = []
-    for model in models:
-        torch.manual_seed(1)
-        losses.append(train(model, captured=model is models[0]))
-    assert losses[0] == losses[1]
-    assert _get_current_function_mode() is None
-
-
 class CompiledAtOnce(Net):
     """Compiled by ``module.compile()``, which leaves it in its place."""
 
@@ -86,8 +45,6 @@ def test_a_model_that_torch_compiles_runs_as_it_is(make: Any) -> None:
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "an option of capture": ({"verify": 3}, "not 'verify'(.|\n)*Remedy"),
-    "another one": ({"warmup_steps": 3}, "Remedy"),
     "parts to keep": ({"keep": "some"}, "keep must be"),
     "no optimizer": ({"optimizer": 3}, r"must be a torch\.optim\.Optimizer"),
     "a pipeline's schedule": (

@@ -63,13 +63,6 @@ def penalizes_gradients(model: Net, index: int, x: Tensor, y: Tensor) -> Tensor:
     return loss
 
 
-def writes_into_results(model: Net, _: int, x: Tensor, y: Tensor) -> Tensor:
-    logits = model(x)
-    logits[:, 0] = 0
-    logits += 1
-    return cross_entropy(logits.exp_(), y)
-
-
 def recomputes(model: Net, index: int, x: Tensor, y: Tensor) -> Any:
     logits: Any = checkpoint(model, x.requires_grad_(), use_reentrant=index % 2 == 0)
     return cross_entropy(logits, y)
@@ -255,15 +248,6 @@ def in_forms(model: Any, optimizer: torch.optim.Optimizer) -> Iterator[Any]:
         yield loss
 
 
-def asks_for_some(model: Net, optimizer: torch.optim.Optimizer) -> Iterator[Any]:
-    for index, x, y in batches():
-        loss = of_logits(model, index, x.requires_grad_(), y)
-        by_input, by_head = torch.autograd.grad(loss, [x, model.head.weight])
-        yield by_input
-        model.head.weight.grad = by_head
-        optimizer.step()
-
-
 def asks_for_many(model: Net, optimizer: torch.optim.Optimizer) -> Iterator[Any]:
     """Gradients of each result, in one pass."""
     for index, x, y in batches(24):
@@ -298,7 +282,6 @@ REPLAYED: dict[str, Loop] = {
     "several calls": trains_by(calls_twice),
     "backward in another order": goes_backward_in_another_order,
     "a penalty of gradients": trains_by(penalizes_gradients, 16),
-    "results that are written": trains_by(writes_into_results),
     "a function of torch that is wrapped": wraps_a_function,
     "copies of dicts": copies_by_dict,
     "exports": exports,
@@ -308,7 +291,6 @@ REPLAYED: dict[str, Loop] = {
     "the graph of gradients": keeps_the_graph_of_gradients,
     "a scaler": scales,
     "gradients in other forms": in_forms,
-    "some gradients alone": asks_for_some,
     "many gradients at once": asks_for_many,
     "a number that changes once": before_each(
         lambda model, _, index: setattr(model, "scale", 1.0 if index < 8 else 0.5)

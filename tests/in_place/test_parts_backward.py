@@ -54,19 +54,9 @@ def kept(grad: Tensor) -> Tensor:
     return grad
 
 
-def left(grad: Tensor) -> Tensor:
-    SEEN["gradient"] = grad * 2.0
-    return grad
-
-
 def written(grad: Tensor) -> Tensor:
     SEEN["mean"].mul_(0.9).add_(grad.mean(), alpha=0.1)
     return grad
-
-
-def same_memory(grad: Tensor) -> Tensor:
-    ones: Tensor = SEEN["ones"]
-    return ones[: len(grad)]
 
 
 FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -75,10 +65,7 @@ FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "judged": lambda grad: grad if grad.sum().item() > 0 else grad * 0.5,
     "counted": counted,
     "kept": kept,
-    "left": left,
     "written": written,
-    "constant": lambda grad: torch.full_like(grad, 0.25),
-    "same memory": same_memory,
 }
 
 
@@ -103,15 +90,11 @@ class Passing(Net):
 def trains_by_factors(model: Any, optimizer: torch.optim.Optimizer) -> Iterator[Any]:
     """What functions read changes now and then, and what they leave is read."""
     SEEN.update(calls=0, gradients=[], mean=torch.zeros(()))
-    SEEN.update(ones=torch.ones(8, 16), gradient=torch.zeros(1))
-    held = []
     for index, x, y in batches(20):
         globals()["FACTOR"] = 1.0 + (index // 7)
         yield iterates(model, optimizer, x, y)
-        held.append(SEEN["gradient"])
         yield SEEN["mean"]
-        yield SEEN["gradient"]
-    yield from (each.clone() for each in (*SEEN["gradients"], *held, SEEN["ones"]))
+    yield from (each.clone() for each in SEEN["gradients"])
     yield SEEN["calls"]
 
 

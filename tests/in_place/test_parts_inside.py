@@ -269,31 +269,6 @@ def test_what_a_call_does_beside_its_result_is_done_once_and_found(what: str) ->
     assert states(parts)["model.net"] == "captured"
 
 
-@pytest.mark.parametrize("way", ["asked for", "kept", "changed by a hook"])
-def test_a_result_of_which_another_is_made_gets_all_of_its_gradient(way: str) -> None:
-    """Features beside the logits that are made of them, as Grad-CAM and others want them."""
-
-    def loop(model: Any, optimizer: torch.optim.Optimizer) -> Iterator[Any]:
-        for index, x, y in batches():
-            optimizer.zero_grad()
-            logits, features = model(x)
-            loss = cross_entropy(logits, y)
-            if index > 5 and way == "asked for":
-                (grad,) = torch.autograd.grad(loss, features, retain_graph=True)
-                loss = loss * (1 + grad.norm())
-                yield grad
-            elif index > 5 and way == "kept":
-                features.retain_grad()
-            elif index > 5:
-                features.register_hook(lambda grad: grad * 0.5)
-            loss.backward()
-            optimizer.step()
-            yield loss
-            yield 0 if features.grad_fn is None or way != "kept" or index < 6 else features.grad
-
-    check(loop, lambda: Around(returns_what_it_makes_a_result_of))
-
-
 def test_a_dict_of_tensors_and_numbers_is_made_anew() -> None:
     class Many(Net):
         def forward(self, x: Tensor) -> Any:

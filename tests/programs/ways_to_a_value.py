@@ -19,7 +19,7 @@ import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from decimal import Decimal
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -200,14 +200,6 @@ class Hidden:
         self._weight = value
 
 
-class Meta(type):
-    weight = 1
-
-
-class OfMeta(metaclass=Meta):
-    pass
-
-
 class Told:
     """Tells its weight without an object of it."""
 
@@ -216,21 +208,6 @@ class Told:
     @classmethod
     def by_class(cls) -> int:
         return cls.weight
-
-
-class Own(dict[str, int]):
-    """A dict with methods of another form, as libraries have them."""
-
-    def get(self, owner: object) -> int:  # type: ignore[override]
-        return super().get(type(owner).__name__, 1)
-
-    def items(self, owner: object) -> Any:  # type: ignore[override]
-        return super().items()
-
-    def copy(self, owner: object) -> Any:  # type: ignore[override]
-        return self
-
-    values = items  # type: ignore[assignment]
 
 
 class Made:
@@ -242,17 +219,6 @@ class Made:
     def __getattr__(self, name: str) -> Any:
         value = self.content[name]
         return Made(value) if isinstance(value, dict) else value
-
-
-class Descriptor:
-    weight = 1
-
-    def __get__(self, owner: Any, kind: Any = None) -> int:
-        return self.weight
-
-
-class WithDescriptor:
-    weight = Descriptor()
 
 
 class Special:
@@ -271,21 +237,6 @@ class Special:
         return f"{self.weight} in epoch {self.epoch}"
 
 
-class Inner:
-    """Has methods that others call in its place."""
-
-    held: ClassVar = types.SimpleNamespace(weight=1)
-
-    def scale(self, factor: int) -> Any:
-        return self.held.weight * factor
-
-    scaled: ClassVar[Any] = functools.partialmethod(scale, 1)
-
-    @functools.singledispatchmethod
-    def dispatched(self, value: Any) -> Any:
-        return self.held.weight
-
-
 class Meter:
     """Counts by a method."""
 
@@ -294,12 +245,6 @@ class Meter:
     def update(self) -> int:
         self.weight += 1
         return self.weight
-
-
-def by_match(data: Any) -> Any:
-    match data:
-        case Data(weight=weight):
-            return weight
 
 
 def of_method() -> Way:
@@ -326,13 +271,6 @@ def of_default() -> Way:
     return Way(read, lambda n: operator.setitem(state, 0, n), "0 of the default of 'state'")
 
 
-def of_attribute_of_a_function() -> Way:
-    def read() -> Any:
-        return read.weight  # type: ignore[attr-defined]
-
-    return of(read, read, "'weight' of closure variable 'read'")
-
-
 def of_registered_function() -> Way:
     owner = Data()
 
@@ -345,25 +283,6 @@ def of_registered_function() -> Way:
         return owner.weight
 
     return of(owner, lambda: read(1), "'weight' of closure variable 'owner'")
-
-
-def of_cached_function() -> Way:
-    owner = Data()
-    read = functools.lru_cache(lambda: owner.weight)
-
-    def put(n: int) -> None:
-        owner.weight = n
-        read.cache_clear()
-
-    return Way(lambda: read(), put, "'weight' of closure variable 'owner'")
-
-
-def of_deep_chain() -> Way:
-    owner = Data()
-    call: Read = lambda: owner.weight  # noqa: E731
-    for _ in range(12):
-        call = functools.partial(lambda inner: inner(), call)
-    return of(owner, lambda: call(), "'weight' of closure variable 'owner'")
 
 
 def by_partial() -> Way:
@@ -382,11 +301,6 @@ def by_reference() -> Way:
 def by_proxy() -> Way:
     KEPT.append(owner := Data())
     return of(weakref.proxy(owner), None, "'weight' of .*'owner'")
-
-
-def by_bound_builtin(table: dict[str, int]) -> Read:
-    get = table.get
-    return lambda: get("weight")
 
 
 def by_nested_tuple(table: dict[str, int]) -> Read:
@@ -430,21 +344,10 @@ WAYS: dict[str, Callable[[], Way]] = {
     "property": lambda: of(Hidden(), None, "'_weight' of closure variable 'owner'"),
     "slots": lambda: of(Slots()),
     "class": lambda: of(type("Mine", (Told,), {}), None, r"Mine\.weight"),
-    "metaclass": lambda: of(Meta, lambda: OfMeta.weight, r"Meta\.weight"),
     "class_method": lambda: of(Told, lambda: Told.by_class(), r"Told\.weight"),
-    "descriptor": lambda: of(
-        vars(WithDescriptor)["weight"],
-        lambda: WithDescriptor().weight,
-        r"'weight' of WithDescriptor\.weight",
-    ),
     "made_up": of_made_up,
     "method": of_method,
-    "partialmethod": lambda: of(Inner.held, lambda: Inner().scaled(), r"'weight' of Inner\.held"),
-    "singledispatchmethod": lambda: of(
-        Inner.held, lambda: Inner().dispatched(1), r"'weight' of Inner\.held"
-    ),
     "length": lambda: by(len, Special()),
-    "match": lambda: by(by_match, Data()),
     "vars": lambda: by(lambda owner: owner.__dict__["weight"], Data()),
     "asdict": lambda: by(lambda owner: dataclasses.asdict(owner)["weight"], Data()),
     "thread": lambda: of(threading.local()),
@@ -452,12 +355,8 @@ WAYS: dict[str, Callable[[], Way]] = {
     "proxy": by_proxy,
     "partial": by_partial,
     "default": of_default,
-    "attribute_of_a_function": of_attribute_of_a_function,
     "registered_function": of_registered_function,
-    "cached_function": of_cached_function,
-    "deep_chain": of_deep_chain,
     "item": lambda: of_item({}, "'weight' of closure variable 'table'"),
-    "own_dict": lambda: of_item(Own(), "'weight' of closure variable 'table'"),
     "user_dict": lambda: of_item(collections.UserDict(), "closure variable 'table'"),
     "dict_of_another_class": lambda: of_item(collections.Counter(), "'weight' of closure variable"),
     "list_item": lambda: of_item([1], "0 of closure variable 'table'", 0),
@@ -467,7 +366,6 @@ WAYS: dict[str, Callable[[], Way]] = {
         lambda table: by_item(collections.ChainMap({}, table)), "'weight' of .* 'held'"
     ),
     "nested_tuple": lambda: of_dict(by_nested_tuple, "'weight' of 0 of 'first' of .*'tables'"),
-    "bound_builtin": lambda: of_dict(by_bound_builtin, "'weight' of what .*'get' .*belongs to"),
     "float": lambda: of_replaced(float, float),
     "decimal": lambda: of_replaced(Decimal, float),
     "date": lambda: of_replaced(lambda n: datetime.date(2000, 1, n), lambda date: date.day),

@@ -21,8 +21,8 @@ CHANGES = {
     ChangeKind.OPTIMIZER_STATE: {
         "state['exp_avg'] = state['exp_avg'].clone()": f"'exp_avg' of {WEIGHT}",
         "state['step'] = state['step'].clone()": f"'step' of {WEIGHT}",
-        "state['extra'] = torch.zeros(2)": f"'extra' of {WEIGHT} was absent .* now there",
-        "optim.state.clear()": f"'exp_avg' of {WEIGHT} was there .* gone",
+        "state['extra'] = torch.zeros(2)": f"'extra' of {WEIGHT} was missing .* now a Tensor",
+        "optim.state.clear()": f"'exp_avg' of {WEIGHT} was a Tensor .* missing",
     },
     ChangeKind.ADDRESS: {
         "state['exp_avg_sq'].data = torch.zeros(4, 4)": (
