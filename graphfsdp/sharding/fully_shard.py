@@ -1,11 +1,16 @@
-"""`fully_shard`: ZeRO on a module, in FSDP2's words."""
+"""`fully_shard`: ZeRO on a module, in FSDP2's words.
+
+Note [State dicts]: torch puts what ``load_state_dict(assign=True)`` loads in the place of the
+parameters. A unit's parameters are views of its flat buffers, so their values are copied there, and
+what torch assigns are the parameters themselves.
+"""
 
 from collections.abc import Callable, Collection, Sequence, Set
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy as CPUOffloadPolicy
 from torch.distributed.fsdp import MixedPrecisionPolicy as TorchPolicy
@@ -13,6 +18,8 @@ from torch.distributed.fsdp import OffloadPolicy as OffloadPolicy
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import _global_optimizer_pre_hooks, register_optimizer_step_pre_hook
 
+from graphfsdp.base.dtensors import can_be_copied, local_part
+from graphfsdp.base.recut import recut
 from graphfsdp.base.sharded import IGNORED, refuse_old_parameters
 from graphfsdp.config import MixedPrecisionPolicy, ShardingStrategy
 from graphfsdp.errors import ConfigError
@@ -26,13 +33,19 @@ from graphfsdp.sharding.mesh import find_axes
 from graphfsdp.sharding.module import FSDPModule as FSDPModule
 from graphfsdp.sharding.module import GradientReductionHandle as GradientReductionHandle
 from graphfsdp.sharding.module import UnshardHandle as UnshardHandle
-from graphfsdp.sharding.module import attach, begin_forward, end_forward, units_in
+from graphfsdp.sharding.module import (
+    attach,
+    begin_forward,
+    end_forward,
+    give_shards_memory,
+    unit_of,
+    units_in,
+)
 from graphfsdp.sharding.pipelines import give_state, state_of
 from graphfsdp.sharding.pipelines import (
     register_fsdp_forward_method as register_fsdp_forward_method,
 )
 from graphfsdp.sharding.pipelines import share_comm_ctx as share_comm_ctx
-from graphfsdp.sharding.states import after_state_dict, before_loading
 from graphfsdp.sharding.unit import Unit
 
 _Modules = TypeVar("_Modules", bound=nn.Module | Sequence[nn.Module])
@@ -158,8 +171,8 @@ def fully_shard(
         give_state(each)
         each.register_forward_pre_hook(begin_forward, prepend=True, with_kwargs=True)
         each.register_forward_hook(end_forward, always_call=True)
-        each.register_load_state_dict_pre_hook(before_loading)
-        each.register_state_dict_post_hook(after_state_dict)
+        each.register_load_state_dict_pre_hook(_before_loading)
+        each.register_state_dict_post_hook(_after_state_dict)
     return module
 
 
@@ -246,3 +259,42 @@ def _move(
             is_taken = isinstance(tensor, DTensor) or tensor in ignored
             if tensor.device.type == "cpu" and not is_taken:
                 tensor.data = tensor.to(device)
+
+
+@torch.no_grad()
+def _before_loading(
+    module: nn.Module, state: dict[str, Any], prefix: str, metadata: dict[str, Any], *_: Any
+) -> None:
+    """Bring values into the cut of the parameters; copy here those that are to be assigned."""
+    group = unit_of(module).group
+    managed = {id(item.param): item for item in group.managed}
+    items = {
+        f"{prefix}{name}": managed[id(param)]
+        for name, param in module.named_parameters(remove_duplicate=False)
+        if id(param) in managed and isinstance(state.get(f"{prefix}{name}"), Tensor)
+    }
+    assigns = metadata.get("assign_to_params_buffers", False)
+    if assigns and group.awaits_values:
+        devices = {local_part(state[name]).device for name in items}
+        for device in devices - {torch.device("meta")}:
+            give_shards_memory(group, device)
+    for name, item in items.items():
+        value = state[name] = recut(state[name], item.param)
+        if not assigns or value.shape != item.param.shape:
+            continue  # torch says what is wrong
+        if value.dtype != item.param.dtype:
+            raise ConfigError(
+                f"load_state_dict(assign=True) got {value.dtype} for {group.full_name(item)!r}, "
+                f"which is laid out as {item.param.dtype}. Remedy: assign=False, which casts"
+            )
+        item.param.copy_(value)
+        state[name] = item.param
+
+
+def _after_state_dict(
+    module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: dict[str, Any]
+) -> None:
+    """Make what a state dict holds fit for ``copy.deepcopy`` and ``torch.save``."""
+    for name, value in state_dict.items():
+        if name.startswith(prefix) and isinstance(value, Tensor) and not value.requires_grad:
+            state_dict[name] = can_be_copied(value)
