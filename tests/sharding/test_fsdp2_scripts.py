@@ -209,16 +209,6 @@ def test_weights_of_several_modules_are_gathered_and_reduced_once() -> None:
     assert mine == [gather, gather, reduction]  # for forward, for backward
 
 
-@on_ranks("ranks2")
-def test_an_offloaded_model_trains_without_a_graph() -> None:
-    model = everyday_scripts.whole_model()
-    graphfsdp.fully_shard(model, offload_policy=graphfsdp.CPUOffloadPolicy())
-    optimizer = graphfsdp.optim.FusedAdam(model.parameters(), lr=0.1)
-    with graphfsdp.capture(model, optimizer, loss_fn=mean_square, scope="none") as step:
-        losses = [float(step(everyday_scripts.batch(0))) for _ in range(5)]
-    assert losses[-1] < losses[0]
-
-
 @pytest.mark.parametrize(
     ("ranks", "strategy", "outer"),
     [
