@@ -78,18 +78,18 @@ def test_ranks_train_as_one_and_replay_as_eager(
 
 
 @pytest.mark.parametrize(
-    ("sequence", "strategy", "outer", "microbatches", "optimizer"),
+    ("sequence", "strategy", "outer", "microbatches"),
     [
-        (False, "optim", None, 3, "fused_adam"),
-        (False, "optim_grads_params", None, 1, "adamw"),  # of parameters on two meshes
-        (False, "no_shard", "no_shard", 1, "fused_adam"),
-        (True, "optim_grads_params", None, 1, "fused_adam"),
-        (True, "optim_grads", "optim", 3, "fused_adam"),
+        (False, "optim", None, 3),
+        (False, "optim_grads_params", None, 1),  # of parameters on two meshes
+        (False, "no_shard", "no_shard", 1),
+        (True, "optim_grads_params", None, 1),
+        (True, "optim_grads", "optim", 3),
     ],
 )
 @on_ranks("ranks4")
 def test_parallel_modules_train_as_one_rank_and_replay_as_eager(
-    sequence: bool, strategy: str, outer: str | None, microbatches: int, optimizer: str
+    sequence: bool, strategy: str, outer: str | None, microbatches: int
 ) -> None:
     """Ranks that have other experts are in moe/test_moe_ranks.py."""
     num_steps = num_steps_of((strategy, outer), ("optim_grads_params", None))
@@ -97,13 +97,12 @@ def test_parallel_modules_train_as_one_rank_and_replay_as_eager(
     assert len({param.device_mesh for param in tensor_parallel().parameters()}) > 1
     got = replayed_as_eager(
         functools.partial(tensor_parallel, strategy, sequence=sequence, outer=outer),
-        optimizer,
         num_steps=num_steps,
         data=[part_of_axis(batch, mesh, "dp") for batch in whole_batches()[:num_steps]],
         microbatches=microbatches,
     )
     whole = plain_model().to(rank_device())
-    assert_trains_as_whole(got, optimizer, whole=whole, group=mesh.get_group("dp"))
+    assert_trains_as_whole(got, whole=whole, group=mesh.get_group("dp"))
 
 
 @pytest.mark.parametrize("strategy", ["optim", "optim_grads_params"])
