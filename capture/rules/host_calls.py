@@ -212,7 +212,7 @@ class HostWatch:
 
     An iteration makes hundreds of thousands of calls, nearly all of them in files and of names
     that mean nothing here, so these are told first. Most of them would be those of our own code
-    for each operator and function: see Note [Our own Python].
+    for each operator: see Note [Our own Python].
 
     Attributes:
         leaves_out_modes: It may pause there; nobody else has a profiler that is told of all.

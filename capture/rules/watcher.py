@@ -1,8 +1,6 @@
 """Watches an iteration run under the rules: every operator, torch function and host call."""
 
-import sys
 import threading
-import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from types import FrameType
@@ -38,13 +36,6 @@ from graphfsdp.base.hazards import HazardKind, HazardLog, SourceLine
 from graphfsdp.base.op_tensors import OpCall, OperatorMode, operator_modes, storage_key
 from graphfsdp.base.torch_internals import backward_node, dispatch_mode_stack
 from graphfsdp.errors import CaptureError
-
-# Below these there are operators alone, but for what asks its arguments for their contents.
-_WRITTEN_IN_C = (
-    *(types.BuiltinFunctionType, types.MethodDescriptorType),
-    *(types.MethodWrapperType, types.WrapperDescriptorType),
-)
-_ASKS_OBJECTS = ("tensor", "as_tensor", "asarray")
 
 
 class Watcher:
@@ -188,14 +179,14 @@ class Watcher:
         if answer is not NotImplemented:
             return answer
         if self._num_quiet:
-            return seal(self._call(function, args, kwargs))
+            return seal(function(*args, **kwargs))
         refused = self._function_rules.refuse(function, args, kwargs, self.varies)
         if refused is not None:
             self.refuse(*refused)
             with self.quiet():  # what it is made of is the same finding
-                return seal(self._call(function, args, kwargs))
+                return seal(function(*args, **kwargs))
         num_ops = self.num_ops
-        result = self._call(function, args, kwargs)
+        result = function(*args, **kwargs)
         if self.num_ops == num_ops:
             refused = self._function_rules.refuse_unseen_read(function, args, self.varies)
             if refused is not None:
@@ -205,21 +196,6 @@ class Watcher:
     def seal(self, result: Any) -> Any:
         """Return what a permitted function is to return."""
         return self._function_rules.seal(result)
-
-    def _call(
-        self, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
-    ) -> Any:
-        """Call a function of the iteration, whose Python is watched if it has any."""
-        host = self.host
-        is_c = type(function) in _WRITTEN_IN_C and function.__name__ not in _ASKS_OBJECTS
-        if is_c or host is None:
-            return function(*args, **kwargs)
-        is_mine = host.resume()
-        try:
-            return function(*args, **kwargs)
-        finally:
-            if is_mine:
-                host.pause()
 
     def on_host_call(self, name: str, refusal: Refusal) -> None:
         if not self._num_quiet and not self._runs_as_written(refusal):
@@ -352,19 +328,7 @@ class _FunctionMode(TorchFunctionMode):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        func = called_function(func)
-        profile: Any = sys.getprofile()  # which is told of every call until it pauses
-        try:
-            pauses = profile is not None and profile.__self__.leaves_out_modes
-        except AttributeError:  # somebody else's
-            pauses = False
-        if pauses:
-            sys.setprofile(None)
-        try:
-            return self._watcher.on_function(func, args, kwargs or {})
-        finally:
-            if pauses:
-                sys.setprofile(profile)
+        return self._watcher.on_function(called_function(func), args, kwargs or {})
 
 
 def is_watching_mode(mode: object) -> bool:
