@@ -41,10 +41,6 @@ class StepControl:
         self.skipped_steps.zero_()
         self.grad_norm.zero_()
 
-    @property
-    def skips_nonfinite(self) -> bool:
-        return self._skip_nonfinite
-
     def needs_norm(self, found_inf: Tensor | None) -> bool:
         checks = self._skip_nonfinite and found_inf is None
         return checks or self._max_grad_norm is not None

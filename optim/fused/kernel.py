@@ -90,7 +90,6 @@ def launch(
             tables.params,
             hyper,
             coefficients,
-            ADAM_W_MODE=adam_w_mode,
             num_warps=1,
             enable_fp_fusion=False,
         )
@@ -125,7 +124,6 @@ def constants(
         "GRAD_DTYPE": _in_triton(dtypes.grad),
         "FIRST_DTYPE": _in_triton(dtypes.exp_avg),
         "SECOND_DTYPE": _in_triton(dtypes.exp_avg_sq),
-        "MAIN_DTYPE": _in_triton(dtypes.main_param or torch.float32),
         "HAS_MAIN": dtypes.main_param is not None,
         "HAS_SCALE": has_scale,
         "HAS_SKIP": has_skip,

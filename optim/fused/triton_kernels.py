@@ -12,27 +12,10 @@ import triton.language as tl
 
 
 @triton.jit
-def load_weight(param_ptr, main_ptr, offsets, mask, HAS_MAIN: tl.constexpr):
-    if HAS_MAIN:
-        return tl.load(main_ptr + offsets, mask=mask).to(tl.float32)
-    else:
-        return tl.load(param_ptr + offsets, mask=mask).to(tl.float32)
-
-
-@triton.jit
-def store_weight(param_ptr, main_ptr, weight, offsets, mask, HAS_MAIN: tl.constexpr):
-    """Store the main weight, and the model weight rounded from it."""
-    if HAS_MAIN:
-        tl.store(main_ptr + offsets, weight, mask=mask)
-    tl.store(param_ptr + offsets, weight.to(param_ptr.dtype.element_ty), mask=mask)
-
-
-@triton.jit
 def coefficients_kernel(
     params_ptr,  # [P, 9] int64, see update_kernel
     hyper_ptr,  # [G, 5] float64, lr, beta1, beta2, eps, weight_decay
     coefficients_ptr,  # [P, 8] float32, written
-    ADAM_W_MODE: tl.constexpr,
 ):
     """A parameter's scalars, in float64. Capture: reads the count and table that a replay finds."""
     index = tl.program_id(0)
@@ -48,11 +31,8 @@ def coefficients_kernel(
     # power of it is as good as 0.
     correction1 = 1.0 - tl.exp2(step * tl.log2(tl.maximum(beta1, 2.3e-308)))
     correction2 = 1.0 - tl.exp2(step * tl.log2(tl.maximum(beta2, 2.3e-308)))
-    decay = correction1 * 0.0 + 1.0
-    if ADAM_W_MODE:
-        decay = 1.0 - lr * weight_decay
     out = coefficients_ptr + index * 8
-    tl.store(out, decay.to(tl.float32))
+    tl.store(out, (1.0 - lr * weight_decay).to(tl.float32))
     tl.store(out + 1, weight_decay.to(tl.float32))
     tl.store(out + 2, (1.0 - beta1).to(tl.float32))
     tl.store(out + 3, beta2.to(tl.float32))
@@ -60,28 +40,6 @@ def coefficients_kernel(
     tl.store(out + 5, (lr / correction1).to(tl.float32))
     tl.store(out + 6, tl.sqrt(correction2).to(tl.float32))
     tl.store(out + 7, tl.load(hyper + 3).to(tl.float32))
-
-
-@triton.jit
-def _update_moments(weight, grad, first, second, coefficients_ptr, ADAM_W_MODE: tl.constexpr):
-    weight_decay = tl.load(coefficients_ptr + 1)
-    one_minus_beta1 = tl.load(coefficients_ptr + 2)
-    beta2 = tl.load(coefficients_ptr + 3)
-    one_minus_beta2 = tl.load(coefficients_ptr + 4)
-    if ADAM_W_MODE:
-        weight = weight * tl.load(coefficients_ptr)
-    else:
-        grad = grad + weight * weight_decay
-    first = first + (grad - first) * one_minus_beta1
-    second = second * beta2 + grad * grad * one_minus_beta2
-    return weight, first, second
-
-
-@triton.jit
-def _update_weight(weight, first, second, coefficients_ptr):
-    eps = tl.load(coefficients_ptr + 7)
-    denominator = tl.div_rn(tl.sqrt_rn(second), tl.load(coefficients_ptr + 6)) + eps
-    return weight - tl.div_rn(first, denominator) * tl.load(coefficients_ptr + 5)
 
 
 @triton.jit
@@ -98,18 +56,28 @@ def _update_block(
     """Update some elements; ``mask`` is None where all of them are there."""
     param, grad_ptr, first_ptr, second_ptr, main = pointers
     grad = tl.load(grad_ptr + offsets, mask=mask).to(tl.float32)
-    weight = load_weight(param, main, offsets, mask, HAS_MAIN)
+    if HAS_MAIN:
+        weight = tl.load(main + offsets, mask=mask).to(tl.float32)
+    else:
+        weight = tl.load(param + offsets, mask=mask).to(tl.float32)
     first = tl.load(first_ptr + offsets, mask=mask).to(tl.float32)
     second = tl.load(second_ptr + offsets, mask=mask).to(tl.float32)
     if HAS_SCALE:
         grad = grad * tl.load(scale_ptr)
-    weight, first, second = _update_moments(
-        weight, grad, first, second, coefficients_ptr, ADAM_W_MODE
-    )
-    weight = _update_weight(weight, first, second, coefficients_ptr)
+    if ADAM_W_MODE:
+        weight = weight * tl.load(coefficients_ptr)
+    else:
+        grad = grad + weight * tl.load(coefficients_ptr + 1)
+    first = first + (grad - first) * tl.load(coefficients_ptr + 2)
+    second = second * tl.load(coefficients_ptr + 3) + grad * grad * tl.load(coefficients_ptr + 4)
+    denominator = tl.div_rn(tl.sqrt_rn(second), tl.load(coefficients_ptr + 6))
+    denominator = denominator + tl.load(coefficients_ptr + 7)
+    weight = weight - tl.div_rn(first, denominator) * tl.load(coefficients_ptr + 5)
     tl.store(first_ptr + offsets, first.to(first_ptr.dtype.element_ty), mask=mask)
     tl.store(second_ptr + offsets, second.to(second_ptr.dtype.element_ty), mask=mask)
-    store_weight(param, main, weight, offsets, mask, HAS_MAIN)
+    if HAS_MAIN:
+        tl.store(main + offsets, weight, mask=mask)
+    tl.store(param + offsets, weight.to(param.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -119,14 +87,13 @@ def _load_pointers(
     GRAD_DTYPE: tl.constexpr,
     FIRST_DTYPE: tl.constexpr,
     SECOND_DTYPE: tl.constexpr,
-    MAIN_DTYPE: tl.constexpr,
     ALIGNED: tl.constexpr,
 ):
     param_ptr = tl.load(row).to(tl.pointer_type(PARAM_DTYPE))
     grad_ptr = tl.load(row + 1).to(tl.pointer_type(GRAD_DTYPE))
     first_ptr = tl.load(row + 2).to(tl.pointer_type(FIRST_DTYPE))
     second_ptr = tl.load(row + 3).to(tl.pointer_type(SECOND_DTYPE))
-    main_ptr = tl.load(row + 4).to(tl.pointer_type(MAIN_DTYPE))
+    main_ptr = tl.load(row + 4).to(tl.pointer_type(tl.float32))
     if ALIGNED:
         # On the pointers: the compiler does not carry it over from the integers.
         param_ptr = tl.multiple_of(param_ptr, 16)
@@ -148,7 +115,6 @@ def update_kernel(
     GRAD_DTYPE: tl.constexpr,
     FIRST_DTYPE: tl.constexpr,
     SECOND_DTYPE: tl.constexpr,
-    MAIN_DTYPE: tl.constexpr,
     HAS_MAIN: tl.constexpr,
     HAS_SCALE: tl.constexpr,
     HAS_SKIP: tl.constexpr,
@@ -164,9 +130,7 @@ def update_kernel(
     block = tl.program_id(0)
     index = tl.load(block_to_param_ptr + block).to(tl.int64)
     row = params_ptr + index * 9
-    pointers = _load_pointers(
-        row, PARAM_DTYPE, GRAD_DTYPE, FIRST_DTYPE, SECOND_DTYPE, MAIN_DTYPE, ALIGNED
-    )
+    pointers = _load_pointers(row, PARAM_DTYPE, GRAD_DTYPE, FIRST_DTYPE, SECOND_DTYPE, ALIGNED)
     numel = tl.load(row + 5)
     coefficients = coefficients_ptr + index * 8
     block -= tl.load(row + 8)
