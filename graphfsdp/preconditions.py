@@ -1,7 +1,7 @@
 """What model, optimizer and options must be like before anything is captured."""
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from typing import Any, Self
@@ -24,10 +24,6 @@ from graphfsdp.optim.adapters.baked import BakedAdapter
 from graphfsdp.optim.fused.adam import FusedAdam
 
 _MAX_LISTED = 5
-_WALKS = (  # of nn.Module, by which all that is in a model is found
-    *("modules", "named_modules", "children", "named_children"),
-    *("parameters", "named_parameters", "buffers", "named_buffers"),
-)
 # Runs what may find settings of some kind wrong: a capture lets the error through, a check notes it
 # and goes on.
 Noting = Callable[[HazardKind], AbstractContextManager[None]]
@@ -100,24 +96,8 @@ def _is_wrapper(optimizer: object) -> bool:
     return not packages.isdisjoint(_WRAPPERS) and isinstance(inner, torch.optim.Optimizer)
 
 
-def hidden_walks(model: nn.Module) -> Iterator[tuple[str, object]]:
-    """Find what a user has put in the place of what torch walks through modules by."""
-    for module in nn.Module.modules(model):
-        for name in _WALKS:
-            found = getattr(module, name)
-            if getattr(found, "__func__", None) is not getattr(nn.Module, name):
-                yield f"{type(module).__name__}.{name}", found
-
-
 def refuse_opaque_modules(model: nn.Module) -> None:
     """Refuse modules whose work lies in C++, out of sight: DDP's collectives, TorchScript."""
-    for name, found in hidden_walks(model):
-        if not callable(found):
-            raise ConfigError(
-                f"{name} is a {type(found).__name__}, and hides the method of nn.Module by which "
-                "what is in a model is found. Ways out: another name for it; capture_in_place, "
-                "which runs such a module as it is written"
-            )
     for name, module in model.named_modules():
         if isinstance(module, torch.jit.ScriptModule):
             where = f"module {name!r}" if name else "the model"

@@ -13,7 +13,7 @@ import logging
 import statistics
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import wraps
@@ -40,13 +40,16 @@ from graphfsdp.base.torch_internals import (
 from graphfsdp.in_place.module_part import SLOW, ModulePart, PartState
 from graphfsdp.in_place.part_report import PartLine, PartsReport
 from graphfsdp.optim.adapters.grouped_step import GroupedStep, is_torchs_step
-from graphfsdp.preconditions import hidden_walks
 
 _LOG = logging.getLogger("graphfsdp")
 # Whether the part is on. Each quarter has as many of both, and so has, as near as can be, whatever
 # comes each second to fifth time: an epoch of three batches with its end, say.
 _TURNS = tuple(bool(int(turn)) for turn in "00011101010111001010101000100111")
 _MOST_ANEW = 64  # times that a trial begins anew: captures have to end some day
+_WALKS = (  # of nn.Module, by which all that is in a model is found
+    *("modules", "named_modules", "children", "named_children"),
+    *("parameters", "named_parameters", "buffers", "named_buffers"),
+)
 _COMPILED = "it is compiled"
 _PAYS = 0.97  # of the time without it
 _TAKEN_BY = "_graphfsdp_taken_by"  # whose a step is that stands in the place of the optimizer's
@@ -354,10 +357,19 @@ class _Call:
 
 def _why_not(module: nn.Module) -> str | None:
     """Return why a module can be no part, whatever it does; None if it may."""
-    for name, _ in hidden_walks(module):
+    for name in _hidden_walks(module):
         return f"{name} is not torch's"
     if units_of(module):
         return "its weights are sharded, and gathered and reduced by its hooks"
     if isinstance(module, (DistributedDataParallel, DataParallel)):
         return f"{type(module).__name__} reduces gradients from C++"
     return None
+
+
+def _hidden_walks(model: nn.Module) -> Iterator[str]:
+    """Find what a user has put in the place of what torch walks through modules by."""
+    for module in nn.Module.modules(model):
+        for name in _WALKS:
+            found = getattr(module, name)
+            if getattr(found, "__func__", None) is not getattr(nn.Module, name):
+                yield f"{type(module).__name__}.{name}"
