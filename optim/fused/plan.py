@@ -9,7 +9,6 @@ Shapes: G = groups.
 import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -34,9 +33,6 @@ from graphfsdp.optim.fused.storage import (
     make_columns,
     same_layout,
 )
-
-# Where a state is not called as its column is.
-_COLUMN_OF_STATE: Mapping[str, str] = MappingProxyType({"master_param": "main_param"})
 
 
 class Stepped(NamedTuple):
@@ -194,9 +190,9 @@ def local_state(state: Mapping[str, Tensor]) -> State:
 
 def _member(item: Stepped, state: State) -> Member:
     param = local_part(item.param)
-    named = {_COLUMN_OF_STATE.get(key, key): value for key, value in state.items() if key != "step"}
     dense = is_dense(param.shape, param.stride()) and same_layout(param, item.grad)
-    tensors = StepTensors(param, item.grad, **named)
+    moments = state["exp_avg"], state["exp_avg_sq"]
+    tensors = StepTensors(param, item.grad, *moments, state.get("master_param"))
     return Member(item.position, item.row, tensors, state["step"], dense)
 
 

@@ -236,16 +236,3 @@ def test_the_state_of_a_group_that_has_not_stepped_is_empty() -> None:
     del state["param_groups"][0]["step"]
     ours.load_state_dict(state)
     assert not ours.state
-
-
-def test_constructor_calls_for_transformer_engine_work_as_they_are() -> None:
-    settings: dict[str, Any] = {
-        "adam_w_mode": True,
-        "capturable": True,
-        "master_weights": True,
-        "exp_avg_dtype": BF16,
-        "exp_avg_sq_dtype": BF16,
-        "use_decoupled_grad": True,
-    }
-    optimizer = FusedAdam(make_params(), 1e-3, (0.9, 0.95), 1e-8, 0.1, **settings)
-    assert "amsgrad" not in optimizer.param_groups[0]
