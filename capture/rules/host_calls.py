@@ -245,33 +245,19 @@ class HostWatch:
             sys.setprofile(self.on_event_elsewhere)
         self._followed.add(thread)
 
-    def pause(self) -> bool:
-        """Stop watching this thread; tell whether it was watched, and need not be told of all."""
-        profile = sys.getprofile()
-        if profile is None or not self.leaves_out_modes:
-            return False
-        if getattr(profile, "__self__", None) is not self:
-            return False
-        sys.setprofile(None)
-        return True
-
-    def resume(self) -> bool:
-        """Go on watching this thread where nobody does; tell whether nobody did."""
-        if sys.getprofile() is not None:
-            return False
-        is_first = threading.get_ident() == self._thread
-        sys.setprofile(self.on_event if is_first else self.on_event_elsewhere)
-        return True
-
     @contextmanager
     def resumed(self) -> Iterator[None]:
         """Watch this thread inside of a stretch that is not watched."""
-        is_mine = self.resume()
+        if sys.getprofile() is not None:
+            yield
+            return
+        is_first = threading.get_ident() == self._thread
+        sys.setprofile(self.on_event if is_first else self.on_event_elsewhere)
         try:
             yield
         finally:
-            if is_mine:
-                self.pause()
+            if getattr(sys.getprofile(), "__self__", None) is self:
+                sys.setprofile(None)
 
     def on_event_elsewhere(self, frame: FrameType, event: str, arg: Any) -> None:
         """Take an event of another thread, or let go of it; see sys.setprofile."""

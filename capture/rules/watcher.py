@@ -49,6 +49,7 @@ class Watcher:
         last_op: Name of the last operator that was started, for diagnosis.
         site: Number of the site of the last operator that was started.
         host: What watches calls that no mode sees, while it does.
+        num_quiet: How many calls are under way whose inside is not judged.
     """
 
     def __init__(
@@ -75,7 +76,7 @@ class Watcher:
         self.site = 0
         self._device = device
         self._function_rules = FunctionRules(device.type)
-        self._num_quiet = 0  # how many calls are under way whose inside is not judged
+        self.num_quiet = 0
         self._thread = threading.get_ident()
         self._has_modes_below = False  # of others, whose Python runs below every operator
         self.host: HostWatch | None = None
@@ -159,26 +160,22 @@ class Watcher:
         if not self._defers_refusals:
             raise error
 
-    @property
-    def is_quiet(self) -> bool:
-        return self._num_quiet > 0
-
     @contextmanager
     def quiet(self) -> Iterator[None]:
-        self._num_quiet += 1
+        self.num_quiet += 1
         try:
             yield
         finally:
-            self._num_quiet -= 1
+            self.num_quiet -= 1
 
     def on_function(
         self, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Any:
-        seal = self.seal
+        seal = self._function_rules.seal
         answer = one_hot(function, args, kwargs)
         if answer is not NotImplemented:
             return answer
-        if self._num_quiet:
+        if self.num_quiet:
             return seal(function(*args, **kwargs))
         refused = self._function_rules.refuse(function, args, kwargs, self.varies)
         if refused is not None:
@@ -193,12 +190,8 @@ class Watcher:
                 self.refuse(*refused)
         return seal(result)
 
-    def seal(self, result: Any) -> Any:
-        """Return what a permitted function is to return."""
-        return self._function_rules.seal(result)
-
     def on_host_call(self, name: str, refusal: Refusal) -> None:
-        if not self._num_quiet and not self._runs_as_written(refusal):
+        if not self.num_quiet and not self._runs_as_written(refusal):
             self.refuse(name, refusal)
 
     def _runs_as_written(self, refusal: Refusal) -> bool:
@@ -208,12 +201,12 @@ class Watcher:
 
     def on_opaque_call(self, begins: bool) -> None:
         """Stop judging inside a call that was refused as a whole, and begin again after it."""
-        self._num_quiet += 1 if begins else -1
+        self.num_quiet += 1 if begins else -1
 
     def on_stream_call(self, frame: FrameType) -> None:
         if self._streams is not None:
             refusal = self._streams.on_call(frame)
-            if refusal is not None and not self._num_quiet:
+            if refusal is not None and not self.num_quiet:
                 self.refuse("torch.cuda.Event.wait", refusal)
 
     def follow_streams(self) -> None:
@@ -256,7 +249,7 @@ class Watcher:
         self._judge(name, self.judge_op(call))
         if self._streams is not None:
             self._streams.on_op(name, *self.place)
-        self._num_quiet += 1
+        self.num_quiet += 1
         try:
             result = self.on_op(call)
         except CaptureError as error:
@@ -264,7 +257,7 @@ class Watcher:
             self.failure = self.failure or found
             raise found from None
         finally:
-            self._num_quiet -= 1
+            self.num_quiet -= 1
         self.note_results(call, infos, result)
         return result
 
@@ -272,7 +265,7 @@ class Watcher:
         return refuse_op(call, self.varies)
 
     def _judge(self, op: str, refusal: Refusal | None) -> None:
-        if refusal is not None and not self._num_quiet:
+        if refusal is not None and not self.num_quiet:
             self.refuse(op, refusal)
 
     def note_results(self, call: OpCall, infos: Sequence[StorageInfo], result: Any) -> None:

@@ -42,7 +42,7 @@ from graphfsdp.preflight.host_tensors import HostTensors
 
 _NEVER_REPLAYED = "an iteration that check has judged is no graph. Remedy: graphfsdp.capture"
 # Of what follows a read of the device, that is another number in each run.
-READS = frozenset({HazardKind.HOST_READ, HazardKind.DYNAMIC_SHAPE, HazardKind.GENERATOR})
+_READS = frozenset({HazardKind.HOST_READ, HazardKind.DYNAMIC_SHAPE, HazardKind.GENERATOR})
 # What Python has moved is behind these: where its number went is told already.
 _MOVED = frozenset({HazardKind.BAKED_NUMBER, HazardKind.CONTROL_FLOW})
 
@@ -50,8 +50,8 @@ _MOVED = frozenset({HazardKind.BAKED_NUMBER, HazardKind.CONTROL_FLOW})
 class Findings:
     """The hazards of a check, and who notes them."""
 
-    def __init__(self, hazards: HazardLog | None = None) -> None:
-        self.hazards = HazardLog() if hazards is None else hazards
+    def __init__(self) -> None:
+        self.hazards = HazardLog()
 
     @contextmanager
     def noting(self, kind: HazardKind) -> Iterator[None]:
@@ -68,7 +68,9 @@ class Findings:
         compares = hazard.op is not None  # an operator of one run with that of another
         is_state = compares and hazard.kind is HazardKind.STATE
         moves = hazard.kind is HazardKind.BAKED_NUMBER and not compares
-        if not ((compares and kinds & READS) or (moves and kinds & _MOVED) or (is_state and kinds)):
+        if not (
+            (compares and kinds & _READS) or (moves and kinds & _MOVED) or (is_state and kinds)
+        ):
             self.hazards.add(hazard)
 
     def fail(self, error: Exception) -> None:
@@ -123,7 +125,7 @@ class NotingWatcher(Watcher):
     def on_function(
         self, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Any:
-        if self._on_host is None or self.is_quiet:
+        if self._on_host is None or self.num_quiet:
             return super().on_function(function, args, kwargs)
         judged = self._on_host.judge_function(function, args, kwargs)
         if judged is not None:
