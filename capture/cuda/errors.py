@@ -56,6 +56,16 @@ _ERRORS = (
         "keep the value on the device, or make the tensor before the iteration",
         HazardKind.HOST_READ,
     ),
+    # Torch's own refusals, before it asks the driver.
+    CudaCaptureError(
+        900,
+        "cudaErrorStreamCaptureUnsupported",
+        "Cannot copy between CPU and CUDA tensors during CUDA graph capture",
+        "a copy between pageable host memory and the device (torch.tensor(x, device='cuda'), "
+        ".cuda(), .cpu())",
+        "keep the value on the device, make the tensor before the iteration, or pin its memory",
+        HazardKind.HOST_READ,
+    ),
     CudaCaptureError(  # before torch 2.14, which knows every generator that is drawn from
         900,
         "cudaErrorStreamCaptureUnsupported",
