@@ -1,8 +1,6 @@
 """The CUDA backend: the iteration as one torch.cuda.CUDAGraph."""
 
 import gc
-import logging
-import os
 import threading
 import warnings
 import weakref
@@ -12,18 +10,14 @@ from functools import cache
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from graphfsdp._capture.cuda.driver import find_driver
 from graphfsdp._capture.cuda.errors import explain
 from graphfsdp._capture.cuda.host_copies import HostCopies, PinnedMemory
 from graphfsdp._capture.cuda.recorder import CudaRecorder, UnwatchedRecorder
-from graphfsdp._capture.ranks.group_ends import (
-    backends_of,
-    close_before_groups_end,
-    issued_collectives,
-)
+from graphfsdp._capture.ranks.group_ends import close_before_groups_end, issued_collectives
+from graphfsdp._capture.ranks.nccl_settings import prepare_nccl
 from graphfsdp._capture.rules.watcher import Watcher
 from graphfsdp._capture.trace.backend import Check, Effect, Graph, GraphFacts, Iterate
 from graphfsdp._capture.trace.source import has_compiled_regions, module_of, user_line_of
@@ -33,11 +27,8 @@ from graphfsdp.base.collector import without_collector
 from graphfsdp.base.dtensors import local_part
 from graphfsdp.base.hazards import HazardKind
 from graphfsdp.base.streams import collecting_kept, forked, in_turn, keep_for_current
-from graphfsdp.base.torch_internals import all_groups
 from graphfsdp.errors import CaptureError
 
-_LOG = logging.getLogger("graphfsdp")
-_REGISTER = "NCCL_GRAPH_REGISTER"
 # Torch 2.14 and newer: a graph registers generators at their first draw, reset() brings allocator
 # and generators out of a capture that could not be ended, and names that a model gives to its
 # kernels (torch.cuda.graph_annotations) reach profilers.
@@ -127,30 +118,6 @@ class CudaGraph:
             self._in_use.release()
 
 
-def turn_registration_off() -> None:
-    """Have NCCL register no buffers where it would, and nobody has chosen.
-
-    Note [Registered buffers]: in captures alone NCCL registers the buffers of collectives
-    (NCCL_GRAPH_REGISTER is 1 by default). That is where captured collectives hang and eager ones do
-    not: with expandable segments below compute capability 10 (pytorch/pytorch#158029,
-    pytorch/torchtitan#3306), over a network where a small collective comes before a large one on
-    the same connection (NVIDIA/nccl#2389), and on machines with an NVSwitch in the registration
-    itself, which waits on the host for all local ranks without a look at the abort flag. What it
-    brings is a copy less where NCCL could read and write the buffers directly. NCCL reads the
-    variable when the first collective of the process is captured.
-    """
-    if _REGISTER not in os.environ and dist.is_available() and dist.is_initialized():
-        groups = [group for group in all_groups() if group.size() > 1]
-        # torch 2.15 calls it nccl2.
-        if any("nccl" in each.name() for group in groups for each in backends_of(group)):
-            os.environ[_REGISTER] = "0"
-            _LOG.info(
-                "%s=0 is set: registered buffers are where captured collectives of NCCL hang; set "
-                "it yourself to choose (docs/scale.md)",
-                _REGISTER,
-            )
-
-
 class CudaGraphBackend:
     """Captures on another stream than the caller's, on which the warm-up runs too."""
 
@@ -159,7 +126,7 @@ class CudaGraphBackend:
     def __init__(self, device: torch.device) -> None:
         index = torch.cuda.current_device() if device.index is None else device.index
         self.device = torch.device("cuda", index)
-        turn_registration_off()
+        prepare_nccl(self.device)
         # CUDA rule: a capture cannot run on the default stream, and autograd nodes remember the
         # stream that they were made on; so warm-up and capture share this one.
         self._stream = _capture_stream(index)
