@@ -113,8 +113,8 @@ def fully_shard(
             state over its ranks too: model weights are gathered over it once an iteration.
         overlap: Gather a unit's weights ahead, in the order in which units ran the last time, and
             reduce its gradients while the units before it compute theirs; all-gathers then have a
-            communicator of their own. Small units (2 MiB together) are gathered by one collective.
-            No result changes by a bit.
+            communicator of their own. Small units (2 MiB together) are gathered by one collective,
+            and on a CPU reduced by one. No result changes by a bit.
 
     Returns:
         The module, or the list, whose modules are each an ``FSDPModule`` now.

@@ -9,7 +9,7 @@ of ``register_hook``, of which a unit knows no moment, are refused. A gradient t
 parameter on another way would be overwritten, and is an error.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from graphfsdp.base.collectives import Transfer, all_reduce_, reduce_scatter_
 from graphfsdp.base.flat_buffer import copy_all
+from graphfsdp.base.joined import JoinedReduceScatter, joined
 from graphfsdp.base.streams import Lane
 from graphfsdp.errors import ConfigError
 from graphfsdp.sharding.layout import BufferLayout, Slot
@@ -58,7 +59,7 @@ class _Reducing(NamedTuple):
 
     how: How
     lane: Lane | None
-    transfer: Transfer | None  # None where it was waited for at once
+    transfer: Transfer | JoinedReduceScatter | None  # None where it was waited for at once
     reduced: Tensor
     target: Tensor  # where that belongs
     adds: bool  # onto it, or over it
@@ -94,6 +95,7 @@ class Gradients:
         self._partial: Tensor | None = None  # [I] reduced over the inner axis, not the outer one
         self._full: Tensor | None = None  # [B] not yet reduced
         self._written: set[int] = set()  # slots of it that hold something, by index
+        self._added_by_layer: set[int] = set()  # of these, in this backward pass
         self._reducing: _Reducing | None = None
 
     @property
@@ -104,6 +106,7 @@ class Gradients:
         self._full = None
         self._partial = None
         self._written.clear()
+        self._added_by_layer.clear()
         self.landed.clear()
 
     @property
@@ -117,11 +120,15 @@ class Gradients:
     def add(self, grads: Sequence[Tensor | None], *, accumulate: bool) -> None:
         """Add one backward pass's gradients, each whole, in slot order.
 
+        What autograd has for a weight to whose gradient its layer has added (``view``) is a dummy.
+
         Capture: the copies of `copy_all` or one add per gradient, into a buffer from the graph's
             pool; where nothing is sharded, into the main grads themselves.
         """
         targets, sources = [], []
         for slot, grad in zip(self._plan.layout.slots, grads, strict=True):
+            if slot.index in self._added_by_layer:
+                continue
             target = self._place(slot, accumulate=accumulate)
             if grad is not None:
                 self.landed.add(slot.index)
@@ -135,12 +142,18 @@ class Gradients:
             else:
                 targets.append(target)
                 sources.append(grad)
+        self._added_by_layer.clear()
         copy_all(targets, sources)
 
-    def view(self, slot: Slot, *, accumulate: bool) -> Tensor:
-        """A whole gradient, zeroed once an iteration, for somebody who adds to it."""
+    def view(self, slot: Slot, *, accumulate: bool, by_layer: bool) -> Tensor:
+        """A whole gradient, zeroed once an iteration, for somebody who adds to it.
+
+        With ``by_layer`` a layer does so by itself, and gives autograd a dummy.
+        """
         target = self._place(slot, accumulate=accumulate)
         self.landed.add(slot.index)
+        if by_layer:
+            self._added_by_layer.add(slot.index)
         if slot.index not in self._written:
             self._written.add(slot.index)
             target.zero_()
@@ -170,12 +183,36 @@ class Gradients:
             an outer axis one more for its last microbatch, which ``end_reduce`` begins. A lane adds
             a wait to each.
         """
-        full, self._full = self._full, None
-        self._written.clear()
+        full = self.take_whole()
         if full is not None and full.numel():
             self._begin_inside(full, lane, how)
         elif how.outside:
             self._begin_outside(lane, how)
+
+    @property
+    def joinable(self) -> Tensor | None:
+        """What may be reduced together with that of others: [B], where one reduction is all.
+
+        On a CPU alone: on a GPU gradients land in what is reduced, which a copy would undo.
+        """
+        alone = not self._sharded or self._mesh.outer is not None or self.device.type != "cpu"
+        return None if alone or self._full is None or not self._full.numel() else self._full
+
+    def peers(self, how: How) -> tuple[dist.ProcessGroup, str]:
+        """Over which ranks a reduction is, and what it comes to."""
+        return self._mesh.inner, how.reduction.collective
+
+    def expect(self, part: Tensor, transfer: JoinedReduceScatter, lane: Lane, how: How) -> None:
+        """Take note that this rank's part [S] of what was joinable will come with others."""
+        self._reducing = _Reducing(
+            how, lane, transfer, part, self.main, adds=how.accumulate, inside=True
+        )
+
+    def take_whole(self) -> Tensor | None:
+        """Return [B] gradients, or None; they are the caller's from now on."""
+        full, self._full = self._full, None
+        self._written.clear()
+        return full
 
     def end_reduce(self) -> None:
         """Wait for what has begun, and bring it to the main grads, over the outer axis as well."""
@@ -244,6 +281,29 @@ class Gradients:
         elif reduced is not target:
             target.copy_(reduced)
         return reducing
+
+
+def begin_reductions(entries: Iterable[tuple[Gradients, How]], lane: Lane) -> None:
+    """Begin to reduce the gradients of several buffers, those of small ones together.
+
+    Capture: as ``Gradients.begin_reduce``; of joined ones see JoinedReduceScatter.
+    """
+    for together in joined((each, each[0].joinable, each[0].peers(each[1])) for each in entries):
+        if len(together) == 1:
+            gradients, how = together[0]
+            gradients.begin_reduce(lane, how)
+        else:
+            _begin_together(together, lane)
+
+
+def _begin_together(entries: Sequence[tuple[Gradients, How]], lane: Lane) -> None:
+    group, collective = entries[0][0].peers(entries[0][1])
+    wholes = [whole for gradients, _ in entries if (whole := gradients.take_whole()) is not None]
+    transfer = JoinedReduceScatter(wholes, group, collective)
+    with lane.begun():
+        transfer.begin()
+    for (gradients, how), part in zip(entries, transfer.parts, strict=True):
+        gradients.expect(part, transfer, lane, how)
 
 
 def shaped(flat: Tensor, slot: Slot, num_rows: int | None = None) -> Tensor:

@@ -16,15 +16,16 @@ and a gather that was not begun ahead comes behind what is under way there.
 
 Note [Small units go together]: the next unit's weights are gathered ahead, and with them those of
 the units behind it as long as all are short (base/joined); nothing more is gathered until the first
-unit is on that has nothing here. So a model of many small units has few gathers, of which each
-costs its latency. Without ``overlap`` each unit is gathered on its own.
+unit is on that has nothing here. Gradients of small units wait for each other, at most until the
+pass is over. So a model of many small units has few collectives, of which each costs its latency.
+Without ``overlap`` each unit is gathered and reduced on its own.
 """
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
-from itertools import groupby
+from itertools import chain, groupby
 from operator import itemgetter
 from typing import NamedTuple, Protocol
 
@@ -39,7 +40,7 @@ from graphfsdp.base.torch_internals import (
     when_backward_ends,
 )
 from graphfsdp.sharding.buffer import ShardBuffer, begin_unshard
-from graphfsdp.sharding.gradients import Gradients, How
+from graphfsdp.sharding.gradients import Gradients, How, begin_reductions
 from graphfsdp.sharding.group import ShardGroup
 from graphfsdp.sharding.packing import PackedWeights
 
@@ -105,7 +106,17 @@ class _Reduction(NamedTuple):
 
     unit: Scheduled
     gradients: Sequence[Gradients]
+    how: How
     done: Callable[[], None] | None
+
+    @property
+    def waits(self) -> bool:
+        """Whether others may join it."""
+        return all(each.joinable is not None for each in self.gradients)
+
+    @property
+    def whole_bytes(self) -> int:
+        return sum(each.joinable.nbytes for each in self.gradients if each.joinable is not None)
 
     def finish(self) -> None:
         for each in self.gradients:
@@ -133,7 +144,8 @@ class Schedule:
         self._backward = Order()
         self._inside: list[Scheduled] = []  # units whose forward runs, outermost first
         self._prefetched: list[ShardBuffer] = []
-        self._reductions: deque[_Reduction] = deque()  # begun
+        self._reductions: deque[Sequence[_Reduction]] = deque()  # begun; those together are one
+        self._waiting: list[_Reduction] = []  # until more have come
         self._task = NO_BACKWARD  # the backward pass that is under way, by autograd's number
         self._passes: list[int] = []  # it and those that it runs inside of, outermost first
         self.iteration_is_over = True
@@ -187,7 +199,7 @@ class Schedule:
     def make_room(self) -> None:
         """Wait for reductions until one more whole gradient buffer may be made."""
         while len(self._reductions) >= MAX_FULL_GRADS:
-            self._reductions.popleft().finish()
+            self._finish_first()
 
     def reduce(
         self,
@@ -197,24 +209,48 @@ class Schedule:
         done: Callable[[], None] | None,
     ) -> None:
         """Begin to reduce the gradients of a unit's buffers; all is over before backward is."""
-        overlaps = unit.group.options.overlap
-        for each in gradients:
-            each.begin_reduce(self._lane("reduce", each.device) if overlaps else None, how)
-        self._reductions.append(_Reduction(unit, gradients, done))
-        if not overlaps:
+        reduction = _Reduction(unit, gradients, how, done)
+        if not unit.group.options.overlap:
+            self._begin_reductions()
+            for each in gradients:
+                each.begin_reduce(None, how)
+            self._reductions.append([reduction])
             self.finish_reduction(unit)
+            return
+        size = sum(each.whole_bytes for each in (reduction, *self._waiting))
+        if not (reduction.waits and is_short(size)):
+            self._begin_reductions()
+        self._waiting.append(reduction)
+        if not (reduction.waits and is_short(reduction.whole_bytes)):
+            self._begin_reductions()
+
+    def _begin_reductions(self) -> None:
+        waiting, self._waiting = self._waiting, []
+        if not waiting:
+            return
+        entries = [(each, reduction.how) for reduction in waiting for each in reduction.gradients]
+        for device, of_device in groupby(entries, lambda entry: entry[0].device):
+            begin_reductions(of_device, self._lane("reduce", device))
+        self._reductions.append(waiting)
 
     def finish_reduction(self, unit: Scheduled) -> None:
         """Wait for the gradients of one unit, and of those that began before it."""
-        while any(reduction.unit is unit for reduction in self._reductions):
-            self._reductions.popleft().finish()
+        if any(reduction.unit is unit for reduction in self._waiting):
+            self._begin_reductions()
+        while any(reduction.unit is unit for reduction in chain.from_iterable(self._reductions)):
+            self._finish_first()
+
+    def _finish_first(self) -> None:
+        for reduction in self._reductions.popleft():
+            reduction.finish()
 
     def settle(self) -> None:
         """Wait for whatever is under way, and drop what nobody has used."""
         self._task = NO_BACKWARD
         self._drop_prefetched()
+        self._begin_reductions()
         while self._reductions:
-            self._reductions.popleft().finish()
+            self._finish_first()
 
     def abandon(self) -> None:
         """Forget an iteration that an exception has ended, here or on another rank.
@@ -234,8 +270,10 @@ class Schedule:
             # the iteration has an error to tell already.
             with suppress(RuntimeError):
                 self._prefetched.pop().drop_prefetched()
+        self._waiting.clear()
         while self._reductions:
-            self._reductions.popleft().abandon()
+            for reduction in self._reductions.popleft():
+                reduction.abandon()
 
     def queue_up(self, buffer: ShardBuffer) -> None:
         """Let a gather on the current stream have its turn; see Note [Collectives in a graph]."""

@@ -379,13 +379,13 @@ class Unit:
         self.schedule.finish_reduction(self)
         self.schedule.make_room()
         self.phase = Phase.REDUCING
-        self._whole_gradient(position).add_(grad)
+        self._whole_gradient(position, by_layer=False).add_(grad)
 
-    def _whole_gradient(self, position: int) -> Tensor:
+    def _whole_gradient(self, position: int, *, by_layer: bool) -> Tensor:
         item = self.group.managed[position]
         assert item.buffer.gradients is not None
         accumulate = self.group.has_main_grads()
-        return item.buffer.gradients.view(item.slot, accumulate=accumulate)
+        return item.buffer.gradients.view(item.slot, accumulate=accumulate, by_layer=by_layer)
 
     def _finish_backward(self) -> None:
         if self.phase is Phase.REDUCING:
@@ -434,6 +434,10 @@ class Unit:
             return [view for _, view in self.group.full_views()]
         positions = [at for at, item in enumerate(self.group.managed) if item.trains]
         whole = Unshard.apply(self._token(), self, positions)  # type: ignore[no-untyped-call]
+        for position, tensor in zip(positions, whole, strict=True):
+            # Names that Megatron's and Transformer Engine's layers look for.
+            tensor.get_main_grad = functools.partial(self._unreduced_gradient, position)
+            tensor.grad_added_to_main_grad = False
         trainable = iter(whole)
         return [
             next(trainable) if item.trains else view.detach()
@@ -450,6 +454,18 @@ class Unit:
         if device.type == "cpu":
             return self._cpu_token
         return torch.empty(0, device=device, requires_grad=True)
+
+    def _unreduced_gradient(self, position: int) -> Tensor:
+        """Return the whole gradient of one weight, for a layer that adds to it by itself.
+
+        A whole weight has this as ``get_main_grad()``. A layer with its own backward (a fused
+        weight-gradient GEMM) calls it there and adds its gradient; what it returns for the weight
+        is ignored then. It may set ``grad_added_to_main_grad``, which decides nothing here.
+
+        Capture: see Gradients.view.
+        """
+        self.schedule.finish_reduction(self)
+        return self._whole_gradient(position, by_layer=True)
 
     def _queue_end_of_backward(self) -> None:
         if backward_id() != NO_BACKWARD:

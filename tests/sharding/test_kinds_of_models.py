@@ -56,6 +56,37 @@ class Recurrent(Stack):
         return out
 
 
+class _OwnWeightGradient(torch.autograd.Function):
+    """A linear map whose backward adds to the weight's gradient buffer by itself."""
+
+    @staticmethod
+    def forward(ctx: Any, inputs: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(inputs, weight)
+        ctx.get_main_grad = weight.get_main_grad  # type: ignore[attr-defined]
+        assert weight.grad_added_to_main_grad is False  # type: ignore[attr-defined]
+        return inputs @ weight.t()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
+        inputs, weight = ctx.saved_tensors
+        ctx.get_main_grad().addmm_(grads[0].t(), inputs)
+        # A dummy, as fused layers return one for autograd's sake.
+        return grads[0] @ weight, torch.full_like(weight, float("nan"))
+
+
+class OwnLinear(nn.Linear):
+    """A linear layer in the manner of a fused weight-gradient GEMM, where there is a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__(WIDTH, WIDTH, bias=False)
+
+    def forward(self, input: Tensor) -> Tensor:  # noqa: A002
+        if not hasattr(self.weight, "get_main_grad"):
+            return super().forward(input)
+        result: Tensor = _OwnWeightGradient.apply(input, self.weight)  # type: ignore[no-untyped-call]
+        return result
+
+
 class Penalized(Stack):
     """Its blocks compute a penalty on their weights in their own forward."""
 
@@ -98,6 +129,7 @@ class Contrast(nn.Module):
 KINDS: dict[str, Any] = {
     "runs twice": Twice,
     "recurrent": Recurrent,
+    "adds to gradients": lambda: Stack(OwnLinear(), OwnLinear()),
     "penalized": Penalized,
     "averages": Contrast,
 }
@@ -110,6 +142,7 @@ KINDS: dict[str, Any] = {
         ("runs twice", "optim_grads_params", 1),
         ("recurrent", "optim", 1),
         ("recurrent", "optim_grads_params", 1),
+        *(("adds to gradients", strategy, 2) for strategy in STRATEGIES),
         *(("penalized", strategy, 1) for strategy in STRATEGIES),
         ("averages", "optim", 2),
         ("averages", "optim_grads_params", 1),

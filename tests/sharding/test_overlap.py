@@ -59,11 +59,11 @@ def test_the_next_unit_is_gathered_before_this_one_computes(reshards: bool | Non
 
 
 @on_ranks("ranks2")
-def test_small_units_are_gathered_together() -> None:
+def test_small_units_are_gathered_and_reduced_together() -> None:
     """All that fit; of a stack whose blocks fit in pairs two each time."""
     sizes = {buffer.whole_bytes for buffer in buffers(make_stack().blocks)}
     assert len(sizes) == 1
-    for joins in (1 << 20, 2 * max(sizes)):
+    for joins, num_reductions in ((1 << 20, 1), (2 * max(sizes), 3)):  # the root's is one more
         first, second = journals(joins=joins)
         num_gathers = NUM_BLOCKS * max(sizes) // min(joins, NUM_BLOCKS * max(sizes))
         gathers = [line for line in second if "all_gather" in line]
@@ -71,6 +71,8 @@ def test_small_units_are_gathered_together() -> None:
             ["begin all_gather several"] * 2 * num_gathers
         )
         assert not [line for line in first if line.startswith("begin all_gather")]
+        for lines in (first, second):
+            assert sum("reduce_scatter" in line for line in lines) == num_reductions
 
 
 @pytest.mark.gpu

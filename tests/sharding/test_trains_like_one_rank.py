@@ -33,6 +33,8 @@ from sharding_helpers import (
     replayed_as_eager,
 )
 
+TO_FEW: dict[str, Any] = {"reshard_after_forward": 2}  # of four ranks keep what they have gathered
+
 
 @pytest.mark.parametrize(
     ("ranks", "strategy", "microbatches", "options"),
@@ -47,6 +49,8 @@ from sharding_helpers import (
         ("ranks4", "optim_grads_params", 3, {"reshard_after_forward": False}),
         ("ranks4", "optim_grads", 3, {"outer_strategy": "no_shard"}),
         ("ranks4", "optim_grads_params", 3, {"outer_strategy": "optim"}),
+        *(("ranks4", strategy, 3, TO_FEW) for strategy in STRATEGIES),
+        ("ranks4", "optim_grads_params", 3, {"overlap": False, **TO_FEW}),
         *(
             pytest.param(*row, {}, marks=pytest.mark.gpu, id="-".join(map(str, row)))
             for row in itertools.product(["gpu_ranks"], STRATEGIES, (1, 3))
