@@ -244,6 +244,12 @@ class ShardBuffer:
         return writes, torch.is_inference_mode_enabled()
 
     @property
+    def gathered(self) -> list[object]:
+        """What was made of main weights, and can be made again."""
+        whole = [] if self.full is self.main else [self.full]
+        return [*whole, self._inner, self._prefetched]
+
+    @property
     def copy(self) -> Tensor | None:
         """The whole weights [B], if there are any and a write into them would be lost."""
         return None if self.full is self.main else self.full

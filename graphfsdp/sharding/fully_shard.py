@@ -2,9 +2,11 @@
 
 Note [State dicts]: torch puts what ``load_state_dict(assign=True)`` loads in the place of the
 parameters. A unit's parameters are views of its flat buffers, so their values are copied there, and
-what torch assigns are the parameters themselves.
+what torch assigns are the parameters themselves. A deep copy has buffers of its own, over the same
+ranks.
 """
 
+import copy
 from collections.abc import Callable, Collection, Sequence, Set
 from typing import Any, TypeVar
 
@@ -22,7 +24,7 @@ from graphfsdp.base.dtensors import can_be_copied, local_part
 from graphfsdp.base.recut import recut
 from graphfsdp.base.sharded import IGNORED, refuse_old_parameters
 from graphfsdp.config import MixedPrecisionPolicy, ShardingStrategy
-from graphfsdp.errors import ConfigError
+from graphfsdp.errors import ConfigError, NotCopyableError
 from graphfsdp.sharding.arguments import (
     check_precision,
     parse_offload,
@@ -37,6 +39,7 @@ from graphfsdp.sharding.module import (
     attach,
     begin_forward,
     end_forward,
+    forget_shards,
     give_shards_memory,
     unit_of,
     units_in,
@@ -46,6 +49,7 @@ from graphfsdp.sharding.pipelines import (
     register_fsdp_forward_method as register_fsdp_forward_method,
 )
 from graphfsdp.sharding.pipelines import share_comm_ctx as share_comm_ctx
+from graphfsdp.sharding.schedule import Schedule
 from graphfsdp.sharding.unit import Unit
 
 _Modules = TypeVar("_Modules", bound=nn.Module | Sequence[nn.Module])
@@ -167,7 +171,7 @@ def fully_shard(
     unit = Unit(modules, group)
     group.bind_views()
     for each in modules:
-        attach(each, unit)
+        attach(each, unit, {"__deepcopy__": _deep_copy})
         give_state(each)
         each.register_forward_pre_hook(begin_forward, prepend=True, with_kwargs=True)
         each.register_forward_hook(end_forward, always_call=True)
@@ -298,3 +302,65 @@ def _after_state_dict(
     for name, value in state_dict.items():
         if name.startswith(prefix) and isinstance(value, Tensor) and not value.requires_grad:
             state_dict[name] = can_be_copied(value)
+
+
+def _deep_copy(module: FSDPModule, memo: dict[int, Any]) -> FSDPModule:
+    """Return a copy that has not run yet, with the same values and gradients.
+
+    Hooks of gradients stay with the original, as torch has it for tensors. What ranks share is not
+    copied: a target network, or an average of weights, is cut as the model that it follows.
+
+    Raises:
+        NotCopyableError: the module is at work, or holds weights that are quantised for a gather.
+    """
+    group = unit_of(module).group
+    _refuse_busy(module)
+    for tensor in [item.param for item in group.managed]:
+        new = nn.Parameter(tensor.detach().clone(), tensor.requires_grad)
+        vars(new).update(vars(tensor))
+        memo.setdefault(id(tensor), new)
+    for shared in _shared(group):
+        memo[id(shared)] = shared
+    memo[id(unit_of(module).schedule)] = Schedule()
+    for buffer in group.buffers:
+        memo.setdefault(id(buffer.main), buffer.main.clone())
+        memo.update((id(gathered), None) for gathered in buffer.gathered)
+        if buffer.grad is not None:
+            memo.setdefault(id(buffer.grad), buffer.grad.clone())
+    memo.update((id(item.main_grad), None) for item in group.managed)
+    made: FSDPModule = object.__new__(type(module))
+    memo[id(module)] = made
+    attributes = {**vars(module)}
+    forget_shards(attributes)
+    vars(made).update(copy.deepcopy(attributes, memo))
+    assert isinstance(made, nn.Module)
+    give_state(made)
+    copied = unit_of(made).group
+    copied.bind_views()
+    for old, item in zip(group.managed, copied.managed, strict=True):
+        if getattr(old.param, group.grad_attribute, None) is not None:
+            setattr(item.param, group.grad_attribute, item.main_grad)
+    return made
+
+
+def _refuse_busy(module: FSDPModule) -> None:
+    unit = unit_of(module)
+    why = None
+    if unit.is_whole or unit.group.has_pending_gradients:
+        why = "it is inside of a pass, unsharded, or has gradients that wait for their reduction"
+    elif any(buffer.packing or buffer.extension for buffer in unit.group.buffers):
+        why = "it has weights that are quantised for their gather"
+    if why is not None:
+        raise NotCopyableError(
+            f"unit {unit.name or '(root)'!r} cannot be copied: {why}. Remedy: copy between two "
+            "iterations, and what gathers 8-bit weights by building the model anew, fully_shard, "
+            "and load_state_dict(model.state_dict())"
+        )
+
+
+def _shared(group: ShardGroup) -> list[Any]:
+    meshes = [group.options, group.options.mesh, *group.axes.values()]
+    meshes += [buffer.mesh for buffer in group.buffers]
+    plans = [part for buffer in group.buffers for part in (buffer.plan, buffer.layout)]
+    gathers = [buffer.gather_group for buffer in group.buffers]
+    return [*meshes, *plans, *gathers, *group.groups]

@@ -59,13 +59,12 @@ class FSDPModule(TorchModule):
         return plain(*args, **kwargs)
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
-        """Refuse to be pickled and copied."""
+        """Refuse to be pickled."""
         raise NotCopyableError(
-            "a sharded model cannot be pickled or copied, as the groups of ranks that hold it "
-            "cannot. Remedy: graphfsdp.save and graphfsdp.load, or torch.save(model.state_dict()), "
-            "or on all ranks {name: p.detach().full_tensor() for name, p in "
-            "model.named_parameters()}; for a second model build and shard it as this one, and "
-            "load_state_dict(model.state_dict())"
+            "a sharded model cannot be pickled, as the groups of ranks that hold it cannot. "
+            "Remedy: graphfsdp.save and graphfsdp.load, or torch.save(model.state_dict()), or on "
+            "all ranks {name: p.detach().full_tensor() for name, p in model.named_parameters()}; "
+            "for a second model copy.deepcopy"
         )
 
     def unshard(self, async_op: bool = False) -> "UnshardHandle | None":
@@ -360,11 +359,16 @@ def _refuse_custom(name: str) -> ConfigError:
     )
 
 
-def attach(module: nn.Module, unit: Unit) -> None:
-    """Make a module an ``FSDPModule`` with a unit."""
+def attach(module: nn.Module, unit: Unit, methods: dict[str, Any]) -> None:
+    """Make a module an ``FSDPModule`` with a unit, and with methods that know more of units."""
     setattr(module, _UNIT, unit)
     kind = type(module)
-    module.__class__ = type(f"FSDP{kind.__name__}", (FSDPModule, kind), {})
+    module.__class__ = type(f"FSDP{kind.__name__}", (FSDPModule, kind), methods)
+
+
+def forget_shards(attributes: dict[str, Any]) -> None:
+    """Take off a module's attributes what a copy of it makes of its own in its first forward."""
+    attributes.pop(_SHARDS, None)
 
 
 def unit_of(module: object) -> Unit:

@@ -1,7 +1,7 @@
 """What torch's pipeline schedules and other libraries ask of sharded modules besides methods."""
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any, NoReturn
 
@@ -101,14 +101,22 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
             f"{type(module).__name__} has no method {method_name!r} that could be a forward pass"
         )
 
-    @functools.wraps(method)
-    def forward(*args: Any, **kwargs: Any) -> Any:
+    setattr(module, method_name, _ForwardMethod(module, method))
+
+
+class _ForwardMethod:
+    """A method around which weights are whole; a copy of the module has a copy of it."""
+
+    def __init__(self, module: FSDPModule, method: Callable[..., Any]) -> None:
+        functools.update_wrapper(self, method)
+        self._module, self._method = module, method
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        module: Any = self._module
         args, kwargs = begin_forward(module, args, kwargs)
         try:
-            output = method(*args, **kwargs)
+            output = self._method(*args, **kwargs)
         except BaseException:
             unit_of(module).leave_forward()
             raise
         return end_forward(module, args, output)
-
-    setattr(module, method_name, forward)

@@ -1,5 +1,6 @@
 """`shard_placement_fn=Shard(dim)`: cut as torch's fully_shard cuts, and trained alike."""
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -110,10 +111,11 @@ def test_each_rank_holds_what_torchs_holds() -> None:
 
 
 @on_ranks("ranks2")
-def test_files_and_the_meta_device(tmp_path: Path) -> None:
+def test_copies_files_and_the_meta_device(tmp_path: Path) -> None:
     model = make(dtype=torch.float32)
     optimizer = adam(model)
     train(model, optimizer, data=data(torch.float32), loss_fn=mean_square)
+    assert_equal_tensors(full_parameters(copy.deepcopy(model)), full_parameters(model))
     graphfsdp.save(str(tmp_path), model, optimizer, step=1)
     other: Any = on_meta(lambda: nn.Sequential(Experts(), Experts(), nn.Linear(WIDTH, 1)))
     for layer in other[:2]:
