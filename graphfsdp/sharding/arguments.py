@@ -13,19 +13,19 @@ from graphfsdp.sharding.extension import is_extended
 from graphfsdp.sharding.mesh import UnitMesh
 
 
-def parse_reshard(given: bool | int | None, num_ranks: int) -> bool | None:
-    """Return whether whole weights are dropped after forward; ConfigError: it is no such word.
+def parse_reshard(given: bool | int | None, num_ranks: int) -> tuple[bool | None, int | None]:
+    """Return whether whole weights are dropped after forward, and how many ranks keep them then.
 
-    Of FSDP2's numbers, of the ranks that keep weights between them, 1 is False and others are True.
+    None is no number of its own. ConfigError: the ranks do not divide by it.
     """
     if given is None or isinstance(given, bool):
-        return given
+        return given, None
     if isinstance(given, int) and given > 0 and num_ranks % given == 0:
-        return given > 1 or num_ranks == 1
+        return given > 1 or num_ranks == 1, given if 1 < given < num_ranks else None
     raise ConfigError(
         f"reshard_after_forward must be True, False, None, or a number that divides the {num_ranks}"
         f" ranks that the unit is cut over, got {given!r}. Remedy: True, which needs least memory, "
-        "or False, which gathers least"
+        "False, which gathers least, or the number of ranks of a machine"
     )
 
 

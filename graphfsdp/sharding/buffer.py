@@ -43,6 +43,7 @@ class _Gather(NamedTuple):
     whole: Tensor  # [B] where the weights arrive, or their bytes
     sent: Tensor  # by this rank
     group: dist.ProcessGroup
+    of_parts: bool = False  # of whole weights, which few ranks have kept
 
 
 class _Prefetched(NamedTuple):
@@ -61,6 +62,9 @@ class ShardBuffer:
     ``params``: what the optimizer and the user see of the main weights. ``gather_group``: of
     all-gathers alone where possible, so that they do not queue behind reductions. ``device`` is
     where the unit computes; main weights and main grads are in the CPU's memory if ``offloaded``.
+
+    ``few_ranks``: those that share whole weights between forward and backward, where not all do;
+    each keeps [B / ranks] of them, from which backward gathers.
     """
 
     def __init__(
@@ -77,6 +81,9 @@ class ShardBuffer:
         self.sharded = plan.sharded
         self.mesh = mesh
         self.gather_group: dist.ProcessGroup = mesh.inner
+        self.few_ranks: dist.ProcessGroup | None = None
+        self._part: Tensor | None = None
+        self._part_at: Moment | None = None
         self.offload = offload
         self.main = self.new_zeros(plan.main_numel, plan.dtypes.main)
         self.packing: Packing | None = None
@@ -207,7 +214,7 @@ class ShardBuffer:
             gather = self._next_gather()
             if gather.whole.numel():
                 all_gather_(gather.whole, gather.sent, gather.group)
-            self.full = self._as_weights(gather.whole)
+            self.full = self._arrived(gather)
         return self.full
 
     def _begin_gather(self, lane: Lane) -> _Gather:
@@ -247,7 +254,7 @@ class ShardBuffer:
     def gathered(self) -> list[object]:
         """What was made of main weights, and can be made again."""
         whole = [] if self.full is self.main else [self.full]
-        return [*whole, self._inner, self._prefetched]
+        return [*whole, self._inner, self._part, self._prefetched]
 
     @property
     def copy(self) -> Tensor | None:
@@ -268,7 +275,7 @@ class ShardBuffer:
         prefetched.wait()
         self._gathered_at = prefetched.moment
         if prefetched.moment == self.moment():
-            self.full = self._as_weights(prefetched.gather.whole)
+            self.full = self._arrived(prefetched.gather)
         else:
             # Somebody has written main weights since (a hook that clips them, say), or they were
             # gathered inside torch.inference_mode and are used outside of it.
@@ -276,12 +283,19 @@ class ShardBuffer:
 
     def _next_gather(self) -> _Gather:
         """Return what this rank gives to an all-gather, and memory for what that brings."""
+        if self._part is not None and self._part_at == self.moment():
+            assert self.few_ranks is not None
+            whole = self.new_whole(self.dtypes.compute)
+            return _Gather(whole, self._part, self.few_ranks, of_parts=True)
         if self.packing is None and self.extension is None:
             whole = self.new_whole(self.dtypes.compute)
             return _Gather(whole, self._unshard_outside(whole), self.gather_group)
         sent = self._unshard_outside(None)  # bytes
         whole = sent.new_empty(self.mesh.inner.size() * sent.numel())
         return _Gather(whole, sent, self.gather_group)
+
+    def _arrived(self, gather: _Gather) -> Tensor:
+        return gather.whole if gather.of_parts else self._as_weights(gather.whole)
 
     def _source(self, whole: Tensor | None, group: dist.ProcessGroup | None) -> Tensor:
         """Return this rank's part of it: the main weights themselves, if they fit.
@@ -325,9 +339,16 @@ class ShardBuffer:
             self._inner = inner  # for the other gathers of the iteration
         return inner
 
-    def reshard(self, *, outside: bool = False) -> None:
-        """Drop gathered weights, also those on their way; ``outside``: the outer axis's, too."""
+    def reshard(self, *, outside: bool = False, to_few: bool = False) -> None:
+        """Drop gathered weights, also those on their way; ``outside``: the outer axis's, too.
+
+        Capture: ``to_few`` is a copy of this rank's part, if few ranks keep them.
+        """
         self.drop_prefetched()
+        self._part = None
+        if to_few and self.few_ranks is not None and self.copy is not None:
+            parts = self.copy.view(self.few_ranks.size(), -1)
+            self._part, self._part_at = parts[self.few_ranks.rank()].clone(), self._gathered_at
         self.full = None
         if self.extension is not None:
             self.extension.weight = None
@@ -347,7 +368,7 @@ def begin_unshard(buffers: Sequence[ShardBuffer], lane: Lane) -> None:
     """
     gathers = [(buffer, buffer._begin_gather(lane)) for buffer in buffers]
     for together in joined((each, each[1].whole, each[1].group) for each in gathers):
-        whole, sent, group = together[0][1]
+        whole, sent, group, _ = together[0][1]
         transfer: Transfer | JoinedGather
         begin: Callable[[], None]
         if len(together) == 1:

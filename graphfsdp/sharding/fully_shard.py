@@ -98,7 +98,8 @@ def fully_shard(
             dtype of the computation (embedding and head of Llama-3-8B: 2,004 MiB in bfloat16); a
             model of one unit is its own root, and stays whole. True there takes none. Without
             gradients nothing is kept after forward. A number that divides the ranks of the inner
-            axis is True, 1 is False: weights are dropped, or kept, by all ranks.
+            axis: so many neighbours (those of one machine) keep the weights that forward has
+            gathered, a part on each, and backward gathers from them; 1 is False.
         shard_placement_fn: May say ``Shard(dim)`` of a parameter, for which it has a buffer of its
             own, whose ranks hold as much; None is whole rows, as many as happen to fall on each.
         offload_policy: torch's ``CPUOffloadPolicy`` keeps main weights, main grads and so optimizer
@@ -150,11 +151,13 @@ def fully_shard(
         expert_axis=expert_axis,
         cuts_outside=_cuts_outside(outer_strategy, parsed),
     )
+    reshards, num_few = parse_reshard(reshard_after_forward, axes.inner.size())
     options = UnitOptions(
         mesh=axes,
         strategy=parsed,
         policy=policy,
-        reshard_after_forward=parse_reshard(reshard_after_forward, axes.inner.size()),
+        reshard_after_forward=reshards,
+        num_few=num_few,
         reduction=gradient_reduction,
         overlap=overlap,
         offload=parse_offload(offload_policy),
@@ -362,5 +365,5 @@ def _shared(group: ShardGroup) -> list[Any]:
     meshes = [group.options, group.options.mesh, *group.axes.values()]
     meshes += [buffer.mesh for buffer in group.buffers]
     plans = [part for buffer in group.buffers for part in (buffer.plan, buffer.layout)]
-    gathers = [buffer.gather_group for buffer in group.buffers]
+    gathers = [each for buffer in group.buffers for each in (buffer.gather_group, buffer.few_ranks)]
     return [*meshes, *plans, *gathers, *group.groups]

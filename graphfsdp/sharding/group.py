@@ -115,6 +115,7 @@ class UnitOptions:
     strategy: ShardingStrategy
     policy: MixedPrecisionPolicy
     reshard_after_forward: bool | None
+    num_few: int | None  # of the inner ranks that keep whole weights after forward, if not all
     overlap: bool
     reduction: str = "mean"
     offload: CPUOffloadPolicy | None = None
@@ -133,6 +134,7 @@ class Settings(NamedTuple):
     is_last_microbatch: bool = True
     requires_all_reduce: bool = True
     reshard_after_forward: bool | None = True
+    reshard_to_few: bool = True
     reshard_after_backward: bool = True
 
 
@@ -346,9 +348,9 @@ class ShardGroup:
                 seen = tensor if tensor is item.param else item.as_seen(tensor)
                 parameters_of(owner)[name] = seen  # type: ignore[assignment]
 
-    def reshard(self, *, outside: bool = False) -> None:
+    def reshard(self, *, outside: bool = False, to_few: bool = False) -> None:
         for buffer in self.buffers:
-            buffer.reshard(outside=outside)
+            buffer.reshard(outside=outside, to_few=to_few)
 
     def describe(self, group: dist.ProcessGroup) -> list[str]:
         """Return one line per parameter with all that must be equal on the ranks of a group.
@@ -360,6 +362,7 @@ class ShardGroup:
         of_unit = {
             "strategy": options.strategy.value,
             "reshard_after_forward": options.reshard_after_forward,
+            "ranks that keep weights": options.num_few,
             "outer ranks": options.mesh.num_outer,
             "cuts the optimizer over them": options.mesh.cuts_outside,
             "overlap": options.overlap,

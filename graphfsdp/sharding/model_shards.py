@@ -58,9 +58,13 @@ class ModelShards:
             for buffer in unit.group.buffers:
                 if buffer.packing is not None:
                     schedule.packed.add(buffer.packing)
+            options = unit.group.options
             for buffer in (buffer for buffer in unit.group.buffers if buffer.sharded):
-                if unit.group.options.overlap:
-                    buffer.gather_group = _gather_group(buffer.mesh.inner)
+                if options.overlap:
+                    buffer.gather_group = _gather_group(buffer.mesh.inner, buffer.mesh.inner.size())
+                few, inner = options.num_few, buffer.mesh.inner
+                if few and buffer.extension is None and not inner.size() % few:
+                    buffer.few_ranks = _gather_group(inner, few)
 
     def _refuse_busy_units(self) -> None:
         for unit in self.units:
@@ -159,8 +163,8 @@ def _neighbours(buffers: list[ShardBuffer], tensors: list[Tensor]) -> list[Tenso
     return [flat.narrow(0, *place) for place in zip(starts, numels, strict=False)]
 
 
-def _gather_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
-    """A communicator of a group's ranks for all-gathers alone, made once.
+def _gather_group(group: dist.ProcessGroup, size: int) -> dist.ProcessGroup:
+    """A communicator for all-gathers of a group, or of so many neighbours in it, made once.
 
     All ranks must call this together. torch keeps it with all others, so
     ``destroy_process_group()`` closes it. The group itself where one cannot be made: for one rank,
@@ -168,7 +172,7 @@ def _gather_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
     """
     if group.size() == 1:
         return group
-    description = f"graphfsdp all-gather of {group.group_name}"
+    description = f"graphfsdp all-gather of {group.group_name} by {size}"
     found = next((pg for pg in all_groups() if pg.group_desc == description), None)
     everyone: list[tuple[int, bool]] = [(0, False)] * group.size()
     dist.all_gather_object(everyone, (len(all_groups()), found is not None), group)
@@ -177,8 +181,9 @@ def _gather_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
         return found
     if len(set(everyone)) > 1:
         return group
+    first = group.rank() // size * size
     made: dist.ProcessGroup = dist.new_group(
-        dist.get_process_group_ranks(group),
+        dist.get_process_group_ranks(group)[first : first + size],
         timeout=timeout_of(group),
         backend=dist.get_backend_config(group),
         use_local_synchronization=True,  # only the ranks of this group are here

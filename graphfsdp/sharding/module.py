@@ -165,7 +165,7 @@ class FSDPModule(TorchModule):
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
         """Drop whole weights between forward and backward, or keep them."""
         for unit in units_in(self, recurse=recurse):
-            unit.set(reshard_after_forward=reshard_after_forward)
+            unit.set(reshard_after_forward=reshard_after_forward, reshard_to_few=False)
 
     def set_reshard_after_backward(
         self, reshard_after_backward: bool, *, recurse: bool = True

@@ -200,7 +200,9 @@ class Unit:
     def _drop_after_forward(self) -> None:
         self._kept = []
         if self._reshards_after_forward or (self._frees and not torch.is_grad_enabled()):
-            self._drop_weights(outside=not torch.is_grad_enabled() and not self._is_fresh)
+            to_few = torch.is_grad_enabled() and self.settings.reshard_to_few
+            outside = not torch.is_grad_enabled() and not self._is_fresh
+            self._drop_weights(outside=outside, to_few=to_few)
 
     def end_pass(self) -> None:
         """Wait no longer for modules that did not run in a forward pass that is over."""
@@ -424,9 +426,9 @@ class Unit:
             self.schedule.gathered(self, [buffer])  # they were kept: the next unit's turn
         return buffer.full
 
-    def _drop_weights(self, *, outside: bool) -> None:
+    def _drop_weights(self, *, outside: bool, to_few: bool = False) -> None:
         with nvtx_range(f"reshard {self.group.name}"):
-            self.group.reshard(outside=outside)
+            self.group.reshard(outside=outside, to_few=to_few)
 
     def _differentiable_views(self) -> list[Tensor]:
         """Return the whole weights as the modules compute with them; gathers what is not here."""

@@ -66,6 +66,7 @@ MAINS_IN_BF16 = {"param_dtype": torch.bfloat16, "main_params_dtype": torch.bfloa
         ("ranks2", "mxfp8", 1, {"recompute": True, "policy": MAINS_IN_BF16}),
         ("ranks4", "float8_rowwise", 2, {"policy": DECOUPLED}),
         ("ranks4", "mxfp8", 1, {"outer_strategy": "optim"}),
+        ("ranks4", "float8", 1, {"reshard_after_forward": 2}),
         *(
             pytest.param("gpu_ranks", each, 2, options, marks=pytest.mark.gpu)
             for each, options in (
@@ -87,8 +88,11 @@ def test_replays_equal_eager(
     options = {"gather_format": gather_format} | options
     if "outer_strategy" in options:
         options = options | {"mesh": hybrid_mesh()}
+    usual = {key: value for key, value in options.items() if key != "reshard_after_forward"}
     run = replayed_as_eager(
-        lambda: make(**options), **trained(num_steps, microbatches=microbatches)
+        lambda: make(**options),
+        eager=lambda: make(**usual),
+        **trained(num_steps, microbatches=microbatches),
     )
     # Once an iteration, for all weights.
     counts = run.report.op_counts
