@@ -10,7 +10,27 @@ from torch.distributed.tensor import Shard
 from graphfsdp.config import MixedPrecisionPolicy
 from graphfsdp.errors import ConfigError, PrecisionError
 from graphfsdp.sharding.extension import is_extended
-from graphfsdp.sharding.mesh import UnitMesh
+from graphfsdp.sharding.mesh import UnitMesh, find_axes
+
+
+class AlreadyShardedError(ConfigError, AssertionError):
+    """``fully_shard`` was called twice on a module; torch's is an AssertionError."""
+
+
+class NoValuesError(ConfigError, RuntimeError):
+    """Parameters are on the meta device; torch's is a RuntimeError."""
+
+
+class ReplacedError(ConfigError, RuntimeError):
+    """A module holds something else than its sharded parameter."""
+
+
+class UnevenError(ConfigError, NotImplementedError):
+    """A dimension does not divide into as many parts as there are ranks, as torch's says it."""
+
+
+class PlacementError(ConfigError, AssertionError):
+    """A parameter has no such dimension; torch's is an AssertionError."""
 
 
 def parse_reshard(given: bool | int | None, num_ranks: int) -> tuple[bool | None, int | None]:
@@ -58,29 +78,54 @@ def refuse_packing(offload: CPUOffloadPolicy | None, model_parallel: Iterable[st
 
 def find_place(
     name: str, param: nn.Parameter, place: Callable[[nn.Parameter], Any] | None, unit: UnitMesh
-) -> int:
-    """Return the dimension that a ``shard_placement_fn`` wants cut.
+) -> tuple[int, UnitMesh]:
+    """Return the dimension that a ``shard_placement_fn`` wants cut, and over which ranks.
 
     ConfigError: it asks for more than that.
     """
     wanted = None if place is None else place(param)
+    over = unit
+    # torch's ShardPlacementResult, which torch 2.11 does not have.
+    if wanted is not None and hasattr(wanted, "mesh_info"):
+        over = _mesh_of(name, wanted.mesh_info, unit)
+        wanted = wanted.placement
     if wanted is None:
-        return 0
-    num_dims = max(param.dim(), 1)
-    if type(wanted) is not Shard or not -num_dims <= wanted.dim < num_dims:
+        return 0, over
+    if type(wanted) is not Shard:
         raise ConfigError(
-            f"shard_placement_fn wants {wanted!r} for {name!r} of shape {tuple(param.shape)}; it "
-            "may say None, or Shard(dim) of one of its dimensions. Remedy: None, which is "
-            "Shard(0); for a mesh of its own a fully_shard with that mesh for the module that "
-            "holds it"
+            f"shard_placement_fn wants {wanted!r} for {name!r}; it may say None, Shard(dim), or "
+            "torch's ShardPlacementResult of these and a mesh. Remedy: None, which is Shard(0)"
         )
-    dim = wanted.dim % num_dims
+    if wanted.dim and not -param.dim() <= wanted.dim < param.dim():
+        raise PlacementError(
+            f"shard_placement_fn wants {wanted!r} for {name!r} of shape {tuple(param.shape)}, "
+            f"which has {param.dim()} dimensions"
+        )
+    dim = wanted.dim % max(param.dim(), 1)
     if dim and (is_extended(param) or unit.cuts_outside):
         raise ConfigError(
             f"shard_placement_fn wants {wanted!r} for {name!r}, which goes neither with "
             "outer_strategy='optim' nor with fsdp_pre_all_gather. Remedy: None there"
         )
-    return dim
+    return dim, over
+
+
+def _mesh_of(name: str, info: Any, unit: UnitMesh) -> UnitMesh:
+    if info.mesh == unit.mesh:
+        return unit
+    sharded, repeated = (getattr(info, f"{kind}_mesh_dim", None) for kind in ("shard", "replicate"))
+    if unit.cuts_outside or unit.experts is not None or (repeated, sharded) not in _AXES:
+        raise ConfigError(
+            f"shard_placement_fn wants {name!r} on {info!r}: a parameter may have a mesh of its "
+            "own that is cut over the last axis and repeated on the one before, if any; neither "
+            "beside outer_strategy='optim' nor expert_axis. Remedy: such a mesh, or a fully_shard "
+            "with that mesh for the module that holds the parameter"
+        )
+    return find_axes(info.mesh)
+
+
+# Of a mesh of its own: which one is repeated on, and which one is cut over.
+_AXES = ((None, 0), (0, 1))
 
 
 def check_precision(module: nn.Module, policy: MixedPrecisionPolicy) -> None:

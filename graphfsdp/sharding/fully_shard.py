@@ -26,6 +26,7 @@ from graphfsdp.base.sharded import IGNORED, refuse_old_parameters
 from graphfsdp.config import MixedPrecisionPolicy, ShardingStrategy
 from graphfsdp.errors import ConfigError, NotCopyableError
 from graphfsdp.sharding.arguments import (
+    AlreadyShardedError,
     check_precision,
     parse_offload,
     parse_reshard,
@@ -102,6 +103,7 @@ def fully_shard(
             gathered, a part on each, and backward gathers from them; 1 is False.
         shard_placement_fn: May say ``Shard(dim)`` of a parameter, for which it has a buffer of its
             own, whose ranks hold as much; None is whole rows, as many as happen to fall on each.
+            torch's ``ShardPlacementResult`` of either says over which mesh.
         offload_policy: torch's ``CPUOffloadPolicy`` keeps main weights, main grads and so optimizer
             state in the CPU's memory; not in a graph.
         ignored_params: Are not sharded, and nobody reduces their gradients.
@@ -193,7 +195,7 @@ def _outermost(given: nn.Module | Sequence[nn.Module]) -> list[nn.Module]:
         raise ConfigError(f"fully_shard takes a torch.nn.Module or a list of them, got {given!r}")
     for module in modules:
         if isinstance(module, FSDPModule):
-            raise ConfigError(
+            raise AlreadyShardedError(
                 f"fully_shard was called twice on the same {type(module).__name__}. Remedy: once "
                 "per module, inner modules first"
             )

@@ -17,7 +17,7 @@ from graphfsdp.base.sharded import TAKEN_AS
 from graphfsdp.base.torch_internals import key_of, local_tensor_of, parameters_of
 from graphfsdp.config import MixedPrecisionPolicy, ShardingStrategy
 from graphfsdp.errors import ConfigError
-from graphfsdp.sharding.arguments import find_place, refuse_packing
+from graphfsdp.sharding.arguments import NoValuesError, ReplacedError, find_place, refuse_packing
 from graphfsdp.sharding.buffer import ShardBuffer, version_of
 from graphfsdp.sharding.extension import (
     Extension,
@@ -158,24 +158,27 @@ class ShardGroup:
         self.axes: dict[str, ModelAxes] = {}
         found = _free_parameters(modules, options.ignored)
         linear = linear_weights(inner for module in modules for inner in module.modules())
-        mesh = options.mesh
-        kinds: dict[str, ParameterKind] = {}
+        kinds: dict[UnitMesh, dict[str, ParameterKind]] = {options.mesh: {}}
         for name, (param, _) in found.items():
             refuse_wrapper(name, param)
-            dim = find_place(name, param, options.place, mesh)
-            axes = find_model_axes(name, param, mesh.mesh, mesh.experts)
+            dim, mesh = find_place(name, param, options.place, options.mesh)
+            axes = find_model_axes(name, param, mesh.mesh, options.mesh.experts)
             if axes is not None:
                 self.axes[name] = axes
-            kinds[name] = ParameterKind.of(param, linear, str(param.device), dim)
+            kind = ParameterKind.of(param, linear, str(param.device), dim)
+            kinds.setdefault(mesh, {})[name] = kind
         if options.policy.gather_format is not None:
             refuse_packing(options.offload, self.axes)
-        for plan in plan_buffers(
-            kinds, policy=options.policy, strategy=options.strategy, num_ranks=mesh.num_parts
-        ):
-            self._take(found, plan)
+        for mesh, of_mesh in kinds.items():
+            for plan in plan_buffers(
+                of_mesh,
+                policy=options.policy,
+                strategy=options.strategy,
+                num_ranks=mesh.num_parts,
+            ):
+                self._take(found, plan, mesh)
 
-    def _take(self, found: "dict[str, _Found]", plan: BufferPlan) -> None:
-        mesh = self.options.mesh
+    def _take(self, found: "dict[str, _Found]", plan: BufferPlan, mesh: UnitMesh) -> None:
         whole = found[plan.names[0]].param
         buffer = ShardBuffer(plan, mesh, whole.device, self.options.offload)
         self.buffers.append(buffer)
@@ -284,7 +287,7 @@ class ShardGroup:
         """Refuse shards without values, and those that were moved: training would miss the new."""
         for item in self.managed:
             if item.awaited is not None:
-                raise ConfigError(
+                raise NoValuesError(
                     f"parameter {self.full_name(item)!r} was made on the meta device and has no "
                     "values yet. Remedy: graphfsdp.materialize(model), or graphfsdp.load(path, "
                     "model), before the first forward pass"
@@ -297,7 +300,7 @@ class ShardGroup:
         for item in self.managed:
             for owner, name in item.owners:
                 if parameters_of(owner).get(name) is not item.param:
-                    raise ConfigError(
+                    raise ReplacedError(
                         f"parameter {self.full_name(item)!r} has been replaced since fully_shard "
                         "(module.weight = nn.Parameter(...), or torch.func.functional_call), and "
                         "modules compute with what ranks have gathered of the sharded one. Remedy: "
@@ -379,7 +382,7 @@ class ShardGroup:
                 "trainable": item.trains,
                 "without values": item.awaited is not None,
             }
-            if group in options.mesh.groups:
+            if group in item.buffer.mesh.groups:
                 facts |= {"part": slot.shape, "cut by": slot.dim, "at": slot.offset}
             lines.append(f"{self.full_name(item)} with {facts}")
         return lines if group in options.mesh.groups else sorted(lines)
@@ -387,7 +390,7 @@ class ShardGroup:
     @property
     def groups(self) -> tuple[dist.ProcessGroup, ...]:
         over_model = (group for axes in self.axes.values() for group in axes.all_groups)
-        return tuple(dict.fromkeys((*self.options.mesh.groups, *over_model)))
+        return tuple(dict.fromkeys((*self._data_groups, *over_model)))
 
     @property
     def equal_groups(self) -> tuple[dist.ProcessGroup, ...]:
@@ -395,12 +398,17 @@ class ShardGroup:
         over_model = (
             group for axes in self.axes.values() if axes.wraps for group in axes.all_groups
         )
-        return tuple(dict.fromkeys((*self.options.mesh.groups, *over_model)))
+        return tuple(dict.fromkeys((*self._data_groups, *over_model)))
+
+    @property
+    def _data_groups(self) -> list[dist.ProcessGroup]:
+        meshes = (self.options.mesh, *(buffer.mesh for buffer in self.buffers))
+        return [group for mesh in meshes for group in mesh.groups]
 
     @property
     def repeats(self) -> bool:
         """Whether gradients are reduced over an outer axis too, in the last microbatch only."""
-        return self.options.mesh.outer is not None
+        return any(buffer.mesh.outer is not None for buffer in self.buffers)
 
     @property
     def is_old(self) -> bool:

@@ -12,6 +12,7 @@ from graphfsdp.base.torch_internals import parameters_of
 from graphfsdp.config import GatherFormat, MixedPrecisionPolicy, ShardingStrategy
 from graphfsdp.eight_bit.formats import BLOCK
 from graphfsdp.errors import ConfigError
+from graphfsdp.sharding.arguments import UnevenError
 from graphfsdp.sharding.layout import BufferLayout, Slot, plan_unit
 
 
@@ -133,11 +134,11 @@ def plan_buffers(
 
 
 def _equal_rows(name: str, param: ParameterKind, num_ranks: int) -> BufferLayout:
-    """ConfigError: ranks would have other numbers of rows."""
+    """UnevenError: ranks would have other numbers of rows."""
     slot = Slot(0, 0, param.shape, param.dim)
     if not param.shape or slot.num_rows % num_ranks:
         why = "fsdp_pre_all_gather" if param.extended else f"shard_placement_fn=Shard({param.dim})"
-        raise ConfigError(
+        raise UnevenError(
             f"{name!r} of shape {param.shape} has {why}, for which each of the {num_ranks} ranks "
             "must have as much. Remedy: a size that the ranks divide, or a plain parameter that is "
             "cut by its first dimension"

@@ -1,15 +1,19 @@
 """`shard_placement_fn=Shard(dim)`: cut as torch's fully_shard cuts, and trained alike."""
 
 import copy
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
-from torch.distributed.tensor import Shard
+from torch.distributed.fsdp._fully_shard import _fsdp_common as torchs_common
+from torch.distributed.tensor import Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 import graphfsdp
@@ -23,6 +27,7 @@ from sharding_helpers import (
     full_parameters,
     hybrid_mesh,
     on_meta,
+    raises_on_rank,
     replayed_as_eager,
     train,
 )
@@ -129,6 +134,78 @@ def test_copies_files_and_the_meta_device(tmp_path: Path) -> None:
         for each, optim in ((model, optimizer), (other, again))
     ]
     assert_equal_tensors(*(run.tensors() for run in runs))
+
+
+class LocalExperts(nn.Module):
+    """Each rank of an axis has other experts, which the ranks along the other axis share."""
+
+    def __init__(self, experts: DeviceMesh) -> None:
+        super().__init__()
+        whole = torch.randn(4, WIDTH, WIDTH, dtype=torch.float64) / 4
+        self.mixes = nn.Parameter(distribute_tensor(whole.to(rank_device()), experts, [Shard(0)]))
+        self.gate = nn.Linear(WIDTH, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        mixes: Any = self.mixes
+        mixed = torch.einsum("ni,eio->neo", x, mixes.to_local()).tanh()
+        result: Tensor = x + (mixed * self.gate(x).softmax(-1)[..., None]).sum(1)
+        return result
+
+
+def with_experts(shard: Any, **options: Any) -> Any:
+    """Experts are cut over half of the ranks, everything else over all, as torchtitan does it."""
+    torch.manual_seed(0)
+    mesh = hybrid_mesh((2, 2), ("efsdp", "ep"))
+    everyone = mesh._flatten("dp")
+    over = torchs_common.FSDPMeshInfo(mesh["efsdp"], shard_mesh_dim=0)
+    usual = torchs_common.FSDPMeshInfo(everyone, shard_mesh_dim=0)
+    model: Any = nn.Sequential(LocalExperts(mesh["ep"]), LocalExperts(mesh["ep"]))
+    model.to(rank_device(), torch.float64)
+    for layer in model:
+        infos = {layer.mixes: over}
+
+        def place(param: nn.Parameter, infos: Any = infos) -> Any:
+            return torchs_common.ShardPlacementResult(Shard(0), infos.get(param, usual))
+
+        shard(layer, mesh=everyone, shard_placement_fn=place, **options)
+    return shard(model, mesh=everyone, **options)
+
+
+@pytest.mark.skipif(
+    not hasattr(torchs_common, "ShardPlacementResult"), reason="torch 2.11 has none"
+)
+@on_ranks("ranks4")
+def test_parameters_with_a_mesh_of_their_own() -> None:
+    """What torch's comes to; captured as eager, whichever ranks keep the weights."""
+    options: dict[str, Any] = {"data": data(), "loss_fn": mean_square, "num_steps": NUM_STEPS}
+    torchs = with_experts(torch_fully_shard)
+    mine = with_experts(graphfsdp.fully_shard)
+    for model in (torchs, mine):
+        mean_square(model, data()[dist.get_rank()][0]).backward()
+    for theirs, ours in zip(torchs.parameters(), mine.parameters(), strict=True):
+        assert torch.equal(ours.full_tensor(), theirs.full_tensor())
+        torch.testing.assert_close(ours.grad.full_tensor(), theirs.grad.full_tensor())
+        assert ours.device_mesh.ndim == theirs.device_mesh.ndim
+    several: list[dict[str, Any]] = [{"reshard_after_forward": after} for after in (True, False, 2)]
+    runs = [
+        replayed_as_eager(partial(with_experts, graphfsdp.fully_shard, **after), **options)
+        for after in several
+    ]
+    for run in runs[1:]:
+        assert_equal_tensors(runs[0].tensors(), run.tensors())
+    twin = copy.deepcopy(mine)
+    assert_equal_tensors(full_parameters(twin), full_parameters(mine))
+    assert len(mine.process_groups()) == 3
+    mesh = hybrid_mesh((2, 2), ("replicate", "shard"))
+    info = torchs_common.FSDPMeshInfo(mesh["replicate"], shard_mesh_dim=0)
+    elsewhere = torchs_common.ShardPlacementResult(Shard(0), info)
+    with raises_on_rank(graphfsdp.ConfigError, "'weight'", "a mesh of its own", "outer_strategy"):
+        graphfsdp.fully_shard(
+            nn.Linear(4, 4).to(rank_device()),
+            mesh,
+            outer_strategy="optim",
+            shard_placement_fn=lambda _: elsewhere,
+        )
 
 
 @on_ranks("ranks4")
