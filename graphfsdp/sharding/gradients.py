@@ -4,9 +4,9 @@ Shapes are those of buffer.py: [B] whole, [I] this rank's over the inner axis, [
 
 Note [Gradients of shards]: gradients of a unit's weights come whole, from an autograd function of
 its own, and are reduced into the main grads; autograd never accumulates into the sharded parameter.
-So hooks of ``register_post_accumulate_grad_hook`` are called here, when ``.grad`` is bound; those
-of ``register_hook``, of which a unit knows no moment, are refused. A gradient that reaches the
-parameter on another way would be overwritten, and is an error.
+So its hooks of gradients are called here, once ranks have reduced: those of ``register_hook`` with
+what is about to be added, then, when ``.grad`` is bound, those that torch calls behind that. A
+gradient that reaches the parameter on another way would be overwritten, and is an error.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -46,12 +46,14 @@ class How(NamedTuple):
     """How gradients are reduced.
 
     ``accumulate``: main grads hold something that must stay. Without ``outside`` gradients are
-    reduced over the inner axis alone, and wait for a reduction with it.
+    reduced over the inner axis alone, and wait for a reduction with it. ``hooks`` get what all
+    ranks have reduced, [S], before it is added, and may change it.
     """
 
     accumulate: bool
     reduction: Reduction
     outside: bool
+    hooks: "Callable[[Gradients, Tensor], None] | None" = None
 
 
 class _Reducing(NamedTuple):
@@ -276,6 +278,9 @@ class Gradients:
             reduced.div_(reduction.divisor)
         elif reducing.inside and reduction.kind == "mean" and self._num_experts_ranks > 1:
             reduced.mul_(1 / self._num_experts_ranks)
+        if reducing.how.hooks is not None and (self._mesh.outer is None or not reducing.inside):
+            reduced = reduced.to(target.device, target.dtype)
+            reducing.how.hooks(self, reduced)
         if reducing.adds:
             target.add_(reduced.to(target.device))
         elif reduced is not target:
@@ -342,7 +347,16 @@ def has_hooks(param: nn.Parameter) -> bool:
     """Tell whether there are hooks of the user's."""
     behind: _Hooks = param._post_accumulate_grad_hooks or {}
     ours = sum(isinstance(hook, _PastTheUnit) for hook in behind.values())
-    return len(behind) > ours
+    return bool(param._backward_hooks) or len(behind) > ours
+
+
+def change(param: nn.Parameter, grad: Tensor) -> None:
+    """Let hooks of ``register_hook`` change a gradient in place, whatever they return."""
+    hooks: _Hooks = param._backward_hooks or {}
+    for hook in [*hooks.values()]:
+        other = hook(grad)
+        if other is not None:
+            grad.copy_(other)
 
 
 def call_when_bound(param: nn.Parameter) -> None:
@@ -368,13 +382,13 @@ def is_watched(param: nn.Parameter) -> bool:
     return any(isinstance(hook, _PastTheUnit) for hook in hooks.values())
 
 
-def refuse_gradient_hooks(param: nn.Parameter, name: str, *, is_whole: bool) -> None:
-    """Refuse hooks that nobody would call; ``is_whole``: its gradients will be shards."""
-    if param._backward_hooks or (is_whole and param._post_accumulate_grad_hooks):
+def refuse_gradient_hooks(param: nn.Parameter, name: str) -> None:
+    """Refuse hooks of a whole parameter, whose gradients will be shards."""
+    if param._post_accumulate_grad_hooks or param._backward_hooks:
         raise ConfigError(
-            f"parameter {name!r} has a hook of its gradient, and its gradients are shards that "
-            "ranks have reduced. Remedy: register_post_accumulate_grad_hook, after fully_shard, "
-            "which may change .grad"
+            f"parameter {name!r} has a hook of its gradient (register_hook or "
+            "register_post_accumulate_grad_hook), and fully_shard puts another parameter in its "
+            "place, whose gradients are shards. Remedy: register the hook after fully_shard"
         )
 
 

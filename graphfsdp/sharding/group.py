@@ -30,6 +30,7 @@ from graphfsdp.sharding.gradients import (
     Gradients,
     Reduction,
     call_when_bound,
+    change,
     has_hooks,
     is_watched,
     refuse_gradient_hooks,
@@ -277,7 +278,6 @@ class ShardGroup:
                 with torch.inference_mode(False), torch.no_grad():
                     buffer.make_gradients()
         for item in self.managed:
-            refuse_gradient_hooks(item.param, self.full_name(item), is_whole=False)
             if item.main_grad is None:
                 self._bind_gradient_view(item)
             if item.trains and not is_watched(item.param):
@@ -463,6 +463,15 @@ class ShardGroup:
     def has_gradient_hooks(self) -> bool:
         return any(has_hooks(item.param) for item in self.managed)
 
+    @torch.no_grad()
+    def call_hooks(self, gradients: Gradients, reduced: Tensor) -> None:
+        """Give hooks of ``register_hook`` the gradients that ranks have just reduced, to change."""
+        for item in self.managed:
+            mine = item.buffer.gradients is gradients and item.slot.index in gradients.landed
+            if mine and has_hooks(item.param):
+                local = item.buffer.local_view(reduced, item.slot)
+                change(item.param, item.as_dtensor(local))
+
     @property
     def grad_attribute(self) -> str:
         return "decoupled_grad" if self.options.policy.use_decoupled_grad else "grad"
@@ -487,7 +496,7 @@ def _free_parameters(modules: Sequence[nn.Module], ignored: Set[nn.Parameter]) -
                     "another unit has taken over. Remedy: let one unit hold both modules (wrap "
                     "neither of them, or a common parent)"
                 )
-            refuse_gradient_hooks(param, full_name, is_whole=True)
+            refuse_gradient_hooks(param, full_name)
             found.setdefault(id(param), (full_name, param, []))[2].append((owner, name))
     return {name: _Found(param, owners) for name, param, owners in found.values()}
 

@@ -263,14 +263,19 @@ class Unit:
         self._end_backward()
 
     def _reduce(self, gradients: Sequence[Gradients], *, accumulate: bool, outside: bool) -> None:
-        how = How(accumulate, self.group.reduction, outside)
+        hooks = self._call_hooks if self.group.has_gradient_hooks else None
+        how = How(accumulate, self.group.reduction, outside, hooks)
         bind = self._bind_gradients if outside or not self.group.repeats else None
         with nvtx_range(f"reduce_grad {self.group.name}"):
             self.schedule.reduce(self, gradients, how, bind)
 
+    def _call_hooks(self, gradients: Gradients, reduced: Tensor) -> None:
+        self.schedule.queue_up(self.group.buffers[0])  # they may talk to other ranks
+        self.group.call_hooks(gradients, reduced)
+
     def _bind_gradients(self) -> None:
         if self.group.has_gradient_hooks:
-            self.schedule.queue_up(self.group.buffers[0])  # they may talk to other ranks
+            self.schedule.queue_up(self.group.buffers[0])
         self.group.bind_main_grads()
 
     def _end_backward(self) -> None:

@@ -173,12 +173,13 @@ def hooked_net(strategy: str | None, *, meta: bool = False, **options: Any) -> n
         model.to_empty(device=rank_device())
         model.load_state_dict(state)
 
-    def change(param: Any) -> None:
-        param.grad.mul_(30).tanh_()
+    def halve(param: Any) -> None:
+        param.grad.mul_(0.5)
 
     for param in model.parameters():
         if param.requires_grad:
-            param.register_post_accumulate_grad_hook(change)
+            param.register_hook(lambda grad: torch.tanh(grad * 30))
+            param.register_post_accumulate_grad_hook(halve)
     return model
 
 

@@ -47,12 +47,6 @@ def hooked(kind: str) -> nn.Module:
     return model
 
 
-def hooked_late() -> nn.Module:
-    model: nn.Module = fully_shard(nn.Linear(2, 2))
-    model.get_parameter("weight").register_hook(lambda grad: None)
-    return model
-
-
 def tied() -> nn.Module:
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     model[1].weight = model[0].weight
@@ -83,7 +77,6 @@ def test_what_is_refused_by_name() -> None:
         "'1.weight'.*another unit": lambda: fully_shard(tied()),
         "'1.0.weight' has a hook": lambda: fully_shard(hooked("register_hook")),
         "hook of its gradient": lambda: fully_shard(hooked("register_post_accumulate_grad_hook")),
-        "'weight' has a hook of its gradient": lambda: hooked_late()(torch.ones(2, 2)),
         "'int8'; expected one of 'float8'": lambda: policy(gather_format="int8"),
         "mean the same": lambda: policy(grad_comm_dtype=FP32, reduce_dtype=BF16),
         r"'weight' of shape \(4, 20\)": partial(fully_shard, nn.Linear(20, 4), mp_policy=packed),
