@@ -7,7 +7,8 @@ from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel
 from torch.overrides import TorchFunctionMode
 
 from graphfsdp._capture.trace.source import called_function, frames
@@ -69,5 +70,45 @@ def all_masks(function: _Function, args: Sequence[Any], kwargs: Mapping[str, Any
 @contextmanager
 def without_looks() -> Iterator[None]:
     """Enter this around an iteration, eager, recorded or evaluated alike."""
-    with Instead(all_masks) if _MASKS in sys.modules else nullcontext():
+    masks = Instead(all_masks) if _MASKS in sys.modules else nullcontext()
+    with masks, _averages_without_looks():
         yield
+
+
+@contextmanager
+def _averages_without_looks() -> Iterator[None]:
+    """Have ``AveragedModel.update_parameters`` decide on the device whether it is the first.
+
+    It asks on the host how many models it has averaged, to copy the first one. Here it always
+    averages, and the first one is chosen by ``torch.where``: with the same bits, also after a
+    load that sets the count back.
+
+    Capture: no host sync; it allocates a copy of the averaged tensors.
+    """
+    as_written = AveragedModel.update_parameters
+    answers = {Tensor.__eq__: False, Tensor.gt: True}  # as if the count were above zero
+
+    def update_parameters(average: AveragedModel, model: nn.Module) -> None:
+        def never_the_first(
+            function: _Function, args: Sequence[Any], kwargs: Mapping[str, Any]
+        ) -> Any:
+            asks = function in answers and args[0] is average.n_averaged
+            return answers[function] if asks else NotImplemented
+
+        is_first = average.n_averaged == 0
+        with Instead(never_the_first):
+            as_written(average, model)
+        with torch.no_grad():
+            means, weights = (_averaged(each, average) for each in (average.module, model))
+            for mean, new in zip(means, weights, strict=False):  # as torch has it
+                mean.copy_(torch.where(is_first.to(mean.device), new.to(mean.device), mean))
+
+    AveragedModel.update_parameters = update_parameters  # type: ignore[method-assign, assignment]
+    try:
+        yield
+    finally:
+        AveragedModel.update_parameters = as_written  # type: ignore[method-assign]
+
+
+def _averaged(module: nn.Module, average: AveragedModel) -> Iterator[Tensor]:
+    return itertools.chain(module.parameters(), module.buffers() if average.use_buffers else ())

@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from graphfsdp._capture.trace.source import frames
 from graphfsdp.base.hazards import HazardKind
@@ -52,6 +53,7 @@ class _LibraryModule(NamedTuple):
     """A library's module that is known to do what is refused, and what its users can do."""
 
     module: str
+    kind: HazardKind
     what: str
     remedy: str
 
@@ -59,6 +61,7 @@ class _LibraryModule(NamedTuple):
 _LIBRARY_MODULES = (
     _LibraryModule(
         "torch.distributions",
+        HazardKind.HOST_READ,
         "torch.distributions looks on the host whether its arguments are valid; a replay would "
         "look no more",
         "validate_args=False for this distribution, or, before the loop, "
@@ -66,6 +69,7 @@ _LIBRARY_MODULES = (
     ),
     _LibraryModule(
         "torch.nn.modules.transformer",
+        HazardKind.HOST_READ,
         "torch's transformer layers look on the host whether their mask is a causal one; a replay "
         "would look no more",
         "tgt_is_causal=True or False beside tgt_mask (is_causal= beside the mask of an encoder), "
@@ -73,17 +77,27 @@ _LIBRARY_MODULES = (
     ),
     _LibraryModule(
         "torch.amp.grad_scaler",
+        HazardKind.HOST_READ,
         "torch's GradScaler decides on the host whether an optimizer steps; a replay would go on "
         "with the answer for this iteration",
         "bfloat16, which needs no scale, and capture(..., skip_nonfinite=True) where a step may be "
         "left out; graphfsdp.capture_in_place leaves the scaler as it is",
     ),
     _LibraryModule(
-        "torch.optim.swa_utils",
-        "an AveragedModel looks on the host whether it has averaged before; a replay would go on "
-        "with the answer for this iteration",
-        "update_parameters() after each call of the captured step, outside the iteration: it sees "
-        "what the step has trained",
+        "ema_pytorch",
+        HazardKind.HOST_READ,
+        "ema-pytorch looks on the host at which step it is; a replay would go on with the answer "
+        "for this iteration",
+        "ema.update() after each call of the captured step, outside the iteration: it sees what "
+        "the step has trained",
+    ),
+    _LibraryModule(
+        "torch_geometric.utils",
+        HazardKind.DYNAMIC_SHAPE,
+        "torch_geometric looks in each iteration which edges are loops, so that the number of "
+        "edges depends on values; a graph's shapes are fixed",
+        "edge_index, _ = torch_geometric.utils.add_remaining_self_loops(edge_index, "
+        "num_nodes=...) once, outside the iteration, and layers with add_self_loops=False",
     ),
 )
 HOST_READ = Refusal(
@@ -381,9 +395,10 @@ def is_fixed_result(call: OpCall, index: int, varies: Varies) -> bool:
 
 
 def for_this_place(refusal: Refusal) -> Refusal:
-    """Return it with the remedy for a known place: an optimizer, or a library that reads."""
+    """Return it with the remedy for a known place: an optimizer, or a layer that reads."""
     refusal = _for_optimizers(refusal)
-    return _for_libraries(refusal) if refusal.kind is HazardKind.HOST_READ else refusal
+    is_read = refusal.kind in (HazardKind.HOST_READ, HazardKind.DYNAMIC_SHAPE)
+    return _for_layers(refusal) if is_read else refusal
 
 
 def running_optimizer() -> torch.optim.Optimizer | None:
@@ -411,10 +426,21 @@ def _for_optimizers(refusal: Refusal) -> Refusal:
     )
 
 
-def _for_libraries(refusal: Refusal) -> Refusal:
+def _for_layers(refusal: Refusal) -> Refusal:
     for frame in frames():
+        owner = frame.f_locals.get("self") if frame.f_code.co_name == "forward" else None
+        if isinstance(owner, _BatchNorm) and owner.momentum is None:
+            name = f"{type(owner).__name__}(momentum=None)"
+            return dataclasses.replace(
+                refusal,
+                what=f"{name} counts batches on the device and reads the count on the host, for "
+                "the cumulative average of its running statistics; a replay would go on with "
+                "the count of this iteration",
+                remedy="a momentum, such as the default 0.1; track_running_stats=False; or eval() "
+                "of this layer in training, which leaves the statistics alone",
+            )
         module = f"{frame.f_globals.get('__name__')}."
         for place in _LIBRARY_MODULES:
-            if module.startswith(f"{place.module}."):
+            if module.startswith(f"{place.module}.") and refusal.kind is place.kind:
                 return dataclasses.replace(refusal, what=place.what, remedy=place.remedy)
     return refusal

@@ -13,33 +13,86 @@ import graphfsdp
 from iterations import steps_once
 
 NUM_STEPS = 9
+Update = Callable[[], object]
+Average = Callable[[nn.Module], tuple[nn.Module, Update]]
 
 
-@pytest.mark.parametrize("where", ["inside", "behind"])
-def test_torch_averages_weights_behind_the_call(where: str) -> None:
-    def train(where: str) -> list[Tensor]:
-        torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 1))
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-        average = swa_utils.AveragedModel(model)
+def of_torch(**options: Any) -> Average:
+    def make(model: nn.Module) -> tuple[nn.Module, Update]:
+        average = swa_utils.AveragedModel(model, **options)
+        return average, lambda: average.update_parameters(model)
 
-        def update() -> None:
-            average.update_parameters(model)
+    return make
 
-        iteration = steps_once(behind=update) if where == "inside" else steps_once()
-        scope = "none" if where == "plain" else "full_iteration"
-        with graphfsdp.capture(model, optimizer, iteration=iteration, scope=scope) as step:
-            losses = []
-            for _ in range(14):
-                losses.append(step(torch.randn(6, 4)))
+
+def of_ema_pytorch(model: nn.Module) -> tuple[nn.Module, Update]:
+    library = pytest.importorskip("ema_pytorch")
+    average: Any = library.EMA(model, beta=0.9, update_after_step=2, update_every=2)
+    return average, average.update
+
+
+def train_averaged(make: Average, where: str) -> list[Tensor]:
+    """Update the average in the captured iteration, behind each call, or without a capture."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 1))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    average, update = make(model)
+
+    iteration = steps_once(behind=update) if where == "inside" else steps_once()
+    scope = "none" if where == "plain" else "full_iteration"
+    with graphfsdp.capture(model, optimizer, iteration=iteration, scope=scope) as step:
+        losses = []
+        for _ in range(NUM_STEPS):
+            losses.append(step(torch.randn(6, 4)))
+            if where != "inside":
                 update()
-        return [*losses, *(tensor.clone() for tensor in average.state_dict().values())]
+    return [*losses, *(tensor.clone() for tensor in average.state_dict().values())]
 
-    if where == "inside":
-        with pytest.raises(graphfsdp.CaptureError, match="after each call of the captured step"):
-            train(where)
-        return
-    expected, got = (train(each) for each in ("plain", where))
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"multi_avg_fn": swa_utils.get_ema_multi_avg_fn(0.9), "use_buffers": True},
+        {"avg_fn": swa_utils.get_ema_avg_fn(0.9)},
+    ],
+    ids=["mean of all", "moving, with buffers", "one by one"],
+)
+@pytest.mark.parametrize("where", ["inside", "behind"])
+def test_torch_averages_weights_inside_and_behind(options: dict[str, Any], where: str) -> None:
+    expected, got = (train_averaged(of_torch(**options), each) for each in ("plain", where))
+    assert all(torch.equal(a, b) for a, b in zip(expected, got, strict=True))
+
+
+def test_an_average_that_is_set_back_begins_anew(device: torch.device) -> None:
+    torch.manual_seed(0)
+    model = nn.Linear(4, 2, device=device)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    halves = swa_utils.get_ema_multi_avg_fn(0.5)
+    average = swa_utils.AveragedModel(model, device=device, multi_avg_fn=halves)
+
+    iteration = steps_once(behind=lambda: average.update_parameters(model))
+    with graphfsdp.capture(model, optimizer, iteration=iteration) as step:
+        for index in range(12):
+            before = [param.detach().clone() for param in average.module.parameters()]
+            if index == 8:
+                assert step.phase is graphfsdp.Phase.REPLAY
+                average.n_averaged.zero_()
+                before[0].fill_(torch.nan)  # what is not taken may be anything
+                next(iter(average.module.parameters())).data.fill_(torch.nan)
+            step(torch.randn(3, 4, device=device))
+            is_first = index in (0, 8)
+            means = average.module.parameters()
+            for mean, old, new in zip(means, before, model.parameters(), strict=True):
+                assert torch.equal(mean, new if is_first else torch.lerp(old, new, 0.5))
+    assert swa_utils.AveragedModel.update_parameters.__module__ == swa_utils.__name__
+
+
+def test_ema_pytorch_is_updated_behind_the_call() -> None:
+    with pytest.raises(graphfsdp.CaptureError, match=r"ema.update\(\) after each call") as caught:
+        train_averaged(of_ema_pytorch, "inside")
+    assert caught.value.source is not None
+    expected, got = (train_averaged(of_ema_pytorch, where) for where in ("plain", "behind"))
     assert all(torch.equal(a, b) for a, b in zip(expected, got, strict=True))
 
 
@@ -125,3 +178,19 @@ def as_tensordict(values: Tensor) -> Any:
 def test_a_vmapped_update_is_captured(batch: Callable[[Tensor], Any]) -> None:
     expected, got = (stacked_update(captured, batch) for captured in (False, True))
     assert all(torch.equal(a, b) for a, b in zip(expected, got, strict=True))
+
+
+@pytest.mark.parametrize("name", ["GCNConv", "GATConv"])
+def test_graph_layers_name_the_line_for_self_loops(name: str) -> None:
+    library = pytest.importorskip("torch_geometric.nn", exc_type=ImportError)
+    edges, labels = torch.randint(12, (2, 40)), torch.randint(3, (12,))
+
+    def train(**options: bool) -> graphfsdp.Phase:
+        def loss_fn(layer: nn.Module, x: Tensor) -> Tensor:
+            return nn.functional.cross_entropy(layer(x, edges), labels)
+
+        return phase_of(getattr(library, name)(6, 3, **options), loss_fn, 12, 6)
+
+    with pytest.raises(graphfsdp.CaptureError, match=r"add_remaining_self_loops.*add_self_loops="):
+        train()
+    assert train(add_self_loops=False) is graphfsdp.Phase.REPLAY

@@ -34,7 +34,7 @@ from mid_forward import (
     make_probe,
     refusal_of,
 )
-from refused_programs import REFUSED, Refused
+from refused_programs import REFUSED, SCALAR, Refused
 
 CPU = torch.device("cpu")
 CAPTURED = [name for name, case in REFUSED.items() if case.by != "check"]
@@ -283,8 +283,51 @@ def test_a_read_in_an_optimizer_of_torch_comes_with_the_remedies_for_optimizers(
     assert re.match(r"Adafactor\.step: .*'forward_backward'", str(error))
 
 
+def test_a_read_in_a_module_of_torch_is_refused_at_its_callers_line(device: torch.device) -> None:
+    """Without momentum, batch norm divides by a count that it reads on the host."""
+
+    class Cumulative(nn.ModuleList):
+        def forward(self, x: Tensor) -> Tensor:
+            for layer in self:
+                x = layer(x)  # refused
+            return x.square().mean()
+
+    model = Cumulative([nn.Linear(4, 4), nn.BatchNorm1d(4, momentum=None)]).to(device)
+    optim = FusedAdam(model.parameters(), lr=0.1)
+    step = graphfsdp.capture(model, optim)
+    error = refusal_of(step, model, optim, device)
+    assert error.op == SCALAR
+    assert error.module_path == "1"
+    assert "BatchNorm1d(momentum=None)" in str(error)
+    assert "the default 0.1" in error.hazard.fix
+    assert_refused_in(error, Cumulative.forward)
+
+
 def hides(mask: Tensor) -> Tensor:
     return mask.float() if mask.all() else mask.float() * 2
+
+
+def selects(mask: Tensor) -> Tensor:
+    return mask[mask].float().sum()
+
+
+@pytest.mark.parametrize(
+    ("name", "function", "remedy"),
+    [
+        ("ema_pytorch.ema_pytorch", hides, "ema.update() after each call"),
+        ("torch_geometric.utils.loop", selects, "layers with add_self_loops=False"),
+    ],
+)
+def test_what_libraries_are_known_for_is_refused_with_its_remedy(
+    name: str, function: types.FunctionType, remedy: str, device: torch.device
+) -> None:
+    library = types.FunctionType(function.__code__, globals() | {"__name__": name})
+
+    def program(self: Inner, h: Tensor, x: Tensor) -> Tensor:
+        factor: Tensor = library(x > 0).sum()
+        return h * factor
+
+    assert remedy in str(check_refused(program, device))
 
 
 def test_masks_of_transformers_are_made_without_a_look(
