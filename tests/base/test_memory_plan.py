@@ -70,7 +70,7 @@ def test_a_replay_allocates_only_what_it_returns() -> None:
     assert 0 < graph.facts.pool_bytes <= 3 * 64 * 64 * 4
 
 
-def test_constants_are_computed_once() -> None:
+def test_constants_are_new_in_each_replay() -> None:
     x = torch.randn(4, 4)
 
     def iterate() -> list[Tensor]:
@@ -83,7 +83,6 @@ def test_constants_are_computed_once() -> None:
     for _ in range(3):
         x.normal_()
         assert torch.equal(graph.replay()[0], x.tril() + 1)
-    assert graph.facts.num_calls == 4  # where, zero_, add_, add
 
 
 def _whole(x: Tensor, grad: Tensor) -> Tensor:
