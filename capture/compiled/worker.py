@@ -10,6 +10,7 @@ import json
 import logging
 import operator
 import os
+import re
 import signal
 import threading
 import warnings
@@ -85,7 +86,8 @@ def _make(folder: str, key: str, text: str) -> None:
     made: dict[str, Any] = {"library": "", "constants": []}
     if not graph.refused:
         graph.widen()
-        path, made["constants"] = _compiled(graph, surroundings["threads"])
+        path, made["constants"], source = _compiled(graph, surroundings["threads"])
+        graph.refuse_uncallable(source)
         with open(path, "rb") as file:
             library = file.read()
         made["library"] = hashlib.sha256(library).hexdigest()
@@ -185,6 +187,19 @@ class Graph:
         fakes = (fake for fake in self._fake_of.values() if isinstance(fake, Tensor))
         return any(fake.dtype == dtype for fake in fakes)
 
+    def refuse_uncallable(self, source: str) -> None:
+        """Refuse the operators that Inductor's code calls in a way that always fails.
+
+        One for which it has neither a kernel nor a function in C (``upsample_bilinear2d_backward``)
+        is called by name, with lists of numbers made as lists of anything: torch 2.13 and 2.15.
+        """
+        by_name = set(re.findall(r'findSchemaOrThrow\("([^"]+)", "[^"]*"\)', source))
+        for entry in self._graph.nodes:
+            schema = getattr(entry.target, "_schema", None)
+            if schema is not None and schema.name in by_name and _takes_numbers(schema):
+                why = "has no function that Inductor's code could call"
+                self.refused.setdefault(entry.meta["number"], why)
+
     def widen(self) -> None:
         """Let attention compute in float32 what it is slower at in 16 bits."""
         for entry in self._graph.find_nodes(op="call_function", target=_ATTENTION_BACKWARD):
@@ -209,6 +224,11 @@ def _makes_memory(entry: fx.Node) -> bool:
     """Tell whether a result is no look at an operand, which a copy of it would not be."""
     op: Any = entry.args[0] if entry.target is operator.getitem else entry
     return all(result.alias_info is None for result in op.target._schema.returns)
+
+
+def _takes_numbers(schema: Any) -> bool:
+    """Tell whether it has lists of numbers among its arguments."""
+    return any(str(each.type) in ("List[int]", "List[float]") for each in schema.arguments)
 
 
 def _can_be_laid_out(
@@ -241,8 +261,8 @@ def _in_float32(attention: fx.Node, narrow: torch.dtype) -> None:
             user.replace_input_with(gradient, result)
 
 
-def _compiled(graph: Graph, num_threads: int) -> tuple[str, list[Tensor]]:
-    """Return the library that Inductor has made, and constants that it wants as last inputs."""
+def _compiled(graph: Graph, num_threads: int) -> tuple[str, list[Tensor], str]:
+    """Return the library that Inductor has made, constants that it wants as last inputs, source."""
     import torch._functorch.config as functorch_config
     from torch._inductor import config
     from torch._inductor.compile_fx import compile_fx, compile_fx_inner
@@ -270,7 +290,8 @@ def _compiled(graph: Graph, num_threads: int) -> tuple[str, list[Tensor]]:
     if function is None:
         raise RuntimeError("Inductor made no function")
     library = function.__globals__["inductor_entry"].__self__.__file__
-    return library, [*(found[0][0].constants or {}).values()]
+    output = found[0][0]
+    return library, [*(output.constants or {}).values()], output.source_code
 
 
 if __name__ == "__main__":

@@ -146,6 +146,27 @@ def test_what_is_refused_is_so_without_a_process_the_next_time(
     assert found[0][1] == "has a result of other strides than its description"
 
 
+def test_what_inductors_code_cannot_call_is_refused() -> None:
+    """By the text of that code, which takes a compiler a minute."""
+    small, large = (
+        f"((1, 1, {n}, {n}), ({n * n}, {n * n}, {n}, 1), torch.float32)" for n in (4, 8)
+    )
+    back = "torch.ops.aten.upsample_bilinear2d_backward.default"
+    read = worker_module.Graph(
+        [
+            f"('x', 'placeholder', (), {{}}, {large}, None)",
+            f"('twice', torch.ops.aten.mul.Tensor, (x, 2.0), {{}}, {large}, 0)",
+            f"('back', {back}, (twice, [8, 8], [1, 1, 4, 4], False, 2.0, 2.0), {{}}, {small}, 1)",
+            "('output', 'output', ((back,),), {}, None, None)",
+        ]
+    )
+    calls = 'static auto op = c10::Dispatcher::singleton().findSchemaOrThrow("aten::{}", "{}");'
+    read.refuse_uncallable(calls.format("mul", "Tensor"))  # which takes no list of numbers
+    assert not read.refused
+    read.refuse_uncallable(calls.format("upsample_bilinear2d_backward", ""))
+    assert read.refused == {1: "has no function that Inductor's code could call"}
+
+
 @pytest.mark.time_limit(LIMIT_S)
 @pytest.mark.usefixtures("cache")
 def test_what_inductor_raises_and_how_its_process_ends_is_told(
