@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterable
 from typing import Any
 
+import torch
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
 from torch.distributed.tensor import Shard
@@ -128,12 +129,17 @@ def _mesh_of(name: str, info: Any, unit: UnitMesh) -> UnitMesh:
 _AXES = ((None, 0), (0, 1))
 
 
-def check_precision(module: nn.Module, policy: MixedPrecisionPolicy) -> None:
-    """Refuse gradients of another dtype than their parameters, where they are bound to .grad."""
+def check_precision(
+    module: nn.Module, policy: MixedPrecisionPolicy, dtype: torch.dtype | None = None
+) -> None:
+    """Refuse gradients of another dtype than their parameters, where they are bound to .grad.
+
+    ``dtype``: of the parameters; None is the one that each has, or that the policy gives it.
+    """
     if policy.use_decoupled_grad or policy.main_grads_dtype is None:
         return
     for name, param in module.named_parameters():
-        main = policy.main_params_dtype or param.dtype
+        main = dtype or policy.main_params_dtype or param.dtype
         if param.requires_grad and main != policy.main_grads_dtype:
             raise PrecisionError(
                 f"main_grads_dtype is {policy.main_grads_dtype}, but the main weight of {name!r} "

@@ -7,6 +7,7 @@ an outer axis as well.
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -27,7 +28,7 @@ from graphfsdp.sharding.gradients import Gradients, shaped
 from graphfsdp.sharding.layout import LocalRows, Slot
 from graphfsdp.sharding.mesh import UnitMesh
 from graphfsdp.sharding.packing import Packing
-from graphfsdp.sharding.plan import BufferPlan
+from graphfsdp.sharding.plan import BufferDtypes, BufferPlan
 
 Moment = tuple[int, bool]
 
@@ -125,6 +126,18 @@ class ShardBuffer:
             return Memory(self.device, pinned=False)
         pinned = self.offload.pin_memory and self.device.type == "cuda"
         return Memory(torch.device("cpu"), pinned=pinned)
+
+    def cast(self, dtypes: BufferDtypes) -> None:
+        """Go on with other dtypes, in new memory; the layout stays."""
+        self.reshard(outside=True)
+        main = self.main
+        self.dtypes = dtypes
+        self.plan = replace(self.plan, dtypes=dtypes)
+        self.main = self.new_zeros(self.plan.main_numel, dtypes.main)
+        self.main.copy_(main)
+        self._move_packing()
+        if self.gradients is not None:
+            self.make_gradients()
 
     @property
     def trainable(self) -> bool:

@@ -294,7 +294,8 @@ def _before_loading(
         if value.dtype != item.param.dtype:
             raise ConfigError(
                 f"load_state_dict(assign=True) got {value.dtype} for {group.full_name(item)!r}, "
-                f"which is laid out as {item.param.dtype}. Remedy: assign=False, which casts"
+                f"which is laid out as {item.param.dtype}. Remedy: assign=False, which casts; or "
+                f"model.to({value.dtype}) before"
             )
         item.param.copy_(value)
         state[name] = item.param

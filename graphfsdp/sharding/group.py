@@ -1,5 +1,6 @@
 """The parameters that one `fully_shard` call took over: sharded at rest, whole while computing."""
 
+import dataclasses
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass
@@ -40,6 +41,7 @@ from graphfsdp.sharding.layout import Slot
 from graphfsdp.sharding.mesh import ModelAxes, UnitMesh, find_model_axes
 from graphfsdp.sharding.meta_tensors import become
 from graphfsdp.sharding.plan import (
+    BufferDtypes,
     BufferPlan,
     ParameterKind,
     linear_weights,
@@ -322,6 +324,19 @@ class ShardGroup:
             index, name = name.split(".", 1)
             module = self.names[int(index)]
         return f"{module}.{name}".lstrip(".")
+
+    def cast(self, dtype: torch.dtype) -> None:
+        """Go on with floating-point parameters of another dtype, the same for all who hold them."""
+        self.take_values()
+        for buffer in self.buffers:
+            if buffer.dtypes.main.is_floating_point:
+                dtypes = BufferDtypes.of(dtype, self.options.policy)
+                buffer.cast(dataclasses.replace(dtypes, main=dtype))
+        for item in self.managed:
+            if item.param.dtype != item.buffer.dtypes.main:
+                item.param.grad = None
+                self._become(item)
+        self.bind_views()
 
     def _become(self, item: ManagedParameter) -> None:
         new = item.as_dtensor(item.buffer.wrapped_view(item.slot))

@@ -19,6 +19,7 @@ from graphfsdp.base.torch_internals import (
     tree_map_only,
 )
 from graphfsdp.errors import ConfigError, NotCopyableError
+from graphfsdp.sharding.arguments import check_precision
 from graphfsdp.sharding.group import ShardGroup
 from graphfsdp.sharding.meta_tensors import mark_unset_
 from graphfsdp.sharding.model_shards import ModelShards
@@ -332,9 +333,11 @@ class FSDPModule(TorchModule):
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         group = unit_of(self).group
         parent: Any = super(TorchModule, self)  # not what torch does there
-        device = _asked_for(group, fn)
-        if not group.awaits_values:
+        dtype, device = _asked_for(group, fn)
+        if dtype is None and not group.awaits_values:
             return parent._apply(fn, recurse)
+        if dtype is not None:
+            self._cast(group, dtype)
         with _set_aside(group):
             if device is not None:
                 found: ModelShards | None = getattr(self, _SHARDS, None)
@@ -342,6 +345,21 @@ class FSDPModule(TorchModule):
                     found.move_together(device)
                 give_shards_memory(group, device)
             return parent._apply(fn, recurse)
+
+    def _cast(self, group: ShardGroup, dtype: torch.dtype) -> None:
+        unit = unit_of(self)
+        if unit.is_whole or group.has_pending_gradients:
+            raise ConfigError(
+                f"unit {group.name!r} cannot be cast to {dtype} while it is unsharded, or has "
+                "gradients that wait for their reduction. Remedy: reshard() it, and cast between "
+                "two iterations"
+            )
+        for module in unit.modules:
+            check_precision(module, group.options.policy, dtype)
+        group.cast(dtype)
+        found: ModelShards | None = getattr(self, _SHARDS, None)
+        if found is not None:
+            found.move_together()
 
     def prepare_shards(self) -> None:
         """Move the shards of all units together; the first forward does it otherwise.
@@ -448,27 +466,31 @@ def _cast_leaves(values: Any, dtype: torch.dtype | None) -> Any:
     return values if dtype is None else tree_map_only(Tensor, cast, values)
 
 
-def _asked_for(group: ShardGroup, function: Callable[[Tensor], Tensor]) -> torch.device | None:
-    """Return where a function moves a unit's weights from meta, if it does.
+def _asked_for(
+    group: ShardGroup, function: Callable[[Tensor], Tensor]
+) -> tuple[torch.dtype | None, torch.device | None]:
+    """Return what a function casts a unit's weights to, and where it moves one from meta.
 
-    ConfigError: it casts them.
+    None where it leaves that as it is.
     """
-    device = None
+    awaits = group.awaits_values
+    dtype = device = None
     for buffer in group.buffers:
         main = buffer.dtypes.main
-        device_now = "meta" if group.awaits_values else buffer.main.device
-        probe = torch.empty(0, dtype=main, device=device_now)
+        probe = torch.empty(0, dtype=main, device="meta" if awaits else buffer.main.device)
         with torch.no_grad():
             found = function(probe)  # torch says what to do instead, if it needs values
-        if found.dtype != main:
+        if found.dtype != main and awaits:
             raise ConfigError(
                 f"parameter {group.full_name(group.managed[0])!r} cannot be cast to "
                 f"{found.dtype}: its unit is laid out already. Remedy: cast the model before "
                 "fully_shard, or give fully_shard an mp_policy"
             )
-        if group.awaits_values and not found.is_meta:
+        if found.dtype != main and main.is_floating_point:
+            dtype = dtype or found.dtype
+        if awaits and not found.is_meta:
             device = found.device
-    return device
+    return dtype, device
 
 
 @contextmanager

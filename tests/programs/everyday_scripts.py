@@ -208,6 +208,17 @@ def slices_and_containers() -> None:
         show("refused")
 
 
+def casts_after_sharding() -> None:
+    for dtype in (torch.bfloat16, torch.float64):
+        model = sharded(whole_model()).to(dtype)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        model(batch(0).to(dtype)).square().mean().backward()
+        show(*((param.dtype, param.grad.dtype) for param in model.parameters()))
+        if dtype == torch.float64:  # sums in bfloat16 depend on their order
+            optimizer.step()
+            show(*model.parameters())
+
+
 def values_for_the_meta_device() -> None:
     whole = whole_model().state_dict()
     for way in ("assign", "load", "copy"):

@@ -187,7 +187,11 @@ def ignoring() -> Any:
     return graphfsdp.fully_shard(model, ignored_params={model[1][0].bias.requires_grad_(False)})
 
 
-MADE = (in_one_unit, divided, renamed, ignoring)
+def casted() -> Any:
+    return graphfsdp.fully_shard(everyday_scripts.whole_model().double()).float()
+
+
+MADE = (in_one_unit, divided, renamed, ignoring, casted)
 
 
 @pytest.mark.parametrize("make", MADE)

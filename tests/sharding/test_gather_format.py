@@ -145,14 +145,20 @@ def test_a_rank_without_rows_takes_part(gather_format: str) -> None:
 
 @pytest.mark.parametrize("gather_format", FORMATS)
 @on_ranks("ranks2")
-def test_what_follows_an_end_by_hand_has_new_numbers(gather_format: str) -> None:
-    model, fresh = make(gather_format), make(gather_format)
-    model.set_manual_backward_finalization(True)
-    model(data(0)).backward()
-    model.finalize_backward()
-    for param in (*model.parameters(), *fresh.parameters()):
-        param.data.mul_(2)  # what no counter of versions sees
-    assert torch.equal(model(data(1)), fresh(data(1)))
+def test_what_follows_a_cast_or_an_end_by_hand_has_new_numbers(gather_format: str) -> None:
+    for is_cast in (True, False):
+        model, fresh = make(gather_format), make(gather_format)
+        model.set_manual_backward_finalization(not is_cast)
+        loss = model(data(0))
+        if is_cast:
+            for each in (model, fresh):
+                each.to(torch.bfloat16)  # main weights, into other memory
+        else:
+            loss.backward()
+            model.finalize_backward()
+        for param in (*model.parameters(), *fresh.parameters()):
+            param.data.mul_(2)  # what no counter of versions sees
+        assert torch.equal(model(data(1)), fresh(data(1)))
 
 
 def wire(gather_format: str | None) -> tuple[int, list[int]]:

@@ -87,7 +87,6 @@ def test_what_is_refused_by_name() -> None:
         "set_all_reduce_hook is": lambda: wide.set_all_reduce_hook(None, stream=None),
         "got 0": lambda: wide.set_gradient_divide_factor(0),
         "docs/fsdp2.md": lambda: wide._get_fsdp_state()._lazy_init(),
-        "'weight' cannot be cast to torch.float16": lambda: wide.half(),
         "float64 for 'weight'": lambda: wide.load_state_dict(state, assign=True),
         "CPUOffloadPolicy.*scope='none'": partial(capture, optimizer),
         "scope='none'": partial(capture, optimizer, scope="forward_backward"),
@@ -117,6 +116,9 @@ def test_a_clash_of_dtypes_is_refused_with_ways_out() -> None:
     ):
         with pytest.raises(PrecisionError, match="use_decoupled_grad=True"):
             graphfsdp.capture(model, optimizer)
+    model = fully_shard(nn.Linear(4, 4), mp_policy=policy(main_grads_dtype=FP32))
+    with pytest.raises(PrecisionError, match="float16"):
+        model.half()
 
 
 @on_ranks("ranks4")
