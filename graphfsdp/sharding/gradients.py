@@ -99,6 +99,8 @@ class Gradients:
         self._written: set[int] = set()  # slots of it that hold something, by index
         self._added_by_layer: set[int] = set()  # of these, in this backward pass
         self._reducing: _Reducing | None = None
+        self._undefined: list[Tensor] = []  # padding of [B], until gradients are copied
+        self._zero: Tensor | None = None  # as long as the largest stretch of it
 
     @property
     def is_pending(self) -> bool:
@@ -106,6 +108,7 @@ class Gradients:
 
     def forget(self) -> None:
         self._full = None
+        self._undefined = []
         self._partial = None
         self._written.clear()
         self._added_by_layer.clear()
@@ -145,7 +148,8 @@ class Gradients:
                 targets.append(target)
                 sources.append(grad)
         self._added_by_layer.clear()
-        copy_all(targets, sources)
+        gaps, zeros = self._zeros()
+        copy_all([*targets, *gaps], [*sources, *zeros])
 
     def view(self, slot: Slot, *, accumulate: bool, by_layer: bool) -> Tensor:
         """A whole gradient, zeroed once an iteration, for somebody who adds to it.
@@ -172,9 +176,23 @@ class Gradients:
             return self.main
         full = self._new_whole(self._comm_dtype)
         # Padding is reduced too: whatever lay there must not become a NaN.
-        for start, length in self._gaps:
-            full.narrow(0, start, length).zero_()
+        self._undefined = [full.narrow(0, start, length) for start, length in self._gaps]
         return full
+
+    def _zeros(self) -> tuple[list[Tensor], list[Tensor]]:
+        """Return padding that is undefined, and zeros for it.
+
+        Copied together with gradients, for which torch has one kernel, they cost no other.
+        """
+        gaps, self._undefined = self._undefined, []
+        if not gaps:
+            return [], []
+        if self._zero is None:
+            largest = max(length for _, length in self._gaps)
+            self._zero = torch.zeros(
+                largest, dtype=self._plan.dtypes.compute, device=gaps[0].device
+            )
+        return gaps, [self._zero.narrow(0, 0, gap.numel()) for gap in gaps]
 
     def begin_reduce(self, lane: Lane | None, how: How) -> None:
         """Begin to reduce over all ranks, where there is something to; ``end_reduce`` follows.
@@ -213,6 +231,7 @@ class Gradients:
     def take_whole(self) -> Tensor | None:
         """Return [B] gradients, or None; they are the caller's from now on."""
         full, self._full = self._full, None
+        copy_all(*self._zeros())  # where layers have added all gradients themselves
         self._written.clear()
         return full
 
