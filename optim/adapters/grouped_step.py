@@ -28,8 +28,8 @@ from graphfsdp.base.torch_internals import profiler_is_on
 _PLAIN = (Tensor, nn.Parameter)
 # With 16 bits a list's operators round otherwise where a number comes in.
 _DTYPES = (torch.float32, torch.float64)
-# A group that is told to goes torch's own way.
-_OTHER_PATHS = ("foreach", "fused", "capturable", "differentiable", "amsgrad", "maximize")
+# For a group that is told to, torch has other loops.
+_OTHER_PATHS = ("foreach", "fused", "capturable", "differentiable")
 _NONE: Mapping[str, Any] = MappingProxyType({})
 _Group = Mapping[str, Any]
 _Tensors = Any  # a list or a tuple of them, as torch has it
@@ -197,19 +197,22 @@ class _Adam(_Plan):
     """torch's ``_single_tensor_adam``."""
 
     numbers = ("weight_decay", "eps", "beta1", "beta2")
-    flags = ("decoupled_weight_decay",)
+    flags = ("amsgrad", "maximize", "decoupled_weight_decay")
 
     @classmethod
     def names_in(cls, group: _Group) -> tuple[str, ...]:
-        return ("step", "exp_avg", "exp_avg_sq")
+        names = ("step", "exp_avg", "exp_avg_sq")
+        return (*names, "max_exp_avg_sq") if group["amsgrad"] else names
 
     @classmethod
     def _numbers_of(cls, group: _Group) -> list[Any]:
         return [group["weight_decay"], group["eps"], *group["betas"]]
 
     def step(self, group: _Group, grads: _Tensors) -> None:
-        params, (counts, means, squares) = self.params, self.columns
+        params, (counts, means, squares, *rest) = self.params, self.columns
         lr, decay, (beta1, beta2) = group["lr"], group["weight_decay"], group["betas"]
+        if group["maximize"]:
+            grads = torch._foreach_neg(grads)
         torch._foreach_add_(counts, 1)
         if decay != 0:
             if group["decoupled_weight_decay"]:
@@ -219,6 +222,10 @@ class _Adam(_Plan):
         torch._foreach_lerp_(means, grads, 1 - beta1)
         torch._foreach_mul_(squares, beta2)
         torch._foreach_addcmul_(squares, grads, grads, 1 - beta2)
+        for largest in rest:
+            for most, square in zip(largest, squares, strict=True):
+                torch.maximum(most, square, out=most)
+            squares = largest
         steps = list(map(Tensor.item, counts))
         roots = torch._foreach_sqrt(squares)
         if steps.count(steps[0]) == len(steps):
@@ -244,7 +251,7 @@ class _SGD(_Plan):
     """torch's ``_single_tensor_sgd``."""
 
     numbers = ("weight_decay", "momentum", "dampening")
-    flags = ("nesterov",)
+    flags = ("nesterov", "maximize")
 
     @classmethod
     def names_in(cls, group: _Group) -> tuple[str, ...]:
@@ -252,6 +259,8 @@ class _SGD(_Plan):
 
     def step(self, group: _Group, grads: _Tensors) -> None:
         decay, momentum = group["weight_decay"], group["momentum"]
+        if group["maximize"]:
+            grads = torch._foreach_neg(grads)
         if decay != 0:
             grads = torch._foreach_add(grads, self.params, alpha=decay)
         if momentum != 0:
@@ -274,7 +283,8 @@ _LIBRARY = torch.library.Library("graphfsdp", "FRAGMENT")  # a registration live
 _LIBRARY.define(
     "grouped_step_(Tensor(a!)[] params, Tensor[] grads, Tensor(b!)[] state, Tensor lr, str kind, "
     "*, float weight_decay, float eps=0, float beta1=0, float beta2=0, float momentum=0, "
-    "float dampening=0, bool decoupled_weight_decay=False, bool nesterov=False) -> ()"
+    "float dampening=0, bool maximize=False, bool amsgrad=False, "
+    "bool decoupled_weight_decay=False, bool nesterov=False) -> ()"
 )
 
 

@@ -17,7 +17,7 @@ from graphfsdp.base.torch_internals import without_modes
 from graphfsdp.optim.fused.control import StepControl
 from graphfsdp.optim.fused.live_optimizer import LiveOptimizer
 from graphfsdp.optim.fused.plan import Plan, find_stepped, gradients_of
-from graphfsdp.optim.fused.settings import StepSettings
+from graphfsdp.optim.fused.settings import Flags, StepSettings, check_main_dtype
 from graphfsdp.optim.fused.state import (
     Saved,
     State,
@@ -33,8 +33,9 @@ class FusedAdam(LiveOptimizer):
     ``param_groups`` hold ordinary Python numbers. They may be changed at any time, by hand or by a
     scheduler: ``step`` and every replay of a captured step read them anew.
 
-    State per parameter: ``step`` [] float32, ``exp_avg`` and ``exp_avg_sq`` [...], and with main
-    weights ``master_param`` [...] float32. State is made at the first step.
+    State per parameter: ``step`` [] float32, ``exp_avg`` and ``exp_avg_sq`` [...], with amsgrad
+    ``max_exp_avg_sq`` [...], and with main weights ``master_param`` [...] float32. State is made at
+    the first step.
     """
 
     def __init__(
@@ -44,13 +45,17 @@ class FusedAdam(LiveOptimizer):
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
         weight_decay: float = 0.0,
+        amsgrad: bool = False,
         *,
         adam_w_mode: bool = True,
+        bias_correction: bool = True,
         capturable: bool = True,
         use_decoupled_grad: bool = False,
         master_weights: bool = False,
+        master_weight_dtype: torch.dtype = torch.float32,
         exp_avg_dtype: torch.dtype = torch.float32,
         exp_avg_sq_dtype: torch.dtype = torch.float32,
+        maximize: bool = False,
         skip_nonfinite: bool = False,
         max_grad_norm: float | None = None,
     ) -> None:
@@ -62,14 +67,18 @@ class FusedAdam(LiveOptimizer):
             betas: Decay rates of the two moments, each in [0, 1).
             eps: Added to the root of the second moment, after bias correction.
             weight_decay: Fraction of the weight removed per unit of learning rate.
+            amsgrad: Divide by the largest second moment so far.
             adam_w_mode: Decoupled weight decay (AdamW); otherwise decay joins the gradient.
+            bias_correction: Correct the moments for their start at zero.
             capturable: Changes nothing: every FusedAdam is. It is here because constructor calls
                 for torch and Transformer Engine have it.
             use_decoupled_grad: Read ``param.decoupled_grad`` instead of ``param.grad``, so that
                 the gradient's dtype need not be the parameter's.
             master_weights: Keep float32 main weights for bfloat16 and float16 parameters.
+            master_weight_dtype: torch.float32.
             exp_avg_dtype: Dtype in which the first moment is stored: float32 or bfloat16.
             exp_avg_sq_dtype: The same for the second moment.
+            maximize: Climb instead of descending.
             skip_nonfinite: Leave everything as it is where a gradient, or the norm of all of them
                 in float32, is not finite.
             max_grad_norm: Clip the gradients' global norm, inside the update.
@@ -77,14 +86,16 @@ class FusedAdam(LiveOptimizer):
         Raises:
             ConfigError: a hyper-parameter is out of its range, or a parameter cannot be trained.
         """
+        check_main_dtype(master_weight_dtype)
         settings = StepSettings(
-            adam_w_mode,
+            Flags(adam_w_mode, bias_correction, maximize),
             use_decoupled_grad,
             master_weights,
             skip_nonfinite,
             max_grad_norm,
             exp_avg_dtype,
             exp_avg_sq_dtype,
+            amsgrad,
         )
         self._settings = settings
         control = StepControl(settings.skip_nonfinite, settings.max_grad_norm)
@@ -127,8 +138,7 @@ class FusedAdam(LiveOptimizer):
             here = [None if grad is None or not grad.numel() else grad for grad in grads]
             parts = by_groups(zip(map(sharding_groups, params), here, strict=True))
         grad_scale, found_inf = self._control.prepare(parts, grad_scale, found_inf)
-        skipped, adam_w_mode = self._control.skipped_steps, self._settings.adam_w_mode
-        plan.run(grads, grad_scale, found_inf, skipped, adam_w_mode)
+        plan.run(grads, grad_scale, found_inf, self._control.skipped_steps, self._settings.flags)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Reset ``grad`` and, where it is used, ``decoupled_grad`` of every parameter.

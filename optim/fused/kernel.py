@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from graphfsdp.optim.fused.settings import Flags
 from graphfsdp.optim.fused.storage import Columns, Dtypes, StepTensors
 from graphfsdp.optim.fused.update import AdamCoefficients
 
@@ -31,7 +32,7 @@ _KERNEL_DTYPES = frozenset({torch.float32, torch.bfloat16, torch.float16})
 class Tables(NamedTuple):
     """What the kernel knows about the parameters, on the device; addresses are in bytes."""
 
-    params: Tensor  # [P, 9] int64, see COLUMNS
+    params: Tensor  # [P, 10] int64, see COLUMNS
     block_to_param: Tensor  # [B] int32, whose each block is
 
 
@@ -68,7 +69,7 @@ def launch(
     hyper: Tensor,  # [G, 5] float64
     grad_scale: Tensor | None,  # [] float, multiplies every gradient
     found_inf: Tensor | None,  # [] float, nothing is changed unless it is zero
-    adam_w_mode: bool,
+    flags: Flags,
 ) -> None:
     """Update all parameters of a dtype combination: one small kernel for the scalars, one for all.
 
@@ -90,6 +91,7 @@ def launch(
             tables.params,
             hyper,
             coefficients,
+            BIAS_CORRECTION=flags.bias_correction,
             num_warps=1,
             enable_fp_fusion=False,
         )
@@ -101,7 +103,7 @@ def launch(
             skip,
             **constants(
                 columns.dtypes(),
-                adam_w_mode,
+                flags,
                 has_scale=grad_scale is not None,
                 has_skip=found_inf is not None,
                 aligned=not any(tensor.data_ptr() % 16 for column in columns for tensor in column),
@@ -113,7 +115,7 @@ def launch(
 
 def constants(
     dtypes: Dtypes,
-    adam_w_mode: bool,
+    flags: Flags,
     *,
     has_scale: bool,
     has_skip: bool,
@@ -125,9 +127,11 @@ def constants(
         "FIRST_DTYPE": _in_triton(dtypes.exp_avg),
         "SECOND_DTYPE": _in_triton(dtypes.exp_avg_sq),
         "HAS_MAIN": dtypes.main_param is not None,
+        "AMSGRAD": dtypes.max_exp_avg_sq is not None,
         "HAS_SCALE": has_scale,
         "HAS_SKIP": has_skip,
-        "ADAM_W_MODE": adam_w_mode,
+        "ADAM_W_MODE": flags.adam_w_mode,
+        "MAXIMIZE": flags.maximize,
         "ALIGNED": aligned,
         "BLOCK_NUMEL": BLOCK_NUMEL,
         "PART_NUMEL": PART_NUMEL,

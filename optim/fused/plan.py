@@ -22,7 +22,7 @@ from graphfsdp.optim.fused.checks import (
     check_state,
     parameter_name,
 )
-from graphfsdp.optim.fused.settings import StepSettings
+from graphfsdp.optim.fused.settings import Flags, StepSettings
 from graphfsdp.optim.fused.state import State
 from graphfsdp.optim.fused.step import fused_adam_
 from graphfsdp.optim.fused.storage import (
@@ -117,7 +117,7 @@ class Plan:
         grad_scale: Tensor | None,  # [] float
         found_inf: Tensor | None,  # [] float
         skipped: Tensor,  # [] float32
-        adam_w_mode: bool,
+        flags: Flags,
     ) -> None:
         """Capture: one operation per device and dtype combination; no host sync."""
         for index, batch in enumerate(self._batches):
@@ -134,7 +134,7 @@ class Plan:
                 skipped if counts else None,
                 batch.tables,
                 batch.dense,
-                adam_w_mode,
+                *flags,
             )
 
     @property
@@ -191,7 +191,7 @@ def local_state(state: Mapping[str, Tensor]) -> State:
 def _member(item: Stepped, state: State) -> Member:
     param = local_part(item.param)
     dense = is_dense(param.shape, param.stride()) and same_layout(param, item.grad)
-    moments = state["exp_avg"], state["exp_avg_sq"]
+    moments = state["exp_avg"], state["exp_avg_sq"], state.get("max_exp_avg_sq")
     tensors = StepTensors(param, item.grad, *moments, state.get("master_param"))
     return Member(item.position, item.row, tensors, state["step"], dense)
 

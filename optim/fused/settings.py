@@ -1,6 +1,7 @@
 """The settings of a FusedAdam that hold for all groups, and the dtypes that follow."""
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -11,17 +12,24 @@ _LOW_PRECISION = (torch.bfloat16, torch.float16)
 _MOMENT_DTYPES = (torch.float32, torch.bfloat16)
 
 
+class Flags(NamedTuple):
+    adam_w_mode: bool = True  # decoupled weight decay; otherwise decay is added to the gradient
+    bias_correction: bool = True
+    maximize: bool = False
+
+
 @dataclass(frozen=True)
 class StepSettings:
     """What the constructor was told; see ``FusedAdam``."""
 
-    adam_w_mode: bool  # decoupled weight decay; otherwise decay is added to the gradient
+    flags: Flags
     use_decoupled_grad: bool
     master_weights: bool
     skip_nonfinite: bool
     max_grad_norm: float | None
     exp_avg_dtype: torch.dtype = torch.float32
     exp_avg_sq_dtype: torch.dtype = torch.float32
+    amsgrad: bool = False
 
     def __post_init__(self) -> None:
         for name in ("exp_avg_dtype", "exp_avg_sq_dtype"):
@@ -41,6 +49,8 @@ class StepSettings:
         if param.dtype == torch.float64:
             first = second = torch.float64
         dtypes = {"exp_avg": first, "exp_avg_sq": second}
+        if self.amsgrad:
+            dtypes["max_exp_avg_sq"] = second
         main = self.main_weight_dtype(param)
         if main != param.dtype:
             dtypes["master_param"] = main
@@ -49,8 +59,13 @@ class StepSettings:
     def in_groups(self) -> dict[str, bool]:
         """Return what torch's Adams have in each group, not once for all of them."""
         return {
-            "amsgrad": False,
-            "maximize": False,
-            "bias_correction": True,
-            "decoupled_weight_decay": self.adam_w_mode,
+            "amsgrad": self.amsgrad,
+            "maximize": self.flags.maximize,
+            "bias_correction": self.flags.bias_correction,
+            "decoupled_weight_decay": self.flags.adam_w_mode,
         }
+
+
+def check_main_dtype(master_weight_dtype: torch.dtype) -> None:
+    if master_weight_dtype != torch.float32:
+        raise ConfigError(f"master_weight_dtype must be torch.float32, got {master_weight_dtype}")

@@ -100,7 +100,7 @@ def check_saved_group(saved: Mapping[str, Any], row: int, settings: StepSettings
         if bool(saved.get(key, value)) != value:
             raise ConfigError(
                 f"parameter group {row} was saved with {key}={bool(saved[key])}, this optimizer "
-                f"has {key}={value}. Remedy: an optimizer with {key}={bool(saved[key])}"
+                f"has {key}={value}; construct FusedAdam with {key}={bool(saved[key])}"
             )
     decoupled = saved.get("decoupled_weight_decay", adam_w_mode)
     if bool(decoupled) != adam_w_mode and saved.get("weight_decay"):
@@ -122,6 +122,8 @@ def match_entries(saved: Saved, settings: StepSettings) -> State:
     step = entries.get("step", group.get("step"))
     found = {"step": saved_tensor({"step": step}, "step", None, name).float().reshape(())}
     keys = ["exp_avg", "exp_avg_sq"]
+    if settings.amsgrad:
+        keys.append("max_exp_avg_sq")
     if entries.get("master_param") is not None:
         keys.append("master_param")
     for key in keys:

@@ -15,6 +15,7 @@ from torch._utils import _unflatten_dense_tensors
 
 from graphfsdp.base.torch_internals import foreach_add_, foreach_copy_, key_of
 from graphfsdp.optim.fused import kernel
+from graphfsdp.optim.fused.settings import Flags
 from graphfsdp.optim.fused.storage import (
     Columns,
     flat_view,
@@ -32,7 +33,7 @@ _LARGEST_CHUNK = 1 << 20
 
 
 class StepArgs(NamedTuple):
-    """Arguments of ``graphfsdp::fused_adam_``; its schema has columns one by one."""
+    """Arguments of ``graphfsdp::fused_adam_``; its schema has columns and flags one by one."""
 
     columns: Columns
     steps: list[Tensor]  # [S] float32 each, advanced by one unless the step is skipped
@@ -44,16 +45,16 @@ class StepArgs(NamedTuple):
     skipped: Tensor | None  # [] float32, counts what is skipped; None: another call does
     tables: list[Tensor]  # of the kernel; empty: tensor code
     dense: bool  # no tensor has gaps
-    adam_w_mode: bool
+    flags: Flags
 
 
 _LIBRARY = torch.library.Library("graphfsdp", "FRAGMENT")  # a registration lives as long as it
 _LIBRARY.define(
     "fused_adam_(Tensor(a!)[] params, Tensor[] grads, Tensor(b!)[] exp_avgs, "
-    "Tensor(c!)[] exp_avg_sqs, Tensor(d!)[] main_params, "
-    "Tensor(e!)[] steps, Tensor hyper, int[] rows, int[] counts, "
-    "Tensor? grad_scale, Tensor? found_inf, Tensor(f!)? skipped, Tensor[] tables, "
-    "bool dense, bool adam_w_mode) -> ()"
+    "Tensor(c!)[] exp_avg_sqs, Tensor(d!)[] max_exp_avg_sqs, Tensor(e!)[] main_params, "
+    "Tensor(f!)[] steps, Tensor hyper, int[] rows, int[] counts, "
+    "Tensor? grad_scale, Tensor? found_inf, Tensor(g!)? skipped, Tensor[] tables, "
+    "bool dense, bool adam_w_mode, bool bias_correction, bool maximize) -> ()"
 )
 
 
@@ -67,8 +68,9 @@ def as_kernel(run: Callable[[StepArgs], None]) -> Callable[..., None]:
 
 
 def _step_args(flat: Sequence[Any]) -> StepArgs:
-    columns = len(Columns._fields)
-    return StepArgs(Columns(*flat[:columns]), *flat[columns:])
+    columns, flags = len(Columns._fields), len(flat) - len(Flags._fields)
+    rest = flat[columns:flags]
+    return StepArgs._make((Columns(*flat[:columns]), *rest, Flags(*flat[flags:])))
 
 
 def _advance(args: StepArgs) -> None:
@@ -94,8 +96,8 @@ def _run_tensor_code(args: StepArgs) -> None:
     for index, (row, count) in enumerate(zip(args.rows, _counts(args), strict=True)):
         adam_update_(
             args.columns.part(index, index + 1),
-            adam_coefficients(args.hyper[row], count),
-            args.adam_w_mode,
+            adam_coefficients(args.hyper[row], count, args.flags),
+            args.flags,
             grad_scale=args.grad_scale,
             found_inf=args.found_inf,
         )
@@ -116,7 +118,7 @@ def run_cuda(args: StepArgs) -> None:
         args.hyper,
         args.grad_scale,
         args.found_inf,
-        args.adam_w_mode,
+        args.flags,
     )
 
 
@@ -161,12 +163,15 @@ class CpuStep:
             taken = part.columns
             if scratch is not None:  # unnamed, so that it is freed before the next one is made
                 taken = taken._replace(grads=part.scaled_grads(scale, scratch))
-            _update(taken, part.counts, rows[part.row], args.adam_w_mode, wide_dtype)
+            _update(taken, part.counts, rows[part.row], args.flags, wide_dtype)
 
     @cached_property
     def _groups(self) -> "list[_Part]":
         args = self._args
         counts = _counts(args)
+        if not args.flags.bias_correction:
+            # With infinitely many steps behind it, a moment needs no correction: beta**inf = 0.
+            counts = [torch.tensor(torch.inf, device="cpu")] * len(counts)
         found = []
         start = 0
         for row, members in itertools.groupby(args.rows):
@@ -251,19 +256,19 @@ def _update(
     part: Columns,  # gradients scaled and wide already
     counts: list[Tensor],  # [] float32 each
     hyper_row: Sequence[float],  # [5] see HYPER_COLUMNS
-    adam_w_mode: bool,
+    flags: Flags,
     wide_dtype: torch.dtype,
 ) -> None:
     """Widen what is stored otherwise, call torch's kernel, and store it again."""
     lr, beta1, beta2, eps, weight_decay = hyper_row
-    weights, first, second = read_wide(part, wide_dtype)
-    kernel = torch._fused_adamw_ if adam_w_mode else torch._fused_adam_
+    weights, first, second, largest = read_wide(part, wide_dtype)
+    kernel = torch._fused_adamw_ if flags.adam_w_mode else torch._fused_adam_
     kernel(
-        weights, part.grads, first, second, [], counts,
+        weights, part.grads, first, second, largest, counts,
         lr=lr, beta1=beta1, beta2=beta2, weight_decay=weight_decay, eps=eps,
-        amsgrad=False, maximize=False,
+        amsgrad=bool(part.max_exp_avg_sqs), maximize=flags.maximize,
     )  # fmt: skip
-    store_wide(part, weights, first, second)
+    store_wide(part, weights, first, second, largest)
 
 
 def _are_neighbours(grads: list[Tensor], sizes: list[int]) -> bool:

@@ -19,6 +19,7 @@ class StepTensors(NamedTuple):
     grad: Tensor  # [...] any float
     exp_avg: Tensor  # [...] float
     exp_avg_sq: Tensor  # [...] float
+    max_exp_avg_sq: Tensor | None = None  # [...] float
     main_param: Tensor | None = None  # [...] float32
 
 
@@ -29,6 +30,7 @@ class Columns(NamedTuple):
     grads: list[Tensor]
     exp_avgs: list[Tensor]
     exp_avg_sqs: list[Tensor]
+    max_exp_avg_sqs: list[Tensor]
     main_params: list[Tensor]
 
     def part(self, start: int, stop: int) -> "Columns":
@@ -45,6 +47,7 @@ class Dtypes(NamedTuple):
     grad: torch.dtype
     exp_avg: torch.dtype
     exp_avg_sq: torch.dtype
+    max_exp_avg_sq: torch.dtype | None
     main_param: torch.dtype | None
 
 
@@ -56,23 +59,25 @@ def make_columns(members: list[StepTensors]) -> Columns:
 def read_wide(part: Columns, dtype: torch.dtype) -> list[list[Tensor]]:
     """Return what a step updates in a wide dtype: the stored tensors where they have it.
 
-    These are weights, first and second moments.
+    These are weights, first, second and largest second moments; empty where are none.
     """
     found = []
-    for tensors in (part.main_params or part.params, part.exp_avgs, part.exp_avg_sqs):
-        is_wide = tensors[0].dtype == dtype
+    for tensors in (part.main_params or part.params, *_moments(part)):
+        is_wide = not tensors or tensors[0].dtype == dtype
         found.append(tensors if is_wide else [tensor.to(dtype) for tensor in tensors])
     return found
 
 
-def store_wide(
-    part: Columns, weights: list[Tensor], firsts: list[Tensor], seconds: list[Tensor]
-) -> None:
+def store_wide(part: Columns, weights: list[Tensor], *moments: list[Tensor]) -> None:
     """Store what ``read_wide`` has returned and a step has updated."""
-    kept = (part.exp_avgs, part.exp_avg_sqs, part.main_params, part.params)
-    for stored, now in zip(kept, (firsts, seconds, weights, weights), strict=True):
+    updated = (*moments, weights, weights)
+    for stored, now in zip((*_moments(part), part.main_params, part.params), updated, strict=True):
         if stored and stored is not now:
             foreach_copy_(stored, now)
+
+
+def _moments(part: Columns) -> tuple[list[Tensor], ...]:
+    return part.exp_avgs, part.exp_avg_sqs, part.max_exp_avg_sqs
 
 
 def same_layout(tensor: Tensor, other: Tensor) -> bool:

@@ -10,6 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from graphfsdp.optim.fused.settings import Flags
 from graphfsdp.optim.fused.storage import (
     Columns,
     read_wide,
@@ -33,6 +34,7 @@ class AdamCoefficients(NamedTuple):
 def adam_coefficients(
     hyper_row: Tensor,  # [5] float64, one group's row of the table, see HYPER_COLUMNS
     step: Tensor,  # [] float, updates done so far, this one included
+    flags: Flags,
 ) -> AdamCoefficients:
     """In float64: ``1 - beta2`` and ``1 - beta2**step`` lose half of their digits in float32.
 
@@ -40,14 +42,16 @@ def adam_coefficients(
     """
     lr, beta1, beta2, eps, weight_decay = hyper_row.unbind()
     one = torch.ones_like(lr)
+    correction1 = one - beta1**step if flags.bias_correction else one
+    correction2 = one - beta2**step if flags.bias_correction else one
     return AdamCoefficients(
         decay=one - lr * weight_decay,
         weight_decay=weight_decay,
         one_minus_beta1=one - beta1,
         beta2=beta2,
         one_minus_beta2=one - beta2,
-        step_size=lr / (one - beta1**step),
-        root_correction2=(one - beta2**step).sqrt(),
+        step_size=lr / correction1,
+        root_correction2=correction2.sqrt(),
         eps=eps,
     )
 
@@ -56,7 +60,7 @@ def adam_coefficients(
 def adam_update_(
     part: Columns,
     coefficients: AdamCoefficients,  # [] float64 each
-    adam_w_mode: bool,
+    flags: Flags,
     *,
     grad_scale: Tensor | None = None,  # [] float, multiplies the gradients
     found_inf: Tensor | None = None,  # [] float, nothing is changed unless it is zero
@@ -68,22 +72,32 @@ def adam_update_(
 
     Capture: no host sync; temporaries come from the graph's pool; all addresses stay fixed.
     Source: Kingma & Ba 2015, Algorithm 1 (arXiv:1412.6980); decoupled decay: Loshchilov & Hutter
-        2019, Algorithm 2 (arXiv:1711.05101).
+        2019, Algorithm 2 (arXiv:1711.05101); the largest second moment: Reddi et al. 2018,
+        Algorithm 2 (arXiv:1904.09237).
     """
     if found_inf is not None:
         written = part._replace(grads=[])
         with taken_back(found_inf, [tensor for column in written for tensor in column]):
-            adam_update_(part, coefficients, adam_w_mode, grad_scale=grad_scale)
+            adam_update_(part, coefficients, flags, grad_scale=grad_scale)
         return
     wide = torch.promote_types(part.params[0].dtype, torch.float32)
-    weights, firsts, seconds = read_wide(part, wide)
+    weights, firsts, seconds, largests = read_wide(part, wide)
     for index, weight in enumerate(weights):
         gradient = part.grads[index].to(wide)
         if grad_scale is not None:
             gradient = gradient * grad_scale
-        moments = firsts[index], seconds[index]
-        _adam_rule_(weight, gradient, *moments, coefficients, adam_w_mode)
-    store_wide(part, weights, firsts, seconds)
+        if flags.maximize:
+            gradient = -gradient
+        _adam_rule_(
+            weight,
+            gradient,
+            firsts[index],
+            seconds[index],
+            largests[index] if largests else None,
+            coefficients,
+            flags.adam_w_mode,
+        )
+    store_wide(part, weights, firsts, seconds, largests)
 
 
 @contextmanager
@@ -104,6 +118,7 @@ def _adam_rule_(
     gradient: Tensor,
     first: Tensor,
     second: Tensor,
+    largest: Tensor | None,
     coefficients: AdamCoefficients,
     adam_w_mode: bool,
 ) -> None:
@@ -114,8 +129,14 @@ def _adam_rule_(
         gradient = gradient + weight * coefficients.weight_decay
     first.add_((gradient - first) * coefficients.one_minus_beta1)
     second.mul_(coefficients.beta2).add_(gradient * gradient * coefficients.one_minus_beta2)
-    denominator = _root(second).div_(coefficients.root_correction2).add_(coefficients.eps)
+    denominator = _root(_keep_largest_(largest, second))
+    denominator = denominator.div_(coefficients.root_correction2).add_(coefficients.eps)
     weight.sub_((first / denominator).mul_(coefficients.step_size))
+
+
+def _keep_largest_(largest: Tensor | None, second: Tensor) -> Tensor:
+    """Return the moment to divide by, after taking over what has grown."""
+    return second if largest is None else torch.maximum(largest, second, out=largest)
 
 
 def _root(value: Tensor) -> Tensor:

@@ -22,6 +22,7 @@ from graphfsdp.optim.fused.hyper_table import (
     check_number,
 )
 from graphfsdp.optim.fused.live_optimizer import LiveOptimizer
+from graphfsdp.optim.fused.settings import Flags
 from graphfsdp.optim.fused.state import Saved, State, saved_tensor
 from graphfsdp.optim.fused.storage import StepTensors, make_columns
 from graphfsdp.optim.fused.update import adam_coefficients, adam_update_, taken_back
@@ -265,8 +266,9 @@ def _adam_step(member: _Member, row: Tensor, grad_scale: Tensor | None) -> None:
     assert member.grad is not None
     step = member.state["step"].add_(1)
     moments = member.state["exp_avg"], member.state["exp_avg_sq"]
+    flags = Flags()
     part = make_columns([StepTensors(member.weight, member.grad, *moments)])
-    adam_update_(part, adam_coefficients(row, step), adam_w_mode=True, grad_scale=grad_scale)
+    adam_update_(part, adam_coefficients(row, step, flags), flags, grad_scale=grad_scale)
 
 
 def _shape_ratio(shape: torch.Size, adjustment: str) -> float:

@@ -44,7 +44,7 @@ def model(device: torch.device) -> Model:
 
 
 def fused_adam(params: Params) -> torch.optim.Optimizer:
-    return FusedAdam(params, weight_decay=0.1, skip_nonfinite=True)
+    return FusedAdam(params, weight_decay=0.1, amsgrad=True, skip_nonfinite=True)
 
 
 def muon(params: Params) -> torch.optim.Optimizer:

@@ -32,7 +32,7 @@ def _elsewhere(device: torch.device) -> torch.device:
     ("make", "options"),
     [
         (lambda params: FusedAdam(params), {"max_grad_norm": 1.0, "skip_nonfinite": True}),
-        (lambda params: FusedAdam(params, adam_w_mode=False), {"microbatches": 2}),
+        (lambda params: FusedAdam(params, bias_correction=False), {"microbatches": 2}),
         (lambda params: Muon([{"params": params}], lr=0.1), {"evaluates": True}),
         (lambda params: torch.optim.AdamW(params), {"max_grad_norm": 1.0}),
         (lambda params: torch.optim.AdamW(params), {"compile": True}),

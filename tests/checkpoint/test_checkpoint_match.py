@@ -29,9 +29,9 @@ def bits(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Tensor]:
 
 def test_everything_that_does_not_fit_is_listed_and_nothing_is_written(tmp_path: Path) -> None:
     model = nn.ModuleDict({"a": nn.Linear(3, 4), "b": nn.Linear(4, 2), "old": nn.Linear(1, 1)})
-    graphfsdp.save(tmp_path, model, trained(model), rng=False)
+    graphfsdp.save(tmp_path, model, trained(model, amsgrad=True), rng=False)
     other = nn.ModuleDict({"a": nn.Linear(3, 4), "b": nn.Linear(5, 2), "new": nn.Linear(1, 1)})
-    optimizer = trained(other)
+    optimizer = trained(other, amsgrad=True)
     scheduler = torch.optim.lr_scheduler.ConstantLR(optimizer)
     before = bits(other, optimizer)
     with pytest.raises(graphfsdp.CheckpointMismatchError) as caught:
@@ -61,6 +61,9 @@ def sgd(model: nn.Linear) -> torch.optim.Optimizer:
 
 
 MISFITS: list[tuple[Callable[..., Any], Callable[..., Any], str]] = [
+    (partial(trained, amsgrad=True), trained, "was saved with amsgrad=True"),
+    (partial(trained, maximize=True), trained, "was saved with maximize=True"),
+    (partial(trained, bias_correction=False), trained, "was saved with bias_correction=False"),
     (
         partial(trained, weight_decay=0.1),
         partial(trained, adam_w_mode=False),

@@ -234,7 +234,7 @@ OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
         name: getattr(torch.optim, name)
         for name in ("AdamW", "RMSprop", "Adagrad", "NAdam", "Adafactor")
     },
-    "FusedAdam": functools.partial(FusedAdam, weight_decay=0.1, master_weights=True),
+    "FusedAdam": functools.partial(FusedAdam, weight_decay=0.1, maximize=True, master_weights=True),
     "Muon": make_muon,
 }
 

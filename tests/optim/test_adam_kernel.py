@@ -22,6 +22,7 @@ from adam_helpers import (
 )
 from graphfsdp.optim import FusedAdam
 from graphfsdp.optim.fused import kernel as step_kernel
+from graphfsdp.optim.fused.settings import Flags
 from graphfsdp.optim.fused.storage import Dtypes
 from triton_helpers import (
     compile_for_sm_90,
@@ -38,8 +39,9 @@ NUM_EXTREMES = 8
 MOMENT_DTYPES = st.sampled_from([FP32, BF16])
 SETTINGS = st.fixed_dictionaries(
     {
+        **dict.fromkeys(("amsgrad", "adam_w_mode", "bias_correction", "maximize"), st.booleans()),
         **{"exp_avg_dtype": MOMENT_DTYPES, "exp_avg_sq_dtype": MOMENT_DTYPES},
-        **dict.fromkeys(("adam_w_mode", "master_weights"), st.booleans()),
+        "master_weights": st.booleans(),
     }
 )
 
@@ -143,6 +145,7 @@ def test_interpreted_kernels_equal_the_tensor_code_bit_for_bit_and_torchs_nearly
 @given(
     weights=st.lists(st.sampled_from(EXTREMES), min_size=NUM_EXTREMES, max_size=NUM_EXTREMES),
     grads=st.lists(st.sampled_from(EXTREMES), min_size=NUM_EXTREMES, max_size=NUM_EXTREMES),
+    amsgrad=st.booleans(),
     adam_w_mode=st.booleans(),
 )
 def test_kernels_equal_the_tensor_code_bit_for_bit_whatever_the_values(
@@ -181,9 +184,10 @@ def test_a_model_of_many_tensors_costs_one_launch(monkeypatch: pytest.MonkeyPatc
 
 
 COMPILED = (
-    Dtypes(FP32, FP32, FP32, FP32, None),
-    Dtypes(BF16, FP32, FP32, FP32, FP32),
-    Dtypes(BF16, BF16, BF16, BF16, None),
+    Dtypes(FP32, FP32, FP32, FP32, None, None),
+    Dtypes(BF16, FP32, FP32, FP32, None, FP32),
+    Dtypes(BF16, BF16, BF16, BF16, None, None),
+    Dtypes(BF16, FP32, FP32, FP32, FP32, FP32),
 )
 
 
@@ -197,7 +201,7 @@ def dtype_names(dtypes: Dtypes) -> str:
 def test_update_kernel_compiles_for_sm_90(dtypes: Dtypes, aligned: bool, tmp_path: Path) -> None:
     kernels = fresh_kernels(step_kernel)
     constants = step_kernel.constants(
-        dtypes, adam_w_mode=True, has_scale=True, has_skip=True, aligned=aligned
+        dtypes, Flags(), has_scale=True, has_skip=True, aligned=aligned
     )
     signature = {
         "params_ptr": "*i64",
@@ -222,7 +226,8 @@ def test_update_kernel_compiles_for_sm_90(dtypes: Dtypes, aligned: bool, tmp_pat
 def test_coefficients_kernel_compiles_for_sm_90_with_float64_maths() -> None:
     kernels = fresh_kernels(step_kernel)
     signature = {"params_ptr": "*i64", "hyper_ptr": "*fp64", "coefficients_ptr": "*fp32"}
-    compiled = compile_for_sm_90(kernels.coefficients_kernel, signature, {}, 1)
+    constants = {"BIAS_CORRECTION": True}
+    compiled = compile_for_sm_90(kernels.coefficients_kernel, signature, constants, 1)
     assert ".target sm_90" in compiled["ptx"]
     assert "fma.rn.f64" in compiled["ptx"]  # exp2 and log2 are not rounded to float32 on the way
     assert len(compiled["cubin"]) > 0

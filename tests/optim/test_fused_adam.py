@@ -37,6 +37,17 @@ from helpers import OpNames
 from triton_helpers import needs_triton
 
 
+def test_without_bias_correction_the_first_step_is_that_of_the_formula(
+    device: torch.device,
+) -> None:
+    param = nn.Parameter(torch.ones(4, device=device))
+    optimizer = FusedAdam([param], lr=0.5, betas=(0.9, 0.99), eps=0.0, bias_correction=False)
+    param.grad = torch.full_like(param, 2.0)
+    optimizer.step()
+    # m / sqrt(v) = 0.1 g / (0.1 |g|) = 1
+    torch.testing.assert_close(param.detach(), torch.full_like(param, 0.5))
+
+
 def laid_out(tensor: Tensor, layout: str) -> Tensor:
     if layout == "with gaps":
         return torch.stack([tensor, torch.full_like(tensor, 7.0)], -1)[..., 0]
@@ -131,6 +142,7 @@ STEPS = st.integers(0, NUM_STEPS - 1)
     grad_layout=st.sampled_from(["own", "permuted", "with gaps"]),
     num_groups=st.integers(1, 3),
     missing=st.sets(st.integers(0, 5)),
+    rule=st.fixed_dictionaries(dict.fromkeys(("amsgrad", "maximize"), st.booleans())),
     adam_w_mode=st.booleans(),
     master_weights=st.booleans(),
     scale=st.sampled_from([None, 0.5, 1.0]),
@@ -148,6 +160,7 @@ def test_steps_are_those_of_torch(
     grad_layout: str,
     num_groups: int,
     missing: set[int],
+    rule: dict[str, Any],
     adam_w_mode: bool,
     master_weights: bool,
     scale: float | None,
@@ -176,8 +189,9 @@ def test_steps_are_those_of_torch(
         use_decoupled_grad=decoupled,
         master_weights=master_weights,
         skip_nonfinite=bad is not None,
+        **rule,
     )
-    theirs = make(groups(twins, num_groups), fused=True)
+    theirs = make(groups(twins, num_groups), fused=True, **rule)
     for step in range(NUM_STEPS):
         if step == EVENT_STEP and event == "joined":
             ours.add_param_group({"params": late})

@@ -36,6 +36,7 @@ BAD_STEP = 1
     ("settings", "dtype"),
     [
         (CLIP, torch.float32),
+        ({"amsgrad": True, **CLIP}, torch.float32),
         ({"weight_decay": 0.1, "master_weights": True}, torch.bfloat16),
     ],
 )

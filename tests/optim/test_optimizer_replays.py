@@ -50,9 +50,10 @@ def make_foreign(model: nn.Module) -> torch.optim.Optimizer:
 NARROW = {"exp_avg_dtype": torch.bfloat16, "exp_avg_sq_dtype": torch.bfloat16}
 # Settings of FusedAdam.
 MODES: dict[str, dict[str, Any]] = {
+    "amsgrad": {"amsgrad": True, "maximize": True},
     "narrow moments": NARROW,
     "one narrow moment": {"exp_avg_dtype": torch.bfloat16, "adam_w_mode": False},
-    "all narrow": {"master_weights": True, **NARROW},
+    "all narrow": {"master_weights": True, **NARROW, "amsgrad": True},
 }
 # Clipping and skipping are its own, and not those of the capture.
 OWN: dict[str, dict[str, Any]] = {"own norm": {"max_grad_norm": 0.1, "skip_nonfinite": True}}
@@ -152,7 +153,7 @@ def test_a_replay_equals_the_eager_step(
 
 
 # torch's fused SGD knows no DTensors, and is refused; see test_precision.py.
-@pytest.mark.parametrize("name", ["adam", "muon", "torch adamw"])
+@pytest.mark.parametrize("name", ["adam", "amsgrad", "muon", "torch adamw"])
 @on_ranks("ranks2")
 def test_a_sharded_replay_equals_the_eager_step(name: str) -> None:
     expected, found = (

@@ -46,6 +46,7 @@ def capture(optimizer: Any, **options: Any) -> None:
         (partial(adam, exp_avg_dtype=torch.float8_e4m3fn), "exp_avg_dtype .*bfloat16, got .*e4m3"),
         (partial(adam, exp_avg_sq_dtype=torch.float16), "exp_avg_sq_dtype .*bfloat16, got .*float"),
         (partial(adam, exp_avg_sq_dtype=torch.int8), "exp_avg_sq_dtype .* got torch.int8"),
+        (partial(adam, master_weight_dtype=torch.float16), "master_weight_dtype must"),
         (partial(adam, max_grad_norm=0.0), "max_grad_norm must be a positive number"),
         (partial(adam, lr=-1.0), "lr of parameter group 0"),
         (partial(adam, lr=float("nan")), "lr of parameter group 0"),

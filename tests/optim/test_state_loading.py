@@ -81,8 +81,10 @@ def test_a_state_loads_in_place_or_into_a_fresh_optimizer_and_goes_on(
         {"fused": True},
         {"fused": True, "capturable": True},
         {"fused": True, "lr": torch.tensor(0.05)},
+        {"fused": True, "amsgrad": True, "maximize": True},
+        {"fused": False, "amsgrad": True, "maximize": True},
     ],
-    ids=["plain", "foreach", "fused", "capturable", "tensor_lr"],
+    ids=["plain", "foreach", "fused", "capturable", "tensor_lr", "amsgrad", "amsgrad plain"],
 )
 @pytest.mark.parametrize("make", [torch.optim.Adam, torch.optim.AdamW])
 def test_states_go_both_ways_between_torch_and_ours(make: Any, settings: dict[str, Any]) -> None:
@@ -92,8 +94,9 @@ def test_states_go_both_ways_between_torch_and_ours(make: Any, settings: dict[st
     theirs._warned_capturable_if_run_uncaptured = True
     take_steps(3, theirs)
     params = copies_of(twins)
+    rule = {key: settings.get(key, False) for key in ("amsgrad", "maximize")}
     adam_w_mode = make is torch.optim.AdamW
-    ours = FusedAdam(params, 0.3, (0.5, 0.5), 1e-3, 0.7, adam_w_mode=adam_w_mode)
+    ours = FusedAdam(params, 0.3, (0.5, 0.5), 1e-3, 0.7, adam_w_mode=adam_w_mode, **rule)
     ours.load_state_dict(theirs.state_dict())
     assert ours.param_groups[0]["lr"] == theirs.param_groups[0]["lr"] == numbers["lr"]
     assert "fused" not in ours.param_groups[0]
@@ -102,6 +105,7 @@ def test_states_go_both_ways_between_torch_and_ours(make: Any, settings: dict[st
     back = copies_of(params)
     third = make(back, lr=0.3)
     third.load_state_dict(copy.deepcopy(ours.state_dict()))
+    third.param_groups[0].update(rule)  # which is none of a group's numbers here
     take_steps(3, ours, theirs, third)
     torch.testing.assert_close(params, twins, rtol=1e-6, atol=1e-6)
     torch.testing.assert_close(back, twins, rtol=1e-6, atol=1e-6)
@@ -139,12 +143,16 @@ def _group(**settings: Any) -> Callable[[dict[str, Any]], None]:
         ),
         (lambda saved: saved["state"][0].pop("exp_avg_sq"), "no 'exp_avg_sq'"),
         (
+            lambda saved: saved["state"][0].pop("max_exp_avg_sq"),
+            "parameter 0 of group 0 has no 'max_exp_avg_sq'",
+        ),
+        (
             lambda saved: saved["state"][0].update(master_param=torch.zeros(20, 10).short()),
             r"'master_param' of parameter 0 .* torch\.int16",
         ),
-        (_group(amsgrad=True), "amsgrad=True.*Remedy: an optimizer with amsgrad=True"),
-        (_group(maximize=True), "Remedy: an optimizer with maximize=True"),
-        (_group(bias_correction=False), "an optimizer with bias_correction=False"),
+        (_group(amsgrad=False), "amsgrad=False.*construct FusedAdam with amsgrad=False"),
+        (_group(maximize=True), "maximize=True.*construct FusedAdam with maximize=True"),
+        (_group(bias_correction=False), "construct FusedAdam with bias_correction=False"),
         (_group(decoupled_weight_decay=False, weight_decay=0.1), "adam_w_mode=False"),
     ],
 )
@@ -152,7 +160,7 @@ def test_a_state_that_does_not_fit_is_refused_and_changes_nothing(
     damage: Callable[[dict[str, Any]], None], words: str
 ) -> None:
     params = make_params()
-    optimizer = FusedAdam(params)
+    optimizer = FusedAdam(params, amsgrad=True)
     take_steps(1, optimizer)
     before = copy.deepcopy(optimizer.state_dict())
     broken = copy.deepcopy(before)
@@ -236,3 +244,19 @@ def test_the_state_of_a_group_that_has_not_stepped_is_empty() -> None:
     del state["param_groups"][0]["step"]
     ours.load_state_dict(state)
     assert not ours.state
+
+
+def test_constructor_calls_for_transformer_engine_work_as_they_are() -> None:
+    settings: dict[str, Any] = {
+        "bias_correction": True,
+        "adam_w_mode": True,
+        "capturable": True,
+        "master_weights": True,
+        "master_weight_dtype": FP32,
+        "exp_avg_dtype": BF16,
+        "exp_avg_sq_dtype": BF16,
+        "use_decoupled_grad": True,
+    }
+    optimizer = FusedAdam(make_params(), 1e-3, (0.9, 0.95), 1e-8, 0.1, False, **settings)
+    assert "amsgrad" not in optimizer.param_groups[0]
+    assert FusedAdam(make_params(), 1e-3, (0.9, 0.95), 1e-8, 0.1, True).settings.amsgrad
