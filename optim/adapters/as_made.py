@@ -7,12 +7,14 @@ itself when the captured step is closed.
 Shapes: G = parameter groups; [] is a 0-D tensor.
 """
 
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim.optimizer import Optimizer
 
 from graphfsdp.base.dtensors import is_dtensor, num_meshes
 from graphfsdp.base.torch_internals import without_modes
@@ -26,7 +28,7 @@ from graphfsdp.optim.fused.hyper_table import LiveMemory
 # Note [Flags]: what is turned on for a step, where a group has the flag:
 #
 #                                      a CPU                     CUDA
-# capturable=True                      -                         all
+# capturable=True                      RAdam, ASGD               all
 # fused=True, where neither fused      where steps may be        Adam, AdamW, SGD
 #   nor foreach was given              skipped, likewise
 # foreach=True, unless given as False  -                         with capturable, without fused
@@ -34,14 +36,11 @@ from graphfsdp.optim.fused.hyper_table import LiveMemory
 # torch puts parameters on several meshes, or DTensors beside plain tensors, into no list, so that
 # neither fused nor foreach is turned on for these.
 
-# They read numbers of the iteration on the host: the last two decide by the step count what to
-# compute, unless they are told to be capturable, which torch takes on a GPU alone.
-_NEVER = (
-    torch.optim.SparseAdam,
-    torch.optim.Adafactor,
-    torch.optim.RAdam,
-    torch.optim.ASGD,
-)
+# Those that decide by the step count what to compute, unless they are told to be capturable.
+_NEED_FLAG = (torch.optim.RAdam, torch.optim.ASGD)
+# They read numbers of the iteration on the host, and have no other path.
+_NEVER = (torch.optim.SparseAdam, torch.optim.Adafactor)
+_SUPPORTED = "_get_capturable_supported_devices"
 
 
 def is_as_made(optimizer: torch.optim.Optimizer) -> bool:
@@ -115,7 +114,7 @@ class TorchAdapter(BakedAdapter):
         on_gpu = any(param.is_cuda for param in params)
         fused = self._fuses(group, on_gpu=on_gpu)
         found: dict[str, Any] = {"fused": fused}
-        if on_gpu:
+        if on_gpu or isinstance(self.optimizer, _NEED_FLAG):
             found["capturable"] = True
         # Lists of tensors take lr as a tensor only where they are capturable; on a CPU torch has no
         # kernels for them, and goes through them one by one.
@@ -157,7 +156,9 @@ class TorchAdapter(BakedAdapter):
             try:
                 if not self._is_plain or any(args) or any(kwargs.values()):
                     return super()._run_step(step, args, kwargs)  # as in a closure: theirs
-                with LiveScalars(rates, reads_late=self._reads_late):
+                # Where counts are tensors, numbers meet these, too, and in Python's precision.
+                counts = isinstance(self.optimizer, _NEED_FLAG)
+                with LiveScalars(() if counts else rates, reads_late=self._reads_late):
                     return step()
             finally:
                 self._is_stepping = False
@@ -206,7 +207,7 @@ class TorchAdapter(BakedAdapter):
             for group, rate in zip(groups, rates, strict=True)
         ]
         self._place_counts()
-        with _in_groups(groups, given):
+        with _in_groups(groups, given), _supported_on_cpu(self.optimizer):
             yield rates
 
     def _place_counts(self) -> None:
@@ -267,3 +268,21 @@ def _in_groups(
     finally:
         for group, new, old in zip(groups, given, before, strict=True):
             group.update({key: old[key] for key in new if group.get(key) is new[key]})
+
+
+@contextmanager
+def _supported_on_cpu(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """Let torch take ``capturable=True`` on a CPU while the body runs.
+
+    It refuses since nothing is captured there; the operators of that path run anywhere.
+    """
+    module = sys.modules[type(optimizer).step.__module__]
+    if not isinstance(optimizer, _NEED_FLAG) or not hasattr(module, _SUPPORTED):
+        yield
+        return
+    original: Callable[..., list[str]] = getattr(sys.modules[Optimizer.__module__], _SUPPORTED)
+    setattr(module, _SUPPORTED, lambda *args, **kwargs: [*original(*args, **kwargs), "cpu"])
+    try:
+        yield
+    finally:
+        setattr(module, _SUPPORTED, original)
