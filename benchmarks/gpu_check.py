@@ -59,6 +59,7 @@ class Part:
 
     seconds: float
     tests: tuple[str, ...] = ()
+    program: str = ""
     bench: str = ""
     rehearsal: str = ""
     gpus: int = 0
@@ -215,22 +216,27 @@ def run_part(
 ) -> list[Row]:
     if part.tests:
         return tests_part(part, limit_s, device, times)
-    words = f"{part.bench} {part.rehearsal if rehearses else ''} --device {device.type}".split()
-    budget = max(limit_s - BENCH_START_S, 1.0) / 60  # cases that do not fit are named in the rows
+    words = f"{part.program or part.bench} --device {device.type}".split()
+    words += part.rehearsal.split() if rehearses else []
+    if part.bench:  # cases that do not fit are named in the rows
+        budget = max(limit_s - BENCH_START_S, 1.0) / 60
+        words = ["graphfsdp", "bench", *words, "--budget", f"{budget:.3f}"]
     environment = dict(os.environ)
     if "CUDA_STAND_IN" in environment:  # where nobody computes what torch.compile makes
         environment["CUDA_STAND_IN_KERNELS"] = "none"
     with tempfile.TemporaryDirectory() as folder:
         out = pathlib.Path(folder) / "out"
-        command = [sys.executable, "-m", "graphfsdp", "bench", *words]
-        command += ["--budget", f"{budget:.3f}", "--out", str(out)]
+        command = [sys.executable, "-m", *words, "--out", str(out)]
         code, output = run_limited(command, limit_s, environment, folder=ROOT)
+        if out.is_file():  # such a program ends with 1 where a row is not good
+            rows: list[Row] = json.loads(out.read_text())["rows"]
+            return rows
         if code == 0:
             return bench_rows(out, results)
     why = f"the process ended with {code}: {last_line(output)}"
     if code is None:
         why = f"stopped after {limit_s:.0f} s"
-    return [failed("graphfsdp bench", why, output)]
+    return [failed(words[0], why, output)]
 
 
 def check(
@@ -282,8 +288,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+    apart = {n for n, part in PARTS.items() if part.gpus > 1 or part.bench or n == TESTS}
     groups = {
-        "parts": [n for n, part in PARTS.items() if part.gpus < 2 and part.tests and n != TESTS],
+        "parts": [n for n in PARTS if n not in apart],
         "ranks": [n for n, part in PARTS.items() if part.gpus > 1],
         "bench": [n for n, part in PARTS.items() if part.bench],
     }

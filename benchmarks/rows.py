@@ -1,9 +1,10 @@
-"""What is measured of small architectures: ``guard_cost``, ``in_place``."""
+"""What measuring programs tell: rows for ``benchmarks.gpu_check``, or of small architectures."""
 
+import argparse
 import json
 import pathlib
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -13,6 +14,25 @@ from graphfsdp.bench.workloads import Case, suite
 
 RESULTS = pathlib.Path(__file__).resolve().parent / "results"
 CPU = torch.device("cpu")
+
+
+def parser_for(module: str, about: str | None) -> argparse.ArgumentParser:
+    """Return one with the flags that programs of the check share."""
+    parser = argparse.ArgumentParser(prog=f"python -m benchmarks.{module}", description=about)
+    default = "cuda" if torch.cuda.is_available() else "cpu"
+    parser.add_argument("--device", choices=("cuda", "cpu"), default=default)
+    parser.add_argument("--out", type=pathlib.Path, help="a JSON file for the rows")
+    return parser
+
+
+def tell(rows: Sequence[Row], out: pathlib.Path | None) -> int:
+    """Print what was measured and if it is ok, or write it; return the exit code."""
+    text = json.dumps({"rows": rows}, indent=1)
+    if out is None:
+        print(text)
+    else:
+        out.write_text(text)
+    return 0 if all(row["ok"] for row in rows) else 1
 
 
 def measure_zoo(name: str, measure: Callable[[Case], Row], ratio: str) -> None:

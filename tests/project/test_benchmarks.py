@@ -1,13 +1,14 @@
+import gc
 import json
 import pathlib
 from typing import Any
 
+import pytest
 import torch
 
 from bench_results import ENVIRONMENT, result
-from benchmarks import readme_table
+from benchmarks import capture_nodes, optimizer_step, readme_table
 from graphfsdp.bench.results import RESULT
-from graphfsdp.optim import FusedAdam
 
 
 def test_a_result_of_the_command_is_kept_and_shown(tmp_path: pathlib.Path) -> None:
@@ -57,27 +58,6 @@ def test_the_newest_check_of_a_real_gpu_is_shown(tmp_path: pathlib.Path) -> None
     assert "on NVIDIA Z" in table
 
 
-def bytes_per_param(
-    settings: dict[str, Any], param_dtype: torch.dtype, grad_dtype: torch.dtype
-) -> float:
-    """Return the bytes that one step reads and writes for each element of a parameter.
-
-    State tensors are read and written, gradients read. A model weight is read and written, or only
-    written where there is a float32 main weight.
-    """
-    param = torch.nn.Parameter(torch.zeros((2, 256), dtype=param_dtype))
-    optimizer = FusedAdam([param], use_decoupled_grad=True, **settings)
-    param.decoupled_grad = torch.ones_like(param, dtype=grad_dtype)  # type: ignore[attr-defined]
-    optimizer.step()
-    state = optimizer.state[param]
-    written = param.nbytes + sum(value.nbytes for key, value in state.items() if key != "step")
-    read = written + param.numel() * grad_dtype.itemsize
-    if state.get("master_param", param).dtype != param_dtype:
-        read -= param.nbytes
-    moved: float = (read + written) / param.numel()
-    return moved
-
-
 def test_the_document_of_fused_adam_shows_the_bytes_of_a_step() -> None:
     page = (readme_table.ROOT / "docs" / "fused_adam.md").read_text(encoding="utf-8")
     fp32, bf16 = torch.float32, torch.bfloat16
@@ -92,7 +72,14 @@ def test_the_document_of_fused_adam_shows_the_bytes_of_a_step() -> None:
         "all bf16": (narrow, bf16, bf16),
     }
     for name, case in cases.items():
-        assert f"| {name} | {bytes_per_param(*case):.4g} | " in page
+        assert f"| {name} | {optimizer_step.bytes_per_param(*case):.4g} | " in page
+
+
+def test_steps_of_optimizers_are_measured_beside_a_copy() -> None:
+    rows = optimizer_step.measure("gpt-tiny", torch.device("cpu"))
+    whose = [row["what"].split(",")[0] for row in rows]
+    assert whose == ["torch AdamW(fused=True)", "FusedAdam", "FusedAdam"]
+    assert all(row["ok"] and "times as fast as torch's" in row["result"] for row in rows)
 
 
 def test_the_documents_show_the_numbers_of_the_result_files() -> None:
@@ -102,3 +89,22 @@ def test_the_documents_show_the_numbers_of_the_result_files() -> None:
         assert any(f"<!-- {section}: end -->" in text for text in texts), section
     for text in texts:
         assert readme_table.updated(text) == text, "run python -m benchmarks.readme_table"
+
+
+@pytest.mark.parametrize(("slow_us", "code"), [(19.0, 0), (21.0, 1)])
+def test_captures_are_timed_by_their_nodes_and_written(
+    slow_us: float, code: int, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = {10: 100.0, 1_000: 10.0, 5_000: 15.0, 20_000: 15.0, 60_000: slow_us}
+    path = tmp_path / "nodes.json"
+    monkeypatch.setattr(gc, "freeze", lambda: None)
+    monkeypatch.setattr(capture_nodes, "node_us", lambda size, _: found[size])
+    assert capture_nodes.main(("--device", "cpu", "--out", str(path))) == code
+    small, *_, ratio = json.loads(path.read_text())["rows"]
+    assert (small["what"], small["result"]) == ("a capture of 1,000 nodes", "10.0 us for each")
+    assert ratio["result"] == f"{slow_us / 10:.2f} times as long as of the smallest"
+    assert ratio["ok"] == (code == 0)
+
+
+def test_a_capture_of_a_chain_takes_time() -> None:
+    assert capture_nodes.node_us(90, torch.device("cpu")) > 0

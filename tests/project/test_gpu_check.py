@@ -54,7 +54,8 @@ def test_a_rehearsal_on_the_cpu_prints_a_table_and_writes_a_file(
 
 def test_the_tests_of_all_parts_exist_and_smoke_are_twenty_five() -> None:
     parts = {name: part.tests for name, part in gpu_check.PARTS.items() if part.tests}
-    assert gpu_check.PARTS.keys() - parts.keys() == {"bench", "reduce-overhead"}
+    programs = {"bench", "reduce-overhead", "nodes", "optimizer"}
+    assert gpu_check.PARTS.keys() - parts.keys() == programs
     assert len(parts["smoke"]) == 25
     # By themselves: beside a folder pytest does not look at what else is named of it.
     assert all((gpu_check.ROOT / path).exists() for path in parts.pop("tests"))
@@ -145,6 +146,15 @@ def nothing(_: pathlib.Path) -> None:
     pass
 
 
+def test_what_a_program_measures_is_rows(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = [{"what": "a node", "result": "slow", "ok": False}]
+    in_place_of_programs(monkeypatch, 1, lambda path: path.write_text(json.dumps({"rows": rows})))
+    assert run_part("nodes", tmp_path) == rows
+
+
+@pytest.mark.parametrize("name", ["nodes", "bench"])
 @pytest.mark.parametrize(
     ("code", "result"),
     [(None, "stopped after 360 s"), (1, "the process ended with 1: CUDA error")],
@@ -152,11 +162,12 @@ def nothing(_: pathlib.Path) -> None:
 def test_a_program_that_fails_is_a_row_with_all_that_it_said(
     code: int | None,
     result: str,
+    name: str,
     tmp_path: pathlib.Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     in_place_of_programs(monkeypatch, code, nothing)
-    (row,) = run_part("bench", tmp_path)
+    (row,) = run_part(name, tmp_path)
     assert (row["result"], row["ok"]) == (result, False)
     assert row["text"] == "said before\nCUDA error"
 
