@@ -31,6 +31,9 @@ _SECTIONS: Mapping[str, str] = MappingProxyType(
     }
 )
 
+# Settings that config.json of an earlier version holds, and that no number of a run depends on.
+_ENDED = ("mllog_submission", "mllog_cache_cleared")
+
 _OPENING = """\
 Train a GPT with the whole iteration in one graph.
 
@@ -183,7 +186,7 @@ def _words_of(file: Path) -> Iterator[str]:
         raise ConfigError('holds no settings by name, such as {"lr": 1e-3}')
     for key, value in data.items():
         # What a run has added to its config.json, and null, which is what was not given.
-        if key in ("resolved", "versions") or value is None:
+        if key in ("resolved", "versions", *_ENDED) or value is None:
             continue
         if key in ("help", "config"):
             raise ConfigError(f"there is no setting {key!r}")

@@ -183,6 +183,10 @@ class TrainConfig(GPTConfig):
         "new or empty directory for config.json, metrics.jsonl and model.safetensors; nothing "
         "is written if not given",
     ] = None
+    tensorboard: Annotated[bool, "also write what is logged for TensorBoard, in --out"] = False
+    wandb: Annotated[
+        str | None, "also send what is logged to this project of Weights & Biases", "PROJECT"
+    ] = None
     log_interval: Annotated[int, "iterations between two log lines; only then the host waits"] = 10
     eval_interval: Annotated[
         int, "iterations between two validations; 0 leaves only the last one"
@@ -320,9 +324,11 @@ class TrainConfig(GPTConfig):
         self._in_range("clip_grad", lambda norm: norm >= 0, "at least 0 (0 turns clipping off)")
 
     def _check_together(self) -> None:
-        for name in ("save_interval", "async_save", "keep_last"):
-            if getattr(self, name) and self.save is None:
-                raise ConfigError(f"{flag_name(name)} needs --save DIR, which says where")
+        needs = {"save": ("save_interval", "async_save", "keep_last"), "out": ("tensorboard",)}
+        for folder, names in needs.items():
+            for name in names:
+                if getattr(self, name) and getattr(self, folder) is None:
+                    raise ConfigError(f"{flag_name(name)} needs --{folder} DIR, which says where")
         clashes = {
             f"--lr-warmup-iters {self.lr_warmup_iters} leaves nothing of --train-iters "
             f"{self.train_iters} to train at the full rate; give fewer warm-up iterations": (

@@ -5,7 +5,7 @@ import functools
 import math
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from typing import Any
 
@@ -25,7 +25,7 @@ from graphfsdp.training.hugging_face import save_weights
 from graphfsdp.training.metrics import Metrics, flops_per_token, peak_memory_bytes, peak_of
 from graphfsdp.training.mllog import UNVERIFIED, RunLog, is_success, open_run_log, reached
 from graphfsdp.training.ranks import Ranks, find_ranks, process_group
-from graphfsdp.training.run_directory import RunDirectory, refuse_unusable_directories
+from graphfsdp.training.run_directory import Sink, open_sinks, refuse_unusable_directories
 
 
 def run_train(arguments: Sequence[str], console: Console) -> None:
@@ -57,9 +57,13 @@ def train(config: TrainConfig, console: Console) -> None:
         checkpoints = RunCheckpoints(run)
         stack.callback(checkpoints.close)
         lines = checkpoints.resume()
-        keep = ranks.members.together(lambda: _open_directory(run, checkpoints.iteration))
-        if keep is not None:
-            stack.callback(keep.close)
+        keep, sinks = ranks.members.together(
+            lambda: (
+                open_sinks(config, _kept_facts(run), checkpoints.iteration, stack)
+                if ranks.is_first
+                else (None, [])
+            )
+        )
         if config.mllog is not None:
             lines.append(f"MLPerf-style log in {config.mllog}; {UNVERIFIED}")
         say(f"graphfsdp train, preset {config.preset}, torch {torch.__version__}")
@@ -67,14 +71,9 @@ def train(config: TrainConfig, console: Console) -> None:
             say(f"  {name:<18} {fact}")
         for line in lines:
             say(line)
-
-        def tell(metrics: Metrics) -> None:
-            say(metrics.describe(config.train_iters))
-            if keep is not None:
-                keep.add(metrics)
-
+        sinks.insert(0, lambda metrics: say(metrics.describe(config.train_iters)))
         with closing(iter(run.feed)) as feed:
-            metrics = _iterate(run, feed, tell, checkpoints, log)
+            metrics = _iterate(run, feed, sinks, checkpoints, log)
         checkpoints.close()
         if config.out is not None:
             state = _whole_weights(run)
@@ -91,17 +90,13 @@ def train(config: TrainConfig, console: Console) -> None:
         say(kept if keep is None else f"kept in {keep.path}")
 
 
-def _open_directory(run: TrainingRun, resumed_at: int) -> RunDirectory | None:
-    config = run.config
-    if config.out is None or not run.ranks.is_first:
-        return None
+def _kept_facts(run: TrainingRun) -> dict[str, object]:
     packages = ((graphfsdp, graphfsdp.__version__), (torch, torch.__version__))
-    facts = {
-        **config.settings(),
+    return {
+        **run.config.settings(),
         "resolved": {**dataclasses.asdict(run.model.config), **_facts(run)},
         "versions": {package.__name__: str(version) for package, version in packages},
     }
-    return RunDirectory(config.out, facts, None if config.load is None else resumed_at)
 
 
 def _facts(run: TrainingRun) -> dict[str, object]:
@@ -161,7 +156,7 @@ def _whole_weights(run: TrainingRun) -> dict[str, Tensor]:
 def _iterate(
     run: TrainingRun,
     feed: Iterator[Batch],
-    tell: Callable[[Metrics], None],
+    sinks: Sequence[Sink],
     checkpoints: RunCheckpoints,
     log: RunLog,
 ) -> Metrics:
@@ -202,7 +197,8 @@ def _iterate(
                     log.run_stops(success=is_success(config, val_loss))
                 else:
                     log.block_starts()
-            tell(metrics)
+            for sink in sinks:
+                sink(metrics)
             window = _Window(run)
         elif captured:
             window = _Window(run)  # so that the speed of replay does not include the capture

@@ -1,10 +1,13 @@
-"""What a run leaves: a directory with configuration, metrics, weights."""
+"""What a run leaves: a directory with configuration, metrics, weights; logs of other programs."""
 
 import contextlib
+import dataclasses
 import json
 import os
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 from safetensors.torch import save_file
 from torch import Tensor
@@ -13,6 +16,8 @@ from graphfsdp.checkpoint.folder import entries, resolve
 from graphfsdp.errors import CheckpointError, ConfigError
 from graphfsdp.training.config import TrainConfig
 from graphfsdp.training.metrics import Metrics
+
+Sink = Callable[[Metrics], object]
 
 
 def refuse_unusable_directories(config: TrainConfig) -> None:
@@ -115,3 +120,48 @@ def _replace(path: Path, write: Callable[[Path], object]) -> None:
     unfinished = path.with_name(f"{path.name}.unfinished")
     write(unfinished)
     os.replace(unfinished, path)
+
+
+def open_sinks(
+    config: TrainConfig, facts: Mapping[str, object], start: int, stack: ExitStack
+) -> tuple[RunDirectory | None, list[Sink]]:
+    """Return the directory that keeps the run, if any, and what takes each logged step.
+
+    The stack closes all of it. Of a run that goes on, what TensorBoard has of steps behind
+    ``start`` is no longer shown.
+    """
+    directory: RunDirectory | None = None
+    sinks: list[Sink] = []
+    if config.out is not None:
+        resumed_at = None if config.load is None else start
+        directory = RunDirectory(config.out, facts, resumed_at=resumed_at)
+        stack.callback(directory.close)
+        sinks.append(directory.add)
+    try:
+        if config.tensorboard:
+            from torch.utils.tensorboard import SummaryWriter
+
+            writer: Any = SummaryWriter(f"{config.out}/tensorboard", purge_step=start + 1)
+            stack.callback(writer.close)
+            sinks.append(lambda metrics: _write(writer, metrics))
+        if config.wandb is not None:
+            import wandb
+
+            run = stack.enter_context(wandb.init(project=config.wandb, config=dict(facts)))
+            sinks.append(lambda metrics: run.log(_numbers(metrics), step=metrics.step))
+    except ImportError as error:
+        raise ConfigError(
+            f"--tensorboard and --wandb need the packages of these names ({error}): pip install "
+            '"graphfsdp[tensorboard,wandb]", or leave them out'
+        ) from None
+    return directory, sinks
+
+
+def _write(writer: Any, metrics: Metrics) -> None:
+    for name, value in _numbers(metrics).items():
+        writer.add_scalar(name, value, metrics.step)
+
+
+def _numbers(metrics: Metrics) -> dict[str, float]:
+    found = dataclasses.asdict(metrics)
+    return {name: value for name, value in found.items() if isinstance(value, int | float)}

@@ -87,11 +87,13 @@ OPTIONAL_PACKAGES = (
     "lightning",
     "mlperf_logging",
     "pytorch_lightning",
+    "tensorboard",
     "torchao",
     "torchdata",
     "transformer_engine",
     "transformers",
     "triton",
+    "wandb",
 )
 MUTABLE_CONTAINERS = frozenset(
     {

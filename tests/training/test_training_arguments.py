@@ -53,6 +53,9 @@ def test_a_file_of_settings_counts_more_than_the_preset_and_less_than_flags(
     kept = {**expected.settings(), "resolved": {"num_ranks": 1}, "versions": {}}
     also.write_text(json.dumps(kept))
     assert parse(f"--config {also}") == expected
+    ended = {"mllog_submission": "org=us", "mllog_cache_cleared": False, "tensorboard": False}
+    also.write_text(json.dumps({**kept, **ended}))
+    assert parse(f"--config {also}") == expected
 
 
 @pytest.mark.parametrize(
@@ -64,6 +67,7 @@ def test_a_file_of_settings_counts_more_than_the_preset_and_less_than_flags(
         ('{"lr": false}', "run.json: unrecognized arguments: --no-lr"),
         ('{"lr": "fast"}', "run.json: argument --lr: invalid float value: 'fast'"),
         ('{"lr": [1]}', r"run.json: argument --lr: invalid float value: '\[1\]'"),
+        ('{"wandb": false}', "run.json: unrecognized arguments: --no-wandb"),
         ('{"lr": true, "bf16": true}', "run.json: argument --lr: expected one argument"),
         ('{"help": true}', "there is no setting 'help'"),
         ("[" * 100_000, r"run.json: maximum recursion depth"),
@@ -141,6 +145,7 @@ def test_bf16_keeps_main_weights_and_gradients_in_float32() -> None:
         ("--outer-dp-sharding-strategy optim", "add --num-distributed-optimizer-instances"),
         ("--num-layer 3", "unrecognized arguments: --num-layer 3"),
         ("--async-save", "--async-save needs --save DIR"),
+        ("--tensorboard", "--tensorboard needs --out DIR"),
         ("--split 95", "--split 95 must be two numbers greater than 0"),
         ("--split 90,5,5", "which is Megatron's test data, must be 0"),
     ],

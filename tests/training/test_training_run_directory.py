@@ -3,8 +3,10 @@
 import dataclasses
 import json
 import math
+import sys
 from contextlib import closing
 from pathlib import Path
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -15,6 +17,7 @@ from graphfsdp.errors import ConfigError
 from graphfsdp.training.gpt import GPT, GPTConfig
 from graphfsdp.training.metrics import Metrics, flops_per_token, peak_tflops
 from graphfsdp.training.run_directory import RunDirectory
+from training_helpers import lines_of, train
 
 METRICS = Metrics(
     step=7,
@@ -101,3 +104,53 @@ def test_peak_depends_on_gpu_and_dtype(monkeypatch: pytest.MonkeyPatch) -> None:
     assert peak_tflops("NVIDIA H200", torch.float32) == 67.0
     monkeypatch.setattr(torch, "get_float32_matmul_precision", lambda: "high")
     assert peak_tflops("NVIDIA H200", torch.float32) == 494.0
+
+
+SHORT = ("--train-iters", "8", "--lr-warmup-iters", "1")
+
+
+@pytest.mark.filterwarnings("ignore")  # the library's own
+def test_tensorboard_shows_what_the_run_has_logged(tmp_path: Path) -> None:
+    accumulator = pytest.importorskip(
+        "tensorboard.backend.event_processing.event_accumulator"
+    ).EventAccumulator
+    flags = (*SHORT, "--out", str(tmp_path), "--tensorboard")
+    assert train(torch.device("cpu"), *flags) == 0
+    events = accumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    lines = lines_of(tmp_path)
+    for name in ("loss", "lr", "step_ms", "memory_bytes"):
+        shown = {event.step: event.value for event in events.Scalars(name)}
+        assert shown == pytest.approx({line["step"]: line[name] for line in lines}, rel=1e-6)
+    assert [event.step for event in events.Scalars("val_loss")] == [8]
+    assert "phase" not in events.Tags()["scalars"]
+
+
+def test_weights_and_biases_gets_settings_and_each_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    library, run = MagicMock(), MagicMock()
+    library.init.return_value.__enter__.return_value = run
+    monkeypatch.setitem(sys.modules, "wandb", library)
+    flags = (*SHORT, "--out", str(tmp_path), "--wandb", "a-project")
+    assert train(torch.device("cpu"), *flags) == 0
+    (settings,) = [call.kwargs for call in library.init.call_args_list]
+    assert settings["project"] == "a-project"
+    assert settings["config"]["train_iters"] == 8
+    logged = [(call.kwargs["step"], call.args[0]["loss"]) for call in run.log.call_args_list]
+    assert logged == [(line["step"], line["loss"]) for line in lines_of(tmp_path)]
+    library.init.return_value.__exit__.assert_called_once()
+
+
+@pytest.mark.parametrize("flags", [("--wandb", "a-project"), ("--tensorboard",)])
+def test_a_package_that_is_missing_is_named(
+    flags: tuple[str, ...],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    for name in ("wandb", "tensorboard", "torch.utils.tensorboard"):
+        monkeypatch.setitem(sys.modules, name, None)
+    assert train(torch.device("cpu"), *SHORT, "--out", str(tmp_path), *flags) == 2
+    said = " ".join(capsys.readouterr().err.split())
+    assert 'pip install "graphfsdp[tensorboard,wandb]"' in said
