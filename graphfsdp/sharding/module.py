@@ -137,9 +137,11 @@ class FSDPModule(TorchModule):
 
     def set_modules_to_forward_prefetch(self, modules: Sequence[Any]) -> None:
         """Ignored: units gather ahead in the order of the last pass."""
+        _check_sharded(modules)
 
     def set_modules_to_backward_prefetch(self, modules: Sequence[Any]) -> None:
         """Ignored: units gather ahead in the order of the last pass."""
+        _check_sharded(modules)
 
     def finish_microbatches(self) -> None:
         """Reduce what still waits after the last microbatch: of units that did not run in it.
@@ -165,6 +167,10 @@ class FSDPModule(TorchModule):
 
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
         """Drop whole weights between forward and backward, or keep them."""
+        if not isinstance(reshard_after_forward, bool):
+            raise ConfigError(
+                f"reshard_after_forward must be True or False, got {reshard_after_forward!r}"
+            )
         for unit in units_in(self, recurse=recurse):
             unit.set(reshard_after_forward=reshard_after_forward, reshard_to_few=False)
 
@@ -368,6 +374,14 @@ class FSDPModule(TorchModule):
             ConfigError: a unit is in the middle of work.
         """
         shards_of(self)
+
+
+def _check_sharded(modules: Sequence[Any]) -> None:
+    for module in modules:
+        if not isinstance(module, FSDPModule):
+            raise ConfigError(
+                f"modules to gather ahead must be sharded, got a {type(module).__name__}"
+            )
 
 
 def _refuse_custom(name: str) -> ConfigError:

@@ -188,6 +188,8 @@ def mistakes(package: Any) -> Rows:
         "has no values yet": lambda: empty(torch.ones(1, 2)),
         r"'0.2.weight' of shape \(8, 5\)": placed(lambda ndim: Shard(ndim - 1)),
         "Shard.*5": placed(lambda _: Shard(5)),
+        "True or False, got 2": lambda: wide.set_reshard_after_forward(2),
+        "ahead": lambda: wide.set_modules_to_forward_prefetch([whole_model()]),
         "none": lambda: package.register_fsdp_forward_method(wide, "none"),
         "share_comm_ctx": lambda: package.share_comm_ctx([whole_model()]),
     }
