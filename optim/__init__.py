@@ -7,7 +7,7 @@ if __name__ != "graphfsdp.optim":
     )
 
 from graphfsdp.optim.fused.adam import FusedAdam as FusedAdam
-from graphfsdp.optim.whole.muon import Muon as Muon
+from graphfsdp.optim.muon import Muon as Muon
 
 __all__ = [
     "FusedAdam",

@@ -14,8 +14,7 @@ from graphfsdp.base.dtensors import sharding_groups
 from graphfsdp.base.norms import by_groups
 from graphfsdp.base.streams import keep_for_graph
 from graphfsdp.base.torch_internals import without_modes
-from graphfsdp.optim.fused.control import StepControl
-from graphfsdp.optim.fused.live_optimizer import LiveOptimizer
+from graphfsdp.optim.fused.live_optimizer import LiveOptimizer, StepControl
 from graphfsdp.optim.fused.plan import Plan, find_stepped, gradients_of
 from graphfsdp.optim.fused.settings import Flags, StepSettings, check_main_dtype
 from graphfsdp.optim.fused.state import (

@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 
 from graphfsdp.optim.fused.settings import Flags
-from graphfsdp.optim.fused.storage import Columns, Dtypes, StepTensors
-from graphfsdp.optim.fused.update import AdamCoefficients
+from graphfsdp.optim.fused.update import AdamCoefficients, Columns, Dtypes, StepTensors
 
 # Elements that one program of the kernel updates; 8 for each of 128 threads, which is one access
 # of 16 bytes to 16-bit numbers. Those at the end of a parameter are updated in parts.

@@ -16,16 +16,12 @@ from torch import Tensor
 
 from graphfsdp.base.dtensors import is_dtensor, local_part
 from graphfsdp.base.flat_buffer import is_dense
+from graphfsdp.errors import ConfigError
 from graphfsdp.optim.fused import kernel
-from graphfsdp.optim.fused.checks import (
-    check_gradient,
-    check_state,
-    parameter_name,
-)
-from graphfsdp.optim.fused.settings import Flags, StepSettings
+from graphfsdp.optim.fused.settings import Flags, StepSettings, check_gradient, parameter_name
 from graphfsdp.optim.fused.state import State
 from graphfsdp.optim.fused.step import fused_adam_
-from graphfsdp.optim.fused.storage import (
+from graphfsdp.optim.fused.update import (
     Columns,
     Dtypes,
     StepTensors,
@@ -170,6 +166,34 @@ def find_stepped(
                 found.append(Stepped(index, row, param, grad))
             index += 1
     return found
+
+
+def check_state(
+    param: Tensor, state: Mapping[str, Tensor], name: str, settings: StepSettings
+) -> None:
+    local = local_part(param)
+    dense = is_dense(local.shape, local.stride())
+    like = local if dense else torch.empty_like(local, device="meta")
+    for key, dtype in settings.state_dtypes(param).items():
+        tensor = state.get(key)
+        if (
+            tensor is None
+            or tensor.dtype != dtype
+            or tensor.device != local.device
+            or not same_layout(tensor, like)
+        ):
+            got = "missing"
+            if tensor is not None:
+                got = (
+                    f"a tensor of shape {tuple(tensor.shape)}, strides {tensor.stride()}, "
+                    f"{tensor.dtype}, on {tensor.device}"
+                )
+            raise ConfigError(
+                f"the state {key!r} of {name} is {got}; expected shape {tuple(like.shape)}, "
+                f"strides {like.stride()}, {dtype}, on {local.device}. It does not fit the "
+                "parameter any more: was the model moved or cast after the first step? "
+                "load_state_dict copies values into the right places"
+            )
 
 
 def gradients_of(params: Sequence[Tensor], *, decoupled: bool) -> list[Tensor | None]:

@@ -1,7 +1,11 @@
-"""The settings of a FusedAdam that hold for all groups, and the dtypes that follow."""
+"""The settings of a FusedAdam that hold for all groups, and what optimizers of ours refuse.
 
+Each refusal names the parameter or the setting.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -69,3 +73,44 @@ class StepSettings:
 def check_main_dtype(master_weight_dtype: torch.dtype) -> None:
     if master_weight_dtype != torch.float32:
         raise ConfigError(f"master_weight_dtype must be torch.float32, got {master_weight_dtype}")
+
+
+def parameter_name(groups: Sequence[Mapping[str, Any]]) -> Callable[[int, int], str]:
+    """Return a function from group and position to the parameter's name for messages."""
+
+    def name(row: int, position: int) -> str:
+        names = groups[row].get("param_names")
+        if names is not None:
+            return f"parameter {names[position]!r}"
+        return f"parameter {position} of group {row}"
+
+    return name
+
+
+def check_parameter(param: Tensor, name: str) -> None:
+    if param.layout != torch.strided or not param.dtype.is_floating_point:
+        raise ConfigError(
+            f"only dense tensors of a real floating-point dtype can be trained; {name} has the "
+            f"layout {param.layout} and the dtype {param.dtype}"
+        )
+    if any(size > 1 and step == 0 for size, step in zip(param.shape, param.stride(), strict=True)):
+        raise ConfigError(
+            f"{name} is expanded (shape {tuple(param.shape)}, strides {param.stride()}), so that "
+            f"several elements share one place in memory; give a contiguous copy"
+        )
+
+
+def check_gradient(param: Tensor, grad: Tensor, name: str) -> None:
+    problem = None
+    if grad.layout != torch.strided:
+        problem = (
+            f"has the layout {grad.layout}; expected a dense one (for nn.Embedding: sparse=False)"
+        )
+    elif not grad.dtype.is_floating_point:
+        problem = f"has the dtype {grad.dtype}; expected a real floating-point dtype"
+    elif grad.shape != param.shape:
+        problem = f"has the shape {tuple(grad.shape)}; expected {tuple(param.shape)}"
+    elif grad.device != param.device:
+        problem = f"is on {grad.device}; expected {param.device}, as its parameter"
+    if problem is not None:
+        raise ConfigError(f"the gradient of {name} {problem}")

@@ -16,13 +16,14 @@ from torch._utils import _unflatten_dense_tensors
 from graphfsdp.base.torch_internals import foreach_add_, foreach_copy_, key_of
 from graphfsdp.optim.fused import kernel
 from graphfsdp.optim.fused.settings import Flags
-from graphfsdp.optim.fused.storage import (
+from graphfsdp.optim.fused.update import (
     Columns,
+    adam_coefficients,
+    adam_update_,
     flat_view,
     read_wide,
     store_wide,
 )
-from graphfsdp.optim.fused.update import adam_coefficients, adam_update_
 
 # Elements that are widened or scaled at a time: no more than an eighth of all, as the copies are
 # memory that a step needs besides; many enough for the overhead of a call not to count, and few

@@ -23,7 +23,7 @@ from adam_helpers import (
 from graphfsdp.optim import FusedAdam
 from graphfsdp.optim.fused import kernel as step_kernel
 from graphfsdp.optim.fused.settings import Flags
-from graphfsdp.optim.fused.storage import Dtypes
+from graphfsdp.optim.fused.update import Dtypes
 from triton_helpers import (
     compile_for_sm_90,
     fresh_kernels,

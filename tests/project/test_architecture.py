@@ -43,9 +43,8 @@ MAY_IMPORT = {
     **dict.fromkeys(BACKENDS, BASE | {TRACE, COMPILED} | CHECKS | UNDO_AND_REPORT),
     CAPTURE: BASE | {TRACE, f"{CAPTURE}.compiled"} | CHECKS | UNDO_AND_REPORT | BACKENDS,
     f"{OPTIM}.fused": BASE,
-    f"{OPTIM}.whole": BASE | {f"{OPTIM}.fused"},
-    f"{OPTIM}.adapters": BASE | {OPTIM, f"{OPTIM}.fused", f"{OPTIM}.whole"},
-    OPTIM: BASE | {f"{OPTIM}.{room}" for room in ("adapters", "fused", "whole")},
+    f"{OPTIM}.adapters": BASE | {OPTIM, f"{OPTIM}.fused"},
+    OPTIM: BASE | {f"{OPTIM}.{room}" for room in ("adapters", "fused")},
 }
 ON_TOP = frozenset(
     {

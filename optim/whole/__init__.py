@@ -1,4 +1,0 @@
-"""Muon, which needs whole matrices.
-
-Imports graphfsdp.base and fused.
-"""
