@@ -47,7 +47,7 @@ from graphfsdp.sharding.plan import (
     linear_weights,
     plan_buffers,
 )
-from graphfsdp.sharding.rows.tensors import make_dtensor
+from graphfsdp.sharding.rows import make_dtensor
 
 # On a parameter that a unit manages.
 _IS_SHARDED = "_graphfsdp_is_sharded"

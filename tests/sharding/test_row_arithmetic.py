@@ -21,7 +21,7 @@ import graphfsdp
 from graphfsdp.base.torch_internals import ASKS_SUBCLASSES
 from graphfsdp.errors import ConfigError
 from graphfsdp.sharding.placement import RowShard
-from graphfsdp.sharding.rows.tensors import make_dtensor
+from graphfsdp.sharding.rows import make_dtensor
 from ranks import on_ranks, rank_device
 from sharding_helpers import raises_on_rank
 
