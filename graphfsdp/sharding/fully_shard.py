@@ -40,7 +40,6 @@ from graphfsdp.sharding.module import (
     attach,
     begin_forward,
     end_forward,
-    forget_shards,
     give_shards_memory,
     unit_of,
     units_in,
@@ -336,9 +335,7 @@ def _deep_copy(module: FSDPModule, memo: dict[int, Any]) -> FSDPModule:
     memo.update((id(item.main_grad), None) for item in group.managed)
     made: FSDPModule = object.__new__(type(module))
     memo[id(module)] = made
-    attributes = {**vars(module)}
-    forget_shards(attributes)
-    vars(made).update(copy.deepcopy(attributes, memo))
+    vars(made).update(copy.deepcopy(vars(module), memo))
     assert isinstance(made, nn.Module)
     give_state(made)
     copied = unit_of(made).group

@@ -25,7 +25,8 @@ from graphfsdp.base.torch_internals import buffers_of, parameters_of
 from graphfsdp.errors import ConfigError, GraphFSDPError
 from graphfsdp.sharding.group import ManagedParameter
 from graphfsdp.sharding.meta_tensors import is_partly_unset, mark_unset_, move
-from graphfsdp.sharding.module import class_name, shards_of, units_in
+from graphfsdp.sharding.model_shards import move_together
+from graphfsdp.sharding.module import class_name, units_in, units_with
 from graphfsdp.sharding.unit import Unit
 
 
@@ -106,7 +107,7 @@ def memory_for_values(model: nn.Module) -> Iterator[None]:
     device = _target_device(None, units)
     if awaits:
         for root in sharded_roots(model):
-            shards_of(root).move_together(device)
+            move_together(units_with(root), device)
     for name, tensor in plain.items():
         if tensor.is_meta:  # not given memory under another name
             move(tensor, device, name)
@@ -237,7 +238,7 @@ class _Materialization:
         init: Callable[[nn.Module], object] | None,
         device: torch.device,
     ) -> None:
-        self._shards = [shards_of(root) for root in sharded_roots(model)]
+        self._together = [units_with(root) for root in sharded_roots(model)]
         self._units = _units_of(model)
         self._device = device
         self._agreement = RankAgreement(_groups(self._units), "materialize")
@@ -343,8 +344,8 @@ class _Materialization:
             self._agreement.go_on(failure)
 
     def _give_memory(self) -> None:
-        for shards in self._shards:
-            shards.move_together(self._device)
+        for units in self._together:
+            move_together(units, self._device)
         for entry in self._plain.values():
             move(entry.tensor(), self._device, entry.name)
         for entry in self._kept.values():

@@ -1,5 +1,6 @@
 """All units under one root: neighbours in memory, named, and checked against each other."""
 
+from collections.abc import Sequence
 from itertools import zip_longest
 
 import torch
@@ -17,136 +18,140 @@ from graphfsdp.base.torch_internals import (
 )
 from graphfsdp.errors import ConfigError
 from graphfsdp.sharding.buffer import Memory, ShardBuffer
-from graphfsdp.sharding.schedule import Schedule
+from graphfsdp.sharding.schedule import Schedule, Scheduled
 from graphfsdp.sharding.unit import Unit
 
 _Kind = tuple[torch.dtype, torch.dtype | None, Memory]  # of main weights, main grads
 
 
-class ModelShards:
-    """The units of a model, in the order of the modules, with all shards of a kind in one storage.
+def set_up(root: nn.Module, units: list[Unit]) -> None:
+    """Let all units of a model, in the order of its modules, work together.
 
     Main weights of all units are neighbours in one storage per dtype, main grads likewise and in
     the same order, so that an optimizer can run over the whole model in a handful of kernels.
+
+    ConfigError: a unit is in the middle of work, or is another one on another rank.
     """
+    names = {id(module): name for name, module in root.named_modules()}
+    for unit in units:
+        # One of a unit's modules may be called on its own, outside of the others' root.
+        unit.group.names = [names.get(id(m), type(m).__name__) for m in unit.modules]
+        unit.is_root = root in unit.modules
+    _refuse_busy_units(units)
+    _refuse_other_structure(units)
+    pinned = [unit for unit in units if unit.pinned]
+    for unit in pinned:
+        unit.reshard()
+    with torch.inference_mode(False):  # what is made here is trained later
+        move_together(units)
+        _join_schedules(units)
+    for unit in pinned:
+        unit.unshard()
 
-    def __init__(self, root: nn.Module, units: list[Unit]) -> None:
-        """ConfigError: a unit is in the middle of work."""
-        self.units = units
-        names = {id(module): name for name, module in root.named_modules()}
-        for unit in units:
-            # One of a unit's modules may be called on its own, outside of the others' root.
-            unit.group.names = [names.get(id(m), type(m).__name__) for m in unit.modules]
-            unit.is_root = root in unit.modules
-        self._refuse_busy_units()
-        self._refuse_other_structure()
-        pinned = [unit for unit in units if unit.pinned]
-        for unit in pinned:
-            unit.reshard()
-        with torch.inference_mode(False):  # what is made here is trained later
-            self.move_together()
-            self._join_schedules()
-        for unit in pinned:
-            unit.unshard()
 
-    def _join_schedules(self) -> None:
-        """Let all units go by one schedule, and give all-gathers communicators of their own."""
-        self.schedule = schedule = Schedule()
-        for unit in self.units:
-            unit.schedule = schedule
-            schedule.units.append(unit)
-            for buffer in unit.group.buffers:
-                if buffer.packing is not None:
-                    schedule.packed.add(buffer.packing)
-            options = unit.group.options
-            for buffer in (buffer for buffer in unit.group.buffers if buffer.sharded):
-                if options.overlap:
-                    buffer.gather_group = _gather_group(buffer.mesh.inner, buffer.mesh.inner.size())
-                few, inner = options.num_few, buffer.mesh.inner
-                if few and buffer.extension is None and not inner.size() % few:
-                    buffer.few_ranks = _gather_group(inner, few)
+def _join_schedules(units: Sequence[Unit]) -> None:
+    """Let all units go by one schedule, and give all-gathers communicators of their own."""
+    schedule = Schedule()
+    for unit in units:
+        unit.schedule = schedule
+        options = unit.group.options
+        for buffer in unit.group.buffers:
+            if buffer.packing is not None:
+                schedule.packed.add(buffer.packing)
+            if not buffer.sharded:
+                continue
+            if options.overlap:
+                buffer.gather_group = _gather_group(buffer.mesh.inner, buffer.mesh.inner.size())
+            few, inner = options.num_few, buffer.mesh.inner
+            if few and buffer.extension is None and not inner.size() % few:
+                buffer.few_ranks = _gather_group(inner, few)
+    schedule.units += units
 
-    def _refuse_busy_units(self) -> None:
-        for unit in self.units:
-            what = None
-            if unit.in_forward:
-                what = "is inside its forward pass"
-            elif unit.group.has_pending_gradients:
-                what = "has gradients that wait for their reduction"
-            if what is not None:
-                raise ConfigError(
-                    f"the sharded model cannot be set up while unit {unit.group.name!r} {what}. "
-                    "Remedy: finish the forward pass, or the accumulation with a synchronised "
-                    "backward, before a module above it is wrapped or first called"
+
+def _refuse_busy_units(units: Sequence[Unit]) -> None:
+    for unit in units:
+        what = None
+        if unit.in_forward:
+            what = "is inside its forward pass"
+        elif unit.group.has_pending_gradients:
+            what = "has gradients that wait for their reduction"
+        if what is not None:
+            raise ConfigError(
+                f"the sharded model cannot be set up while unit {unit.group.name!r} {what}. "
+                "Remedy: finish the forward pass, or the accumulation with a synchronised "
+                "backward, before a module above it is wrapped or first called"
+            )
+
+
+def _refuse_other_structure(units: Sequence[Unit]) -> None:
+    """Compare with the other ranks: a rank that differs would hang or mix up numbers."""
+    found = (group for unit in units for group in unit.group.groups)
+    groups = dict.fromkeys(group for group in found if group.size() > 1)
+    problem: str | None = None
+    for group in groups:
+        mine = [
+            line
+            for unit in units
+            if group in unit.group.groups
+            for line in unit.group.describe(group)
+        ]
+        # A rank that finds something goes on: those that share another group with it wait.
+        everyone: list[tuple[str | None, list[str]]] = [(None, [])] * group.size()
+        dist.all_gather_object(everyone, (problem, mine), group)
+        ranks = dist.get_process_group_ranks(group)
+        for rank, (theirs, lines) in zip(ranks, everyone, strict=True):
+            if problem is None and theirs is None and lines != everyone[0][1]:
+                theirs = (
+                    f"rank {rank} holds another model than rank {ranks[0]}, so their "
+                    f"collectives would not fit together: "
+                    f"{_difference(everyone[0][1], lines, ranks[0])}. Remedy: build the same "
+                    "model with the same dtypes and units on every rank"
                 )
+            problem = problem or theirs
+    if problem is not None:
+        raise ConfigError(problem)
 
-    def _refuse_other_structure(self) -> None:
-        """Compare with the other ranks: a rank that differs would hang or mix up numbers."""
-        found = (group for unit in self.units for group in unit.group.groups)
-        groups = dict.fromkeys(group for group in found if group.size() > 1)
-        problem: str | None = None
-        for group in groups:
-            mine = [
-                line
-                for unit in self.units
-                if group in unit.group.groups
-                for line in unit.group.describe(group)
-            ]
-            # A rank that finds something goes on: those that share another group with it wait.
-            everyone: list[tuple[str | None, list[str]]] = [(None, [])] * group.size()
-            dist.all_gather_object(everyone, (problem, mine), group)
-            ranks = dist.get_process_group_ranks(group)
-            for rank, (theirs, lines) in zip(ranks, everyone, strict=True):
-                if problem is None and theirs is None and lines != everyone[0][1]:
-                    theirs = (
-                        f"rank {rank} holds another model than rank {ranks[0]}, so their "
-                        f"collectives would not fit together: "
-                        f"{_difference(everyone[0][1], lines, ranks[0])}. Remedy: build the same "
-                        "model with the same dtypes and units on every rank"
-                    )
-                problem = problem or theirs
-        if problem is not None:
-            raise ConfigError(problem)
 
-    def move_together(self, in_place_of_meta: torch.device | None = None) -> None:
-        """Give memory on that device to the shards that are on the meta device, too.
+def move_together(units: Sequence[Scheduled], in_place_of_meta: torch.device | None = None) -> None:
+    """Give memory on that device to the shards that are on the meta device, too.
 
-        Shards that somebody holds, in a state dict that was taken before, stay where they are.
-        """
-        for unit in self.units:
-            unit.group.take_values()
-        held = self._held_elsewhere()
-        kinds: dict[_Kind, list[ShardBuffer]] = {}
-        for unit in self.units:
-            unit.group.follow_requires_grad()
-            for buffer in unit.group.buffers:
-                if in_place_of_meta is not None:
-                    buffer.leave_meta(in_place_of_meta)
-                if not buffer.main.is_meta and key_of(buffer.main.untyped_storage()) in held:
-                    continue
-                grad_dtype = None if buffer.grad is None else buffer.grad.dtype
-                kind = (buffer.main.dtype, grad_dtype, buffer.memory)
-                kinds.setdefault(kind, []).append(buffer)
-        for buffers in kinds.values():
-            mains = _neighbours(buffers, [buffer.main for buffer in buffers])
-            grads: list[Tensor | None] = [None] * len(buffers)
-            found = [buffer.grad for buffer in buffers if buffer.grad is not None]
-            if found:
-                grads = [*_neighbours(buffers, found)]
-            for buffer, main, grad in zip(buffers, mains, grads, strict=True):
-                buffer.move(main, grad)
-        for unit in self.units:
-            unit.group.bind_views()
+    Shards that somebody holds, in a state dict that was taken before, stay where they are.
+    """
+    for unit in units:
+        unit.group.take_values()
+    held = _held_elsewhere(units)
+    kinds: dict[_Kind, list[ShardBuffer]] = {}
+    for unit in units:
+        unit.group.follow_requires_grad()
+        for buffer in unit.group.buffers:
+            if in_place_of_meta is not None:
+                buffer.leave_meta(in_place_of_meta)
+            if not buffer.main.is_meta and key_of(buffer.main.untyped_storage()) in held:
+                continue
+            grad_dtype = None if buffer.grad is None else buffer.grad.dtype
+            kind = (buffer.main.dtype, grad_dtype, buffer.memory)
+            kinds.setdefault(kind, []).append(buffer)
+    for buffers in kinds.values():
+        mains = _neighbours(buffers, [buffer.main for buffer in buffers])
+        grads: list[Tensor | None] = [None] * len(buffers)
+        found = [buffer.grad for buffer in buffers if buffer.grad is not None]
+        if found:
+            grads = [*_neighbours(buffers, found)]
+        for buffer, main, grad in zip(buffers, mains, grads, strict=True):
+            buffer.move(main, grad)
+    for unit in units:
+        unit.group.bind_views()
 
-    def _held_elsewhere(self) -> set[int]:
-        """Return keys of the storages of main weights at which others than the units look."""
-        ours: dict[int, int] = {}
-        for unit in self.units:
-            locals_ = (unwrapped(local_tensor_of(item.param)) for item in unit.group.managed)
-            for tensor in (*(buffer.main for buffer in unit.group.buffers), *locals_):
-                key = key_of(tensor.untyped_storage())
-                ours[key] = ours.get(key, 1) + 1  # one is what asks for the storage
-        return {key for key in ours if num_users(key) > ours[key]}
+
+def _held_elsewhere(units: Sequence[Scheduled]) -> set[int]:
+    """Return keys of the storages of main weights at which others than the units look."""
+    ours: dict[int, int] = {}
+    for unit in units:
+        locals_ = (unwrapped(local_tensor_of(item.param)) for item in unit.group.managed)
+        for tensor in (*(buffer.main for buffer in unit.group.buffers), *locals_):
+            key = key_of(tensor.untyped_storage())
+            ours[key] = ours.get(key, 1) + 1  # one is what asks for the storage
+    return {key for key in ours if num_users(key) > ours[key]}
 
 
 def _difference(first: list[str], other: list[str], rank: int) -> str:

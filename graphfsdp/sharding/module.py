@@ -22,11 +22,11 @@ from graphfsdp.errors import ConfigError, NotCopyableError
 from graphfsdp.sharding.arguments import check_precision
 from graphfsdp.sharding.group import ShardGroup
 from graphfsdp.sharding.meta_tensors import mark_unset_
-from graphfsdp.sharding.model_shards import ModelShards
+from graphfsdp.sharding.model_shards import move_together, set_up
+from graphfsdp.sharding.schedule import Scheduled
 from graphfsdp.sharding.unit import Unit
 
 _UNIT = "_graphfsdp_unit"
-_SHARDS = "_graphfsdp_shards"
 
 
 class UnshardHandle(TorchHandle):
@@ -77,7 +77,7 @@ class FSDPModule(TorchModule):
         Args:
             async_op: Return a handle, as FSDP2 does. The weights are here already.
         """
-        shards_of(self)
+        units_with(self)
         unit_of(self).group.check_memory()
         unit_of(self).unshard()
         return UnshardHandle() if async_op else None
@@ -346,9 +346,7 @@ class FSDPModule(TorchModule):
             self._cast(group, dtype)
         with _set_aside(group):
             if device is not None:
-                found: ModelShards | None = getattr(self, _SHARDS, None)
-                if found is not None:
-                    found.move_together(device)
+                move_together(unit_of(self).schedule.units, device)
                 give_shards_memory(group, device)
             return parent._apply(fn, recurse)
 
@@ -363,9 +361,7 @@ class FSDPModule(TorchModule):
         for module in unit.modules:
             check_precision(module, group.options.policy, dtype)
         group.cast(dtype)
-        found: ModelShards | None = getattr(self, _SHARDS, None)
-        if found is not None:
-            found.move_together()
+        move_together(unit.schedule.units)
 
     def prepare_shards(self) -> None:
         """Move the shards of all units together; the first forward does it otherwise.
@@ -373,7 +369,7 @@ class FSDPModule(TorchModule):
         Raises:
             ConfigError: a unit is in the middle of work.
         """
-        shards_of(self)
+        units_with(self)
 
 
 def _check_sharded(modules: Sequence[Any]) -> None:
@@ -398,11 +394,6 @@ def attach(module: nn.Module, unit: Unit, methods: dict[str, Any]) -> None:
     module.__class__ = type(f"FSDP{kind.__name__}", (FSDPModule, kind), methods)
 
 
-def forget_shards(attributes: dict[str, Any]) -> None:
-    """Take off a module's attributes what a copy of it makes of its own in its first forward."""
-    attributes.pop(_SHARDS, None)
-
-
 def unit_of(module: object) -> Unit:
     """Return the unit of a wrapped module."""
     unit: Unit = getattr(module, _UNIT)
@@ -415,18 +406,13 @@ def class_name(module: nn.Module) -> str:
     return (bases[1] if FSDPModule in bases else type(module)).__name__
 
 
-def shards_of(module: object) -> ModelShards:
-    """Return the shards that a unit belongs to; make them if it is the root of what runs."""
-    found: ModelShards | None = getattr(module, _SHARDS, None)
-    if found is not None:
-        return found
-    assert isinstance(module, nn.Module)
-    members = units_in(module)
-    shards = ModelShards(module, members)
-    for member in members:
-        for each in member.modules:
-            setattr(each, _SHARDS, shards)
-    return shards
+def units_with(module: object) -> Sequence[Scheduled]:
+    """Return all units that work with a module's; it is the root if these are not set up yet."""
+    unit = unit_of(module)
+    if not unit.schedule.units:
+        assert isinstance(module, nn.Module)
+        set_up(module, units_in(module))
+    return unit.schedule.units
 
 
 def units_in(module: object, *, recurse: bool = True) -> list[Unit]:
@@ -446,7 +432,7 @@ def begin_forward(
 
     Those of a root on a GPU are moved there, as by FSDP2.
     """
-    shards_of(module)
+    units_with(module)
     unit = unit_of(module)
     unit.enter_forward(module)
     divisor: Any = module.gradient_divide_factor

@@ -16,8 +16,8 @@ from graphfsdp.sharding.module import (
     FSDPModule,
     begin_forward,
     end_forward,
-    shards_of,
     unit_of,
+    units_with,
 )
 
 
@@ -76,9 +76,9 @@ def share_comm_ctx(modules: Sequence[nn.Module]) -> None:
     for module in modules:
         if not isinstance(module, FSDPModule):
             raise ConfigError(f"share_comm_ctx takes sharded modules, got {type(module).__name__}")
-    schedules = [shards_of(module).schedule for module in modules]
-    for schedule in schedules[1:]:
-        schedule.share_lanes(schedules[0])
+    for module in modules:
+        units_with(module)
+        unit_of(module).schedule.share_lanes(unit_of(modules[0]).schedule)
 
 
 def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:

@@ -4,7 +4,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard
@@ -68,19 +67,11 @@ class RowShard(Shard):
         mesh_dim: int,
         current_logical_shape: Sequence[Any],
     ) -> Tensor:
-        """Return the whole tensor, of whose rows no view is made; one exchange of rows."""
-        assert current_logical_shape[0] == self.borders[-1]
-        return self.gather(local_tensor, mesh.get_group(mesh_dim))
-
-    def gather(
-        self,
-        local: Tensor,  # [rows here, ...]
-        group: dist.ProcessGroup,
-    ) -> Tensor:
-        """Return [rows, ...] of all ranks; one exchange. Capture: one node for it."""
+        """Return [rows, ...] of all ranks, of which no view is made. Capture: one exchange."""
+        group = mesh.get_group(mesh_dim)
         counts = [self.rows_of(rank)[1] for rank in range(group.size())]
-        padded = local.new_zeros((max(counts), *local.shape[1:]))
-        padded[: local.shape[0]] = local
+        padded = local_tensor.new_zeros((max(counts), *local_tensor.shape[1:]))
+        padded[: local_tensor.shape[0]] = local_tensor
         parts = padded.new_empty((len(counts), *padded.shape))
         if padded.numel():
             all_gather_(parts.view(-1), padded.view(-1), group)

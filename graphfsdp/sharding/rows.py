@@ -269,7 +269,7 @@ def whole_of(rows: DTensor) -> DTensor:
     mesh, axis = rows.device_mesh, row_axis(rows.placements)
     assert axis is not None
     place: Any = rows.placements[axis]
-    whole = place.gather(local_tensor_of(rows), mesh.get_group(axis))
+    whole = place._to_replicate_tensor(local_tensor_of(rows), mesh, axis, rows.shape)
     if not rows.dim():
         whole = whole.view(())
     return wrap_rows(whole, mesh, without_rows(rows.placements), tuple(rows.shape))
