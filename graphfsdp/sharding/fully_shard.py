@@ -25,12 +25,6 @@ from graphfsdp.base.recut import recut
 from graphfsdp.base.sharded import IGNORED, refuse_old_parameters
 from graphfsdp.config import MixedPrecisionPolicy, ShardingStrategy
 from graphfsdp.errors import ConfigError, NotCopyableError
-from graphfsdp.sharding.arguments import (
-    AlreadyShardedError,
-    check_precision,
-    parse_offload,
-    parse_reshard,
-)
 from graphfsdp.sharding.group import ShardGroup, UnitOptions
 from graphfsdp.sharding.mesh import find_axes
 from graphfsdp.sharding.module import FSDPModule as FSDPModule
@@ -39,6 +33,7 @@ from graphfsdp.sharding.module import UnshardHandle as UnshardHandle
 from graphfsdp.sharding.module import (
     attach,
     begin_forward,
+    check_precision,
     end_forward,
     give_shards_memory,
     unit_of,
@@ -53,6 +48,10 @@ from graphfsdp.sharding.schedule import Schedule
 from graphfsdp.sharding.unit import Unit
 
 _Modules = TypeVar("_Modules", bound=nn.Module | Sequence[nn.Module])
+
+
+class AlreadyShardedError(ConfigError, AssertionError):
+    """``fully_shard`` was called twice on a module; torch's is an AssertionError."""
 
 
 def fully_shard(
@@ -152,7 +151,7 @@ def fully_shard(
         expert_axis=expert_axis,
         cuts_outside=_cuts_outside(outer_strategy, parsed),
     )
-    reshards, num_few = parse_reshard(reshard_after_forward, axes.inner.size())
+    reshards, num_few = _parse_reshard(reshard_after_forward, axes.inner.size())
     options = UnitOptions(
         mesh=axes,
         strategy=parsed,
@@ -161,7 +160,7 @@ def fully_shard(
         num_few=num_few,
         reduction=gradient_reduction,
         overlap=overlap,
-        offload=parse_offload(offload_policy),
+        offload=_parse_offload(offload_policy),
         ignored=ignored,
         place=shard_placement_fn,
     )
@@ -227,6 +226,34 @@ def _policy(given: MixedPrecisionPolicy | TorchPolicy | None) -> MixedPrecisionP
         reduce_dtype=given.reduce_dtype or given.param_dtype,
         output_dtype=given.output_dtype,
         cast_forward_inputs=given.cast_forward_inputs,
+    )
+
+
+def _parse_reshard(given: bool | int | None, num_ranks: int) -> tuple[bool | None, int | None]:
+    """Return whether whole weights are dropped after forward, and how many ranks keep them then.
+
+    None is no number of its own. ConfigError: the ranks do not divide by it.
+    """
+    if given is None or isinstance(given, bool):
+        return given, None
+    if isinstance(given, int) and given > 0 and num_ranks % given == 0:
+        return given > 1 or num_ranks == 1, given if 1 < given < num_ranks else None
+    raise ConfigError(
+        f"reshard_after_forward must be True, False, None, or a number that divides the {num_ranks}"
+        f" ranks that the unit is cut over, got {given!r}. Remedy: True, which needs least memory, "
+        "False, which gathers least, or the number of ranks of a machine"
+    )
+
+
+def _parse_offload(given: OffloadPolicy | None) -> CPUOffloadPolicy | None:
+    """Return the policy if there is something to do; ConfigError if it is of another kind."""
+    if isinstance(given, CPUOffloadPolicy):
+        return given
+    if given is None or type(given) is OffloadPolicy:
+        return None
+    raise ConfigError(
+        "offload_policy must be a torch.distributed.fsdp.OffloadPolicy or CPUOffloadPolicy, got "
+        f"{type(given).__name__}"
     )
 
 

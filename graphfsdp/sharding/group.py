@@ -18,7 +18,6 @@ from graphfsdp.base.sharded import TAKEN_AS
 from graphfsdp.base.torch_internals import key_of, local_tensor_of, parameters_of
 from graphfsdp.config import MixedPrecisionPolicy, ShardingStrategy
 from graphfsdp.errors import ConfigError
-from graphfsdp.sharding.arguments import NoValuesError, ReplacedError, find_place, refuse_packing
 from graphfsdp.sharding.buffer import ShardBuffer, version_of
 from graphfsdp.sharding.extension import (
     Extension,
@@ -38,7 +37,7 @@ from graphfsdp.sharding.gradients import (
     watch_gradient,
 )
 from graphfsdp.sharding.layout import Slot
-from graphfsdp.sharding.mesh import ModelAxes, UnitMesh, find_model_axes
+from graphfsdp.sharding.mesh import ModelAxes, UnitMesh, find_model_axes, find_place
 from graphfsdp.sharding.meta_tensors import become
 from graphfsdp.sharding.plan import (
     BufferDtypes,
@@ -51,6 +50,14 @@ from graphfsdp.sharding.rows import make_dtensor
 
 # On a parameter that a unit manages.
 _IS_SHARDED = "_graphfsdp_is_sharded"
+
+
+class NoValuesError(ConfigError, RuntimeError):
+    """Parameters are on the meta device; torch's is a RuntimeError."""
+
+
+class ReplacedError(ConfigError, RuntimeError):
+    """A module holds something else than its sharded parameter."""
 
 
 @dataclass(eq=False)
@@ -171,7 +178,7 @@ class ShardGroup:
             kind = ParameterKind.of(param, linear, str(param.device), dim)
             kinds.setdefault(mesh, {})[name] = kind
         if options.policy.gather_format is not None:
-            refuse_packing(options.offload, self.axes)
+            _refuse_packing(options.offload, self.axes)
         for mesh, of_mesh in kinds.items():
             for plan in plan_buffers(
                 of_mesh,
@@ -490,6 +497,21 @@ class ShardGroup:
     @property
     def grad_attribute(self) -> str:
         return "decoupled_grad" if self.options.policy.use_decoupled_grad else "grad"
+
+
+def _refuse_packing(offload: CPUOffloadPolicy | None, model_parallel: Iterable[str]) -> None:
+    """Refuse what does not go with a ``gather_format``."""
+    if offload is not None:
+        raise ConfigError(
+            "gather_format quantises main weights where they are computed with, and "
+            "CPUOffloadPolicy keeps them in the CPU's memory. Remedy: one of the two"
+        )
+    for name in model_parallel:
+        raise ConfigError(
+            f"gather_format does not go with tensor or expert parallelism yet: {name!r} is cut by "
+            "it, so its scale would be another one on each of those ranks. Remedy: "
+            "gather_format=None for the units of such layers"
+        )
 
 
 class _Found(NamedTuple):

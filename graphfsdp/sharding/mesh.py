@@ -7,7 +7,9 @@ and reduces; the other ranks' parts only show in the shape of the DTensor, in no
 checkpoints.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -19,8 +21,13 @@ from torch.distributed.tensor.placement_types import Placement
 from graphfsdp.base.flat_buffer import contiguous_stride
 from graphfsdp.base.torch_internals import part_and_offset
 from graphfsdp.errors import ConfigError
+from graphfsdp.sharding.extension import is_extended
 from graphfsdp.sharding.layout import BufferLayout, Slot
 from graphfsdp.sharding.placement import RowShard
+
+
+class PlacementError(ConfigError, AssertionError):
+    """A parameter has no such dimension; torch's is an AssertionError."""
 
 
 @dataclass(frozen=True)
@@ -159,6 +166,58 @@ def _axes(mesh: DeviceMesh) -> str:
     return f"a mesh of shape {tuple(mesh.shape)} with " + (
         f"the axes {names}" if names else "axes that have no names"
     )
+
+
+def find_place(
+    name: str, param: nn.Parameter, place: Callable[[nn.Parameter], Any] | None, unit: UnitMesh
+) -> tuple[int, UnitMesh]:
+    """Return the dimension that a ``shard_placement_fn`` wants cut, and over which ranks.
+
+    ConfigError: it asks for more than that.
+    """
+    wanted = None if place is None else place(param)
+    over = unit
+    # torch's ShardPlacementResult, which torch 2.11 does not have.
+    if wanted is not None and hasattr(wanted, "mesh_info"):
+        over = _mesh_of(name, wanted.mesh_info, unit)
+        wanted = wanted.placement
+    if wanted is None:
+        return 0, over
+    if type(wanted) is not Shard:
+        raise ConfigError(
+            f"shard_placement_fn wants {wanted!r} for {name!r}; it may say None, Shard(dim), or "
+            "torch's ShardPlacementResult of these and a mesh. Remedy: None, which is Shard(0)"
+        )
+    if wanted.dim and not -param.dim() <= wanted.dim < param.dim():
+        raise PlacementError(
+            f"shard_placement_fn wants {wanted!r} for {name!r} of shape {tuple(param.shape)}, "
+            f"which has {param.dim()} dimensions"
+        )
+    dim = wanted.dim % max(param.dim(), 1)
+    if dim and (is_extended(param) or unit.cuts_outside):
+        raise ConfigError(
+            f"shard_placement_fn wants {wanted!r} for {name!r}, which goes neither with "
+            "outer_strategy='optim' nor with fsdp_pre_all_gather. Remedy: None there"
+        )
+    return dim, over
+
+
+def _mesh_of(name: str, info: Any, unit: UnitMesh) -> UnitMesh:
+    if info.mesh == unit.mesh:
+        return unit
+    sharded, repeated = (getattr(info, f"{kind}_mesh_dim", None) for kind in ("shard", "replicate"))
+    if unit.cuts_outside or unit.experts is not None or (repeated, sharded) not in _AXES:
+        raise ConfigError(
+            f"shard_placement_fn wants {name!r} on {info!r}: a parameter may have a mesh of its "
+            "own that is cut over the last axis and repeated on the one before, if any; neither "
+            "beside outer_strategy='optim' nor expert_axis. Remedy: such a mesh, or a fully_shard "
+            "with that mesh for the module that holds the parameter"
+        )
+    return find_axes(info.mesh)
+
+
+# Of a mesh of its own: which one is repeated on, and which one is cut over.
+_AXES = ((None, 0), (0, 1))
 
 
 @dataclass(frozen=True)

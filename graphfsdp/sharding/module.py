@@ -18,8 +18,8 @@ from graphfsdp.base.torch_internals import (
     parameters_of,
     tree_map_only,
 )
-from graphfsdp.errors import ConfigError, NotCopyableError
-from graphfsdp.sharding.arguments import check_precision
+from graphfsdp.config import MixedPrecisionPolicy
+from graphfsdp.errors import ConfigError, NotCopyableError, PrecisionError
 from graphfsdp.sharding.group import ShardGroup
 from graphfsdp.sharding.meta_tensors import mark_unset_
 from graphfsdp.sharding.model_shards import move_together, set_up
@@ -370,6 +370,26 @@ class FSDPModule(TorchModule):
             ConfigError: a unit is in the middle of work.
         """
         units_with(self)
+
+
+def check_precision(
+    module: nn.Module, policy: MixedPrecisionPolicy, dtype: torch.dtype | None = None
+) -> None:
+    """Refuse gradients of another dtype than their parameters, where they are bound to .grad.
+
+    ``dtype``: of the parameters; None is the one that each has, or that the policy gives it.
+    """
+    if policy.use_decoupled_grad or policy.main_grads_dtype is None:
+        return
+    for name, param in module.named_parameters():
+        main = dtype or policy.main_params_dtype or param.dtype
+        if param.requires_grad and main != policy.main_grads_dtype:
+            raise PrecisionError(
+                f"main_grads_dtype is {policy.main_grads_dtype}, but the main weight of {name!r} "
+                f"is {main}, so .grad could only be a casted copy of the persistent gradient. "
+                "Ways out: use_decoupled_grad=True with an optimizer that reads decoupled_grad "
+                "(FusedAdam), or equal main_params_dtype and main_grads_dtype"
+            )
 
 
 def _check_sharded(modules: Sequence[Any]) -> None:

@@ -12,8 +12,11 @@ from graphfsdp.base.torch_internals import parameters_of
 from graphfsdp.config import GatherFormat, MixedPrecisionPolicy, ShardingStrategy
 from graphfsdp.eight_bit.formats import BLOCK
 from graphfsdp.errors import ConfigError
-from graphfsdp.sharding.arguments import UnevenError
 from graphfsdp.sharding.layout import BufferLayout, Slot, plan_unit
+
+
+class UnevenError(ConfigError, NotImplementedError):
+    """A dimension does not divide into as many parts as there are ranks, as torch's says it."""
 
 
 @dataclass(frozen=True)
