@@ -17,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 
 from graphfsdp.base.op_tensors import OpCall, OperatorMode, flat_tensors, is_empty, storage_key
 from graphfsdp.base.torch_internals import key_of
-from graphfsdp.sharding.plan import BufferPlan
+from graphfsdp.sharding.layout import BufferPlan
 
 
 class Unit(NamedTuple):

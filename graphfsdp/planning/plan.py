@@ -18,7 +18,7 @@ from torch import Tensor
 from graphfsdp.base.memory_plan import neighbour_starts
 from graphfsdp.data import BYTES_VOCAB_SIZE
 from graphfsdp.planning.activations import Activations, Unit, run_without_numbers, whole_bytes
-from graphfsdp.sharding.plan import BufferPlan, ParameterKind, plan_buffers
+from graphfsdp.sharding.layout import BufferPlan, plan_buffers
 from graphfsdp.training.build import make_model
 from graphfsdp.training.config import IterationBatch, TrainConfig
 from graphfsdp.training.gpt import GPT
@@ -181,7 +181,7 @@ def _units(config: TrainConfig, model: GPT, num_parts: int) -> Iterator[Unit]:
             if not key.startswith("blocks.")  # those of the root's are units
         }
         buffers = plan_buffers(
-            {key: ParameterKind.of(param, ()) for key, param in params.items()},
+            params,
             policy=config.mp_policy,
             strategy=config.sharding,
             num_ranks=num_parts,

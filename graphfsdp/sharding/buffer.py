@@ -25,10 +25,9 @@ from graphfsdp.base.torch_internals import local_tensor_of
 from graphfsdp.config import MixedPrecisionPolicy, ShardingStrategy
 from graphfsdp.sharding.extension import Extension
 from graphfsdp.sharding.gradients import Gradients, shaped
-from graphfsdp.sharding.layout import LocalRows, Slot
+from graphfsdp.sharding.layout import BufferDtypes, BufferPlan, LocalRows, Slot
 from graphfsdp.sharding.mesh import UnitMesh
 from graphfsdp.sharding.packing import Packing
-from graphfsdp.sharding.plan import BufferDtypes, BufferPlan
 
 Moment = tuple[int, bool]
 

@@ -23,9 +23,8 @@ from graphfsdp.base.flat_buffer import copy_all
 from graphfsdp.base.joined import JoinedReduceScatter, joined
 from graphfsdp.base.streams import Lane
 from graphfsdp.errors import ConfigError
-from graphfsdp.sharding.layout import BufferLayout, Slot
+from graphfsdp.sharding.layout import BufferLayout, BufferPlan, Slot
 from graphfsdp.sharding.mesh import UnitMesh
-from graphfsdp.sharding.plan import BufferPlan
 
 _Hooks = Mapping[int, Callable[..., Tensor | None]]
 

@@ -36,16 +36,15 @@ from graphfsdp.sharding.gradients import (
     refuse_gradient_hooks,
     watch_gradient,
 )
-from graphfsdp.sharding.layout import Slot
-from graphfsdp.sharding.mesh import ModelAxes, UnitMesh, find_model_axes, find_place
-from graphfsdp.sharding.meta_tensors import become
-from graphfsdp.sharding.plan import (
+from graphfsdp.sharding.layout import (
     BufferDtypes,
     BufferPlan,
-    ParameterKind,
+    Slot,
     linear_weights,
     plan_buffers,
 )
+from graphfsdp.sharding.mesh import ModelAxes, UnitMesh, find_model_axes, find_place
+from graphfsdp.sharding.meta_tensors import become
 from graphfsdp.sharding.rows import make_dtensor
 
 # On a parameter that a unit manages.
@@ -168,23 +167,25 @@ class ShardGroup:
         self.axes: dict[str, ModelAxes] = {}
         found = _free_parameters(modules, options.ignored)
         linear = linear_weights(inner for module in modules for inner in module.modules())
-        kinds: dict[UnitMesh, dict[str, ParameterKind]] = {options.mesh: {}}
+        by_mesh: dict[UnitMesh, dict[str, nn.Parameter]] = {options.mesh: {}}
+        dims = {}
         for name, (param, _) in found.items():
             refuse_wrapper(name, param)
-            dim, mesh = find_place(name, param, options.place, options.mesh)
+            dims[name], mesh = find_place(name, param, options.place, options.mesh)
             axes = find_model_axes(name, param, mesh.mesh, options.mesh.experts)
             if axes is not None:
                 self.axes[name] = axes
-            kind = ParameterKind.of(param, linear, str(param.device), dim)
-            kinds.setdefault(mesh, {})[name] = kind
+            by_mesh.setdefault(mesh, {})[name] = param
         if options.policy.gather_format is not None:
             _refuse_packing(options.offload, self.axes)
-        for mesh, of_mesh in kinds.items():
+        for mesh, of_mesh in by_mesh.items():
             for plan in plan_buffers(
                 of_mesh,
                 policy=options.policy,
                 strategy=options.strategy,
                 num_ranks=mesh.num_parts,
+                linear=linear,
+                dims=dims,
             ):
                 self._take(found, plan, mesh)
 

@@ -1,7 +1,7 @@
 """Where each parameter of a unit lies in its flat buffers, and which rows each rank owns.
 
-Integers only. A unit has one or a few flat buffers; each is cut into ``num_ranks`` shards of
-``shard_numel`` elements, and rank k owns the elements [k * shard_numel, (k + 1) * shard_numel).
+From shapes and dtypes alone. A unit has one or a few flat buffers; each is cut into ``num_ranks``
+shards of ``shard_numel`` elements; rank k owns [k * shard_numel, (k + 1) * shard_numel).
 A border between two ranks never falls inside a row, so what a rank owns of a parameter is a
 run of whole rows: a DTensor with uneven ``Shard(0)``. A row is what follows the first dimension;
 a 0-D tensor is one row of one element.
@@ -28,13 +28,27 @@ buffer of its own; else it opens one. By itself it is held to what FSDP2's shard
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from types import MappingProxyType
+from typing import Any
 
+import torch
+from torch import nn
+
+from graphfsdp.base.dtensors import EXTENSION, local_part
 from graphfsdp.base.memory_plan import alignment_numel, round_up
+from graphfsdp.base.torch_internals import parameters_of
+from graphfsdp.config import GatherFormat, MixedPrecisionPolicy, ShardingStrategy
+from graphfsdp.eight_bit.formats import BLOCK
+from graphfsdp.errors import ConfigError
 
 MERGE_PERCENT = 1
+
+
+class UnevenError(ConfigError, NotImplementedError):
+    """A dimension does not divide into as many parts as there are ranks, as torch's says it."""
 
 
 @dataclass(frozen=True)
@@ -125,6 +139,132 @@ class BufferLayout:
         """Return the first row of a slot on each rank, and at the end its number of rows."""
         first_rows = (self.local_rows(slot, rank).first_row for rank in range(self.num_ranks))
         return (*first_rows, slot.num_rows)
+
+
+@dataclass(frozen=True)
+class BufferDtypes:
+    """Of gathered weights, main weights, main grads, and what gradients are reduced in."""
+
+    compute: torch.dtype
+    main: torch.dtype
+    grad: torch.dtype
+    comm: torch.dtype
+
+    @classmethod
+    def of(cls, dtype: torch.dtype, policy: MixedPrecisionPolicy) -> "BufferDtypes":
+        if not dtype.is_floating_point:
+            return cls(dtype, dtype, dtype, dtype)
+        main = policy.main_params_dtype or dtype
+        grad = policy.main_grads_dtype or main
+        compute = policy.param_dtype or dtype
+        return cls(compute, main, grad, policy.comm_dtype or grad)
+
+
+@dataclass(frozen=True)
+class BufferPlan:
+    """One flat buffer of a unit before it has memory; ``names`` are in the order of the slots.
+
+    ``strategy`` is NO_SHARD for scalars, which have no rows to share out.
+    """
+
+    layout: BufferLayout
+    names: tuple[str, ...]
+    dtypes: BufferDtypes
+    strategy: ShardingStrategy
+    trainable: bool
+    gather_format: GatherFormat | None = None
+
+    @property
+    def sharded(self) -> bool:
+        return self.strategy is not ShardingStrategy.NO_SHARD
+
+    @property
+    def main_numel(self) -> int:
+        return self.layout.shard_numel if self.sharded else self.layout.total_numel
+
+    def num_scales_of(self, slot: Slot) -> int:
+        if self.gather_format is GatherFormat.FLOAT8:
+            return 1
+        return slot.num_rows if self.gather_format is GatherFormat.FLOAT8_ROWWISE else 0
+
+
+def linear_weights(modules: Iterable[nn.Module]) -> set[int]:
+    """Return the identities of weights that ``nn.Linear`` alone holds, in the modules given."""
+    found: dict[bool, set[int]] = {True: set(), False: set()}
+    for module in modules:
+        for name, param in parameters_of(module).items():
+            found[isinstance(module, nn.Linear) and name == "weight"].add(id(param))
+    return found[True] - found[False]
+
+
+def plan_buffers(
+    params: Mapping[str, nn.Parameter],  # by full name within the unit, each once
+    *,
+    policy: MixedPrecisionPolicy,
+    strategy: ShardingStrategy,
+    num_ranks: int,
+    linear: Container[int] = (),  # what linear_weights has found
+    dims: Mapping[str, int] = MappingProxyType({}),  # that are cut, evenly if not the first ones
+) -> list[BufferPlan]:
+    shapes = {name: tuple(local_part(param).shape) for name, param in params.items()}
+    kinds: dict[tuple[Any, ...], list[str]] = {}
+    plans = []
+    for name, param in params.items():
+        dim, extended = dims.get(name, 0), hasattr(param, EXTENSION)
+        if extended or (dim and strategy is not ShardingStrategy.NO_SHARD):
+            parts = 1 if strategy is ShardingStrategy.NO_SHARD else num_ranks
+            why = "fsdp_pre_all_gather" if extended else f"shard_placement_fn=Shard({dim})"
+            layout = _equal_rows(name, Slot(0, 0, shapes[name], dim), parts, why)
+            dtypes = BufferDtypes.of(param.dtype, policy)
+            plans.append(BufferPlan(layout, (name,), dtypes, strategy, param.requires_grad))
+            continue
+        packs = None
+        if policy.gather_format is not None and id(param) in linear and param.is_floating_point():
+            packs = _gather_format(name, shapes[name], policy)
+        has_rows = len(shapes[name]) > 0
+        kind = (param.dtype, param.device, param.requires_grad, has_rows, packs)
+        kinds.setdefault(kind, []).append(name)
+    for (dtype, _, trainable, has_rows, packs), names in kinds.items():
+        dtypes = BufferDtypes.of(dtype, policy)
+        # A scalar has no rows to share out: every rank holds it.
+        used = strategy if has_rows else ShardingStrategy.NO_SHARD
+        itemsizes = [dtypes.main.itemsize, dtypes.compute.itemsize, dtypes.grad.itemsize]
+        itemsizes += [] if packs is None else [1]
+        for layout in plan_unit(
+            [shapes[name] for name in names],
+            num_ranks=1 if used is ShardingStrategy.NO_SHARD else num_ranks,
+            itemsize=min(itemsizes),
+        ):
+            members = tuple(names[slot.index] for slot in layout.slots)
+            plans.append(BufferPlan(layout, members, dtypes, used, trainable, packs))
+    return plans
+
+
+def _equal_rows(name: str, slot: Slot, num_ranks: int, why: str) -> BufferLayout:
+    """UnevenError: ranks would have other numbers of rows."""
+    if not slot.shape or slot.num_rows % num_ranks:
+        raise UnevenError(
+            f"{name!r} of shape {slot.shape} has {why}, for which each of the {num_ranks} ranks "
+            "must have as much. Remedy: a size that the ranks divide, or a plain parameter that is "
+            "cut by its first dimension"
+        )
+    return BufferLayout(num_ranks, 1, slot.numel // num_ranks, (slot,))
+
+
+def _gather_format(
+    name: str, shape: tuple[int, ...], policy: MixedPrecisionPolicy
+) -> GatherFormat | None:
+    """ConfigError: the weight does not divide into the blocks of its format."""
+    if not math.prod(shape):
+        return None
+    chosen = GatherFormat.parse(policy.gather_format)
+    if chosen is GatherFormat.MXFP8 and shape[-1] % BLOCK:
+        raise ConfigError(
+            f"gather_format='mxfp8' has a scale for each {BLOCK} values of a row, and {name!r} of "
+            f"shape {shape} has rows of {shape[-1]}. Remedy: in_features that "
+            f"{BLOCK} divides, gather_format='float8', or a unit of its own for that layer"
+        )
+    return chosen
 
 
 def plan_unit(

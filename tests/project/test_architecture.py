@@ -63,7 +63,7 @@ PROGRAMS = MappingProxyType(
 OFFERED_TO_PROGRAMS = frozenset(
     {
         *("graphfsdp", "graphfsdp.command_line", "graphfsdp.moe", "graphfsdp.optim", DATA),
-        "graphfsdp.sharding.plan",  # what the layout decides is asked of the layout
+        "graphfsdp.sharding.layout",  # what the layout decides is asked of the layout
     }
 )
 
