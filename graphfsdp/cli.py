@@ -42,7 +42,7 @@ COMMANDS: Mapping[str, tuple[str, str]] = MappingProxyType(
         ),
         "check": (
             "tell what a graph could not hold of a training program",
-            "preflight.command:run_check",
+            "preflight.script:run_check",
         ),
     }
 )

@@ -1,5 +1,11 @@
-"""`graphfsdp.check`: a capture whose refusals go into a list, and which is undone."""
+"""`graphfsdp.check`: a capture whose refusals go into a list, and which is undone.
 
+Note [A capture that is noted]: a check is a capture: the same settings are refused, the same
+warm-ups run, and what follows them is recorded by a backend that watches and keeps no graph. What
+would be refused is put into a list, and the iteration goes on.
+"""
+
+import gc
 import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -9,16 +15,29 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from graphfsdp._capture.engine import Engine
 from graphfsdp._capture.phase import Phase
+from graphfsdp._capture.rules.watcher import Watcher
 from graphfsdp._capture.runner import Runner
+from graphfsdp._capture.trace.backend import Check, Effect, Graph, GraphBackend, GraphFacts, Iterate
+from graphfsdp._capture.trace.source import user_line_of
+from graphfsdp._capture.trace.values import dropped_tensors
 from graphfsdp._capture.trees import copied
 from graphfsdp.api import make_engine
-from graphfsdp.base.hazards import Hazard, HazardKind
+from graphfsdp.base.hazards import Hazard, HazardKind, HazardLog
+from graphfsdp.base.op_tensors import as_written
 from graphfsdp.base.sharded import pipeline_stages
 from graphfsdp.base.torch_internals import parameters_of
 from graphfsdp.config import CaptureOptions, MixedPrecisionPolicy, Scope
-from graphfsdp.errors import ConfigError
+from graphfsdp.errors import (
+    CaptureError,
+    ConfigError,
+    GraphFSDPError,
+    InvalidLossError,
+    PhaseError,
+    PrecisionError,
+    first_line,
+    split_remedy,
+)
 from graphfsdp.preconditions import (
     Program,
     as_list,
@@ -27,10 +46,14 @@ from graphfsdp.preconditions import (
     one_module,
     refuse_arguments,
 )
-from graphfsdp.preflight.judge import Findings, Judge
+from graphfsdp.preflight.gpu_rules import GpuRules
 from graphfsdp.preflight.report import CheckReport
 
 _TARGETS = ("cuda", "cpu")
+# Of what follows a read of the device, that is another number in each run.
+_READS = frozenset({HazardKind.HOST_READ, HazardKind.DYNAMIC_SHAPE, HazardKind.GENERATOR})
+# What Python has moved is behind these: where its number went is told already.
+_MOVED = frozenset({HazardKind.BAKED_NUMBER, HazardKind.CONTROL_FLOW})
 _Container = dict[Any, Any] | list[Any] | set[Any]
 
 
@@ -127,22 +150,24 @@ def check_program(
     ):
         engine = make_engine(program, noting=findings.noting)
         device = str(engine.backend.device)
-        judge = Judge(engine.backend, findings, for_cuda=target == "cuda")
+        judge = _Judge(engine.backend, findings, for_cuda=target == "cuda")
         engine.backend, engine.refuse = judge, findings.refuse
         runner = Runner(engine, options)
         try:
             with engine.attempt(beside=[*engine.around(), *gradients]).undone():
                 while runner.phase is Phase.WARMUP:
                     runner.run(*copied((args, dict(kwargs))))
-                _note_settings(engine, findings)
+                findings.note_idle(engine.gradients.without_gradient())
         except ConfigError:
             raise
         except Exception as error:  # whatever the user's program raises is a finding
-            findings.fail(error)
+            findings.add(_hazard_of(error))
         finally:
             num_ops = judge.num_ops
             runner.release()
-    return CheckReport(tuple(findings.hazards), device, target, num_ops).without(ignored)
+    # The kernels of a compiled region are recorded on CUDA like any others.
+    hazards = [h for h in findings if target == "cpu" or h.kind is not HazardKind.COMPILED]
+    return CheckReport(tuple(hazards), device, target, num_ops).without(ignored)
 
 
 def _kind(name: HazardKind | str) -> HazardKind:
@@ -153,26 +178,117 @@ def _kind(name: HazardKind | str) -> HazardKind:
         raise ConfigError(f"unknown kind of hazard {name!r}; expected one of {known}") from None
 
 
-def _note_settings(engine: Engine, findings: Findings) -> None:
-    """Note what nothing refuses and nobody wants: weights that stay."""
-    owners: dict[str, list[str]] = {}
-    for name in engine.gradients.without_gradient():
-        owners.setdefault(name.rpartition(".")[0], []).append(name)
-    for owner, names in owners.items():
-        findings.hazards.add(_without_gradient(owner, names))
+class Findings(HazardLog):
+    """What a check has found, and who notes it."""
+
+    @contextmanager
+    def noting(self, kind: HazardKind) -> Iterator[None]:
+        """Note a setting that the body refuses."""
+        try:
+            yield
+        except ConfigError as error:
+            of = HazardKind.PRECISION if isinstance(error, PrecisionError) else kind
+            self.add(Hazard(of, *split_remedy(str(error))))
+
+    def refuse(self, error: CaptureError) -> None:
+        """Note what a capture finds behind its iteration, unless what is told may be why."""
+        hazard, kinds = error.hazard, {each.kind for each in self}
+        compares = hazard.op is not None  # an operator of one run with that of another
+        is_state = compares and hazard.kind is HazardKind.STATE
+        moves = hazard.kind is HazardKind.BAKED_NUMBER and not compares
+        if not (
+            (compares and kinds & _READS) or (moves and kinds & _MOVED) or (is_state and kinds)
+        ):
+            self.add(hazard)
+
+    def note_idle(self, params: Iterable[str]) -> None:
+        """Note what nothing refuses and nobody wants: weights that stay, by module."""
+        owners: dict[str, list[str]] = {}
+        for name in params:
+            owners.setdefault(name.rpartition(".")[0], []).append(name)
+        for owner, names in owners.items():
+            shown = ", ".join(repr(name) for name in names[:4])
+            more = f" and {len(names) - 4} more" if len(names) > 4 else ""
+            why = (
+                f"{shown}{more}: no gradient reached this in the iteration; the graph leaves it "
+                "out, and will never train it, also when a later batch would"
+            )
+            fix = (
+                "requires_grad_(False) if it is not to be trained; else let it take part in every "
+                "iteration"
+            )
+            self.add(Hazard(HazardKind.GRADIENT, why, fix, module_path=owner))
 
 
-def _without_gradient(owner: str, names: list[str]) -> Hazard:
-    shown = ", ".join(repr(name) for name in names[:4])
-    more = f" and {len(names) - 4} more" if len(names) > 4 else ""
+def _hazard_of(error: Exception) -> Hazard:
+    """Return what has ended the iteration."""
+    if isinstance(error, CaptureError):
+        return error.hazard
+    if isinstance(error, InvalidLossError):
+        return Hazard(HazardKind.LOSS, *split_remedy(error.message), source=error.source)
+    source = user_line_of(error)
+    if isinstance(error, GraphFSDPError):
+        return Hazard(HazardKind.CONFIG, *split_remedy(str(error)), source=source)
     return Hazard(
-        HazardKind.GRADIENT,
-        f"{shown}{more}: no gradient reached this in the iteration; the graph leaves it out, and "
-        "will never train it, also when a later batch would",
-        "requires_grad_(False) if it is not to be trained; else let it take part in every "
-        "iteration",
-        module_path=owner,
+        HazardKind.EXCEPTION,
+        f"the iteration raises {first_line(error)}",
+        "make the iteration run as it is first; what follows this line was not checked",
+        op=type(error).__name__,
+        source=source,
     )
+
+
+class _Judge:
+    """A backend in the place of another one's, which watches an iteration and keeps no graph."""
+
+    def __init__(self, backend: GraphBackend, findings: Findings, *, for_cuda: bool) -> None:
+        self.name = backend.name
+        self.device = backend.device
+        self.on_capture_stream = backend.on_capture_stream
+        self.give_back_memory = backend.give_back_memory
+        self.begin_undo = backend.begin_undo
+        self.num_ops = 0  # of the iteration that was judged; 0 before that
+        self._findings = findings
+        self._rules = GpuRules if for_cuda and self.device.type == "cpu" else Watcher
+
+    def record(
+        self,
+        iterate: Iterate,
+        model: nn.Module,
+        check: Check,
+        *,
+        collective: bool,
+        scratch: Sequence[Tensor],
+    ) -> tuple[Graph, list[Tensor]]:
+        watcher = self._rules(model, self.device, hazards=self._findings)
+        try:
+            # A dispatch mode would not see into compiled regions.
+            with as_written(), self.on_capture_stream(), watcher.watching():
+                watcher.follow_streams()
+                results = iterate()
+                watcher.refuse_loose_streams()
+        finally:
+            self.num_ops = watcher.num_ops
+        results = [result.clone() for result in results]
+        gc.collect()  # what only a cycle holds is not held
+        for dropped in dropped_tensors(watcher.storages):
+            self._findings.add(dropped.hazard)
+        check(watcher.has_touched)
+        return _NoGraph(watcher.num_ops), results
+
+
+class _NoGraph:
+    effect = Effect.NONE
+
+    def __init__(self, num_ops: int) -> None:
+        self.facts = GraphFacts(None, num_ops)
+
+    def replay(self) -> list[Tensor]:
+        raise PhaseError("an iteration that check has judged is no graph")
+
+    def compile(self) -> None: ...
+
+    def close(self) -> None: ...
 
 
 @contextmanager
@@ -209,21 +325,19 @@ def _untouched(
 
 
 def _items(container: _Container) -> list[Any]:
-    return list(container.items()) if isinstance(container, dict) else list(container)
+    """Return what a container holds; of a dict the keys, then the values."""
+    return [*container, *(container.values() if isinstance(container, dict) else ())]
 
 
 def _put_back(container: _Container, items: list[Any]) -> None:
     now = _items(container)
-    if isinstance(container, dict):
-        same = len(now) == len(items) and all(
-            a is b for pairs in zip(now, items, strict=True) for a, b in zip(*pairs, strict=True)
-        )
-    else:
-        same = len(now) == len(items) and all(map(operator.is_, now, items))
-    if same:  # a class may refuse to be filled, as diffusers' FrozenDict does
-        return
+    if len(now) == len(items) and all(map(operator.is_, now, items)):
+        return  # a class may refuse to be filled, as diffusers' FrozenDict does
     container.clear()
-    if isinstance(container, list):
+    if isinstance(container, dict):
+        half = len(items) // 2
+        container.update(zip(items[:half], items[half:], strict=True))
+    elif isinstance(container, list):
         container.extend(items)
     else:
         container.update(items)

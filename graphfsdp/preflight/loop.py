@@ -9,7 +9,7 @@ import os
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import cached_property, wraps
@@ -34,8 +34,7 @@ from graphfsdp.in_place.module_part import PartState
 from graphfsdp.in_place.parts import Parts
 from graphfsdp.optim.adapters.backends import adapt
 from graphfsdp.preconditions import Program
-from graphfsdp.preflight.check import check_program
-from graphfsdp.preflight.judge import Findings
+from graphfsdp.preflight.check import Findings, check_program
 from graphfsdp.preflight.report import CheckReport
 
 # Steps of the optimizer that steps first: a critic steps less often than that by itself.
@@ -55,10 +54,9 @@ class ScriptRun:
         is_to_end: Set when it is, or when the script has ended.
     """
 
-    def __init__(self, target: str = "cuda", ignore: Sequence[HazardKind | str] = ()) -> None:
+    def __init__(self, target: str) -> None:
         self.report: CheckReport | None = None
         self._target = target
-        self._ignored = {HazardKind(kind) for kind in ignore}
         self._has_captured = False
         self._here = _here()
         self._depth = 0  # of the call of a module that runs
@@ -122,13 +120,8 @@ class ScriptRun:
             ):
                 warnings.filterwarnings("ignore", "Using `torch.compile.module.` when there are")
                 yield
-            self._finish()
-        except KeyboardInterrupt:
-            raise
-        except BaseException:  # an error, the script's exit, or that of its time
-            self._finish()
-            raise
         finally:
+            self._look_back()
             self._leave()
 
     def _on_stepped(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
@@ -140,7 +133,7 @@ class ScriptRun:
         if self._has_captured or is_in_backward() or not _trains(module):
             return
         if self.report is not None:  # it has caught what was to end it
-            raise CheckedExit(0)
+            self._end()
         module = getattr(module, "_orig_mod", module)  # of what torch.compile has wrapped
         self._called[id(module)] = module
         models = self._trained()
@@ -152,7 +145,8 @@ class ScriptRun:
             self._in_parts = together
             self._begin(Parts(models, [*self._steps], keeps_all=True))
         elif self._is_enough():
-            self._finish()
+            self._look_back()
+            self._end()
 
     def _trained(self) -> list[nn.Module]:
         """Return what the loop has called that holds parameters of what has stepped."""
@@ -200,15 +194,16 @@ class ScriptRun:
     def _capture(self, program: Program) -> Any:
         self._has_captured = True
         self._leave()
-        return _CheckedStep(
-            program,
-            lambda args, kwargs: self._end(
-                check_program(program, args, kwargs, target=self._target)
-            ),
-        )
 
-    def _finish(self) -> None:
-        """End with what was seen so far, where that is enough."""
+        def check(args: tuple[Any, ...], kwargs: dict[str, Any]) -> NoReturn:
+            if self.report is None:
+                self.report = check_program(program, args, kwargs, target=self._target)
+            self._end()
+
+        return _CheckedStep(program, check)
+
+    def _look_back(self) -> None:
+        """Report on the loop so far, if it trains a model by now and nothing else was checked."""
         models = self._trained()
         if self._parts is None or not models or self.report is not None or self._has_captured:
             return
@@ -219,14 +214,13 @@ class ScriptRun:
         # The modules in one that no graph holds are tried by themselves, and meet the same line.
         told = {(each.kind, each.source, each.why): each for each in self._parts.hazards()[::-1]}
         for hazard in [*told.values()][::-1]:
-            findings.hazards.add(hazard)
+            findings.add(hazard)
         device = next(models[0].parameters()).device
         parts = self._parts.report()
-        self._end(CheckReport(tuple(findings.hazards), str(device), self._target, parts=parts))
+        self.report = CheckReport(tuple(findings), str(device), self._target, parts=parts)
 
-    def _end(self, report: CheckReport) -> NoReturn:
-        """End the script with a report."""
-        self.report = self.report or report.without(self._ignored)
+    def _end(self) -> NoReturn:
+        """End the script, whose report is made."""
         self.is_to_end.set()
         raise CheckedExit(0)
 

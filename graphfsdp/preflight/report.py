@@ -113,36 +113,21 @@ class CheckReport:
 
 
 def _lines_of(hazard: Hazard) -> str:
-    lines = [_what(hazard), *_where(hazard), *_why(hazard)]
-    return f"\n{_INDENT}".join(lines)
-
-
-def _what(hazard: Hazard) -> str:
-    words = [hazard.kind.value]
+    """Return what it is, where, why, and what to do."""
+    what = [hazard.kind.value]
     if hazard.count > 1:
-        words.append(f"{hazard.count} times")
+        what.append(f"{hazard.count} times")
     if hazard.cuda_error is not None:
-        words.append(f"CUDA error {hazard.cuda_error}")
-    return ", ".join(words)
-
-
-def _where(hazard: Hazard) -> list[str]:
-    lines = []
+        what.append(f"CUDA error {hazard.cuda_error}")
+    lines = [", ".join(what)]
     if hazard.source is not None:
-        lines.append(f"{_short(hazard.source.file)}:{hazard.source.line} {hazard.source.text}")
+        file = hazard.source.file.removeprefix(f"{os.getcwd()}{os.sep}")
+        lines.append(f"{file}:{hazard.source.line} {hazard.source.text}")
     if hazard.module_path is not None:
         lines.append(f"in module {hazard.module_path or '(root)'}")
     if hazard.op is not None and not hazard.why.startswith(hazard.op):
         lines.append(hazard.op)
-    return lines
-
-
-def _short(file: str) -> str:
-    """Return a path as it is seen from here, if it lies below."""
-    return file.removeprefix(f"{os.getcwd()}{os.sep}")
-
-
-def _why(hazard: Hazard) -> list[str]:
     why = hazard.why[:1].upper() + hazard.why[1:] if hazard.op is None else hazard.why
-    told = [f"{why}.", *([f"Fix: {hazard.fix}"] if hazard.fix else [])]
-    return [line for text in told for line in textwrap.wrap(text, _WIDTH, break_long_words=False)]
+    for text in (f"{why}.", f"Fix: {hazard.fix}" if hazard.fix else ""):
+        lines += textwrap.wrap(text, _WIDTH, break_long_words=False)
+    return f"\n{_INDENT}".join(lines)

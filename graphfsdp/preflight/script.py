@@ -1,5 +1,9 @@
-"""Checks a program that was not written for it: its first captured step, or its loop in parts."""
+"""``graphfsdp check``: what a graph could not hold of a program that was not written for it.
 
+Its first captured step is checked, or its loop in parts.
+"""
+
+import argparse
 import atexit
 import contextlib
 import os
@@ -15,28 +19,49 @@ from typing import Annotated, Any, Literal, NoReturn
 from unittest import mock
 
 import torch
+from rich.console import Console
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from graphfsdp.base.hazards import HazardKind
 from graphfsdp.base.torch_internals import num_function_modes
-from graphfsdp.command_line import require
+from graphfsdp.command_line import Parser, add_flags, flags_of, require
 from graphfsdp.errors import ConfigError, first_line
 from graphfsdp.in_place import module_part
 from graphfsdp.preflight.loop import ScriptRun
 from graphfsdp.preflight.no_writes import nothing_written
-from graphfsdp.preflight.report import CheckReport
 
+_EXIT_HAZARDS, _EXIT_NO_CHECK = 1, 2
 _NO_CUDA = ("CUDA", "_cuda", "NVIDIA", "accelerator")
 # So long a program may take to end by itself.
 _GRACE_S = 60.0
+_EXPECTED = "SCRIPT.py or -m MODULE"
+_DESCRIPTION = """\
+Run one training iteration under the rules of a capture and report everything that a graph
+cannot hold: host reads, shapes that depend on data, numbers that would be frozen, ... Each with
+the line of your program, the reason and the remedy. No file is written: what the script writes
+goes to a folder that is gone afterwards.
+
+A SCRIPT.py that calls graphfsdp.capture runs up to the first call of that step, which is judged.
+Another one runs unchanged for some iterations, by graphfsdp.capture_in_place: which modules are
+captured is said, and why others are not. The script ends there (its `finally` blocks and context
+managers run).
+"""
+_EPILOG = """\
+examples:
+  graphfsdp check train.py --config small.toml
+  graphfsdp check --json --ignore gradient train.py > hazards.json
+  graphfsdp check --device cpu train_on_gpu.py       # on a machine without a GPU
+  graphfsdp check -m my_project.train --steps 10
+
+exit code: 0 no hazard, 1 hazards, 2 the check could not run.
+"""
 
 
 @dataclass(frozen=True)
-class ScriptCheck:
-    """How to check. Each annotated field is a flag (``command_line.add_flags``)."""
+class _Options:
+    """How to check. Each field is a flag (``command_line.add_flags``)."""
 
-    ignore: Sequence[HazardKind | str] = ()
     target: Annotated[
         Literal["cuda", "cpu"],
         "cuda: also what only a GPU would refuse; cpu: what the CPU refuses",
@@ -53,54 +78,82 @@ class ScriptCheck:
         in_range = 0 < self.limit_s < threading.TIMEOUT_MAX / 2
         require("limit_s", self.limit_s, in_range, "greater than 0, and a time that can pass")
 
-    def run_script(
-        self,
-        name: str,
-        arguments: Sequence[str],
-        *,
-        is_module: bool,
-        end_process: Callable[[Callable[[], CheckReport]], object],
-    ) -> CheckReport:
-        """Run a script up to the first call of its captured step, and check that iteration.
 
-        One that does not call ``graphfsdp.capture`` runs as far as its loop has to be watched.
-        ``end_process`` is handed what would be returned, where the script does not let itself be
-        ended.
-        """
-        run = ScriptRun(self.target, self.ignore)
-        folder = "" if is_module else str(Path(name).resolve().parent)
-        how = "ran to its end"
+def run_check(arguments: Sequence[str], console: Console) -> int:
+    """Run a script up to the first call of its captured step, and check that iteration.
 
-        def give_up() -> None:
-            end_process(lambda: run.found(f"did not end after {self.limit_s:g} seconds"))
+    One that does not call ``graphfsdp.capture`` runs as far as its loop has to be watched.
+    """
+    given = _parse(arguments)
+    how = _Options(
+        **{key: value for key, value in vars(given).items() if key in flags_of(_Options)}
+    )
+    name = given.target_and_arguments[0]
+    if not (given.module or Path(name).is_file()):
+        raise ConfigError(f"there is no file {name!r}; expected {_EXPECTED}")
+    run = ScriptRun(how.target)
+    out, errors = sys.stdout, sys.stderr  # whatever the script puts in their place
 
+    def show(how_it_ended: str) -> int:
+        report = run.found(how_it_ended).without(set(map(HazardKind, given.ignore)))
+        if given.json:
+            out.write(report.to_json_text() + "\n")
+        # Of several ranks, those that found something speak, and the first.
+        elif os.environ.get("LOCAL_RANK", "0") == "0" or not report.ok:
+            out.write(f"{report}\n")
+        return 0 if report.ok else _EXIT_HAZARDS
+
+    def give_up() -> NoReturn:
         try:
-            with (
-                _as_program([name, *arguments], folder),
-                self._device(),
-                nothing_written(),
-                _no_exits(),
-                run.following(),
-                _time_limit(self.limit_s, run, give_up),
-            ):
-                if is_module:
-                    runpy.run_module(name, run_name="__main__", alter_sys=True)
-                else:
-                    # Python's own `__file__` of a script is absolute, too.
-                    runpy.run_path(str(Path(name).absolute()), run_name="__main__")
-        except _OverTimeError:
-            how = f"was stopped after {self.limit_s:g} seconds"
-        except SystemExit as done:
-            how = f"ended with exit code {done.code}"
-        except KeyboardInterrupt:
-            raise
-        except BaseException as error:  # whatever somebody else's program raises
-            if run.report is None:
-                _refuse_failure(error, self)
-        return run.found(how)
+            code = show(f"did not end after {how.limit_s:g} seconds")
+        except ConfigError as error:
+            errors.write(f"error: {error}\n")
+            code = _EXIT_NO_CHECK
+        out.flush()
+        errors.flush()
+        os._exit(code)
 
-    def _device(self) -> contextlib.AbstractContextManager[object]:
-        return cpu_instead() if self.device == "cpu" else contextlib.nullcontext()
+    with contextlib.ExitStack() as stack:
+        # The program's own output must not get into JSON that another program reads.
+        stack.enter_context(contextlib.redirect_stdout(errors if given.json else out))
+        if how.device == "cpu":
+            stack.enter_context(_cpu_instead())
+        stack.enter_context(nothing_written())
+        how_it_ended = _run(given.target_and_arguments, given.module, run, how, give_up)
+    return show(how_it_ended)
+
+
+def _run(
+    argv: list[str],
+    is_module: bool,
+    run: ScriptRun,
+    how: _Options,
+    give_up: Callable[[], NoReturn],
+) -> str:
+    """Run a program; return in which way it ended."""
+    name = argv[0]
+    folder = "" if is_module else str(Path(name).resolve().parent)
+    try:
+        with (
+            _as_program(argv, folder),
+            run.following(),
+            _time_limit(how.limit_s, run.is_to_end, give_up),
+        ):
+            if is_module:
+                runpy.run_module(name, run_name="__main__", alter_sys=True)
+            else:
+                # Python's own `__file__` of a script is absolute, too.
+                runpy.run_path(str(Path(name).absolute()), run_name="__main__")
+    except _OverTimeError:
+        return f"was stopped after {how.limit_s:g} seconds"
+    except SystemExit as done:
+        return f"ended with exit code {done.code}"
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # whatever somebody else's program raises
+        if run.report is None:
+            _refuse_failure(error, how)
+    return "ran to its end"
 
 
 class _OverTimeError(BaseException):
@@ -108,7 +161,9 @@ class _OverTimeError(BaseException):
 
 
 @contextlib.contextmanager
-def _time_limit(limit_s: float, run: ScriptRun, give_up: Callable[[], object]) -> Iterator[None]:
+def _time_limit(
+    limit_s: float, is_to_end: threading.Event, give_up: Callable[[], NoReturn]
+) -> Iterator[None]:
     """End the body after so many seconds; ``give_up`` where it catches that, or waits in C."""
     is_over = threading.Event()
 
@@ -116,7 +171,7 @@ def _time_limit(limit_s: float, run: ScriptRun, give_up: Callable[[], object]) -
         raise _OverTimeError
 
     def watch() -> None:
-        run.is_to_end.wait(limit_s)
+        is_to_end.wait(limit_s)
         if not is_over.wait(_GRACE_S):
             give_up()
 
@@ -127,26 +182,20 @@ def _time_limit(limit_s: float, run: ScriptRun, give_up: Callable[[], object]) -
         yield
     finally:
         is_over.set()
-        run.is_to_end.set()
+        is_to_end.set()
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, previous)
 
 
 @contextlib.contextmanager
 def _as_program(argv: list[str], folder: str) -> Iterator[None]:
-    """Run the body as Python would run a program; streams and folder are then what they were."""
+    """Run the body as Python would run a program; streams and folder are then what they were.
+
+    What it leaves for Python's exit is left out, since nobody leads its files aside then; its
+    threads end with the process, whatever they do.
+    """
     patches: dict[str, Any] = {"argv": argv, "path": [folder, *sys.path]}
     patches |= {name: getattr(sys, name) for name in ("stdin", "stdout", "stderr", "excepthook")}
-    with mock.patch.multiple(sys, **patches), contextlib.chdir(os.getcwd()):
-        yield
-
-
-@contextlib.contextmanager
-def _no_exits() -> Iterator[None]:
-    """Leave out what the body leaves for Python's exit, when nobody leads its files aside.
-
-    Its threads end with the process, whatever they do.
-    """
     start = threading.Thread.start
 
     def register(function: Callable[..., object], *_: Any, **__: Any) -> Callable[..., object]:
@@ -157,13 +206,15 @@ def _no_exits() -> Iterator[None]:
         start(thread)
 
     with (
+        mock.patch.multiple(sys, **patches),
+        contextlib.chdir(os.getcwd()),
         mock.patch.object(atexit, "register", register),
         mock.patch.object(threading.Thread, "start", start_for_now),
     ):
         yield
 
 
-def _refuse_failure(error: BaseException, how: ScriptCheck) -> NoReturn:
+def _refuse_failure(error: BaseException, how: _Options) -> NoReturn:
     traceback.print_exception(error)
     message = f"the program failed before a check: {first_line(error)}"
     if any(word in message for word in _NO_CUDA):
@@ -177,8 +228,40 @@ def _refuse_failure(error: BaseException, how: ScriptCheck) -> NoReturn:
     raise ConfigError(message) from error
 
 
+def _parse(arguments: Sequence[str]) -> argparse.Namespace:
+    parser = Parser("graphfsdp check", description=_DESCRIPTION, epilog=_EPILOG)
+    parser.add_argument(
+        "--json",
+        action="store_true",
+        default=False,
+        help="the report as JSON; the script's own output goes to the standard error",
+    )
+    parser.add_argument(
+        "--ignore",
+        action="append",
+        default=[],
+        choices=[kind.value for kind in HazardKind],
+        metavar="KIND",
+        help="leave out a kind of hazard, as the report names it; may be given several times",
+    )
+    add_flags(parser, _Options, {})
+    parser.add_argument(
+        "-m", dest="module", action="store_true", default=False, help="the target is a module"
+    )
+    parser.add_argument(
+        "target_and_arguments",
+        metavar="SCRIPT.py [ARGUMENT ...]",
+        nargs=argparse.REMAINDER,
+        help="what to check, and the script's own arguments",
+    )
+    given = parser.parse_args(arguments)
+    if not given.target_and_arguments:
+        raise ConfigError(f"nothing to check; expected {_EXPECTED}")
+    return given
+
+
 @contextlib.contextmanager
-def cpu_instead() -> Iterator[None]:
+def _cpu_instead() -> Iterator[None]:
     """Run a program that is written for a GPU; its GradScaler scales, as it would there."""
     tells = "torch.cuda.amp.common.amp_definitely_not_available"
     autocast = torch.autocast.__init__
@@ -193,12 +276,12 @@ def cpu_instead() -> Iterator[None]:
         mock.patch(tells, return_value=False),
         mock.patch.object(torch.autocast, "__init__", on_cpu),
         mock.patch.object(module_part, "num_function_modes", num_others),
-        CpuInstead(),
+        _CpuMode(),
     ):
         yield
 
 
-class CpuInstead(TorchFunctionMode):
+class _CpuMode(TorchFunctionMode):
     """Rewrites ``device="cuda"``, ``.to("cuda")``, ``.cuda()`` and ``.pin_memory()``.
 
     Calls of torch.cuda itself (streams, events, ``set_device``) go where they always went.
