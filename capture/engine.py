@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from graphfsdp._capture.gradients import PersistentGradients
 from graphfsdp._capture.guards.guards import Guards
 from graphfsdp._capture.guards.modules import join, weights_of
-from graphfsdp._capture.guards.moves import tell_of
 from graphfsdp._capture.guards.names import ReadNames
+from graphfsdp._capture.guards.uses import tell_of
 from graphfsdp._capture.guards.walk import walk
 from graphfsdp._capture.inputs import StaticInputs, TensorLeaf
 from graphfsdp._capture.iteration import Iteration

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from graphfsdp._capture.gradients import Landed
 from graphfsdp._capture.guards.guards import Guards
-from graphfsdp._capture.guards.kept import Kept
+from graphfsdp._capture.guards.moves import Kept
 from graphfsdp._capture.inputs import StaticInputs
 from graphfsdp._capture.rules.constants import ConstantLog, ConstantWatch
 from graphfsdp._capture.trace.backend import Graph

@@ -15,7 +15,7 @@ from torch import Tensor
 from graphfsdp._capture.ahead_of_time import FirstStates
 from graphfsdp._capture.audit import Auditor
 from graphfsdp._capture.engine import Engine
-from graphfsdp._capture.guards.kept import put_back as put_kept_back
+from graphfsdp._capture.guards.moves import put_back as put_kept_back
 from graphfsdp._capture.inputs import StaticInputs
 from graphfsdp._capture.phase import Phase
 from graphfsdp._capture.recording import Recording, Recordings

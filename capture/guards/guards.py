@@ -15,15 +15,13 @@ from graphfsdp._capture.guards.hooks import (
     tables_of_modules,
     users_hooks,
 )
-from graphfsdp._capture.guards.kept import Held, Kept
-from graphfsdp._capture.guards.modules import modes, structure, weights_of
-from graphfsdp._capture.guards.moves import Before, Move, refuse_deciding
+from graphfsdp._capture.guards.modules import modes, structure, tensor_places, weights_of
+from graphfsdp._capture.guards.moves import Before, Held, Kept, Move, ReadPlaces
 from graphfsdp._capture.guards.names import ReadNames
 from graphfsdp._capture.guards.optimizer import optimizer_places
 from graphfsdp._capture.guards.places import Asked, Places, hold
-from graphfsdp._capture.guards.read import ReadPlaces
 from graphfsdp._capture.guards.settings import settings_of, switches, unit_settings
-from graphfsdp._capture.guards.tensors import tensor_places
+from graphfsdp._capture.guards.uses import refuse_deciding
 from graphfsdp._capture.guards.walk import Walk, walk
 from graphfsdp._capture.trace.ran import Ran
 from graphfsdp.base.changes import Change, ChangeKind
@@ -104,7 +102,7 @@ class Guards:
         assert held is not None
         found = self._walk()
         self.kept, self._held = held.left(found), None
-        self.moves = refuse_deciding(before.moves_to(found), self._ran, found, refuse)
+        self.moves = refuse_deciding(before.moves_to(found), self._ran, found.places, refuse)
         # No method of this: what a dropped step holds is to be freed without the collector.
         take = partial(walk, self._names, self._model, self._functions)
         self._read = ReadPlaces(take, found, before, was_read)
@@ -157,7 +155,7 @@ class Guards:
         """
         if self._asked.hold() or self._read is None:
             return
-        refuse_deciding(self._read.let_go_of_moves(), self._ran, self._walk())
+        refuse_deciding(self._read.let_go_of_moves(), self._ran, self._walk().places)
         self._ask()
 
     def stands_still(self) -> list[str]:

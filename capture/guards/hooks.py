@@ -11,7 +11,7 @@ from torch.nn.modules import module as torch_module
 from torch.optim import optimizer as torch_optimizer
 from torch.utils.hooks import RemovableHandle
 
-from graphfsdp._capture.guards.places import Ask, Place
+from graphfsdp._capture.guards.places import MISSING, Ask, Place, differing
 from graphfsdp.base.changes import Change, ChangeKind
 
 _MODULE_TABLES = (
@@ -85,19 +85,19 @@ def _by_number(tables: list[Any]) -> Ask:
 
 
 def _changes(table: Table, title: str, before: Hooks, now: Hooks) -> Iterator[Change]:
-    for key in dict.fromkeys((*before, *now)):
-        old, new = before.get(key), now.get(key)
-        hook = old or new
-        if old is not new and hook is not None and not _is_ours(hook):
-            plain = _plain(hook)
-            name = getattr(plain, "__qualname__", type(plain).__qualname__)
-            code = getattr(plain, "__code__", None)
-            where = "" if code is None else f" ({code.co_filename}:{code.co_firstlineno})"
-            words = ("registered", "removed") if new is None else ("absent", "registered")
-            remedy = "remove it, or register hooks before the capture"
-            remedy = "put it back" if new is None else remedy
-            title = f"{table.kind} {name!r}{where} of {table.owner}"
-            yield Change(ChangeKind.HOOK, title, *words, remedy)
+    for _, old, new in differing(before, now):
+        hook = new if old is MISSING else old
+        if _is_ours(hook):
+            continue
+        plain = _plain(hook)
+        name = getattr(plain, "__qualname__", type(plain).__qualname__)
+        code = getattr(plain, "__code__", None)
+        where = "" if code is None else f" ({code.co_filename}:{code.co_firstlineno})"
+        words = ("registered", "removed") if new is MISSING else ("absent", "registered")
+        remedy = "remove it, or register hooks before the capture"
+        remedy = "put it back" if new is MISSING else remedy
+        title = f"{table.kind} {name!r}{where} of {table.owner}"
+        yield Change(ChangeKind.HOOK, title, *words, remedy)
 
 
 def tables_of_modules(modules: Iterable[tuple[str, nn.Module]]) -> Iterator[Table]:

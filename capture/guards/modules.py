@@ -1,19 +1,28 @@
-"""Modules: which there are, what they hold, their mode and their class."""
+"""Modules and tensors: which there are, modes, memory, shapes, what requires a gradient."""
 
 import operator
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
+from torch._C._dynamo.guards import TensorGuards
 
-from graphfsdp._capture.guards.places import MISSING, Place, are_empty
+from graphfsdp._capture.guards.places import Ask, Place, are_empty, change_of, differing
 from graphfsdp.base.changes import Change, ChangeKind
 from graphfsdp.base.torch_internals import buffers_of, parameters_of
 
 _TABLES = (("_parameters", "parameter"), ("_buffers", "buffer"), ("_modules", "module"))
 NamedModules = Sequence[tuple[str, nn.Module]]
 _MODE = operator.itemgetter("training")
+_PLAIN = (Tensor, nn.Parameter)
+_REQUIRES_GRAD = operator.attrgetter("requires_grad")
+_MOVED = (
+    "copy new values in place (copy_, fill_, load_state_dict), which replays see, instead of "
+    ".to(), .data = ... or load_state_dict(assign=True)"
+)
 
 
 def structure(modules: NamedModules) -> Iterator[Place]:
@@ -77,30 +86,90 @@ def weights_of(modules: NamedModules) -> Iterator[tuple[str, Tensor]]:
 
 def _slot_changes(kind: str, path: str, old: Any, new: Any) -> Iterator[Change]:
     before, now = dict(old), dict(new)
-    names = dict.fromkeys((*before, *now))
-    pairs = {name: (before.get(name, MISSING), now.get(name, MISSING)) for name in names}
-    changed = {name: pair for name, pair in pairs.items() if pair[0] is not pair[1]}
-    for name, pair in changed.items():
-        yield _slot_change(kind, join(path, name), *pair)
+    changed = list(differing(before, now))
+    for name, *values in changed:
+        change = change_of(f"{kind} {join(path, name)!r}", *values)
+        yield replace(change, kind=ChangeKind.STRUCTURE)
     if kind == "module" and not changed and list(before) != list(now):
         title = f"the order of the modules in {path!r}" if path else "the module order"
         words = ", ".join(list(before)[:8]), ", ".join(list(now)[:8])
         yield Change(ChangeKind.STRUCTURE, title, *words, "order modules before the capture")
 
 
-def _slot_change(kind: str, path: str, old: Any, new: Any) -> Change:
-    if isinstance(old, Tensor) and isinstance(new, Tensor):
-        remedy = "write into the old one (copy_, load_state_dict without assign=True)"
-        words = "one tensor", "another one, in other memory"
-    else:
-        remedy = f"change the {kind}s of a model before its capture"
-        words = _kind_of(old), _kind_of(new)
-        if words[0] == words[1]:
-            words = words[0], f"{words[1]}, another one"
-    return Change(ChangeKind.STRUCTURE, f"{kind} {path!r}", *words, remedy)
+def tensor_places(
+    named: Iterable[tuple[str, Tensor]], *, addresses_only: bool = False
+) -> Iterator[Place]:
+    """Yield what a graph has baked in of tensors.
+
+    Args:
+        named: Tensors with their names for messages; a tensor may come several times.
+        addresses_only: Their shapes and flags do not matter to a replay.
+    """
+    unique = {id(tensor): (name, tensor) for name, tensor in reversed(list(named))}
+    for name, tensor in reversed(unique.values()):
+        yield from _places_of(name, tensor, addresses_only)
 
 
-def _kind_of(value: object) -> str:
-    if value is MISSING:
-        return "absent"
-    return "None" if value is None else f"a {type(value).__name__}"
+def _places_of(name: str, tensor: Tensor, addresses_only: bool) -> Iterator[Place]:
+    if type(tensor) in _PLAIN:
+        if tensor.layout is torch.strided and not tensor.is_meta:
+            yield Place(name, (Tensor.data_ptr, tensor), tensor.data_ptr(), _moved)
+            if not addresses_only:
+                known = _layout(tensor)
+                yield Place(name, (_layout, tensor), known, _layout_changes, cover=_by_torch)
+        return
+    for attribute, inner in _inner_tensors(tensor):
+        what = (getattr, tensor, attribute, None)
+        yield Place(name, what, inner, _other_rows, exact=True)
+        yield from _places_of(name, inner, addresses_only)
+    if not addresses_only:
+        required = tensor.requires_grad
+        yield Place(name, (_REQUIRES_GRAD, tensor), required, _requires_grad, exact=True)
+
+
+def _by_torch(tensors: list[Any]) -> Ask:
+    """Ask one of torch's own guards for all layouts.
+
+    It objects also to modes that are on or off unlike now (autocast, and those that watch a
+    recording); then it is made anew, where replays run.
+    """
+    guard = TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None)
+    return Ask((operator.call, [partial(guard.check, *tensors)]), [True])
+
+
+def _layout(tensor: Tensor) -> tuple[Any, ...]:
+    return tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.requires_grad
+
+
+def _inner_tensors(tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
+    """Yield what a tensor that wraps others (a DTensor) is made of."""
+    flatten = getattr(tensor, "__tensor_flatten__", None)
+    if flatten is not None:
+        for name in flatten()[0]:
+            inner = getattr(tensor, name)
+            if isinstance(inner, Tensor):  # a DTensor lists its mesh as well
+                yield name, inner
+
+
+def _layout_changes(name: str, before: tuple[Any, ...], now: tuple[Any, ...]) -> Iterator[Change]:
+    fields = zip(("shape", "stride", "dtype"), before, now, strict=False)
+    for field, old, new in fields:
+        if old != new:
+            yield Change(ChangeKind.LAYOUT, name, f"of {field} {old}", f"of {field} {new}", _MOVED)
+    if before[-1] != now[-1]:
+        yield from _requires_grad(name, before[-1], now[-1])
+
+
+def _requires_grad(name: str, before: bool, now: bool) -> Iterator[Change]:
+    words = {True: "trained (requires_grad=True)", False: "frozen (requires_grad=False)"}
+    remedy = f"requires_grad_({before}) again"
+    yield Change(ChangeKind.REQUIRES_GRAD, name, words[before], words[now], remedy)
+
+
+def _other_rows(name: str, old: Tensor, new: Tensor) -> Iterator[Change]:
+    yield from _moved(name, old.data_ptr(), new.data_ptr())
+
+
+def _moved(name: str, old: int, new: int) -> Iterator[Change]:
+    words = f"at address {old:#x}", f"in other memory, at {new:#x}"
+    yield Change(ChangeKind.ADDRESS, name, *words, _MOVED)

@@ -1,34 +1,26 @@
-"""Python that an iteration moves: refused where something follows from it, else told of once."""
+"""Python before and behind an iteration: what it has moved, what stood still, what it has left."""
 
 import contextlib
-import logging
+import operator
+import weakref
 from collections import OrderedDict, deque
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from types import FunctionType
+from types import CellType, FunctionType
 from typing import Any
 
 import numpy as np
+from torch import Tensor
 
-from graphfsdp._capture.guards.draws import state_of
-from graphfsdp._capture.guards.places import MISSING, Place, change_of
-from graphfsdp._capture.guards.uses import Uses
+from graphfsdp._capture.guards.places import MISSING, Place, asks_of, change_of, same, state_of
 from graphfsdp._capture.guards.walk import Walk
-from graphfsdp._capture.guards.weakened import is_alike, restored, weakened
-from graphfsdp._capture.trace.ran import Ran
-from graphfsdp.base.hazards import HazardKind
-from graphfsdp.errors import CaptureError, Refuse, raised
+from graphfsdp.base.changes import Change
 
-_LOG = logging.getLogger("graphfsdp")
-_MOST_TOLD = 8
-REMEDY = (
-    "keep what counts in a buffer on the device and change it in place (add_, torch.where decides "
-    "by it), pass it as an argument of the step, or do it outside of the iteration"
-)
-_DRAWS = (
-    "draw on the device (torch.rand), or draw and advance outside of the iteration, and pass what "
-    "comes of it as a tensor of the batch"
-)
+_CONTAINERS = (list, tuple, dict, deque)
+_MAX_DEPTH = 6
+_MAX_ITEMS = 10_000
+_OF_MODULES = ("_parameters", "_buffers", "_modules")
+Kept = tuple[Any, Any, Any]  # dict, list or cell, a key, what is there: a tensor, or holds some
 
 
 @dataclass(frozen=True)
@@ -50,6 +42,70 @@ class Move:
 
     def __str__(self) -> str:
         return f"{self.title}: {self.words}" if self.words else self.title
+
+
+class _WeakTensor(weakref.ref[Tensor]):
+    """In the place of a tensor: whoever holds that hides that it is let go of."""
+
+    def __eq__(self, other: object) -> bool:
+        found = self()
+        return found is not None and same(found, other)
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+class _AnyTensor:
+    """Equal to each of them, and to what is left where one was let go of."""
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Tensor) or other is None
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+def _with(change: Callable[[Any], Any], value: Any, depth: int = 0) -> Any:
+    """Return a container with changed leaves; itself where none is changed."""
+    if not isinstance(value, _CONTAINERS) or depth > _MAX_DEPTH or len(value) > _MAX_ITEMS:
+        return change(value)
+    items = list(dict.values(value) if isinstance(value, dict) else value)
+    changed = [_with(change, item, depth + 1) for item in items]
+    if all(map(operator.is_, changed, items)):
+        return value
+    if isinstance(value, dict):
+        return dict(zip(dict.keys(value), changed, strict=True))
+    return next(kind for kind in _CONTAINERS if isinstance(value, kind))(changed)
+
+
+def weakened(value: Any) -> Any:
+    """Return a value without its tensors; one that has none is itself."""
+    return _with(lambda leaf: _WeakTensor(leaf) if isinstance(leaf, Tensor) else leaf, value)
+
+
+def restored(value: Any) -> Any:
+    """Return what ``weakened`` was given; LookupError where a tensor is gone."""
+    return _with(_alive, value)
+
+
+def _alive(leaf: Any) -> Any:
+    found = leaf() if isinstance(leaf, _WeakTensor) else leaf
+    if found is None and leaf is not None:
+        raise LookupError("a tensor that is gone")
+    return found
+
+
+def is_alike(old: Any, new: Any, *, but_for_tensors: bool = False) -> bool:
+    """Compare what was remembered with what is there.
+
+    ``but_for_tensors``: whatever tensors there are where there were tensors. Which memory they have
+    is the business of whoever undoes an iteration.
+    """
+    formed = _with(lambda leaf: _AnyTensor() if isinstance(leaf, _WeakTensor) else leaf, old)
+    if formed is old:
+        return same(old, new)
+    try:
+        return bool((formed if but_for_tensors else old) == new)
+    except Exception:  # of the users' own objects
+        return False
 
 
 class Before:
@@ -135,38 +191,136 @@ def _are_of_others(old: Place, new: Place) -> bool:
     return isinstance(old.holder, FunctionType) and old.holder is not new.holder
 
 
-def refuse_deciding(
-    moves: Sequence[Move], ran: Ran, found: Walk, refuse: Refuse = raised
-) -> Sequence[Move]:
-    """Refuse moves from which more follows than other moves and log lines; return the others."""
-    if not moves:
-        return ()
-    others = []
-    uses = Uses(ran, found.places)
-    for move in sorted(moves, key=lambda move: not move.is_drawn):
-        decides, source = uses.deciding(move.name, move.owner)
-        if move.is_drawn:
-            why = (
-                f"the iteration {move}; a replay runs no Python, so it would go on with what "
-                f"came while it was recorded. Remedy: {_DRAWS}"
-            )
-        elif decides:
-            why = (
-                f"the iteration moves Python, which no replay runs, and reads it for more "
-                f"than that: {move}. Remedy: {REMEDY}"
-            )
+class ReadPlaces:
+    """The places that code which ran has read, and the recording has left as they were.
+
+    What the recorded iteration has changed itself, it counts or logs, or has refused; a replay
+    leaves it. A configuration may be replaced by an equal one: a change is looked for by another
+    walk, whose places are compared by their titles.
+
+    Attributes:
+        asks: One question for each way to ask.
+    """
+
+    def __init__(
+        self,
+        take: Callable[[], Walk],
+        found: Walk,
+        before: Before,
+        was_read: Callable[[Tensor], bool],
+    ) -> None:
+        """Remember everything that ``found`` has.
+
+        Args:
+            take: Walks anew.
+            found: What there is behind the recording.
+            before: What there was before it.
+            was_read: Tells whether the recording has touched a tensor's storage.
+        """
+        self._take = take
+        self._sure = found.sure
+        self._places = {
+            title: place
+            for title, place in found.places.items()
+            if (not isinstance(place.known, Tensor) or was_read(place.known))
+            and place.what[0] is not state_of  # others may draw
+            and before.stands(title, place)
+        }
+        self.asks = asks_of(self._places.values())
+
+    def named_tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield the tensors that were found, also in lists, with names for messages."""
+        for title, place in self._places.items():
+            if isinstance(place.known, Tensor):
+                yield title, place.known
+            elif isinstance(place.known, (list, deque)):
+                for index, item in enumerate(place.known):
+                    if isinstance(item, Tensor):
+                        yield f"{index} of {title.removeprefix('the items of ')}", item
+
+    def let_go_of_moves(self) -> list[Move]:
+        """Drop the places that have moved, and return the moves."""
+        now = self._take().places
+        found = {
+            title: move_of(place, now[title])
+            for title, place in self._places.items()
+            if title in now and not same(place.known, now[title].known)
+        }
+        loose = {title: weakened(self._places.pop(title).known) for title in found}
+        self.asks = asks_of(self._places.values())
+        return [
+            move
+            for title, move in found.items()
+            if not is_alike(loose[title], now[title].known, but_for_tensors=True)
+        ]
+
+    def changes(self) -> list[Change]:
+        """Walk again, compare each place and name what has changed."""
+        now, places = self._take().places, self._places
+        for title, place in places.items():
+            if isinstance(place.holder, FunctionType):  # there may be several of its name
+                now[title] = replace(place, known=place.look())
+        found = [
+            change_of(title, place.known, now[title].known)
+            for title, place in places.items()
+            if title in now and not same(place.known, now[title].known)
+        ]
+        found = found or [
+            change_of(title, place.known, MISSING)
+            for title, place in places.items()
+            if title in self._sure and title not in now and not isinstance(place.known, Tensor)
+        ]
+        if not found:
+            self._places = {title: now[title] for title in places if title in now}
+            self.asks = asks_of(self._places.values())
+        return found
+
+
+class Held:
+    """What holds tensors in Python, as it was; none is held that the iteration may let go.
+
+    A replay writes into the tensors that the recorded iteration has left in Python for whoever
+    looks at them between two calls: an activation that a hook puts into a dict, the last logits as
+    an attribute of a loss object. Another run as Python (an audit, a batch of another kind) leaves
+    others there, so that they have to be put back before the next replay.
+    """
+
+    def __init__(self, walk: Walk) -> None:
+        self._items = {(id(at), key): weakened(value) for at, key, value in _holding(walk)}
+
+    def left(self, walk: Walk) -> list[Kept]:
+        """Return what is there now and was not before; a list may go on growing."""
+        return [
+            (holder, key, value)
+            for holder, key, value in _holding(walk)
+            if not is_alike(self._items.get((id(holder), key)), value)
+            and ((id(holder), key) in self._items or not isinstance(holder, list))
+        ]
+
+
+def put_back(kept: list[Kept]) -> None:
+    for holder, key, value in kept:
+        if isinstance(holder, CellType):
+            holder.cell_contents = value
+        elif isinstance(holder, dict) or key < len(holder):
+            holder[key] = value
+
+
+def _holding(walk: Walk) -> Iterator[Kept]:
+    """Yield what holds tensors among all that code comes to, each once."""
+    found: list[Any] = [vars(module) for _, module in walk.modules.values()]
+    found += walk.tables.values()
+    found += (each for place in walk.places.values() for each in (place.holder, place.live))
+    for holder in {id(each): each for each in found}.values():
+        if isinstance(holder, CellType):
+            items: Any = [("", holder.cell_contents)]
+        elif isinstance(holder, (dict, list)) and len(holder) <= _MAX_ITEMS:
+            items = dict.items(holder) if isinstance(holder, dict) else enumerate(holder)
         else:
-            others.append(move)
             continue
-        refuse(CaptureError(why, source=source, kind=HazardKind.BAKED_NUMBER))
-    return others
-
-
-def tell_of(stands_still: Sequence[str]) -> None:
-    """Warn, once, of what no replay will move."""
-    if stands_still:
-        _LOG.warning(
-            "a replay runs no Python, so this stands still from now on: %s. Do it outside of the "
-            "iteration if it is to go on",
-            "; ".join(stands_still[:_MOST_TOLD]),
-        )
+        for key, value in items:
+            # By its type: isinstance asks an object for its class, of which
+            # torch.distributed.reduce_op warns that it is deprecated.
+            may_hold = issubclass(type(value), (Tensor, list, tuple, dict))
+            if may_hold and key not in _OF_MODULES and weakened(value) is not value:
+                yield holder, key, value

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from graphfsdp._capture.guards.places import MISSING, Place, in_words, same
-from graphfsdp._capture.guards.tensors import tensor_places
+from graphfsdp._capture.guards.modules import tensor_places
+from graphfsdp._capture.guards.places import Place, differing, in_words, same
 from graphfsdp.base.changes import Change, ChangeKind
 from graphfsdp.base.dtensors import local_part
 
@@ -20,7 +20,7 @@ _LOADED = (
 _GROUPS = "set up all parameter groups before the capture"
 
 _Group = dict[str, Any]
-_Owner = tuple[Tensor, int, dict[str, Any]]  # a parameter, the id of its state, what is in that
+_State = dict[tuple[int, str], Any]
 
 
 def optimizer_places(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> Iterator[Place]:
@@ -50,12 +50,17 @@ def optimizer_places(optimizer: torch.optim.Optimizer, names: Mapping[int, str])
     yield from tensor_places(_named_tensors(state, names), addresses_only=True)
 
 
-def _state_of(optimizer: torch.optim.Optimizer) -> list[_Owner]:
-    return [(param, id(entries), dict(entries)) for param, entries in optimizer.state.items()]
+def _state_of(optimizer: torch.optim.Optimizer) -> _State:
+    """Return what the state has, by the parameter's id and key; without a key, in which dict."""
+    found: _State = {}
+    for param, entries in optimizer.state.items():
+        found[id(param), ""] = id(entries)
+        found |= {(id(param), key): value for key, value in entries.items()}
+    return found
 
 
-def _name_of(param: Tensor, names: Mapping[int, str]) -> str:
-    return names.get(id(param), "a parameter outside of the model")
+def _name_of(number: int, names: Mapping[int, str]) -> str:
+    return names.get(number, "a parameter outside of the model")
 
 
 def _named_tensors(
@@ -64,7 +69,7 @@ def _named_tensors(
     for param, values in state.items():
         for key, value in values.items():
             if isinstance(value, Tensor):
-                yield f"optimizer state {key!r} of {_name_of(param, names)!r}", value
+                yield f"optimizer state {key!r} of {_name_of(id(param), names)!r}", value
 
 
 def _groups_changes(
@@ -93,23 +98,11 @@ def _listed(names: Mapping[int, str], params: list[Tensor], others: list[Tensor]
 
 
 def _state_changes(
-    names: Mapping[int, str], title: str, before: Sequence[_Owner], now: Sequence[_Owner]
+    names: Mapping[int, str], title: str, before: _State, now: _State
 ) -> Iterator[Change]:
-    owners = {id(param): param for param, *_ in (*before, *now)}
-    old, new = ({id(param): values for param, _, values in each} for each in (before, now))
-    for number, param in owners.items():
-        name = _name_of(param, names)
-        yield from _entry_changes(name, old.get(number, {}), new.get(number, {}))
-
-
-def _entry_changes(
-    name: str, before: Mapping[str, Any], now: Mapping[str, Any]
-) -> Iterator[Change]:
-    for key in dict.fromkeys((*before, *now)):
-        old, new = (
-            local_part(value) if isinstance(value, Tensor) else value
-            for value in (before.get(key, MISSING), now.get(key, MISSING))
-        )
-        if not same(old, new):  # the same memory is there after loading what state_dict returned
-            title = f"optimizer state {key!r} of {name!r}"
+    for (number, key), *values in differing(before, now):
+        old, new = (local_part(each) if isinstance(each, Tensor) else each for each in values)
+        # The same memory is there after loading what state_dict returned.
+        if key and not same(old, new):
+            title = f"optimizer state {key!r} of {_name_of(number, names)!r}"
             yield Change(ChangeKind.OPTIMIZER_STATE, title, *in_words(old, new), _LOADED)

@@ -3,14 +3,16 @@
 import datetime
 import enum
 import operator
+import random
 import types
 import uuid
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from decimal import Decimal
 from fractions import Fraction
-from itertools import chain
+from gc import get_referents
+from itertools import chain, count
 from typing import Any
 
 import numpy as np
@@ -36,6 +38,7 @@ CONTAINERS = (dict, list, set, deque)
 _PLAIN: tuple[type, ...] = (*_SCALARS, *_VALUES, torch.Generator)
 _OF_CLASSES = (classmethod, staticmethod, property)
 _IDENTITIES = (*FUNCTIONS, *_OF_CLASSES, types.CodeType, types.ModuleType, Tensor, nn.Module)
+_RANDOM = (random.Random, np.random.RandomState, np.random.Generator)
 _GETTERS = (getattr, dict.get, types.MappingProxyType.get)
 
 
@@ -270,6 +273,14 @@ def same_objects(live: Any, copy: Any) -> bool:
         pop_function_mode()
 
 
+def differing(old: dict[Any, Any], new: dict[Any, Any]) -> Iterator[tuple[Any, Any, Any]]:
+    """Yield the keys that do not have the same object in both, with what they have."""
+    for key in dict.fromkeys((*old, *new)):
+        before, now = dict.get(old, key, MISSING), dict.get(new, key, MISSING)
+        if before is not now:
+            yield key, before, now
+
+
 def change_of(title: str, old: Any, new: Any) -> Change:
     """Return the change of a value; of a container, of the first item that differs."""
     remedy = _remedy(new if old is MISSING else old)
@@ -349,8 +360,7 @@ def _first_difference(title: str, old: Any, new: Any) -> tuple[str, Any, Any]:
         return title, old, new
     before = old if isinstance(old, dict) else dict(enumerate(old))
     now = new if isinstance(new, dict) else dict(enumerate(new))
-    for key in dict.fromkeys((*before, *now)):
-        left, right = dict.get(before, key, MISSING), dict.get(now, key, MISSING)
+    for key, left, right in differing(before, now):
         if not same_objects([left], [right]):
             return f"{key!r} of {title.removeprefix('the items of ')}", left, right
     return f"the order of {title}", old, new
@@ -368,3 +378,55 @@ def _show(value: object, other: object) -> str:
         return "a function" if type(other) is not type(value) else "one function"
     name = type(value).__name__
     return f"one {name}" if type(other) is type(value) else f"a {name}"
+
+
+def is_drawn_from(value: Any) -> bool:
+    """Tell whether it gives another value each time: a random generator, an iterator."""
+    if isinstance(value, _RANDOM):
+        return not isinstance(value, random.SystemRandom)
+    kind = type(value)
+    is_pythons = kind.__module__.partition(".")[0] in ("builtins", "itertools")
+    return is_pythons and callable(getattr(kind, "__next__", None))
+
+
+def shared_generators() -> dict[str, tuple[Any, str]]:
+    """Return the generators that the functions of Python's and NumPy's modules draw from."""
+    numpys: Any = np.random.mtrand
+    return {"random": (random._inst, "random"), "numpy.random": (numpys._rand, ".random")}
+
+
+def words_for(title: str, value: Any) -> str:
+    if isinstance(value, _RANDOM):
+        return f"draws from a generator of Python or NumPy ({title})"
+    return f"advances an iterator ({title})"
+
+
+def state_of(value: Any) -> Any:
+    """Return what tells how far a generator or an iterator has come."""
+    if isinstance(value, random.Random):
+        return value.getstate()
+    if isinstance(value, np.random.Generator):
+        return repr(value.bit_generator.state)
+    if isinstance(value, np.random.RandomState):
+        state: Any = value.get_state()
+        return (state[0], state[1].tobytes(), *state[2:])
+    return _position_of(value, 0)
+
+
+def _position_of(value: Any, depth: int) -> Any:
+    if isinstance(value, (int, float, str, bytes, type(None))):
+        return value
+    if isinstance(value, count):
+        return repr(value)
+    if isinstance(value, types.GeneratorType):
+        frame = value.gi_frame
+        if frame is None:
+            return "finished"
+        parts: Any = (frame.f_lasti, *frame.f_locals.values(), *get_referents(value))
+    elif isinstance(value, tuple):
+        parts = value
+    elif callable(getattr(type(value), "__next__", None)) and not hasattr(value, "__dict__"):
+        parts = (operator.length_hint(value, -1), *get_referents(value))
+    else:
+        return type(value).__name__
+    return tuple(_position_of(part, depth + 1) for part in parts) if depth < 6 else None

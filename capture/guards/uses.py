@@ -4,18 +4,31 @@ import ast
 import functools
 import inspect
 import linecache
-from collections.abc import Iterable, Iterator, Mapping
+import logging
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import CodeType
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from graphfsdp._capture.guards.moves import Move
 from graphfsdp._capture.guards.names import functions_of
 from graphfsdp._capture.guards.places import CONTAINERS, Place
 from graphfsdp._capture.trace.ran import Ran
-from graphfsdp.base.hazards import SourceLine
+from graphfsdp.base.hazards import HazardKind, SourceLine
+from graphfsdp.errors import CaptureError, Refuse, raised
 
+_LOG = logging.getLogger("graphfsdp")
+_MOST_TOLD = 8
+REMEDY = (
+    "keep what counts in a buffer on the device and change it in place (add_, torch.where decides "
+    "by it), pass it as an argument of the step, or do it outside of the iteration"
+)
+_DRAWS = (
+    "draw on the device (torch.rand), or draw and advance outside of the iteration, and pass what "
+    "comes of it as a tensor of the batch"
+)
 _SHOWING = frozenset(
     {
         *("print", "debug", "info", "warning", "warn", "error", "log", "write"),
@@ -239,3 +252,40 @@ def _passes_on(call: ast.Call) -> bool:
 def _called(call: ast.Call) -> str:
     function = call.func
     return function.attr if isinstance(function, ast.Attribute) else getattr(function, "id", "")
+
+
+def refuse_deciding(
+    moves: Sequence[Move], ran: Ran, places: Mapping[str, Place], refuse: Refuse = raised
+) -> Sequence[Move]:
+    """Refuse moves from which more follows than other moves and log lines; return the others."""
+    if not moves:
+        return ()
+    others = []
+    uses = Uses(ran, places)
+    for move in sorted(moves, key=lambda move: not move.is_drawn):
+        decides, source = uses.deciding(move.name, move.owner)
+        if move.is_drawn:
+            why = (
+                f"the iteration {move}; a replay runs no Python, so it would go on with what "
+                f"came while it was recorded. Remedy: {_DRAWS}"
+            )
+        elif decides:
+            why = (
+                f"the iteration moves Python, which no replay runs, and reads it for more "
+                f"than that: {move}. Remedy: {REMEDY}"
+            )
+        else:
+            others.append(move)
+            continue
+        refuse(CaptureError(why, source=source, kind=HazardKind.BAKED_NUMBER))
+    return others
+
+
+def tell_of(stands_still: Sequence[str]) -> None:
+    """Warn, once, of what no replay will move."""
+    if stands_still:
+        _LOG.warning(
+            "a replay runs no Python, so this stands still from now on: %s. Do it outside of the "
+            "iteration if it is to go on",
+            "; ".join(stands_still[:_MOST_TOLD]),
+        )

@@ -19,7 +19,6 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from graphfsdp._capture.guards.draws import is_drawn_from, shared_generators, state_of, words_for
 from graphfsdp._capture.guards.names import OF_PYTHON, Names, ReadNames, functions_of
 from graphfsdp._capture.guards.places import (
     CONTAINERS,
@@ -27,7 +26,11 @@ from graphfsdp._capture.guards.places import (
     MISSING,
     Place,
     copy_of,
+    is_drawn_from,
     is_plain,
+    shared_generators,
+    state_of,
+    words_for,
 )
 from graphfsdp._capture.trace.source import file_of, has_compiled, is_installed_file, is_users_file
 from graphfsdp.base.hazards import HazardKind

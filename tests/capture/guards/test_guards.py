@@ -66,7 +66,7 @@ CHANGES = {
             "attribute 'BCEWithLogitsLoss.reduction' was 'mean' .* now 'sum'"
         ),
         "around.criterion.pos_weight = torch.full((1,), 5.0)": (
-            r"buffer 'BCEWithLogitsLoss\.pos_weight' outside of the model was one tensor"
+            r"buffer 'BCEWithLogitsLoss\.pos_weight' outside of the model was one Tensor"
         ),
         "around.teacher[2].forward = around.teacher[2].forward": r"'Sequential\.2\.forward'",
         "around.teacher.register_forward_hook(print)": "forward hook .* of module 'Sequential'",
@@ -75,7 +75,7 @@ CHANGES = {
             r"parameter 'Sequential\.0\.weight' outside of the model was at address"
         ),
         "around.teacher[0] = nn.Linear(4, 4)": (
-            r"module 'Sequential\.0' outside of the model was a Linear"
+            r"module 'Sequential\.0' outside of the model was one Linear"
         ),
     },
     ChangeKind.ADDRESS: {
@@ -97,13 +97,13 @@ CHANGES = {
     },
     ChangeKind.STRUCTURE: {
         "body.layers[0].bias = nn.Parameter(body.layers[0].bias.detach().clone())": (
-            r"parameter 'body\.layers\.0\.bias' was one tensor .* another one, in other memory"
+            r"parameter 'body\.layers\.0\.bias' was one Parameter .* another Parameter"
         ),
         "body.dropout = nn.Identity()": (r"module 'body\.dropout' was a Dropout .* now a Identity"),
         "body.dropout = nn.Dropout(0.75)": (
-            r"'body\.dropout' was a Dropout .* now a Dropout, another one"
+            r"'body\.dropout' was one Dropout .* now another Dropout"
         ),
-        "del body.layers._modules['1']": r"'body\.layers\.1' was a Linear .* absent",
+        "del body.layers._modules['1']": r"'body\.layers\.1' was a Linear .* missing",
         "body.norm.register_buffer('extra', torch.zeros(1))": r"'body\.norm\.extra'",
         "reversed_in(body.layers._modules)": (
             r"the order of the modules in 'body\.layers' was 0, 1 .* is now 1, 0"
@@ -111,11 +111,11 @@ CHANGES = {
         "body.layers[1].bias = None": (
             r"parameter 'body\.layers\.1\.bias' was a Parameter .* now None"
         ),
-        "body._buffers = {}": r"buffer 'body\.table' was .*absent",
+        "body._buffers = {}": r"buffer 'body\.table' was .*missing",
         # A table that has taken another one's place before.
         "body._parameters = dict(body._parameters); step(batch());"
         "body._parameters['late'] = nn.Parameter(torch.ones(1))": (
-            r"parameter 'body\.late' was absent"
+            r"parameter 'body\.late' was missing"
         ),
     },
     ChangeKind.OPTIMIZER_STATE: {
