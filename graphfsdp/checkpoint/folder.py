@@ -7,20 +7,26 @@ a process or the machine dies, ``latest`` names a complete checkpoint, and the o
 """
 
 import contextlib
+import hashlib
+import json
+import mmap
 import os
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from safetensors import SafetensorError
 
-from graphfsdp.errors import CheckpointError, ConfigError
+from graphfsdp.errors import CheckpointDamagedError, CheckpointError, ConfigError, first_line
 
-MANIFEST = "manifest.json"
+Json = Any
+
+MANIFEST = "manifest.json"  # a list of files with their checksums, and all that is no tensor
 LATEST = "latest"
+_FORMAT, _VERSION = "graphfsdp checkpoint", 3
 _UNFINISHED = ".unfinished-"
 _DELETED = ".deleted-"
 _NAME = re.compile(r"step-(\d+)(?:\.(\d+))?")
@@ -84,10 +90,13 @@ class Unfinished:
     def folder(self) -> Path:
         return self.root / f"{_UNFINISHED}{self.name}"
 
-    def commit(self, manifest: bytes) -> Path:
+    def commit(self, content: Mapping[str, Json]) -> Path:
         """Make it visible, on rank 0, when all files are synced; see Note [Order of a save]."""
+        body = _dump(content)
+        digest = hashlib.sha256(body).hexdigest()
+        start = _dump({"format": _FORMAT, "version": _VERSION, "sha256_of_body": digest})
         with explained(self.root):
-            _write_synced(self.folder / MANIFEST, manifest)
+            _write_synced(self.folder / MANIFEST, start[:-1] + b', "body": ' + body + b"}\n")
             sync(self.folder)
             os.rename(self.folder, self.root / self.name)
             sync(self.root)
@@ -171,3 +180,52 @@ def sync(path: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
+
+
+def digest_of(path: Path) -> str:
+    """Return the SHA-256 of a file, which may not be empty.
+
+    Mapped: one call hashes all of it while another thread writes the next file.
+    """
+    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
+        return hashlib.sha256(content).hexdigest()
+
+
+def damage(folder: Path, digests: Iterable[tuple[str, str]]) -> list[str]:
+    """Compare files with the digests that they were written with."""
+    found = []
+    for name, expected in digests:
+        try:
+            if digest_of(folder / name) != expected:
+                found.append(f"{name}: the checksum differs")
+        except (OSError, ValueError) as error:
+            found.append(f"{name} cannot be read ({getattr(error, 'strerror', None) or error})")
+    return found
+
+
+def read_manifest(folder: Path) -> dict[str, Json]:
+    """CheckpointDamagedError: it is not what was written; CheckpointError: it is not there."""
+    path = folder / MANIFEST
+    try:
+        document = json.loads(path.read_bytes())
+        form = document["format"], int(document["version"])
+        digest, body = document["sha256_of_body"], document["body"]
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read ({error.strerror or error})") from None
+    except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
+        raise CheckpointDamagedError(f"{path} is damaged: {first_line(error)}") from None
+    if form != (_FORMAT, _VERSION):
+        raise CheckpointError(
+            f"{path} has the format {form[0]!r} version {form[1]}; this release reads "
+            f"{_FORMAT!r} version {_VERSION}. Remedy: the release that has saved it; weights "
+            "and moments of version 2, which graphfsdp 0.2 has saved, are read by torch's "
+            "HuggingFaceStorageReader too"
+        )
+    if hashlib.sha256(_dump(body)).hexdigest() != digest:
+        raise CheckpointDamagedError(f"{path} is damaged: its checksum differs")
+    found: dict[str, Json] = body
+    return found
+
+
+def _dump(value: Json) -> bytes:
+    return json.dumps(value, sort_keys=True).encode()

@@ -1,38 +1,46 @@
 """`graphfsdp.save` and `AsyncSaver`: a training state into a folder, complete or not at all."""
 
+import dataclasses
+import hashlib
 import itertools
 import json
 import os
 import platform
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent import futures
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 import torch.distributed as dist
-from safetensors.torch import save_file
+from safetensors.torch import load, save_file
+from safetensors.torch import save as as_file
 from torch import Tensor, nn
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.planner import SavePlanner, WriteItem
+from torch.distributed.checkpoint.stateful import Stateful
 
-from graphfsdp.base.dtensors import local_part, wrap_like
-from graphfsdp.checkpoint.folder import Unfinished, begin, explained, sync
-from graphfsdp.checkpoint.manifest import Manifest, SavedFile
+from graphfsdp.base.dtensors import is_dtensor, local_part, wrap_like
+from graphfsdp.checkpoint.folder import Json, Unfinished, begin, digest_of, explained, sync
 from graphfsdp.checkpoint.members import Members, as_ours
-from graphfsdp.checkpoint.named import MODEL, Stages, as_module, name_model, refuse_name
-from graphfsdp.checkpoint.objects import (
-    BUFFERS,
-    RANDOM,
-    BufferState,
-    RandomState,
-    Stateful,
-    check_objects,
+from graphfsdp.checkpoint.state import (
+    MODEL,
+    OPTIMIZER,
+    STEP,
+    NamedModel,
+    checked_objects,
+    encode,
+    name_model,
+    params_by_name,
+    part_of,
+    random_state,
+    refuse_name,
+    state_part,
 )
-from graphfsdp.checkpoint.optimizer import describe_optimizer
-from graphfsdp.checkpoint.snapshot import Snapshot, in_bytes
-from graphfsdp.checkpoint.values import Json, encode
 from graphfsdp.errors import CheckpointError, GraphFSDPError
+from graphfsdp.optim.adapters.baked import skip_counter
+from graphfsdp.optim.fused.adam import FusedAdam
 
 if TYPE_CHECKING:
     from graphfsdp.base.torch_internals import PipelineSchedule
@@ -40,6 +48,7 @@ if TYPE_CHECKING:
 # A rank writes about so many files, but none smaller than that: one is hashed and synced while the
 # next one is written.
 _NUM_FILES, _FILE_BYTES = 8, 64 << 20
+_NO_NUMBERS = frozenset({"params", "param_names"})  # of a group
 
 
 def save(
@@ -85,6 +94,84 @@ def save(
     return _write_snapshot(snapshot, place, members)
 
 
+@dataclasses.dataclass
+class _Snapshot:
+    """All that one rank saves, at one moment."""
+
+    tensors: dict[str, Tensor] = dataclasses.field(default_factory=dict)
+    facts: dict[str, Json] = dataclasses.field(default_factory=dict)  # of model and optimizer
+    own: dict[str, Json] = dataclasses.field(default_factory=dict)  # what each rank has apart
+
+    def keep(self, key: str, tensor: Tensor) -> str:
+        """Keep this rank's part; CheckpointError: it cannot be written as numbers in memory."""
+        try:
+            load(as_file({"": local_part(tensor).detach().new_empty(0, device="cpu")}))
+            has_values = not tensor.is_meta
+        except Exception:  # of safetensors or torch, each its own: KeyError, ValueError, ...
+            has_values = False
+        if not has_values:
+            raise CheckpointError(
+                f"{key} is a tensor of {tensor.dtype} with the layout {tensor.layout} on "
+                f"{tensor.device}, which has no values yet or which a safetensors file cannot "
+                "hold. Remedy: a dense tensor in its place that has values, of another dtype or "
+                "viewed as one"
+            )
+        self.tensors[key] = part_of(tensor)
+        return key
+
+    def keep_plain(self, where: str, tensor: Tensor) -> str:
+        """Return a key that has its digest: ranks whose tensors are equal write one."""
+        if is_dtensor(tensor):
+            raise CheckpointError(
+                f"{where} is sharded, which only parts of a model and states of its optimizer may "
+                "be. Remedy: save it as a part of the model, in an nn.ModuleDict with it"
+            )
+        self.keep(where, tensor)
+        del self.tensors[where]
+        tensor = _in_bytes(tensor)
+        content = tensor.reshape(-1).view(torch.uint8).numpy().data
+        return self.keep(f"{where}#{hashlib.sha256(content).hexdigest()[:16]}", tensor)
+
+    def keep_state(self, param: Tensor, where: str, value: Tensor) -> str:
+        """Keep what an optimizer has of a parameter."""
+        part = None if where.endswith(f".{STEP}") else state_part(param, value)
+        # Of a plain tensor beside a sharded parameter each rank may have another one.
+        if part is None and (is_dtensor(value) or (is_dtensor(param) and value.numel() > 1)):
+            raise CheckpointError(
+                f"{where} has the shape {tuple(value.shape)} and belongs to a sharded parameter "
+                f"of the shape {tuple(param.shape)}. Remedy: an optimizer whose states have their "
+                "parameter's shape"
+            )
+        return self.keep(where, value if part is None else part)
+
+    def describe(self, model: NamedModel, optimizer: torch.optim.Optimizer) -> dict[str, Json]:
+        """Keep an optimizer's states, and return what is no tensor, by parameter name."""
+        state_dict = optimizer.state_dict()
+        skipped = skip_counter(optimizer)
+        if skipped is not None:  # as the optimizers that count themselves have it
+            state_dict.setdefault("control", {"skipped_steps": skipped})
+        # What torch's optimizers keep in their groups.
+        settings = optimizer.settings.in_groups() if isinstance(optimizer, FusedAdam) else {}
+        groups: list[Json] = []
+        for row, group in enumerate(state_dict["param_groups"]):
+            numbers = {key: value for key, value in group.items() if key not in _NO_NUMBERS}
+            where = f"optimizer.param_groups[{row}]"
+            groups.append(encode(numbers | settings, where, self.keep_plain))
+        facts: dict[str, Json] = {"kind": type(optimizer).__name__, "hyper": {}, "state": {}}
+        common = dict(state_dict["state"])  # what is left of it belongs to no parameter
+        for row, name, param, index in params_by_name(model, optimizer, state_dict):
+            facts["hyper"][name] = groups[row]
+            state, store = common.pop(index, {}), partial(self.keep_state, param)
+            facts["state"][name] = encode(state, f"{OPTIMIZER}{name}", store)
+        if common:
+            raise CheckpointError(
+                f"{sorted(map(str, common))} in the optimizer's state belong to no parameter. "
+                "Remedy: keep them in an object of their own (objects={...})"
+            )
+        rest = {key: state_dict[key] for key in state_dict.keys() - {"state", "param_groups"}}
+        return {**facts, "rest": encode(rest, "optimizer", self.keep_plain)}
+
+
 def _take_snapshot(
     model: "nn.Module | PipelineSchedule",
     optimizer: torch.optim.Optimizer | None,
@@ -92,35 +179,31 @@ def _take_snapshot(
     members: Members,
     *,
     rng: bool,
-) -> Snapshot:
+) -> _Snapshot:
     """Return the state as it lies in memory."""
-    things = dict(objects or {})
-    check_objects(things)
-    if rng:
-        things[RANDOM] = RandomState()
-    module: nn.Module = as_module(model)
-    named = members.together(lambda: name_model(module))
+    things = checked_objects(objects)
+    named = members.together(lambda: name_model(model))
+    buffers = named.buffers() if members.size > 1 and not named.stages else {}
 
-    def take() -> Snapshot:
-        snapshot, left_out = Snapshot(), {}
-        if members.size > 1 and named.buffers() and not isinstance(module, Stages):
-            things[BUFFERS] = BufferState(named)
-            left_out = named.buffers() if members.rank else {}
+    def take() -> _Snapshot:
+        snapshot = _Snapshot()
         for name, tensor in named.tensors.items():
-            if name not in left_out:
+            if members.rank == 0 or name not in buffers:
                 snapshot.keep(f"{MODEL}{name}", tensor)
         extra = {name: state for name, (_, state) in named.extra.items()}
         snapshot.facts["extra"] = encode(extra, "extra", snapshot.keep_plain)
         if optimizer is not None:
-            snapshot.facts["optimizer"] = describe_optimizer(named, optimizer, snapshot)
-        for name, thing in things.items():
-            state = thing.state_dict()
-            snapshot.objects[name] = encode(state, f"objects/{name}", snapshot.keep_plain)
+            snapshot.facts["optimizer"] = snapshot.describe(named, optimizer)
+        states = {f"objects/{name}": thing.state_dict() for name, thing in things.items()}
+        states |= {"random": random_state()} if rng else {}
+        states |= {"buffers": buffers} if buffers else {}
+        for where, state in states.items():
+            snapshot.own[where] = encode(state, where, snapshot.keep_plain)
         return snapshot
 
     snapshot = members.together(take)
-    if isinstance(module, Stages):
-        everyone = members.gather((module.indices, named.names, snapshot.facts))
+    if named.stages:
+        everyone = members.gather((named.stages, named.names, snapshot.facts))
         snapshot.facts = members.together(lambda: _join(everyone))
     return snapshot
 
@@ -131,12 +214,11 @@ def _join(told: Sequence[tuple[tuple[int, ...], set[str], dict[str, Json]]]) -> 
     ConfigError: two stages use the same name.
     """
     holders: dict[str, tuple[int, ...]] = {}
-    for indices, names, _ in told:
-        for name in sorted(names):
-            if holders.setdefault(name, indices) != indices:
-                raise refuse_name(name)
     joined = told[0][2]
-    for *_, facts in told[1:]:
+    for stages, names, facts in told:
+        for name in sorted(names):
+            if holders.setdefault(name, stages) != stages:
+                raise refuse_name(name)
         joined["extra"] |= facts["extra"]
         for key in ("hyper", "state") if "optimizer" in joined else ():
             joined["optimizer"][key] |= facts["optimizer"][key]
@@ -166,13 +248,11 @@ class AsyncSaver:
         self._saving: futures.Future[Path] | None = None
         self._result: Path | None = None
         self._memory: dict[str, Tensor] = {}
-        self._background = self._members
+        self._group: Any = None
         if self._members.group is not None:
             # Of its own, so that its collectives cannot mix with those of the training.
             ranks = dist.get_process_group_ranks(self._members.group)
-            group = dist.new_group(ranks, backend="gloo")
-            assert isinstance(group, dist.ProcessGroup)
-            self._background = Members(group, self._members.rank, self._members.size)
+            self._group = dist.new_group(ranks, backend="gloo")
 
     def save(
         self,
@@ -200,7 +280,8 @@ class AsyncSaver:
         snapshot = _take_snapshot(model, optimizer, objects, members, rng=rng)
         members.together(lambda: self._copy(snapshot))
         place = members.first(lambda: begin(Path(path), step, keep_last))
-        self._saving = self._thread.submit(_write_snapshot, snapshot, place, self._background)
+        background = dataclasses.replace(members, group=self._group)
+        self._saving = self._thread.submit(_write_snapshot, snapshot, place, background)
 
     @property
     def is_saving(self) -> bool:
@@ -234,9 +315,9 @@ class AsyncSaver:
         finally:
             self._thread.shutdown()
             self._memory.clear()
-            if self._background is not self._members and self._background.group is not None:
-                dist.destroy_process_group(self._background.group)
-                self._background = self._members
+            if self._group is not None:
+                dist.destroy_process_group(self._group)
+                self._group = None
 
     def __enter__(self) -> Self:
         return self
@@ -244,24 +325,25 @@ class AsyncSaver:
     def __exit__(self, *error: object) -> None:
         self.close()
 
-    def _copy(self, snapshot: Snapshot) -> None:
+    def _copy(self, snapshot: _Snapshot) -> None:
         """Copy its tensors into memory on the CPU, which stays for the next save."""
         copies: dict[str, Tensor] = {}
-        tensors = snapshot.tensors
-        for key, tensor in tensors.items():
+        devices = set()
+        for key, tensor in snapshot.tensors.items():
             local, memory = local_part(tensor), self._memory.get(key)
             if memory is None or (memory.shape, memory.dtype) != (local.shape, local.dtype):
                 memory = torch.empty_like(local, device="cpu", pin_memory=local.is_cuda)
             copies[key] = memory.copy_(local, non_blocking=True)
+            snapshot.tensors[key] = wrap_like(memory, tensor)
+            devices.add(local.device)
         # Whichever device is current: a rank may train on another one.
-        for device in {local_part(tensor).device for tensor in tensors.values()}:
+        for device in devices:
             if device.type == "cuda":
                 torch.cuda.current_stream(device).synchronize()
         self._memory = copies
-        snapshot.tensors = {key: wrap_like(copies[key], each) for key, each in tensors.items()}
 
 
-def _write_snapshot(snapshot: Snapshot, place: Unfinished, members: Members) -> Path:
+def _write_snapshot(snapshot: _Snapshot, place: Unfinished, members: Members) -> Path:
     """Write, sync and show a checkpoint that was begun, or leave nothing of it; a collective."""
     planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     planner.set_up_planner(snapshot.tensors, is_coordinator=members.rank == 0)
@@ -269,8 +351,8 @@ def _write_snapshot(snapshot: Snapshot, place: Unfinished, members: Members) -> 
         plan = members.together(planner.create_local_plan)
         plan = members.share_out(plan, lambda plans: planner.create_global_plan(plans)[0])
         planner.finish_plan(plan)
-        files = members.together(lambda: _write_files(planner, place, members.rank))
-        everyone = members.gather((files, snapshot.objects))
+        digests = members.together(lambda: _write_files(planner, place, members.rank))
+        everyone = members.gather((digests, snapshot.own))
         return members.first(lambda: _commit(place, snapshot.facts, everyone))
     except Exception as error:
         if members.rank == 0:
@@ -280,44 +362,47 @@ def _write_snapshot(snapshot: Snapshot, place: Unfinished, members: Members) -> 
         raise as_ours(error) from error
 
 
-def _write_files(planner: DefaultSavePlanner, place: Unfinished, rank: int) -> dict[str, SavedFile]:
-    """Write, sync and hash what this rank writes.
+def _write_files(planner: DefaultSavePlanner, place: Unfinished, rank: int) -> dict[str, str]:
+    """Write, sync and hash what this rank writes; return the digests of files by name.
 
     HuggingFaceStorageWriter takes each file twice into memory, and twice as long.
     """
+
+    def finish(path: Path) -> str:
+        sync(path)
+        return digest_of(path)
+
     with explained(place.root), futures.ThreadPoolExecutor(1, "graphfsdp-sync") as thread:
-        synced = {}
+        finished = {}
         for number, items in enumerate(_in_files(planner.plan.items)):
             path = place.folder / f"data-{rank:05d}-{number}.safetensors"
             _write_tensors(path, items, planner)
-            synced[path.name] = thread.submit(_sync, path)
-        return {name: file.result() for name, file in synced.items()}
+            finished[path.name] = thread.submit(finish, path)
+        return {name: digest.result() for name, digest in finished.items()}
 
 
 def _commit(
     place: Unfinished,
     facts: Mapping[str, Json],
-    everyone: Sequence[tuple[dict[str, SavedFile], dict[str, Json]]],
+    everyone: Sequence[tuple[dict[str, str], dict[str, Json]]],
 ) -> Path:
-    """Write down what ranks have written, and the states of their objects, and show it."""
-    manifest = Manifest(
-        facts={
+    """Write down what ranks have written, and what each has apart, and show it."""
+    files = {name: digest for digests, _ in everyone for name, digest in digests.items()}
+    for name in files:
+        if not (place.folder / name).exists():
+            raise CheckpointError(
+                f"{place.folder / name} was written by its rank, but rank 0 does not see it. "
+                "Remedy: a folder on a file system that all machines share"
+            )
+    return place.commit(
+        {
+            **facts,
             "step": place.step,
             "versions": {"torch": torch.__version__, "python": platform.python_version()},
-            "objects": [objects for _, objects in everyone],
-            **facts,
-        },
-        files={name: file for files, _ in everyone for name, file in files.items()},
+            "ranks": [own for _, own in everyone],
+            "files": files,
+        }
     )
-    for name, (num_bytes, _) in manifest.files.items():
-        path = place.folder / name
-        seen = path.stat().st_size if path.exists() else "no"
-        if seen != num_bytes:
-            raise CheckpointError(
-                f"{path} was written by its rank with {num_bytes} bytes, but rank 0 sees {seen} "
-                "bytes. Remedy: a folder on a file system that all machines share"
-            )
-    return place.commit(manifest.to_bytes())
 
 
 def _in_files(items: Sequence[WriteItem]) -> Iterable[list[WriteItem]]:
@@ -335,9 +420,7 @@ def _write_tensors(path: Path, items: Sequence[WriteItem], planner: SavePlanner)
     offsets = {}
     for item in items:
         assert item.tensor_data is not None
-        tensor = planner.resolve_data(item)
-        assert isinstance(tensor, Tensor)
-        tensors[item.index.fqn] = in_bytes(tensor)
+        tensors[item.index.fqn] = _in_bytes(planner.resolve_data(item))
         offsets[item.index.fqn] = {"saved_offsets": list(item.tensor_data.chunk.offsets)}
     end = 0
     for name, tensor in sorted(tensors.items(), key=lambda each: each[1].data_ptr()):
@@ -349,6 +432,7 @@ def _write_tensors(path: Path, items: Sequence[WriteItem], planner: SavePlanner)
     save_file(tensors, path, about)
 
 
-def _sync(path: Path) -> SavedFile:
-    sync(path)
-    return SavedFile.of(path)
+def _in_bytes(tensor: Any) -> Tensor:
+    """Return it on the CPU, its memory being its values in order."""
+    found: Tensor = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
+    return found

@@ -126,11 +126,10 @@ UNSAVED: list[tuple[dict[str, Any], type[Exception], str]] = [
         for what, kind in ((object(), "object"), ({3}, "set"), (b"", "bytes"))
     ),
     ({"objects": {"it": 3}}, graphfsdp.ConfigError, r"objects\['it'\] is a int"),
-    ({"objects": {"random": Holding({})}}, graphfsdp.ConfigError, "'random', which is taken"),
     *(
         (
             {"model": with_buffer(torch.zeros(16, dtype=torch.uint8).view(dtype))},
-            *(graphfsdp.CheckpointError, rf"model\.phases is a tensor of {dtype}, which a safet"),
+            *(graphfsdp.CheckpointError, rf"model\.phases is a tensor of {dtype} .*safetensors"),
         )  # the last one is written and not read
         for dtype in (torch.complex128, torch.float8_e8m0fnu)
     ),
@@ -138,10 +137,7 @@ UNSAVED: list[tuple[dict[str, Any], type[Exception], str]] = [
         {"model": with_buffer(torch.eye(2).to_sparse())},
         *(graphfsdp.CheckpointError, r"model\.phases is a tensor .* layout torch\.sparse_coo"),
     ),
-    (
-        {"model": nn.LazyLinear(3)},
-        *(graphfsdp.CheckpointError, r"model\.weight is a tensor .* has no values yet"),
-    ),
+    ({"model": nn.LazyLinear(3)}, ValueError, "uninitialized parameter"),  # in torch's words
     (
         {"objects": {"it": Holding({"a": torch.empty(2, device="meta")})}},
         *(graphfsdp.CheckpointError, r"objects/it\.a is a tensor .* has no values yet"),

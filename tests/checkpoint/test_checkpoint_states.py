@@ -151,8 +151,8 @@ def test_groups_of_ranks_save_apart(tmp_path: Path) -> None:
     dist.broadcast(model.bias.data, 2 * mine, group=groups[mine])
     loaded = own(-1)
     folder, group = tmp_path / str(mine), groups[mine]
-    graphfsdp.save(folder, model, objects={"own": own(rank)}, process_group=group)
-    graphfsdp.load(folder, other, objects={"own": loaded}, process_group=group)
+    graphfsdp.save(folder, model, objects={"random": own(rank)}, process_group=group)
+    graphfsdp.load(folder, other, objects={"random": loaded}, process_group=group)
     assert torch.equal(other.weight, model.weight)
     assert is_all(rank, loaded)
 
