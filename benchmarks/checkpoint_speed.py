@@ -33,7 +33,7 @@ def ratios_of(plainly: Callable[[], object], by_us: Callable[[], object]) -> lis
         return lambda: time_window([act], torch.device("cpu")).mean_ms
 
     acts = {"dcp": milliseconds(plainly), "ours": milliseconds(by_us)}
-    times = in_turns(acts, NUM_ROUNDS + 1)
+    times = in_turns(acts, range(NUM_ROUNDS + 1))
     ratios = [a / b for a, b in zip(times["dcp"][1:], times["ours"][1:], strict=True)]  # warm
     spread = statistics.median(ratios), min(ratios), max(ratios)
     return [round(value, 3) for value in spread]

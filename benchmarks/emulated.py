@@ -29,7 +29,7 @@ from cuda_stand_in import above, library
 from graphfsdp.base.op_tensors import OpCall, OperatorMode, flat_tensors
 from graphfsdp.bench import contenders
 from graphfsdp.bench.results import Table
-from graphfsdp.bench.workloads import find_workload, make_model
+from graphfsdp.bench.workloads import find_workload
 from graphfsdp.optim import FusedAdam
 from graphfsdp.planning.plan import CALL_S, DEVICES, NODE_S, arithmetic_s
 
@@ -50,7 +50,7 @@ Numbers = dict[str, float]
 
 def _model() -> nn.Module:
     """Return it with weights, and so gradients and moments, in bfloat16."""
-    return make_model(find_workload(WORKLOAD).model).bfloat16().to(DEVICE)
+    return find_workload(WORKLOAD).make().bfloat16().to(DEVICE)
 
 
 class Plain:

@@ -27,12 +27,14 @@ import os
 import pathlib
 import re
 import signal
+import subprocess
 import sys
 import tempfile
 import time
 import tomllib
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
@@ -40,14 +42,13 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from graphfsdp.bench.machine import find_environment
-from graphfsdp.bench.process import run_limited
 from graphfsdp.bench.results import (
     Result,
     Row,
     Table,
     case_table,
     environment_text,
+    find_environment,
 )
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
@@ -74,6 +75,7 @@ TOTAL_LIMIT_S = 560  # of 600 that a lent machine gives a command
 TEST_LIMIT_S = 60  # of one that has a process of its own
 NUM_PROCESSES = 6  # that run tests on the GPU at the same time
 GRACE_S = 20  # to report so far
+KILLED_S = 10.0  # for the system to end what was killed
 OURS = ("forward_backward", "full_iteration", "compiled_recording")
 BENCH_START_S = 20.0  # Python starts
 MAX_CHARACTERS = 6000
@@ -82,6 +84,50 @@ MAX_CHARACTERS = 6000
 def failed(what: str, result: str, text: str = "") -> Row:
     """Return a row of what went wrong, with all that was said of it."""
     return {"what": what, "result": result, "ok": False, "text": text[-MAX_CHARACTERS:]}
+
+
+def run_limited(
+    command: Sequence[str],
+    limit_s: float,
+    environment: Mapping[str, str],
+    *,
+    grace_s: float = 0.0,
+) -> tuple[int | None, str]:
+    """Run a program; return its exit code, None past the limit, and all that it has written.
+
+    With ``grace_s`` the program gets a Ctrl-C at the limit and so long to report. What hangs holds
+    a GPU, and what its parent writes into: so at its end its whole session is killed, what was
+    written is read from a file, and nobody waits for what cannot be killed, as one deep in a
+    driver.
+    """
+    with tempfile.TemporaryFile("w+", errors="replace") as output:
+        process = subprocess.Popen(
+            command,
+            cwd=ROOT,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        try:
+            code = wait(process, limit_s)
+            if code is None and grace_s:
+                process.send_signal(signal.SIGINT)
+                wait(process, grace_s)
+        finally:  # also after Ctrl-C
+            with suppress(ProcessLookupError):  # it was alone
+                os.killpg(process.pid, signal.SIGKILL)
+            wait(process, KILLED_S)
+        output.seek(0)
+        return code, output.read()
+
+
+def wait(process: subprocess.Popen[bytes], limit_s: float) -> int | None:
+    try:
+        return process.wait(limit_s)
+    except subprocess.TimeoutExpired:
+        return None
 
 
 def run_tests(paths: Sequence[str], limit_s: float, device: torch.device) -> list[Row]:
@@ -100,7 +146,6 @@ def run_tests(paths: Sequence[str], limit_s: float, device: torch.device) -> lis
             limit_s,
             # A plugin that happens to be installed may warn, and here a warning is an error.
             {**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"},
-            folder=ROOT,
             grace_s=GRACE_S,  # pytest then writes what it has so far
         )
         cases = list(ElementTree.parse(report).iter("testcase")) if report.exists() else []
@@ -227,7 +272,7 @@ def run_part(
     with tempfile.TemporaryDirectory() as folder:
         out = pathlib.Path(folder) / "out"
         command = [sys.executable, "-m", *words, "--out", str(out)]
-        code, output = run_limited(command, limit_s, environment, folder=ROOT)
+        code, output = run_limited(command, limit_s, environment)
         if out.is_file():  # such a program ends with 1 where a row is not good
             rows: list[Row] = json.loads(out.read_text())["rows"]
             return rows

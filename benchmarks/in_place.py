@@ -57,7 +57,7 @@ def measure(case: Case) -> Row:
             name: functools.partial(time_window, [iterate] * NUM_TOGETHER, CPU)
             for name, iterate in loops.items()
         },
-        NUM_PAIRS,
+        range(NUM_PAIRS),
     )
     pairs = zip(windows["in_place"], windows["plain"], strict=True)
     part = parts.report().parts[0]

@@ -19,9 +19,8 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from benchmarks.rows import CPU
 from graphfsdp.bench.clock import Window, in_turns, time_window
 from graphfsdp.bench.contenders import Contender, Setting, own_contender, torch_loop
-from graphfsdp.bench.machine import find_environment
-from graphfsdp.bench.results import environment_text
-from graphfsdp.bench.workloads import Case, batch_source, find_workload
+from graphfsdp.bench.results import environment_text, find_environment
+from graphfsdp.bench.workloads import Case, batch_source
 from graphfsdp.bench.zoo import ROWS, TOKENS
 from graphfsdp.config import Scope
 from graphfsdp.data import Batch
@@ -103,7 +102,7 @@ def with_phases(operators: Iterable[Operator], nodes: Sequence[tuple[str, str]])
 
 
 def measure() -> tuple[list[Row], str]:
-    case = Case(find_workload("zoo-gpt"), "fp32", ROWS)
+    case = Case("zoo-gpt", "fp32", ROWS)
     setting, source = Setting(case, CPU), batch_source(case, CPU, Ranks())
     plain, ours = torch_loop(setting), own_contender(setting, Scope.FULL_ITERATION)
     environment = find_environment(CPU)
@@ -113,7 +112,7 @@ def measure() -> tuple[list[Row], str]:
     def window(contender: Contender) -> Callable[[], Window]:
         return lambda: time_window([lambda: contender.train(next(turn))] * STEPS, CPU)
 
-    windows = in_turns({"plain": window(plain), "ours": window(ours)}, ROUNDS)
+    windows = in_turns({"plain": window(plain), "ours": window(ours)}, range(ROUNDS))
     ms = {  # the first ones are warm-ups
         name: statistics.median(step for each in found[1:] for step in each.step_ms)
         for name, found in windows.items()

@@ -6,7 +6,6 @@ says that ours is slower than torch's, or moves less than nine tenths of what a
 copy does, on a GPU; elsewhere nothing is judged.
 """
 
-import dataclasses
 import functools
 import os
 import statistics
@@ -20,9 +19,8 @@ from torch import Tensor, nn
 from benchmarks.rows import parser_for, tell
 from graphfsdp.bench.clock import in_turns, time_window
 from graphfsdp.bench.results import Row
-from graphfsdp.bench.workloads import find_workload, make_model
+from graphfsdp.bench.workloads import find_workload
 from graphfsdp.optim import FusedAdam
-from graphfsdp.training.gpt import GPTConfig
 
 SETTINGS: dict[str, Any] = {"lr": 1e-4, "betas": (0.9, 0.95), "weight_decay": 0.1}
 TORCH, OURS = "torch AdamW(fused=True), fp32", "FusedAdam, fp32"
@@ -36,12 +34,8 @@ Step = Callable[[], object]
 def parameters_of(model: str, device: torch.device, dtype: torch.dtype) -> list[nn.Parameter]:
     """Return parameters of a workload's sizes with gradients, the same in each call."""
     generator = torch.Generator(device).manual_seed(0)
-    config = find_workload("gpt2-355m" if model == "1b" else model).model
-    if model == "1b":
-        assert isinstance(config, GPTConfig)
-        config = dataclasses.replace(config, hidden_size=1792)
     with torch.device("meta"):
-        sizes = [param.shape for param in make_model(config).parameters()]
+        sizes = [param.shape for param in find_workload(model).make().parameters()]
 
     def random(size: torch.Size) -> Tensor:
         return torch.randn(size, generator=generator, device=device).to(dtype)
@@ -118,7 +112,7 @@ def measure(model: str, device: torch.device) -> list[Row]:
             name: functools.partial(time_window, [step] * num_steps, device)
             for name, step in steps.items()
         },
-        num_rounds,
+        range(num_rounds),
     )
     rows = []
     for name, own in windows.items():
@@ -142,7 +136,7 @@ def measure(model: str, device: torch.device) -> list[Row]:
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = parser_for("optimizer_step", __doc__)
     parser.add_argument(
-        "--model", nargs="+", default=["gpt2-124m"], help="workloads of graphfsdp bench, or 1b"
+        "--model", nargs="+", default=["gpt2-124m"], help="workloads of graphfsdp bench"
     )
     options = parser.parse_args(arguments)
     device = torch.device(options.device)

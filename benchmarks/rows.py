@@ -8,8 +8,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from graphfsdp.bench.machine import find_environment
-from graphfsdp.bench.results import Row
+from graphfsdp.bench.results import Row, find_environment
 from graphfsdp.bench.workloads import Case, suite
 
 RESULTS = pathlib.Path(__file__).resolve().parent / "results"

@@ -38,7 +38,7 @@ COMMANDS: Mapping[str, tuple[str, str]] = MappingProxyType(
         ),
         "plan": (
             "tell what each rank of a training run will need, without the ranks",
-            "planning.command:run_plan",
+            "planning.plan:run_plan",
         ),
         "check": (
             "tell what a graph could not hold of a training program",

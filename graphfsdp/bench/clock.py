@@ -2,7 +2,7 @@
 
 import itertools
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -52,11 +52,13 @@ def time_window(steps: Sequence[Callable[[], object]], device: torch.device) -> 
     return Window(rounded, cpu_ns / 1e6 / len(steps))
 
 
-def in_turns(measures: Mapping[str, Callable[[], T]], num_rounds: int) -> dict[str, list[T]]:
+def in_turns(
+    measures: Mapping[str, Callable[[], T]], rounds: Iterable[object]
+) -> dict[str, list[T]]:
     """The order turns round after each round, so that nobody always follows the same neighbour."""
     found: dict[str, list[T]] = {name: [] for name in measures}
     order = list(measures)
-    for _ in range(num_rounds):
+    for _ in rounds:
         with without_collector():
             for name in order:
                 found[name].append(measures[name]())

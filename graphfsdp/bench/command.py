@@ -6,7 +6,6 @@ import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from types import MappingProxyType
 from typing import Annotated
 
@@ -14,10 +13,8 @@ import torch
 from rich.console import Console
 
 from graphfsdp.bench.contenders import CONTENDERS, TIMEOUT_MINUTES, Setting, find_contenders
-from graphfsdp.bench.machine import find_environment
-from graphfsdp.bench.measure import NUM_THREADS, measure_case
+from graphfsdp.bench.measure import NUM_THREADS, CaseFailedError, measure_case, run_case
 from graphfsdp.bench.mlperf import run_mlperf
-from graphfsdp.bench.process import CaseFailedError, run_case
 from graphfsdp.bench.results import (
     NOT_MLPERF,
     RESULT,
@@ -25,6 +22,7 @@ from graphfsdp.bench.results import (
     Row,
     case_table,
     environment_text,
+    find_environment,
     overview,
 )
 from graphfsdp.bench.workloads import (
@@ -39,7 +37,7 @@ from graphfsdp.command_line import Parser, add_flags, print_line, require
 from graphfsdp.errors import ConfigError
 from graphfsdp.training.build import choose_device
 from graphfsdp.training.config import DeviceChoice
-from graphfsdp.training.ranks import Ranks, find_ranks, process_group
+from graphfsdp.training.ranks import find_ranks, process_group
 from graphfsdp.training.run_directory import make_new_directory
 
 _ABOUT = """\
@@ -109,7 +107,7 @@ class BenchOptions:
     def cases(self, device_type: str) -> tuple[Case, ...]:
         if self.workload:
             return tuple(
-                Case(workload, dtype, size, self.contender)
+                Case(workload.name, dtype, size, self.contender)
                 for workload in map(find_workload, dict.fromkeys(self.workload))
                 for dtype in dict.fromkeys(self.dtype or ("fp32",))
                 for size in dict.fromkeys(self.batch_size or [workload.batch_size])
@@ -150,90 +148,61 @@ SHORTEST_CASE_S = 20.0
 
 
 def run_bench(arguments: Sequence[str], console: Console) -> int:
-    """Return 1 where nothing could be measured, or there is no score."""
+    """Return 1 where nothing could be measured, or there is no score.
+
+    What is known is in the directory after each case, so that Ctrl-C loses little.
+    """
     if "--mlperf" in arguments:
         return run_mlperf(arguments, console)
     options = parse_bench_arguments(arguments)
     ranks = find_ranks()
     device = choose_device(options.device, ranks)
     torch.set_num_threads(NUM_THREADS)
+    width = None if console.is_terminal else max(console.width, _WIDTH)
+    console = Console(file=console.file, width=width, quiet=not ranks.is_first)
+    limit_s = math.inf if options.budget is None else options.budget * 60
+    deadline = time.monotonic() + limit_s
     with process_group(ranks, device, timeout_minutes=TIMEOUT_MINUTES) as backend:
+        cases = options.cases(device.type)
+        out = options.out or f"runs/bench-{datetime.datetime.now():%Y%m%d-%H%M%S}"
+        # An impossible one is refused before anything is measured.
+        path = ranks.members.first(lambda: make_new_directory(out)) / RESULT
         environment = find_environment(device, num_ranks=ranks.size, backend=backend)
         asked = dataclasses.asdict(options)
         del asked["out"]  # where it was on this machine is nobody's business
         result = Result({"environment": environment, "options": asked})
-        width = None if console.is_terminal else max(console.width, _WIDTH)
-        console = Console(file=console.file, width=width, quiet=not ranks.is_first)
-        limit_s = math.inf if options.budget is None else options.budget * 60
-        deadline = time.monotonic() + limit_s
-        return _Bench(options, ranks, device, console, result, deadline).run()
-
-
-@dataclass
-class _Bench:
-    """Measures cases; where a launcher has started several ranks, all of them take part."""
-
-    _options: BenchOptions
-    _ranks: Ranks
-    _device: torch.device
-    _console: Console
-    _result: Result  # so far
-    _deadline: float
-    _folder: Path | None = None  # on rank 0
-
-    def run(self) -> int:
-        cases = self._options.cases(self._device.type)
-        new = Path("runs") / f"bench-{datetime.datetime.now():%Y%m%d-%H%M%S}"
-        out = self._options.out or str(new)
-        # An impossible one is refused before anything is measured.
-        self._folder = self._ranks.members.together(
-            lambda: make_new_directory(out) if self._ranks.is_first else None
-        )
-        self._line(environment_text(self._result.head["environment"]))
-        self._measure_all(cases)
-        if not self._result.cases:
-            return 1
-        self._console.print(overview(self._result).rich())
-        self._line(NOT_MLPERF)
-        if self._folder is not None:
-            self._line(f"wrote {self._folder / RESULT}")
-        return 0
-
-    def _measure_all(self, cases: Sequence[Case]) -> None:
-        """What is known is in the directory after each case, so that Ctrl-C loses little."""
+        print_line(console, environment_text(environment))
         for number, case in enumerate(cases):
-            key = case.key
-            self._line(f"{key} ({number + 1} of {len(cases)})")
+            print_line(console, f"{case.key} ({number + 1} of {len(cases)})")
+            left_s = ranks.members.gather(deadline - time.monotonic())[0]
+            # It may take three times its share of the time left.
+            limit_s = min(left_s, max(3 * left_s / (len(cases) - number), SHORTEST_CASE_S))
             try:
-                self._result.rows += self._measure(case, len(cases) - number)
-                self._show(key)
+                if left_s < SHORTEST_CASE_S:
+                    raise CaseFailedError(f"the budget of {options.budget:g} min was spent")
+                result.rows += _measure(Setting(case, device, ranks, options.seconds, limit_s))
+                console.print(case_table(result, case.key).rich())
             except CaseFailedError as error:
-                self._result.rows.append({"case": key, "reason": str(error)})
-                self._line(f"{key}: left out: {error}", "yellow")
-            if self._folder is not None:
-                self._result.write(self._folder / RESULT)
+                result.rows.append({"case": case.key, "reason": str(error)})
+            for row in result.rows:
+                if row["case"] == case.key and "reason" in row:
+                    who = f"did not run: {row['contender']}" if "contender" in row else "left out"
+                    print_line(console, f"{who}: {row['reason']}", "yellow")
+            if ranks.is_first:
+                result.write(path)
+    if not result.cases:
+        return 1
+    console.print(overview(result).rich())
+    for line in (NOT_MLPERF, f"wrote {path}"):
+        print_line(console, line)
+    return 0
 
-    def _measure(self, case: Case, num_left: int) -> list[Row]:
-        """The case may take three times its share of the time left."""
-        left_s = self._ranks.members.gather(self._deadline - time.monotonic())[0]
-        if left_s < SHORTEST_CASE_S:
-            raise CaseFailedError(f"the budget of {self._options.budget:g} min was spent")
-        limit_s = min(left_s, max(3 * left_s / num_left, SHORTEST_CASE_S))
-        setting = Setting(case, self._device, self._ranks, self._options.seconds, limit_s)
-        if not self._ranks.launched:
-            return run_case(setting)
-        try:
-            return measure_case(setting)
-        except ConfigError as error:
-            raise CaseFailedError(str(error)) from error
 
-    def _show(self, case: str) -> None:
-        self._console.print(case_table(self._result, case).rich())
-        for row in self._result.of(case):
-            for note in row["notes"]:
-                self._line(f"{row['contender']}: {note}")
-        for row in self._result.not_run(case):
-            self._line(f"did not run: {row['contender']}: {row['reason']}", "yellow")
-
-    def _line(self, text: str, style: str | None = None) -> None:
-        print_line(self._console, text, style)
+def _measure(setting: Setting) -> list[Row]:
+    """Where a launcher has started several ranks, all of them take part, and no other process."""
+    if not setting.ranks.launched:
+        return run_case(setting)
+    try:
+        return measure_case(setting)
+    except ConfigError as error:
+        raise CaseFailedError(str(error)) from error

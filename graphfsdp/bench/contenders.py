@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import graphfsdp
 from graphfsdp.bench.results import REFERENCE
-from graphfsdp.bench.workloads import SEED, Case, make_model
+from graphfsdp.bench.workloads import SEED, Case
 from graphfsdp.config import MixedPrecisionPolicy, Scope, ShardingStrategy
 from graphfsdp.data import Batch
 from graphfsdp.errors import ConfigError
@@ -63,7 +63,6 @@ class Contender:
     train: Callable[[Batch], Tensor]  # returns the [] float32 loss, the caller's to keep
     optimizer: torch.optim.Optimizer
     captured: graphfsdp.CapturedStep | None = None
-    notes: Callable[[], Sequence[str]] = tuple
 
     def __call__(self, batch: Batch, step: int) -> Tensor:  # [] float32 loss
         """Train one step at the learning rate of that step, without a host sync."""
@@ -103,7 +102,7 @@ def initial_model(setting: Setting) -> nn.Module:
     float32 weights and contenders that keep bfloat16 ones begin with the same numbers.
     """
     torch.manual_seed(SEED)
-    model = make_model(setting.case.workload.model)
+    model = setting.case.workload.make()
     if setting.bf16:
         for param in model.parameters():
             param.data = param.data.bfloat16().float()
@@ -191,21 +190,17 @@ def reduce_overhead(setting: Setting) -> Contender:
     loop = torch_loop(setting, compile_mode="reduce-overhead")
 
     def train(batch: Batch) -> Tensor:  # [] float32 loss, a copy: the next step overwrites it
-        torch.compiler.cudagraph_mark_step_begin()
-        return loop.train(batch).clone()
-
-    def notes() -> Sequence[str]:
         from torch._dynamo.utils import counters
 
-        skips = counters["inductor"]["cudagraph_skips"]
-        if not skips:
-            return ()
-        return (
-            f"torch reports {skips} place(s) where it used no CUDA graph, so these ran as under "
-            "plain torch.compile",
-        )
+        torch.compiler.cudagraph_mark_step_begin()
+        loss = loop.train(batch).clone()
+        if skips := counters["inductor"]["cudagraph_skips"]:
+            raise ConfigError(
+                f"torch used no CUDA graph in {skips} place(s), which ran as under torch.compile"
+            )
+        return loss
 
-    return Contender(train, loop.optimizer, notes=notes)
+    return Contender(train, loop.optimizer)
 
 
 def fsdp2(setting: Setting, *, compile_blocks: bool = False) -> Contender:

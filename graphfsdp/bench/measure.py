@@ -1,20 +1,25 @@
-"""Measures one case: all contenders in this process, in turns, on the same batches.
+"""Measures one case: all contenders in one process, in turns, on the same batches.
 
 Shapes: K = steps.
 """
 
 import functools
+import itertools
+import multiprocessing
+import os
+import signal
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
 from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from graphfsdp.base.collector import without_collector
-from graphfsdp.bench.clock import Window, make_schedule, time_window
+from graphfsdp.bench.clock import Window, in_turns, make_schedule, time_window
 from graphfsdp.bench.contenders import (
     Contender,
     ContenderSpec,
@@ -37,12 +42,19 @@ _NUM_EARLY_STEPS = 10
 # Of a case's time: when no further contender starts, and no further round.
 _START_SHARE, _TIMING_SHARE = 0.5, 0.8
 _MAX_CHARACTERS = 400  # of a reason
+# A contender whose turn is no shorter hangs; compiling a large model takes minutes.
+SILENCE_LIMIT_S = 300.0
+_KILLED_S = 10.0  # for the system to end what was killed; one deep in a driver cannot be
 
 Turn = Callable[[str], object]  # told whose turn it is
 
 
 class ContenderFailedError(GraphFSDPError):
     """A contender cannot run here, on some rank; the message says why."""
+
+
+class CaseFailedError(GraphFSDPError):
+    """A case has no result at all; the message says why."""
 
 
 @dataclass
@@ -52,51 +64,36 @@ class RunningContender:
     ``losses`` come in pieces of [K] float32 on the device.
     """
 
-    name: str
     contender: Contender
-    device: torch.device
-    init_ms: float  # built and warmed up, capture and compilation included
+    source: BatchSource
+    init_ms: float = 0.0  # built and warmed up, capture and compilation included
+    num_steps: int = 0  # so far
     losses: list[Tensor] = field(default_factory=list)
-    windows: list[Window] = field(default_factory=list)
 
-    @classmethod
-    def build(cls, spec: ContenderSpec, setting: Setting) -> "RunningContender":
-        start = time.perf_counter()
-        contender = spec.make(setting)
-        return cls(spec.name, contender, setting.device, (time.perf_counter() - start) * 1e3)
-
-    def warm_up(self, batches: Sequence[Batch]) -> None:
-        """With a sync after each step."""
-        start = time.perf_counter()
-        torch.manual_seed(0)
-        for index, batch in enumerate(batches):
-            self.losses.append(self.contender(batch, index)[None])
-            if self.device.type == "cuda":
-                torch.cuda.synchronize(self.device)
-        self.init_ms += (time.perf_counter() - start) * 1e3
-
-    def time(self, batches: Sequence[Batch], first_step: int) -> Window:
+    def run(self, num_steps: int) -> Window:
+        """Train so many steps, another batch in each, without a host sync in between."""
         losses: list[Tensor] = []
 
         def step(batch: Batch, number: int) -> None:
             losses.append(self.contender(batch, number))
 
-        torch.manual_seed(first_step)  # so that dropout drops the same for every contender
-        steps = [functools.partial(step, each, first_step + n) for n, each in enumerate(batches)]
-        window = time_window(steps, self.device)
+        first = self.num_steps
+        batches = self.source.take(first, num_steps)
+        torch.manual_seed(first)  # so that dropout drops the same for every contender
+        steps = [functools.partial(step, each, first + n) for n, each in enumerate(batches)]
+        window = time_window(steps, self.source.device)
+        self.num_steps += num_steps
         self.losses.append(torch.stack(losses))
         return window
 
-    def row(self, reference: Tensor) -> Row:
+    def row(self, windows: Sequence[Window], reference: Tensor) -> Row:
         """``reference`` are the losses of the contender that all others are compared with."""
         return {
-            "contender": self.name,
             "init_ms": self.init_ms,
             # Windows of steps with no host sync inside; the CPU's time is per step.
-            "step_ms": [list(window.step_ms) for window in self.windows],
-            "cpu_ms": [round(window.cpu_ms, 6) for window in self.windows],
+            "step_ms": [list(window.step_ms) for window in windows],
+            "cpu_ms": [round(window.cpu_ms, 6) for window in windows],
             **compare_losses(reference, self.all_losses()),
-            "notes": list(self.contender.notes()),
         }
 
     def all_losses(self) -> Tensor:  # [K] float32
@@ -120,7 +117,7 @@ def measure_case(
         "unit": case.workload.unit,
     }
     wanted = find_contenders(case.contenders) if specs is None else specs
-    bench = _CaseBench(setting, batch_source(case, setting.device, setting.ranks), turn)
+    bench = _CaseBench(setting, turn)
     with group_for(wanted, setting):
         try:
             rows = bench.run(wanted)
@@ -130,28 +127,34 @@ def measure_case(
 
 
 class _CaseBench:
-    def __init__(self, setting: Setting, source: BatchSource, turn: Turn) -> None:
-        self._setting, self._source, self._turn = setting, source, turn
+    def __init__(self, setting: Setting, turn: Turn) -> None:
+        self._setting, self._turn = setting, turn
+        self._source = batch_source(setting.case, setting.device, setting.ranks)
         self._members = setting.ranks.members
         self._running: dict[str, RunningContender] = {}
         self._reasons: dict[str, str] = {}  # of those that do not run
-        self._next_step = NUM_WARMUP_STEPS
         self._started = time.monotonic()
 
     def run(self, specs: Sequence[ContenderSpec]) -> list[Row]:
         """Those that compile start last, if time is left."""
-        batches = self._source.take(0, NUM_WARMUP_STEPS)
         for spec in sorted(specs, key=lambda spec: spec.compiles):
-            self._start(spec, batches)
+            self._start(spec)
+        names = [spec.name for spec in specs if spec.name in self._running]
+        probes = self._windows(names, _NUM_PROBES, num_rounds=1)
         self._reference()
-        names = [spec.name for spec in specs]
-        order = [self._running[name] for name in names if name in self._running]
-        self._time(order, *self._probe(order))
+        mean_ms = [windows[0].mean_ms for windows in probes.values() if windows]
+        schedule = make_schedule(mean_ms, self._setting.seconds)
+        num_rounds, num_steps = self._members.gather(schedule)[0]
+        windows = self._windows(names, num_steps, num_rounds)
         self._line_up()
         losses = self._reference().all_losses()
-        ran = [item.row(losses) for item in order if item.name in self._running]
-        reasons = ((name, self._reasons[name]) for name in names if name in self._reasons)
-        return ran + [{"contender": name, "reason": reason} for name, reason in reasons]
+        ran = [
+            {"contender": name, **self._running[name].row(windows[name], losses)}
+            for name in names
+            if name in self._running
+        ]
+        reasons = ((each.name, self._reasons.get(each.name)) for each in specs)
+        return ran + [{"contender": name, "reason": why} for name, why in reasons if why]
 
     def close(self) -> None:
         """Free all contenders, also after a failure."""
@@ -178,45 +181,35 @@ class _CaseBench:
             )
         return self._running[REFERENCE]
 
-    def _start(self, spec: ContenderSpec, batches: Sequence[Batch]) -> None:
+    def _start(self, spec: ContenderSpec) -> None:
         """Build and warm up; ranks tell each other after both, before anyone communicates alone."""
         if spec.name != REFERENCE and self._is_late(_START_SHARE):
             self._reasons[spec.name] = "the time for this case was over before"
             return
-        built = self._attempt(spec.name, lambda: RunningContender.build(spec, self._setting))
+        start = time.perf_counter()
+        built = self._attempt(spec.name, lambda: spec.make(self._setting))
         if built is not None:
-            self._running[spec.name] = built
-            self._attempt(spec.name, lambda: built.warm_up(batches))
+            item = self._running[spec.name] = RunningContender(built, self._source)
+            self._attempt(spec.name, lambda: item.run(NUM_WARMUP_STEPS))
+            item.init_ms = (time.perf_counter() - start) * 1e3
 
-    def _probe(self, order: Sequence[RunningContender]) -> tuple[int, int]:
-        windows = self._round(order, _NUM_PROBES)
-        self._reference()
-        schedule = make_schedule([each.mean_ms for each in windows], self._setting.seconds)
-        return self._members.gather(schedule)[0]
+    def _windows(
+        self, names: Sequence[str], num_steps: int, num_rounds: int
+    ) -> dict[str, list[Window]]:
+        """Return those of each contender; where time is nearly over, fewer rounds must do.
 
-    def _time(self, order: Sequence[RunningContender], num_rounds: int, num_steps: int) -> None:
-        """The order turns round after each round; where time is nearly over, fewer must do."""
-        for number in range(num_rounds):
-            if number and self._is_late(_TIMING_SHARE):
-                break
-            with without_collector():
-                self._round(order[:: -1 if number % 2 else 1], num_steps, keep=True)
+        One that fails in its own leaves.
+        """
 
-    def _round(
-        self, order: Sequence[RunningContender], num_steps: int, *, keep: bool = False
-    ) -> list[Window]:
-        """Return a window of each contender that still runs; one that fails in its own leaves."""
-        batches = self._source.take(self._next_step, num_steps)
-        windows = []
-        for item in order:
-            if item.name in self._running:
-                run = functools.partial(item.time, batches, self._next_step)
-                window = self._attempt(item.name, run)
-                if window is not None:
-                    windows.append(window)
-                    item.windows += [window] if keep else []
-        self._next_step += num_steps
-        return windows
+        def window(name: str) -> Window | None:
+            item = self._running.get(name)
+            return None if item is None else self._attempt(name, lambda: item.run(num_steps))
+
+        rounds = itertools.takewhile(
+            lambda number: not number or not self._is_late(_TIMING_SHARE), range(num_rounds)
+        )
+        found = in_turns({name: functools.partial(window, name) for name in names}, rounds)
+        return {name: [each for each in windows if each] for name, windows in found.items()}
 
     def _attempt(self, name: str, act: Callable[[], T]) -> T | None:
         """Do what may fail; a contender for which it fails on any rank leaves, on every rank."""
@@ -257,3 +250,54 @@ def compare_losses(
 
 def _if_finite(value: Tensor) -> float | None:
     return value.item() if value.isfinite() else None
+
+
+def run_case(setting: Setting) -> list[Row]:
+    """Measure in a process of its own, which ends at the limit of the case.
+
+    CaseFailedError: it cannot be measured, not within its limit, or a contender ended its process.
+    """
+    deadline = time.monotonic() + setting.limit_s
+    receiver, sender = multiprocessing.Pipe(duplex=False)
+    child = multiprocessing.get_context("spawn").Process(target=_tell, args=(sender, setting))
+    child.start()
+    assert child.pid is not None
+    sender.close()  # so that the child's end closes it
+    turn = ""
+    try:
+        while True:
+            left_s = deadline - time.monotonic()
+            if not receiver.poll(max(min(left_s, SILENCE_LIMIT_S), 0)):
+                late = f"there was no progress for {SILENCE_LIMIT_S:.0f} s"
+                why = late if left_s > SILENCE_LIMIT_S else "the time for this case was over"
+                break
+            try:
+                told: str | list[Row] | ConfigError = receiver.recv()
+            except EOFError:
+                child.join(_KILLED_S)
+                why = f"its process ended with exit code {child.exitcode}"
+                if child.exitcode is not None and child.exitcode < 0:
+                    why = f"its process was ended by signal {signal.Signals(-child.exitcode).name}"
+                break
+            if isinstance(told, list):
+                return told
+            if isinstance(told, ConfigError):
+                raise CaseFailedError(str(told))
+            turn = told
+    finally:  # also after Ctrl-C; with all that it has started, which may hold a GPU
+        with suppress(ProcessLookupError):
+            os.killpg(child.pid, signal.SIGKILL)
+        child.kill()
+        child.join(_KILLED_S)
+    remedy = f" in the turn of {turn}: name the others with --contender" if turn else ""
+    raise CaseFailedError(why + remedy)
+
+
+def _tell(sender: Connection, setting: Setting) -> None:
+    """Measure, and send whose turn it is, then lines or a ConfigError."""
+    os.setsid()
+    torch.set_num_threads(NUM_THREADS)
+    try:
+        sender.send(measure_case(setting, sender.send))
+    except ConfigError as error:
+        sender.send(ConfigError(str(error)))

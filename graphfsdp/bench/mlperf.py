@@ -6,6 +6,7 @@ import math
 import os
 import shlex
 import statistics
+import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,9 +15,7 @@ from typing import Annotated, Any
 
 from rich.console import Console
 
-from graphfsdp.bench.machine import find_environment
-from graphfsdp.bench.process import environment_with_this_package, last_line, run_limited
-from graphfsdp.bench.results import Row
+from graphfsdp.bench.results import Row, find_environment
 from graphfsdp.command_line import Parser, add_flags, print_line, require
 from graphfsdp.errors import ConfigError
 from graphfsdp.training.arguments import parse_train_arguments
@@ -196,11 +195,25 @@ def _run_command(num_ranks: int, train_flags: Sequence[str], seed: int, log: Pat
     return [sys.executable, *launcher, *train]
 
 
+def run_program(command: Sequence[str]) -> tuple[int, str]:
+    """Return its exit code, and all that it has written."""
+    done = subprocess.run(
+        command,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        encoding="utf-8",
+        errors="replace",
+        check=False,
+    )
+    return done.returncode, done.stdout
+
+
 def _run(command: Sequence[str], log: Path, seed: int, config: TrainConfig) -> Row:
     """Raises ConfigError where the trainer refuses its flags or data, as it would each time."""
-    code, said = run_limited(command, None, environment_with_this_package())
+    code, said = run_program(command)
     log.with_suffix(".out").write_text(said, encoding="utf-8")
-    last = last_line(said)[-_MAX_CHARACTERS:]
+    last = (said.strip().splitlines() or ["no message"])[-1][-_MAX_CHARACTERS:]
     if code == _EXIT_BAD_INPUT:
         raise ConfigError(last.removeprefix("error: "))
     complaint = compliance_complaint(log, config.mllog_benchmark) if log.exists() else "no log"

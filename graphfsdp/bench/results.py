@@ -5,13 +5,19 @@ batch size; each of its lines repeats what was trained, so that a line is whole 
 contender that could not run has a ``reason`` in place of times, and so has a case without any.
 """
 
+import datetime
 import json
+import os
+import platform
+import re
 import statistics
+import subprocess
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
 from rich.markup import escape
 from rich.table import Table as RichTable
 
@@ -58,11 +64,6 @@ class Result:
     def of(self, case: str) -> list[Row]:
         """Return the contenders that ran in a case."""
         return [row for row in self.rows if row["case"] == case and "step_ms" in row]
-
-    def not_run(self, case: str) -> list[Row]:
-        """Return the contenders that did not."""
-        rows = (row for row in self.rows if row["case"] == case and "step_ms" not in row)
-        return [row for row in rows if "contender" in row]
 
     @property
     def left_out(self) -> dict[str, str]:
@@ -163,6 +164,62 @@ def environment_text(environment: Row) -> str:
     if load is not None and load > 0.5:
         text += f"; other programs ran meanwhile (load average {load:.1f})"
     return f"{text}."
+
+
+def find_environment(
+    device: torch.device, *, num_ranks: int = 1, backend: str | None = None
+) -> Row:
+    """Return what numbers are measured on; None is unknown or not there.
+
+    ``date`` is UTC; threads are torch's on the CPU, in each process; ``load_average`` counts
+    programs that ran before the start; ``driver`` of a GPU also says how fast it may be.
+    """
+    gpu = driver = None
+    if device.type == "cuda":
+        gpu = torch.cuda.get_device_name(device)
+        query = "--query-gpu=driver_version,clocks.max.sm,power.limit"
+        number = f"--id={device.index or 0}"
+        driver = _output_of("nvidia-smi", query, "--format=csv,noheader", number)
+    return {
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "commit": _commit(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "cpu": _cpu_name(),
+        "num_cpus": os.cpu_count() or 1,
+        "num_threads": torch.get_num_threads(),
+        "num_ranks": num_ranks,
+        "backend": backend,
+        "load_average": round(os.getloadavg()[0], 2) if hasattr(os, "getloadavg") else None,
+        "gpu": gpu,
+        "cuda": torch.version.cuda,
+        "driver": driver,
+    }
+
+
+def _commit() -> str | None:
+    """Return the commit of the checkout that this package is in, None where it is in none."""
+    root = Path(__file__).resolve().parents[2]
+    if not (root / ".git").exists():
+        return None
+    return _output_of("git", "-C", str(root), "describe", "--always", "--dirty", "--exclude", "*")
+
+
+def _output_of(*command: str) -> str | None:
+    try:
+        result = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return result.stdout.strip() or None
+
+
+def _cpu_name() -> str:
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.exists():
+        match = re.search(r"^model name\s*:\s*(.+)$", cpuinfo.read_text(), re.MULTILINE)
+        if match:
+            return match[1]
+    return platform.processor() or platform.machine()
 
 
 def overview(result: Result) -> Table:

@@ -2,14 +2,15 @@
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from types import MappingProxyType
 from typing import Any, Literal
 
 import numpy as np
 import torch
-from torch import nn
 
 from graphfsdp.bench import zoo
+from graphfsdp.bench.zoo import Workload
 from graphfsdp.data import Batch, TokenBatches, load_corpus
 from graphfsdp.errors import ConfigError
 from graphfsdp.training.arguments import find_preset
@@ -19,37 +20,15 @@ from graphfsdp.training.ranks import Ranks
 SEED = 0  # of weights and batches, the same for every contender
 
 
-ModelConfig = GPTConfig | str  # the name of one of the zoo's architectures
 DtypeName = Literal["fp32", "bf16"]
 _BYTES = 256  # of text
-
-
-@dataclass(frozen=True)
-class Workload:
-    """``batch_size`` is samples per step on each rank, where none is asked for."""
-
-    name: str
-    description: str
-    model: ModelConfig
-    batch_size: int
-
-    @property
-    def items_per_sample(self) -> int:
-        """Tokens of a sequence; 1 for an image or a series."""
-        if isinstance(self.model, str):
-            return zoo.architectures()[self.model].items_per_sample
-        return self.model.seq_length
-
-    @property
-    def unit(self) -> str:
-        return "tokens" if self.items_per_sample > 1 else "samples"
 
 
 @dataclass(frozen=True)
 class Case:
     """One workload in one precision; ``batch_size`` is samples per step on each rank."""
 
-    workload: Workload
+    name: str  # of the workload
     dtype: DtypeName
     batch_size: int
     contenders: tuple[str, ...] | None = None  # all of them
@@ -57,17 +36,16 @@ class Case:
     @property
     def key(self) -> str:
         """The case's name in results."""
-        return f"{self.workload.name} {self.dtype} x{self.batch_size}"
+        return f"{self.name} {self.dtype} x{self.batch_size}"
+
+    @property
+    def workload(self) -> Workload:
+        return find_workload(self.name)
 
     @property
     def torch_dtype(self) -> torch.dtype:
         """Dtype of the weights that forward and backward compute with."""
         return torch.bfloat16 if self.dtype == "bf16" else torch.float32
-
-
-def make_model(model: ModelConfig) -> nn.Module:
-    """Return the model, which returns its loss; torch's global generator draws its weights."""
-    return zoo.architectures()[model].make() if isinstance(model, str) else GPT(model)
 
 
 def _gpt(layers: int, width: int, seq_length: int, vocab_size: int = _BYTES) -> GPTConfig:
@@ -99,18 +77,20 @@ def _preset(name: str, seq_length: int | None = None) -> GPTConfig:
 
 
 def workloads() -> Iterator[Workload]:
-    yield Workload("gpt-tiny", "GPT-2 style, 4 layers, width 64", _gpt(4, 64, 32), 4)
-    yield Workload("gpt-3m", "GPT-2 style, 4 layers, width 256", _gpt(4, 256, 128), 8)
-    yield Workload("gpt-11m", "GPT-2 style, 6 layers, width 384", _gpt(6, 384, 128), 8)
-    yield Workload("gpt2-124m", "GPT-2's smallest", _preset("gpt2-124m"), 8)
-    yield Workload("gpt2-355m", "GPT-2 medium", _preset("gpt2-355m"), 4)
-    yield Workload("llama-tiny", "Llama style, 4 layers, width 64", _llama(4, 64, 32), 4)
-    yield Workload("llama-4m", "Llama style, 4 layers, width 256", _llama(4, 256, 128), 8)
-    yield Workload("llama-160m", "Llama style, 12 layers", _preset("llama-160m", 1024), 8)
-    yield Workload("llama-1b", "Llama style, 22 layers", _preset("llama-1b", 1024), 4)
-    for name, found in zoo.architectures().items():
-        about = f"{found.description}, width {zoo.WIDTH}"
-        yield Workload(f"zoo-{name}", about, name, 4)
+    yield _text("gpt-tiny", "GPT-2 style, 4 layers, width 64", _gpt(4, 64, 32), 4)
+    yield _text("gpt-3m", "GPT-2 style, 4 layers, width 256", _gpt(4, 256, 128), 8)
+    yield _text("gpt-11m", "GPT-2 style, 6 layers, width 384", _gpt(6, 384, 128), 8)
+    yield _text("gpt2-124m", "GPT-2's smallest", _preset("gpt2-124m"), 8)
+    yield _text("gpt2-355m", "GPT-2 medium", _preset("gpt2-355m"), 4)
+    yield _text("llama-tiny", "Llama style, 4 layers, width 64", _llama(4, 64, 32), 4)
+    yield _text("llama-4m", "Llama style, 4 layers, width 256", _llama(4, 256, 128), 8)
+    yield _text("llama-160m", "Llama style, 12 layers", _preset("llama-160m", 1024), 8)
+    yield _text("llama-1b", "Llama style, 22 layers", _preset("llama-1b", 1024), 4)
+    yield from zoo.architectures()
+
+
+def _text(name: str, description: str, config: GPTConfig, batch_size: int) -> Workload:
+    return Workload(name, description, partial(GPT, config), batch_size, config.seq_length)
 
 
 def find_workload(name: str) -> Workload:
@@ -133,7 +113,7 @@ _GPU = (
     *("eager", "pytorch", "compile", "fsdp2"),
     *("forward_backward", "full_iteration", "compiled_recording"),
 )
-_ZOO = tuple((f"zoo-{name}", "fp32", 4, _QUICK) for name in zoo.architectures())
+_ZOO = tuple((each.name, "fp32", each.batch_size, _QUICK) for each in zoo.architectures())
 # Workload, precision, batch size and contenders of each case, the most telling ones first.
 _SUITES: Mapping[str, tuple[tuple[str, Any, int, tuple[str, ...] | None], ...]] = MappingProxyType(
     {
@@ -162,7 +142,7 @@ _SUITES: Mapping[str, tuple[tuple[str, Any, int, tuple[str, ...] | None], ...]] 
 
 
 def suite(name: SuiteName) -> tuple[Case, ...]:
-    return tuple(Case(find_workload(workload), *how) for workload, *how in _SUITES[name])
+    return tuple(Case(*each) for each in _SUITES[name])
 
 
 @dataclass(frozen=True)
@@ -178,9 +158,8 @@ class BatchSource:
 
 
 def batch_source(case: Case, device: torch.device, ranks: Ranks) -> BatchSource:
-    model, rows = case.workload.model, case.batch_size
-    if isinstance(model, str):
-        random = zoo.architectures()[model].batch
+    rows, random = case.batch_size, case.workload.batch
+    if random is not None:
 
         def make_random(step: int) -> Batch:
             number = int(np.random.default_rng((SEED, step, ranks.rank)).integers(2**62))
@@ -190,7 +169,7 @@ def batch_source(case: Case, device: torch.device, ranks: Ranks) -> BatchSource:
     together = rows * ranks.size
     batches = TokenBatches(
         load_corpus(None),
-        seq_length=model.seq_length,
+        seq_length=case.workload.items_per_sample,
         batch_size=together,
         seed=SEED,
         rank=ranks.rank,

@@ -3,7 +3,7 @@
 Four rows of width 32 are a usual batch.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 
@@ -36,15 +36,24 @@ def series(generator: torch.Generator, rows: int) -> Batch:  # [rows, TOKENS, WI
 
 
 @dataclass(frozen=True)
-class Architecture:
+class Workload:
+    """What is trained.
+
+    ``make`` returns a model that returns its loss; torch's global generator draws its weights.
+    ``batch_size`` is samples per step on each rank, where none is asked for; ``items_per_sample``
+    are tokens of a sequence, and 1 of an image or a series. Without ``batch`` samples are text.
+    """
+
+    name: str
     description: str
     make: Callable[[], nn.Module]
-    batch: Callable[[torch.Generator, int], Batch] = tokens
+    batch_size: int
+    items_per_sample: int
+    batch: Callable[[torch.Generator, int], Batch] | None = None
 
     @property
-    def items_per_sample(self) -> int:
-        """Tokens of a sequence; 1 for an image or a series."""
-        return TOKENS if self.batch is tokens else 1
+    def unit(self) -> str:
+        return "tokens" if self.items_per_sample > 1 else "samples"
 
 
 class Classifier(nn.Module):
@@ -205,34 +214,47 @@ def _stack(layer: Callable[[], nn.Module], num_layers: int) -> nn.Module:
     return nn.Sequential(*[layer() for _ in range(num_layers)])
 
 
-def architectures() -> dict[str, Architecture]:
-    return {
-        "gpt": Architecture("GPT-2 style", _gpt),
-        "llama": Architecture(
-            "Llama style",
-            lambda: _gpt(position_embedding_type="rope", normalization="RMSNorm", swiglu=True),
-        ),
-        "encoder": Architecture("BERT style", lambda: TokenModel(_encoder(4))),
-        "translator": Architecture("encoder and decoder, T5 style", Translator),
-        "experts": Architecture("mixture of experts", lambda: TokenModel(_stack(MixtureLayer, 3))),
-        "mixer": Architecture("MLP-mixer", lambda: Classifier(_stack(MixerLayer, 4)), series),
-        "vision": Architecture(
-            "vision transformer",
-            lambda: Classifier(nn.Sequential(Patches(), _encoder(3))),
-            images,
-        ),
-        "conv": Architecture("residual conv net", _residual_net, images),
-        "lstm": Architecture(
-            "LSTM", lambda: Classifier(nn.LSTM(WIDTH, WIDTH, 2, batch_first=True)), series
-        ),
-        "gru": Architecture(
-            "GRU", lambda: Classifier(nn.GRU(WIDTH, WIDTH, 2, batch_first=True)), series
-        ),
-        "state-space": Architecture(
-            "state space", lambda: TokenModel(_stack(partial(Mixing, state_space), 2))
-        ),
-        "linear-attention": Architecture(
-            "attention without softmax",
-            lambda: TokenModel(_stack(partial(Mixing, linear_attention), 4)),
-        ),
-    }
+def architectures() -> Iterator[Workload]:
+    yield _workload("gpt", "GPT-2 style", _gpt)
+    yield _workload(
+        "llama",
+        "Llama style",
+        lambda: _gpt(position_embedding_type="rope", normalization="RMSNorm", swiglu=True),
+    )
+    yield _workload("encoder", "BERT style", lambda: TokenModel(_encoder(4)))
+    yield _workload("translator", "encoder and decoder, T5 style", Translator)
+    yield _workload("experts", "mixture of experts", lambda: TokenModel(_stack(MixtureLayer, 3)))
+    yield _workload("mixer", "MLP-mixer", lambda: Classifier(_stack(MixerLayer, 4)), series)
+    yield _workload(
+        "vision",
+        "vision transformer",
+        lambda: Classifier(nn.Sequential(Patches(), _encoder(3))),
+        images,
+    )
+    yield _workload("conv", "residual conv net", _residual_net, images)
+    yield _workload(
+        "lstm", "LSTM", lambda: Classifier(nn.LSTM(WIDTH, WIDTH, 2, batch_first=True)), series
+    )
+    yield _workload(
+        "gru", "GRU", lambda: Classifier(nn.GRU(WIDTH, WIDTH, 2, batch_first=True)), series
+    )
+    yield _workload(
+        "state-space",
+        "state space",
+        lambda: TokenModel(_stack(partial(Mixing, state_space), 2)),
+    )
+    yield _workload(
+        "linear-attention",
+        "attention without softmax",
+        lambda: TokenModel(_stack(partial(Mixing, linear_attention), 4)),
+    )
+
+
+def _workload(
+    name: str,
+    description: str,
+    make: Callable[[], nn.Module],
+    batch: Callable[[torch.Generator, int], Batch] = tokens,
+) -> Workload:
+    num_items = TOKENS if batch is tokens else 1
+    return Workload(f"zoo-{name}", f"{description}, width {WIDTH}", make, ROWS, num_items, batch)

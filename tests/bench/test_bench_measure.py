@@ -1,10 +1,12 @@
 import dataclasses
 import math
+import multiprocessing
+import os
 import pathlib
-import pickle
 import signal
 import time
 from collections.abc import Callable
+from multiprocessing.connection import Connection
 from typing import Any
 
 import pytest
@@ -15,21 +17,26 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import forked_programs
-from graphfsdp.bench import clock, process
+from graphfsdp.bench import clock, measure
 from graphfsdp.bench.clock import MIN_ROUNDS, make_schedule, time_window
 from graphfsdp.bench.contenders import Contender, ContenderSpec, Setting, find_contenders
-from graphfsdp.bench.measure import NUM_WARMUP_STEPS, compare_losses, measure_case
-from graphfsdp.bench.process import CaseFailedError, run_case
+from graphfsdp.bench.measure import (
+    NUM_WARMUP_STEPS,
+    CaseFailedError,
+    compare_losses,
+    measure_case,
+    run_case,
+)
 from graphfsdp.bench.results import REFERENCE, Result, Row
-from graphfsdp.bench.workloads import Case, find_workload
+from graphfsdp.bench.workloads import Case
 from graphfsdp.data import Batch
 from graphfsdp.errors import ConfigError
 from graphfsdp.training.ranks import Ranks
-from ranks import RankPool
+from ranks import RankPool, fork_server
 
 
 def setting_on(device: torch.device, *contenders: str) -> Setting:
-    return Setting(Case(find_workload("gpt-tiny"), "fp32", 1, contenders), device, seconds=0.2)
+    return Setting(Case("gpt-tiny", "fp32", 1, contenders), device, seconds=0.2)
 
 
 class Faulty:
@@ -83,10 +90,8 @@ def measured() -> Measured:
 
 def test_whatever_cannot_run_is_listed_with_its_reason(measured: Measured) -> None:
     rows, broken = measured
-    case = Result({}, rows)
     assert [row["contender"] for row in ran(rows)] == ["eager", "pytorch", "full_iteration"]
-    not_run = case.not_run(rows[0]["case"])
-    assert {row["contender"]: row["reason"] for row in not_run} == {
+    assert {row["contender"]: row["reason"] for row in rows if "reason" in row} == {
         "never": "ConfigError: not here.",
         "in warm-up": "RuntimeError: broken on purpose",
         "in a window": "RuntimeError: broken on purpose",
@@ -196,58 +201,47 @@ def test_ranks_measure_together_and_leave_out_what_fails_on_one_of_them(ranks2: 
     assert shapes[0] == shapes[1], "the ranks did not run the same rounds"
 
 
-SETTING = setting_on(torch.device("cpu"), "eager", "pytorch", "full_iteration")
+def misbehaves(sender: Connection, setting: Setting) -> None:
+    def measure_case(setting: Setting, turn: Callable[[str], object]) -> None:
+        turn("pytorch")
+        how = setting.case.contenders
+        if how == ("refuses",):
+            raise ConfigError("no such text")
+        if how == ("exits",):
+            os._exit(3)
+        if how == ("dies",):
+            os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep(600)
+
+    vars(measure).update(measure_case=measure_case)
+    tell(sender, setting)
+
+
+tell = measure._tell
 
 
 @pytest.mark.parametrize(
-    ("code", "said", "reason"),
+    ("how", "limit_s", "reason"),
     [
-        (-signal.SIGSEGV, "", "its process was ended by signal SIGSEGV"),
-        (1, "...\nFatal error\n", r"its process ended with exit code 1 \(Fatal error\)"),
-        (1, "", r"its process ended with exit code 1 \(no message\)"),
-        (-signal.SIGALRM, "", "there was no progress for 300 s"),
-        (None, "", "the time for this case was over"),
+        ("refuses", 100, "^no such text$"),
+        ("exits", 100, "its process ended with exit code 3 in the turn of pytorch: .*--contender"),
+        ("dies", 100, "its process was ended by signal SIGKILL in the turn of pytorch"),
+        ("hangs", 100, "there was no progress for 1 s"),
+        ("hangs", 0.5, "the time for this case was over"),
     ],
 )
 def test_a_contender_that_takes_its_process_down_is_named_with_a_remedy(
-    code: int | None, said: str, reason: str, monkeypatch: pytest.MonkeyPatch
+    how: str, limit_s: float, reason: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def run(command: list[str], *_: object) -> tuple[int | None, str]:
-        (pathlib.Path(command[-1]) / "turn").write_text("pytorch")
-        return code, said
-
-    monkeypatch.setattr(process, "run_limited", run)
-    with pytest.raises(CaseFailedError, match=rf"{reason} in the turn of pytorch: .*--contender"):
-        run_case(SETTING)
-
-
-def test_a_case_that_cannot_be_made_is_left_out_with_its_error(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    def run(command: list[str], *_: object) -> tuple[int, str]:
-        answer = pickle.dumps(ConfigError("no such text"))
-        (pathlib.Path(command[-1]) / "answer").write_bytes(answer)
-        return 0, ""
-
-    monkeypatch.setattr(process, "run_limited", run)
-    with pytest.raises(CaseFailedError, match="no such text"):
-        run_case(SETTING)
-
-
-def hang_in_a_turn(folder: str) -> None:
-    def hang(setting: Setting, turn: Callable[[str], object]) -> None:
-        turn("pytorch")
-        time.sleep(60)
-
-    vars(process).update(SILENCE_LIMIT_S=1, measure_case=hang)
-    process.child_main(folder)
-
-
-def test_a_child_that_hangs_in_a_turn_ends_itself(tmp_path: pathlib.Path) -> None:
-    (tmp_path / "setting").write_bytes(pickle.dumps(SETTING))
-    with forked_programs.forked(hang_in_a_turn, str(tmp_path)) as child:
-        assert child.ended().returncode == -signal.SIGALRM
-    assert (tmp_path / "turn").read_text() == "pytorch"
+    context, before = fork_server(), multiprocessing.active_children()
+    monkeypatch.setattr(multiprocessing, "get_context", lambda _: context)
+    monkeypatch.setattr(measure, "_tell", misbehaves)
+    if how == "hangs":
+        monkeypatch.setattr(measure, "SILENCE_LIMIT_S", 1.0)
+    setting = dataclasses.replace(setting_on(torch.device("cpu"), how), limit_s=limit_s)
+    with pytest.raises(CaseFailedError, match=reason):
+        run_case(setting)
+    assert multiprocessing.active_children() == before
 
 
 @pytest.mark.time_limit(300)
@@ -261,10 +255,9 @@ def test_the_command_measures_in_a_child_and_keeps_a_directory(tmp_path: pathlib
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stderr == ""
     result = Result.read(out)
-    (case,) = result.cases
-    rows = {row["contender"]: row for row in result.of(case)}
+    rows = {row["contender"]: row for row in result.rows}
     assert list(rows) == ["eager", "fsdp2", "full_iteration"]
-    assert result.not_run(case) == []
+    assert result.cases == [result.rows[0]["case"]]
     assert rows["fsdp2"]["max_difference"] < 1e-3
     assert [path.name for path in out.iterdir()] == ["result.jsonl"]
     assert result.head["options"]["seconds"] == 0.3

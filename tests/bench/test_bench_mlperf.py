@@ -117,7 +117,7 @@ def run(tmp_path: Path, *flags: str) -> tuple[int, str]:
 def test_three_runs_have_a_score_and_leave_everything(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(mlperf, "run_limited", run_here)
+    monkeypatch.setattr(mlperf, "run_program", run_here)
     out = tmp_path / "out"
     code, shown = run(
         tmp_path, "--runs", "3", "--target-loss", "3.9", "--seed", "7", "--out", str(out)
@@ -142,7 +142,7 @@ def test_three_runs_have_a_score_and_leave_everything(
 def test_what_the_trainer_refuses_is_said_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(mlperf, "run_limited", run_here)
+    monkeypatch.setattr(mlperf, "run_program", run_here)
     out, absent = tmp_path / "out", str(tmp_path / "absent")
     with pytest.raises(ConfigError, match=f"^--data {absent}: cannot be read"):
         run(tmp_path, "--data", absent, "--target-loss", "3.9", "--out", str(out))

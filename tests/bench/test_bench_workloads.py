@@ -8,8 +8,6 @@ from graphfsdp.bench.workloads import (
     Case,
     DtypeName,
     batch_source,
-    find_workload,
-    make_model,
     workloads,
 )
 from graphfsdp.config import Scope
@@ -22,7 +20,7 @@ NUM_STEPS = 14
 def source_of(
     name: str, device: torch.device, *, dtype: DtypeName = "fp32", ranks: Ranks | None = None
 ) -> tuple[Setting, BatchSource]:
-    setting = Setting(Case(find_workload(name), dtype, 2), device, ranks=ranks or Ranks())
+    setting = Setting(Case(name, dtype, 2), device, ranks=ranks or Ranks())
     return setting, batch_source(setting.case, device, setting.ranks)
 
 
@@ -67,14 +65,14 @@ def test_names_say_how_large_the_models_are() -> None:
         if size[-1] in "mb" and size[:-1].isdigit():
             millions = float(size[:-1]) * (1000 if size[-1] == "b" else 1)
             with torch.device("meta"):
-                params = make_model(workload.model).parameters()
+                params = workload.make().parameters()
             counted = sum(param.numel() for param in params) / 1e6
             # A round name; Llama 1b is 1.26 billion with its vocabulary of 32,000 twice.
             assert counted == pytest.approx(millions, rel=0.3), workload.name
 
 
 def test_weights_of_a_bf16_case_begin_with_values_that_bf16_has() -> None:
-    model = initial_model(Setting(Case(find_workload("gpt-tiny"), "bf16", 1), torch.device("cpu")))
+    model = initial_model(Setting(Case("gpt-tiny", "bf16", 1), torch.device("cpu")))
     for param in model.parameters():
         assert param.dtype == torch.float32
         assert torch.equal(param, param.bfloat16().float())

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import zoo_models as models
-from graphfsdp.bench.zoo import Architecture, architectures
+from graphfsdp.bench.zoo import Workload, architectures
 from helpers import Batch, Case
 from zoo_models import TOKENS, VOCABULARY, WIDTH
 
@@ -81,13 +81,17 @@ def bag_batch(generator: torch.Generator) -> Batch:
     return Batch((torch.randint(0, VOCABULARY, (ROWS, TOKENS), generator=generator),))
 
 
-def rows_of(architecture: Architecture) -> Callable[[torch.Generator], Batch]:
-    return lambda generator: Batch(architecture.batch(generator, ROWS))
+def rows_of(workload: Workload) -> Callable[[torch.Generator], Batch]:
+    batch = workload.batch
+    assert batch is not None
+    return lambda generator: Batch(batch(generator, ROWS))
 
 
 BENCH = {
-    "mixture_of_experts" if name == "experts" else f"zoo-{name}": Case(each.make, rows_of(each))
-    for name, each in architectures().items()
+    "mixture_of_experts" if each.name == "zoo-experts" else each.name: Case(
+        each.make, rows_of(each)
+    )
+    for each in architectures()
 }
 ZOO: dict[str, Case] = {
     "mlp": Case(models.mlp, features(WIDTH)),

@@ -14,7 +14,6 @@ import bench_results
 import forked_programs
 from benchmarks import gpu_check
 from benchmarks.gpu_check import Part
-from graphfsdp.bench import process
 from graphfsdp.bench.command import SHORTEST_CASE_S, parse_bench_arguments
 from graphfsdp.bench.results import RESULT, Row
 from time_limits import until
@@ -278,7 +277,7 @@ def over_when(path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
             return None
         return program.wait(100)
 
-    monkeypatch.setattr(process, "wait", wait)
+    monkeypatch.setattr(gpu_check, "wait", wait)
 
 
 def test_what_hangs_is_killed_with_all_that_it_has_started(
@@ -296,7 +295,7 @@ def test_what_hangs_is_killed_with_all_that_it_has_started(
     path = tmp_path / "child"
     over_when(path, monkeypatch)
     command = [sys.executable, "-c", program, str(path)]
-    code, output = process.run_limited(command, 600, os.environ)
+    code, output = gpu_check.run_limited(command, 600, os.environ)
     assert code is None
     assert "hangs" in output
     child = int(path.read_text())

@@ -21,7 +21,8 @@ from torch.profiler import ProfilerActivity, profile
 import graphfsdp
 from cuda_stand_in.library import is_below
 from graphfsdp.bench.workloads import find_workload
-from graphfsdp.training.gpt import GPT, GPTConfig
+from graphfsdp.data import BYTES_VOCAB_SIZE
+from graphfsdp.training.gpt import GPT
 from played_group import played_ranks
 
 NUM_RANKS = 8
@@ -83,17 +84,16 @@ def train(variant: str, device: torch.device, name: str) -> Measured:
     before = torch.cuda.memory_allocated(device) if on_gpu else 0
     torch.manual_seed(0)
     workload = find_workload(name)
-    shape = workload.model
-    assert isinstance(shape, GPTConfig)
-    model = GPT(shape).to(device)
+    model = workload.make().to(device)
+    assert isinstance(model, GPT)
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
     for module in (*model.blocks, model):
         if variant == FSDP2:
             torch_fully_shard(module, mesh=mesh)
         else:
             graphfsdp.fully_shard(module, mesh, **VARIANTS[variant])  # type: ignore[arg-type]
-    size = (workload.batch_size, shape.seq_length)
-    tokens = torch.randint(shape.vocab_size, size, device=device)
+    size = (workload.batch_size, workload.items_per_sample)
+    tokens = torch.randint(BYTES_VOCAB_SIZE, size, device=device)
     # torch's own is capturable on accelerators only.
     optimizer = torch.optim.AdamW(model.parameters(), fused=True, capturable=on_gpu)
     captured = None

@@ -38,7 +38,6 @@ def contender(name: str, *windows: tuple[float, ...]) -> Row:
         "max_difference": 0.0,
         "bit_exact": True,
         "early_difference": 0.0,
-        "notes": ["a note"],
     }
 
 

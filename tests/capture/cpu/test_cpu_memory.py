@@ -103,10 +103,10 @@ train(nn.Sequential(*layers), 9, torch.randn(8192, 128), loss_fn=lambda m, x: m(
 """
 MANY_SIZES = f"""
 {TAKEN}
-from graphfsdp.bench.workloads import find_workload, make_model
+from graphfsdp.bench.workloads import find_workload
 
 tokens = torch.zeros(4, 128, dtype=torch.int64)
-train(make_model(find_workload("llama-4m").model), 3, tokens, tokens, warmup_steps=1)
+train(find_workload("llama-4m").make(), 3, tokens, tokens, warmup_steps=1)
 """
 
 
