@@ -17,8 +17,7 @@ import graphfsdp
 from graphfsdp.command_line import print_line
 from graphfsdp.data import Batch, TokenBatches
 from graphfsdp.training.arguments import parse_train_arguments
-from graphfsdp.training.build import TrainingRun, build_run, choose_device
-from graphfsdp.training.checkpoints import RunCheckpoints
+from graphfsdp.training.build import TrainingRun, choose_device, is_due
 from graphfsdp.training.config import TrainConfig
 from graphfsdp.training.gpt import GPT
 from graphfsdp.training.hugging_face import save_weights
@@ -52,14 +51,13 @@ def train(config: TrainConfig, console: Console) -> None:
         ranks.members.first(lambda: refuse_unusable_directories(config))
         opened = open_run_log(config, ranks, device, began_ms=began_ms)
         log = ranks.members.together(lambda: stack.enter_context(opened))
-        run = build_run(config, ranks, device, log)
+        run = TrainingRun(config, ranks, device, log)
         stack.callback(run.step.close)
-        checkpoints = RunCheckpoints(run)
-        stack.callback(checkpoints.close)
-        lines = checkpoints.resume()
+        stack.callback(run.finish_saving)
+        lines = run.resume()
         keep, sinks = ranks.members.together(
             lambda: (
-                open_sinks(config, _kept_facts(run), checkpoints.iteration, stack)
+                open_sinks(config, _kept_facts(run), run.iteration, stack)
                 if ranks.is_first
                 else (None, [])
             )
@@ -73,8 +71,8 @@ def train(config: TrainConfig, console: Console) -> None:
             say(line)
         sinks.insert(0, lambda metrics: say(metrics.describe(config.train_iters)))
         with closing(iter(run.feed)) as feed:
-            metrics = _iterate(run, feed, sinks, checkpoints, log)
-        checkpoints.close()
+            metrics = _iterate(run, feed, sinks, log)
+        run.finish_saving()
         if config.out is not None:
             state = _whole_weights(run)
             if keep is not None:
@@ -154,16 +152,12 @@ def _whole_weights(run: TrainingRun) -> dict[str, Tensor]:
 
 
 def _iterate(
-    run: TrainingRun,
-    feed: Iterator[Batch],
-    sinks: Sequence[Sink],
-    checkpoints: RunCheckpoints,
-    log: RunLog,
+    run: TrainingRun, feed: Iterator[Batch], sinks: Sequence[Sink], log: RunLog
 ) -> Metrics:
     config, step = run.config, run.step
     log.block_starts()
     window = _Window(run)
-    first = checkpoints.iteration
+    first = run.iteration
     for iteration in range(first, config.train_iters):
         batch = next(feed)
         lr = config.lr_at(iteration)
@@ -173,14 +167,14 @@ def _iterate(
         loss = step(*batch)
         window.num_steps += 1
         captured = phase is not step.phase
-        done = checkpoints.iteration = iteration + 1
-        checkpoints.tokens += run.batch.num_tokens
+        done = run.iteration = iteration + 1
+        run.tokens += run.batch.num_tokens
         log.trained(done * run.batch.num_sequences)
         is_last = done == config.train_iters
-        evaluates = is_last or _is_due(done, config.eval_interval)
-        if evaluates or done in (1, first + 1) or _is_due(done, config.log_interval):
+        evaluates = is_last or is_due(done, config.eval_interval)
+        if evaluates or done in (1, first + 1) or is_due(done, config.log_interval):
             phase = graphfsdp.Phase.CAPTURE if captured else phase
-            metrics = window.measure(checkpoints, loss, lr, phase)
+            metrics = window.measure(loss, lr, phase)
             if evaluates:
                 log.block_stops()
                 val_loss = validation_loss(
@@ -203,15 +197,11 @@ def _iterate(
         elif captured:
             window = _Window(run)  # so that the speed of replay does not include the capture
         began = time.perf_counter()
-        checkpoints.save_if_due(is_last=is_last)
+        run.save_if_due(is_last=is_last)
         window.leave_out(began)
         if is_last:
             break
     return metrics
-
-
-def _is_due(done: int, interval: int) -> bool:
-    return interval > 0 and done % interval == 0
 
 
 class _Window:
@@ -231,9 +221,7 @@ class _Window:
     def leave_out(self, began: float) -> None:
         self._start += time.perf_counter() - began
 
-    def measure(
-        self, checkpoints: RunCheckpoints, loss: Tensor, lr: float, phase: graphfsdp.Phase
-    ) -> Metrics:
+    def measure(self, loss: Tensor, lr: float, phase: graphfsdp.Phase) -> Metrics:
         self._wait()
         run, passed = self._run, time.perf_counter() - self._start
         seconds = passed / self.num_steps
@@ -242,11 +230,11 @@ class _Window:
         flops_per_s = tokens_per_s * flops_per_token(run.model)
         assert run.step.grad_norm is not None  # a limit is always given
         return Metrics(
-            step=checkpoints.iteration,
+            step=run.iteration,
             loss=float(run.ranks.mean(loss)),
             lr=lr,
             grad_norm=float(run.step.grad_norm),
-            tokens=checkpoints.tokens,
+            tokens=run.tokens,
             tokens_per_s=tokens_per_s,
             step_ms=1000 * seconds,
             memory_bytes=peak_memory_bytes(run.device),
