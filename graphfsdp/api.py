@@ -12,9 +12,6 @@ from graphfsdp._capture.compiled.inductor import require_compiler
 from graphfsdp._capture.cpu.graph import CpuGraphBackend
 from graphfsdp._capture.cuda.graph import CudaGraphBackend
 from graphfsdp._capture.engine import Engine
-from graphfsdp._capture.gradients import PersistentGradients
-from graphfsdp._capture.iteration import CustomIteration, Iteration, default_loss
-from graphfsdp._capture.pipelines import PipelineIteration, pipeline_of
 from graphfsdp._capture.step import CapturedStep, ExampleBatch
 from graphfsdp._capture.trace.backend import GraphBackend
 from graphfsdp._capture.undo.interrupts import DeferredInterrupts
@@ -24,17 +21,11 @@ from graphfsdp.errors import ConfigError
 from graphfsdp.preconditions import (
     Noting,
     Program,
+    Trained,
     as_list,
-    inner_optimizer,
-    one_module,
-    prepare,
     raising,
     refuse_arguments,
-    refuse_beside_pipeline,
     refuse_compiled_modules,
-    refuse_compiling_nothing,
-    refuse_foreign_optimizer,
-    trainable_of_all,
 )
 
 if TYPE_CHECKING:
@@ -160,56 +151,44 @@ def capture(
         verify=verify,
         audit=audit,
         undo=undo,
+        compile=compile,
     )
     answer = _ANSWER.get()
     if answer is not None:
         return answer(program)
-    compiles = Compile.parse(compile)
-    refuse_compiling_nothing(program.options.scope, compiles)
     refuse_arguments(program)
     with DeferredInterrupts():  # it hooks into parameters and modules
-        engine = make_engine(program, backend=backend, compiles=compiles)
+        engine = make_engine(program, backend=backend)
         return CapturedStep(engine, program.options, _arguments_of(example_batch))
 
 
-def make_engine(
-    program: Program,
-    *,
-    backend: str = "auto",
-    compiles: Compile = Compile.OFF,
-    noting: Noting = raising,
-) -> Engine:
+def make_engine(program: Program, *, backend: str = "auto", noting: Noting = raising) -> Engine:
     """Refuse settings that cannot work, or note them; join what an iteration needs.
 
     ConfigError: they leave nothing to go on with.
     """
-    joined = _Joined(program, noting)
-    graph_backend = _make_backend(backend, joined.trained.device, compiles)
-    if program.options.scope is not Scope.NONE:
+    trained, options = Trained(program, noting), program.options
+    graph_backend = _make_backend(backend, trained.device, options.compile)
+    if options.scope is not Scope.NONE:
         with noting(HazardKind.COMPILED):
-            refuse_compiled_modules(joined.module, graph_backend.device)
-    on_gpu = graph_backend.device.type == "cuda"
-    if not on_gpu and compiles is Compile.OFF:  # else torch fuses the whole
-        joined.trained.adapted.step_by_groups()
-    compiles_models = on_gpu and compiles is Compile.ON
+            refuse_compiled_modules(trained.module, trained.device)
+    on_gpu = trained.device.type == "cuda"
+    if not on_gpu and options.compile is Compile.OFF:  # else torch fuses the whole
+        trained.adapted.step_by_groups()
+    compiles_models = on_gpu and options.compile is Compile.ON
     return Engine(
-        joined.module,
-        joined.trained.adapted,
+        trained.module,
+        trained.adapted,
         graph_backend,
-        find_params=joined.find_params,
-        make_iteration=joined.make_iteration,
-        policy=joined.trained.policy,
-        options=program.options,
+        find_params=trained.find_params,
+        make_iteration=trained.make_iteration,
+        policy=trained.policy,
+        options=options,
         compiles=as_list(program.model, "model") if compiles_models else (),
     )
 
 
-def _make_backend(
-    name: str,
-    device: torch.device,
-    compile: Compile = Compile.OFF,  # noqa: A002 (as torch has it)
-) -> GraphBackend:
-    """Make the backend of a name: "auto", "cuda" or "cpu"."""
+def _make_backend(name: str, device: torch.device, compiles: Compile) -> GraphBackend:
     if name not in ("auto", "cuda", "cpu"):
         raise ConfigError(f"unknown backend {name!r}; expected 'auto', 'cuda' or 'cpu'")
     if name == "auto":
@@ -220,78 +199,15 @@ def _make_backend(
             f"'cuda' or 'cpu' device. Remedy: move the model, or leave backend='auto'"
         )
     if name == "cuda":
-        if compile is Compile.AUTO:
+        if compiles is Compile.AUTO:
             raise ConfigError(
                 "compile='auto' times pieces of a recording, which there are on a CPU alone. "
                 "Remedy: compile=True, and compare with compile=False by graphfsdp bench"
             )
         return CudaGraphBackend(device)
-    if compile is not Compile.OFF:
+    if compiles is not Compile.OFF:
         require_compiler()
-    return CpuGraphBackend(device, compile=compile)
-
-
-class _Joined:
-    """A program whose settings work, or were noted.
-
-    Attributes:
-        module: Holds all of its models, of a pipeline those of this rank.
-        trained: What is trained, with the optimizers as a graph steps them.
-    """
-
-    def __init__(self, program: Program, noting: Noting) -> None:
-        self._program = program
-        self._pipeline = pipeline_of(program.model)
-        models = program.model if self._pipeline is None else self._pipeline.module
-        self.module = one_module(models)
-        self._inner = [
-            inner_optimizer(item, noting) for item in as_list(program.optimizer, "optimizer")
-        ]
-        is_default, options = program.iteration is None, program.options
-        if self._pipeline is not None:
-            loss_fn = program.loss_fn if is_default else None
-            refuse_beside_pipeline(self._pipeline, self._inner, options, loss_fn)
-        self.trained = prepare(self.module, self._inner, options, program.mp_policy, noting=noting)
-        for item in self._inner if is_default else ():
-            refuse_foreign_optimizer(self.module, item)
-
-    def find_params(self) -> dict[str, nn.Parameter]:
-        """Return the trainable parameters that there are now."""
-        found = trainable_of_all(self.module, self._inner)
-        self.trained.adapted.check(found, self.trained.policy, self._program.options.scope)
-        return found
-
-    def make_iteration(self, gradients: PersistentGradients) -> Iteration:
-        """Return what trains once: the user's function, a pipeline's schedule, or the default."""
-        program, pipeline, options = self._program, self._pipeline, self._program.options
-        loss_fn, adapted = program.loss_fn or default_loss, self.trained.adapted
-        if program.iteration is not None:
-            return CustomIteration(
-                program.iteration,
-                program.model,
-                program.optimizer,
-                self.module,
-                adapted,
-                gradients,
-                loss_fn=loss_fn,
-                groups=() if pipeline is None else (pipeline.group,),
-            )
-        if pipeline is not None:
-            return PipelineIteration(
-                pipeline,
-                adapted,
-                gradients,
-                max_grad_norm=options.max_grad_norm,
-                skip_nonfinite=options.skip_nonfinite,
-            )
-        return Iteration(
-            self.module,
-            adapted,
-            gradients,
-            loss_fn=loss_fn,
-            max_grad_norm=options.max_grad_norm,
-            skip_nonfinite=options.skip_nonfinite,
-        )
+    return CpuGraphBackend(device, compile=compiles)
 
 
 def _arguments_of(example: object) -> ExampleBatch | None:

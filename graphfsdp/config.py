@@ -163,10 +163,18 @@ class CaptureOptions:
     verify: int = 0
     audit: int | str = "auto"
     undo: Undo = Undo.AUTO
+    compile: Compile = Compile.OFF
 
     def __post_init__(self) -> None:
-        for name, kind in (("scope", Scope), ("on_change", OnChange), ("undo", Undo)):
+        kinds = {"scope": Scope, "on_change": OnChange, "undo": Undo, "compile": Compile}
+        for name, kind in kinds.items():
             object.__setattr__(self, name, kind.parse(getattr(self, name)))
+        if self.scope is Scope.NONE and self.compile is not Compile.OFF:
+            raise ConfigError(
+                f"compile={self.compile.value!r} compiles what was captured, and scope='none' "
+                "captures nothing. Remedy: scope='full_iteration', or leave compile out; of what "
+                "runs eagerly, torch.compile(model) compiles the model"
+            )
         minimum = 1 if self.scope is Scope.FULL_ITERATION else 0
         at_least("warmup_steps", self.warmup_steps, minimum)
         at_least("microbatches", self.microbatches, 1)

@@ -12,12 +12,14 @@ from torch import Tensor, nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
-from graphfsdp._capture.pipelines import Pipeline
+from graphfsdp._capture.gradients import PersistentGradients
+from graphfsdp._capture.iteration import CustomIteration, Iteration, default_loss
+from graphfsdp._capture.pipelines import Pipeline, PipelineIteration, pipeline_of
 from graphfsdp._capture.trace.source import compiled_modules
 from graphfsdp.base.capturable import CapturableOptimizer
 from graphfsdp.base.hazards import HazardKind
 from graphfsdp.base.sharded import IGNORED, put_back, sharded_roots, units_of
-from graphfsdp.config import CaptureOptions, Compile, MixedPrecisionPolicy, Scope
+from graphfsdp.config import CaptureOptions, MixedPrecisionPolicy, Scope
 from graphfsdp.errors import ConfigError, PrecisionError
 from graphfsdp.optim.adapters.backends import JointOptimizer, UnsteppedOptimizer, adapt
 from graphfsdp.optim.adapters.baked import BakedAdapter
@@ -71,22 +73,19 @@ def inner_optimizer(optimizer: object, noting: Noting = raising) -> torch.optim.
     inner: Any = optimizer
     while _is_wrapper(inner):
         with noting(HazardKind.OPTIMIZER):
-            _refuse_scaler(inner)
+            if getattr(inner, "scaler", None) is not None:
+                package = type(inner).__module__.partition(".")[0]
+                raise ConfigError(
+                    f"{package}'s {type(inner).__name__} scales the loss with a GradScaler, which "
+                    "reads on the host whether a gradient is finite. Remedy: "
+                    "mixed_precision='bf16' or 'no'"
+                )
         inner = inner.optimizer
     if not isinstance(inner, torch.optim.Optimizer):
         raise ConfigError(
             f"optimizer must be a torch.optim.Optimizer, got {type(optimizer).__name__}"
         )
     return inner
-
-
-def _refuse_scaler(wrapper: Any) -> None:
-    if getattr(wrapper, "scaler", None) is not None:
-        package = type(wrapper).__module__.partition(".")[0]
-        raise ConfigError(
-            f"{package}'s {type(wrapper).__name__} scales the loss with a GradScaler, which reads "
-            "on the host whether a gradient is finite. Remedy: mixed_precision='bf16' or 'no'"
-        )
 
 
 def _is_wrapper(optimizer: object) -> bool:
@@ -117,15 +116,6 @@ def refuse_opaque_modules(model: nn.Module) -> None:
             )
 
 
-def refuse_compiling_nothing(scope: Scope, compiles: Compile) -> None:
-    if scope is Scope.NONE and compiles is not Compile.OFF:
-        raise ConfigError(
-            f"compile={compiles.value!r} compiles what was captured, and scope='none' captures "
-            "nothing. Remedy: scope='full_iteration', or leave compile out; of what runs eagerly, "
-            "torch.compile(model) compiles the model"
-        )
-
-
 def refuse_compiled_modules(model: nn.Module, device: torch.device) -> None:
     """Refuse modules of torch.compile on a CPU, before minutes are spent on compiling them."""
     for name in compiled_modules(model) if device.type == "cpu" else ():
@@ -154,52 +144,89 @@ def refuse_arguments(program: Program) -> None:
         )
 
 
-@dataclass(frozen=True)
 class Trained:
-    """What is trained, and how.
+    """What a program trains, and how, if its settings work or were noted.
 
     Attributes:
-        params: All trainable parameters by name.
+        module: Holds all of its models, of a pipeline those of this rank.
         device: Of all of it.
-        adapted: The optimizers; they take no step where they are unfit and that was noted.
+        adapted: The optimizers as a graph steps them; they take no step where they are unfit and
+            that was noted.
     """
 
-    params: dict[str, nn.Parameter]
-    device: torch.device
-    adapted: CapturableOptimizer
-    policy: MixedPrecisionPolicy
+    def __init__(self, program: Program, noting: Noting = raising) -> None:
+        """ConfigError: the settings leave nothing to go on with."""
+        self._program = program
+        self._pipeline = pipeline_of(program.model)
+        models = program.model if self._pipeline is None else self._pipeline.module
+        self.module = model = one_module(models)
+        self._inner = optimizers = [
+            inner_optimizer(item, noting) for item in as_list(program.optimizer, "optimizer")
+        ]
+        is_default, options = program.iteration is None, program.options
+        if self._pipeline is not None:
+            loss_fn = program.loss_fn if is_default else None
+            refuse_beside_pipeline(self._pipeline, optimizers, options, loss_fn)
+        put_back(units_of(model))
+        if options.scope is not Scope.NONE:
+            refuse_opaque_modules(model)
+            refuse_offloaded_shards(model)
+        for optimizer in optimizers:
+            adopt_sharded_parameters(model, optimizer)
+        params = trainable_of_all(model, optimizers)
+        self.device = only_device(model, params)
+        with noting(HazardKind.CONFIG):
+            refuse_unreduced_parameters(model, params)
+        adapted = _adapt_all(optimizers, noting)
+        self.policy = MixedPrecisionPolicy(use_decoupled_grad=adapted.use_decoupled_grad)
+        with noting(HazardKind.PRECISION):
+            self.policy = precision_of(model, adapted, program.mp_policy)
+        self.adapted: CapturableOptimizer = UnsteppedOptimizer([adapted])
+        with noting(HazardKind.OPTIMIZER):
+            if options.skip_nonfinite:
+                adapted.prepare_skipping(options.scope)
+            adapted.check(params, self.policy, options.scope)
+            self.adapted = adapted
+        for item in optimizers if is_default else ():
+            refuse_foreign_optimizer(model, item)
 
+    def find_params(self) -> dict[str, nn.Parameter]:
+        """Return the trainable parameters that there are now."""
+        found = trainable_of_all(self.module, self._inner)
+        self.adapted.check(found, self.policy, self._program.options.scope)
+        return found
 
-def prepare(
-    model: nn.Module,
-    optimizers: Sequence[torch.optim.Optimizer],
-    options: CaptureOptions,
-    mp_policy: MixedPrecisionPolicy | None = None,
-    *,
-    noting: Noting = raising,
-) -> Trained:
-    """Refuse what is wrong with a model and its optimizers by themselves."""
-    put_back(units_of(model))
-    if options.scope is not Scope.NONE:
-        refuse_opaque_modules(model)
-        refuse_offloaded_shards(model)
-    for optimizer in optimizers:
-        adopt_sharded_parameters(model, optimizer)
-    params = trainable_of_all(model, optimizers)
-    device = only_device(model, params)
-    with noting(HazardKind.CONFIG):
-        refuse_unreduced_parameters(model, params)
-    adapted = _adapt_all(optimizers, noting)
-    policy = MixedPrecisionPolicy(use_decoupled_grad=adapted.use_decoupled_grad)
-    with noting(HazardKind.PRECISION):
-        policy = precision_of(model, adapted, mp_policy)
-    is_fit = False
-    with noting(HazardKind.OPTIMIZER):
-        if options.skip_nonfinite:
-            adapted.prepare_skipping(options.scope)
-        adapted.check(params, policy, options.scope)
-        is_fit = True
-    return Trained(params, device, adapted if is_fit else UnsteppedOptimizer([adapted]), policy)
+    def make_iteration(self, gradients: PersistentGradients) -> Iteration:
+        """Return what trains once: the user's function, a pipeline's schedule, or the default."""
+        program, pipeline, options = self._program, self._pipeline, self._program.options
+        loss_fn = program.loss_fn or default_loss
+        if program.iteration is not None:
+            return CustomIteration(
+                program.iteration,
+                program.model,
+                program.optimizer,
+                self.module,
+                self.adapted,
+                gradients,
+                loss_fn=loss_fn,
+                groups=() if pipeline is None else (pipeline.group,),
+            )
+        if pipeline is not None:
+            return PipelineIteration(
+                pipeline,
+                self.adapted,
+                gradients,
+                max_grad_norm=options.max_grad_norm,
+                skip_nonfinite=options.skip_nonfinite,
+            )
+        return Iteration(
+            self.module,
+            self.adapted,
+            gradients,
+            loss_fn=loss_fn,
+            max_grad_norm=options.max_grad_norm,
+            skip_nonfinite=options.skip_nonfinite,
+        )
 
 
 def _adapt_all(optimizers: Sequence[torch.optim.Optimizer], noting: Noting) -> CapturableOptimizer:

@@ -28,7 +28,7 @@ from graphfsdp.api import answering, make_engine
 from graphfsdp.base.hazards import HazardKind
 from graphfsdp.base.op_tensors import as_written
 from graphfsdp.base.torch_internals import is_in_backward
-from graphfsdp.config import Scope
+from graphfsdp.config import Compile, Scope
 from graphfsdp.errors import ConfigError
 from graphfsdp.in_place.module_part import PartState
 from graphfsdp.in_place.parts import Parts
@@ -263,7 +263,7 @@ class _CheckedStep(ExitStack):
 
     @cached_property
     def _eager(self) -> CapturedStep:
-        options = replace(self._program.options, scope=Scope.NONE)
+        options = replace(self._program.options, scope=Scope.NONE, compile=Compile.OFF)
         engine = make_engine(replace(self._program, options=options))
         step = CapturedStep(engine, options)
         self.callback(step.close)
