@@ -13,10 +13,7 @@ from torch import Tensor, nn
 from graphfsdp._capture.step import CapturedStep
 from graphfsdp.api import capture
 from graphfsdp.errors import ConfigError
-from graphfsdp.in_place import capture_in_place
-from graphfsdp.in_place.part_report import PartsReport
-from graphfsdp.in_place.parts import Parts
-from graphfsdp.integrations import import_library
+from graphfsdp.integrations import CapturesInParts, import_library
 from graphfsdp.preconditions import inner_optimizer
 
 if TYPE_CHECKING:
@@ -139,35 +136,23 @@ class CapturedTrainer(Trainer):  # type: ignore[misc]
                     )
 
 
-class CapturedTraining(TrainerCallback):  # type: ignore[misc]
+class CapturedTraining(CapturesInParts, TrainerCallback):  # type: ignore[misc]
     """Captures a ``Trainer`` of any class in parts, as ``graphfsdp.capture_in_place`` does.
 
     For trainers that have a ``training_step`` of their own (TRL's), and for callbacks that look
     between backward passes and step: ``Trainer(..., callbacks=[CapturedTraining()])``. Nothing is
     refused, and losses, weights and checkpoints are bit for bit those without it.
-
-    Attributes:
-        report: Of the parts, once the training is over; None before.
     """
-
-    def __init__(self, **options: Any) -> None:
-        """Take options of ``graphfsdp.capture_in_place``."""
-        self._options = options
-        self._loop: Parts | None = None
-        self.report: PartsReport | None = None
 
     def on_train_begin(
         self, args: Any, state: Any, control: Any, model: Any, optimizer: Any, **kwargs: Any
     ) -> None:
         """Take the place of the calls of modules and of the optimizer's step."""
-        self._loop = capture_in_place(model, optimizer, **self._options)
+        self._begin(model, optimizer)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Give the graphs back."""
-        if self._loop is not None:
-            self.report = self._loop.report()
-            self._loop.close()
-            self._loop = None
+        self._end()
 
 
 class _CapturedUpdate:

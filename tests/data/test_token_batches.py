@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from graphfsdp.data import IGNORED_TARGET, Corpus, TokenBatches
-from graphfsdp.data.order import EpochOrder
+from graphfsdp.data.batches import EpochOrder
 from graphfsdp.errors import ConfigError
 
 
