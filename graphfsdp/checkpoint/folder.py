@@ -53,23 +53,24 @@ def resolve(path: Path, step: int | None = None) -> Path:
     if (path / MANIFEST).is_file() and step is None:
         return path
     known = entries(path)
-    steps = ", ".join(dict.fromkeys(str(entry.step) for entry in known))
-    there = f"saved there and complete: step={steps}" if known else "nothing has been saved there"
     if step is not None:
-        chosen = [entry.name for entry in known if entry.step == step]
-        if not chosen:
-            raise CheckpointError(f"{path} has no checkpoint of step {step}; {there}")
-        return path / chosen[-1]
-    try:
-        name = (path / LATEST).read_text(encoding="utf-8", errors="replace").strip()
-    except OSError as error:
-        raise CheckpointError(
-            f"{path} is no folder of checkpoints: {path / LATEST} cannot be read "
-            f"({error.strerror}); {there}"
-        ) from None
-    if name not in [entry.name for entry in known]:
-        raise CheckpointError(f"{path / LATEST} names {name!r}, which is not there; {there}")
-    return path / name
+        wanted = f"no checkpoint of step {step}"
+        found = [entry.name for entry in known if entry.step == step]
+    else:
+        latest, name = path / LATEST, None
+        try:
+            name = latest.read_text(encoding="utf-8", errors="replace").strip()
+            wanted = f"no checkpoint {name!r}, which {latest} names"
+        except OSError as error:
+            wanted = f"no latest checkpoint: {latest} cannot be read ({error.strerror})"
+        found = [entry.name for entry in known if entry.name == name]
+    if not found:
+        steps = ", ".join(dict.fromkeys(str(entry.step) for entry in known))
+        there = (
+            f"saved there and complete: step={steps}" if steps else "nothing has been saved there"
+        )
+        raise CheckpointError(f"{path} has {wanted}; {there}")
+    return path / found[-1]
 
 
 @dataclass(frozen=True)
@@ -92,11 +93,10 @@ class Unfinished:
 
     def commit(self, content: Mapping[str, Json]) -> Path:
         """Make it visible, on rank 0, when all files are synced; see Note [Order of a save]."""
-        body = _dump(content)
-        digest = hashlib.sha256(body).hexdigest()
-        start = _dump({"format": _FORMAT, "version": _VERSION, "sha256_of_body": digest})
+        digest = hashlib.sha256(_dump(content)).hexdigest()
+        form = {"format": _FORMAT, "version": _VERSION, "sha256_of_body": digest}
         with explained(self.root):
-            _write_synced(self.folder / MANIFEST, start[:-1] + b', "body": ' + body + b"}\n")
+            _write_synced(self.folder / MANIFEST, _dump({**form, "body": content}))
             sync(self.folder)
             os.rename(self.folder, self.root / self.name)
             sync(self.root)
@@ -208,20 +208,19 @@ def read_manifest(folder: Path) -> dict[str, Json]:
     path = folder / MANIFEST
     try:
         document = json.loads(path.read_bytes())
-        form = document["format"], int(document["version"])
+        form, version = document["format"], int(document["version"])
         digest, body = document["sha256_of_body"], document["body"]
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read ({error.strerror or error})") from None
     except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
         raise CheckpointDamagedError(f"{path} is damaged: {first_line(error)}") from None
-    if form != (_FORMAT, _VERSION):
+    if version != _VERSION:
         raise CheckpointError(
-            f"{path} has the format {form[0]!r} version {form[1]}; this release reads "
-            f"{_FORMAT!r} version {_VERSION}. Remedy: the release that has saved it; weights "
-            "and moments of version 2, which graphfsdp 0.2 has saved, are read by torch's "
-            "HuggingFaceStorageReader too"
+            f"{path} has the format of version {version}; this release reads version {_VERSION}. "
+            "Remedy: the release that has saved it; weights and moments of version 2, which "
+            "graphfsdp 0.2 has saved, are read by torch's HuggingFaceStorageReader too"
         )
-    if hashlib.sha256(_dump(body)).hexdigest() != digest:
+    if form != _FORMAT or hashlib.sha256(_dump(body)).hexdigest() != digest:
         raise CheckpointDamagedError(f"{path} is damaged: its checksum differs")
     found: dict[str, Json] = body
     return found

@@ -270,7 +270,8 @@ class _Loading:
         current = optimizer.state_dict()
         hypers: list[list[Json]] = [[] for _ in optimizer.param_groups]
         state: dict[Any, Any] = {}
-        as_saved: dict[Tensor, dict[str, Any]] = {}
+        as_saved: dict[Any, dict[str, Any]] = {}
+        has_torchs = type(optimizer).load_state_dict is torch.optim.Optimizer.load_state_dict
         names: set[str] = set()
         for row, name, param, index in params_by_name(self._model, optimizer, current):
             names.add(name)
@@ -282,7 +283,7 @@ class _Loading:
             read = self._read_state(saved["state"][name], name, param, here, optimizer)
             if read:
                 state[index] = read
-            if self._dtypes.get(f"{MODEL}{name}") == param.dtype:
+            if has_torchs and self._dtypes.get(f"{MODEL}{name}") == param.dtype:
                 as_saved[param] = read
         self.unused += [
             f"optimizer: the checkpoint has a state of {name!r}, which this one does not train"
@@ -359,7 +360,7 @@ def _new_like(param: Tensor, dtype: torch.dtype) -> Tensor:
 def _load_in_place(
     optimizer: torch.optim.Optimizer,
     state_dict: dict[str, Any],
-    as_saved: Mapping[Tensor, Mapping[str, Any]],
+    as_saved: Mapping[Any, Mapping[str, Any]],
 ) -> None:
     """Load a state into the tensors that exist, so that a captured step goes on with it.
 
@@ -369,22 +370,17 @@ def _load_in_place(
     parameter, which would round wider ones: of the parameters in ``as_saved`` they keep their own.
     """
 
-    def places() -> dict[Any, dict[str, Any]]:
-        """Return what each parameter and each group has."""
+    def places() -> dict[Any, dict[str, Any]]:  # what each parameter and each group has
         states = {param: own for param, own in optimizer.state.items() if isinstance(own, dict)}
         return {**states, **dict(enumerate(optimizer.param_groups))}
 
     before = {place: dict(entries) for place, entries in places().items()}
     optimizer.load_state_dict(state_dict)
-    has_torchs = type(optimizer).load_state_dict is torch.optim.Optimizer.load_state_dict
-    for param, saved in as_saved.items() if has_torchs else ():
-        for key, value in saved.items():
-            cast = optimizer.state[param].get(key)
-            if isinstance(cast, Tensor) and cast.dtype != value.dtype:
-                optimizer.state[param][key] = value.to(cast.device)
     for place, entries in places().items():
-        for key, old in before.get(place, {}).items():
-            new = entries.get(key)
+        for key, new in dict(entries).items():
+            exact, old = as_saved.get(place, {}).get(key), before.get(place, {}).get(key)
+            if isinstance(exact, Tensor) and exact.dtype != new.dtype:
+                entries[key] = new = exact.to(new.device)
             if not isinstance(old, Tensor) or new is None or new is old:
                 continue
             if not isinstance(new, Tensor):

@@ -6,9 +6,10 @@ import itertools
 import json
 import os
 import platform
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent import futures
 from functools import partial
+from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
@@ -372,11 +373,16 @@ def _write_files(planner: DefaultSavePlanner, place: Unfinished, rank: int) -> d
         sync(path)
         return digest_of(path)
 
+    items = planner.plan.items
+    sizes = [item.tensor_storage_size() or 0 for item in items]
+    enough = max(_FILE_BYTES, -(-sum(sizes) // _NUM_FILES))
+    starts = itertools.accumulate(sizes, initial=0)
+    numbered = zip((start // enough for start in starts), items, strict=False)
     with explained(place.root), futures.ThreadPoolExecutor(1, "graphfsdp-sync") as thread:
         finished = {}
-        for number, items in enumerate(_in_files(planner.plan.items)):
+        for number, (_, group) in enumerate(itertools.groupby(numbered, key=itemgetter(0))):
             path = place.folder / f"data-{rank:05d}-{number}.safetensors"
-            _write_tensors(path, items, planner)
+            _write_tensors(path, [item for _, item in group], planner)
             finished[path.name] = thread.submit(finish, path)
         return {name: digest.result() for name, digest in finished.items()}
 
@@ -403,16 +409,6 @@ def _commit(
             "files": files,
         }
     )
-
-
-def _in_files(items: Sequence[WriteItem]) -> Iterable[list[WriteItem]]:
-    """Return what goes into each file."""
-    sizes = [item.tensor_storage_size() or 0 for item in items]
-    enough = max(_FILE_BYTES, -(-sum(sizes) // _NUM_FILES))
-    found: dict[int, list[WriteItem]] = {}
-    for item, start in zip(items, itertools.accumulate(sizes, initial=0), strict=False):
-        found.setdefault(start // enough, []).append(item)
-    return found.values()
 
 
 def _write_tensors(path: Path, items: Sequence[WriteItem], planner: SavePlanner) -> None:

@@ -90,7 +90,7 @@ def test_what_cannot_be_resumed_is_said(
 ) -> None:
     folder = str(tmp_path / "checkpoints")
     assert main(arguments(device, tmp_path / "a", "--load", folder)) == 2
-    assert f"--load {folder}: {folder} is no folder of checkpoints" in capsys.readouterr().err
+    assert f"--load {folder}: {folder} has no latest checkpoint" in capsys.readouterr().err
     first = ["--save", folder, "--train-iters", "8", "--lr-warmup-iters", "2"]
     assert main(arguments(device, tmp_path / "a", *first)) == 0
     again = arguments(device, tmp_path / "b", "--load", folder, *first)
