@@ -14,7 +14,6 @@ from typing import Annotated, Any, Literal, NamedTuple, get_args
 
 import torch
 from rich.console import Console
-from torch import Tensor
 
 from graphfsdp.base.memory_plan import neighbour_starts
 from graphfsdp.command_line import Parser, add_flags, print_line, require
@@ -83,45 +82,47 @@ class MemoryLine(NamedTuple):
     exact: bool  # the layout decides it to the byte; else it is an estimate
 
 
-class Axes(NamedTuple):
-    """The ranks that units are cut over, and how many times that is repeated.
-
-    With ``cuts_outside`` the optimizer state is cut over the outer axis too.
-    """
-
-    inner: int
-    outer: int
-    cuts_outside: bool
-
-
 @dataclass(frozen=True)
 class TrainingPlan:
-    """What each rank of a run needs; all need as much."""
+    """What each rank of a run needs; all need as much.
+
+    Units are cut over ``inner`` ranks, and that is repeated ``outer`` times; with ``cuts_outside``
+    the optimizer state is cut over the outer axis too.
+    """
 
     config: TrainConfig
     batch: IterationBatch
-    axes: Axes
+    inner: int
+    outer: int
+    cuts_outside: bool
     units: tuple[Unit, ...]
-    memory: tuple[MemoryLine, ...]
-    collectives: tuple[Collective, ...]
+    activations: Activations  # of one micro-batch
+    own_bytes: int  # of the model's own buffers
     flops: int  # of one rank in one iteration
-    num_kernels: int  # likewise, of forward and backward passes, at least
-    saved_bytes: int  # what one micro-batch leaves from forward to backward
+
+    @property
+    def buffers(self) -> list[BufferPlan]:
+        return [buffer for unit in self.units for buffer in unit.buffers]
 
     @property
     def total_bytes(self) -> int:
         """All of it together: an estimate, since the activations are one."""
-        return sum(line.num_bytes for line in self.memory)
+        return sum(line.num_bytes for line in self.memory())
+
+    @property
+    def num_kernels(self) -> int:
+        """Of one rank in one iteration, of forward and backward passes, at least."""
+        return self.activations.num_kernels * self.batch.num_microbatches
 
     @property
     def num_parameters(self) -> int:
         """Elements of all parameters, on all ranks together."""
-        return sum(buffer.layout.numel for unit in self.units for buffer in unit.buffers)
+        return sum(buffer.layout.numel for buffer in self.buffers)
 
     @property
     def num_padding(self) -> int:
         """Elements that belong to no parameter, likewise."""
-        return sum(buffer.layout.num_padding for unit in self.units for buffer in unit.buffers)
+        return sum(buffer.layout.num_padding for buffer in self.buffers)
 
     def bound(self, device: Gpu) -> Bound:
         """Return what an iteration takes at least.
@@ -129,14 +130,82 @@ class TrainingPlan:
         Whatever memory is for is written and read at least once, activations by each micro-batch.
         As it is written, the host launches each kernel; captured, one graph.
         """
-        num_bytes = self.total_bytes + self.saved_bytes * (self.batch.num_microbatches - 1)
+        saved_bytes = self.activations.saved_bytes * (self.batch.num_microbatches - 1)
         gaps = self.num_kernels * NODE_S
         return Bound(
             arithmetic_s(self.flops, self.config.param_dtype, device) + gaps,
-            2 * num_bytes / device.memory_rate + gaps,
-            sum(call.wire_bytes for call in self.collectives) / device.link_rate,
+            2 * (self.total_bytes + saved_bytes) / device.memory_rate + gaps,
+            sum(call.wire_bytes for call in self.collectives()) / device.link_rate,
             self.num_kernels * CALL_S,
         )
+
+    def memory(self) -> Iterator[MemoryLine]:
+        """Yield what stays from one iteration to the next, then what an iteration takes besides."""
+        stage, batch, found = self.config.sharding.stage, self.batch, self.activations
+        trained = [buffer for buffer in self.buffers if buffer.trainable]
+        main_bytes = _together(self.buffers, lambda buffer: buffer.dtypes.main)
+        grad_bytes = _together(trained, lambda buffer: buffer.dtypes.grad)
+        # Padding has none.
+        state_bytes = _STATE_BYTES * sum(buffer.main_numel for buffer in trained)
+        inputs = 2 * _TOKEN_BYTES * batch.num_tokens // batch.num_ranks
+        yield MemoryLine("main weights", main_bytes, True)
+        yield MemoryLine("main grads", grad_bytes, True)
+        yield MemoryLine("optimizer state", state_bytes, False)
+        yield MemoryLine("model's own buffers", self.own_bytes, True)
+        yield MemoryLine("static inputs", inputs, True)
+        yield MemoryLine("whole weights and grads", found.whole_bytes, False)
+        # Copies of main weights that are not cut, and what was gathered over the outer axis alone.
+        whole = [(each, whole_bytes(each, each.dtypes.compute)) for each in self.buffers]
+        uncut = [
+            n for each, n in whole if not each.sharded and each.dtypes.compute != each.dtypes.main
+        ]
+        half = [n // self.inner for each, n in whole if each.sharded]
+        half_casts = sum(half) if self.cuts_outside and stage == 3 else 0
+        yield MemoryLine("cast weights", sum(uncut) + half_casts, True)
+        if self.cuts_outside:
+            waiting = [
+                sum(
+                    whole_bytes(buffer, buffer.dtypes.grad) // self.inner
+                    for buffer in unit.buffers
+                    if buffer.sharded and buffer.trainable
+                )
+                for unit in self.units
+            ]
+            # Reduced over the inner axis alone; those of all units wait for the last micro-batch.
+            all_wait = stage >= 2 and batch.num_microbatches > 1
+            yield MemoryLine("grads for the outer axis", (sum if all_wait else max)(waiting), False)
+        yield MemoryLine("activations", found.peak_bytes - found.whole_bytes, False)
+
+    def collectives(self) -> Iterator[Collective]:
+        """Yield an iteration's: gathers as the units run, reductions the other way round.
+
+        Each unit's is counted on its own; an iteration joins those of small ones (base/joined).
+        """
+        stage, num_microbatches = self.config.sharding.stage, self.batch.num_microbatches
+        for index, unit in enumerate(self.units):
+            passes = 2 if index else 1  # that gather: the root is kept for its backward
+            num_gathers = passes * num_microbatches if stage == 3 else 1
+            for buffer in (each for each in unit.buffers if each.sharded):
+                num_bytes = whole_bytes(buffer, buffer.dtypes.compute)
+                if self.cuts_outside:
+                    yield Collective("all_gather", 1, num_bytes // self.inner, self.outer)
+                yield Collective("all_gather", num_gathers, num_bytes, self.inner)
+        for unit in reversed(self.units):
+            for buffer in (each for each in unit.buffers if each.trainable):
+                num_bytes = whole_bytes(buffer, buffer.dtypes.comm)
+                op, num_calls = "all_reduce", 1
+                if buffer.sharded:
+                    op, num_calls = "reduce_scatter", num_microbatches if stage >= 2 else 1
+                yield Collective(op, num_calls, num_bytes, self.inner)
+                if self.outer > 1:
+                    cuts = buffer.sharded and self.cuts_outside
+                    op = "reduce_scatter" if cuts else "all_reduce"
+                    num_bytes //= self.inner if buffer.sharded else 1
+                    yield Collective(op, 1, num_bytes, self.outer)
+        # Over the ranks that hold other elements, axis by axis.
+        if stage:
+            for size in (self.inner, self.outer)[: 2 if self.cuts_outside else 1]:
+                yield Collective("all_reduce", 1, _NORM_BYTES, size)  # norm of the gradients
 
 
 def plan_training(config: TrainConfig, *, num_ranks: int) -> TrainingPlan:
@@ -145,33 +214,27 @@ def plan_training(config: TrainConfig, *, num_ranks: int) -> TrainingPlan:
     vocab_size = config.vocab_size or BYTES_VOCAB_SIZE
     model = make_model(config, vocab_size, torch.device("meta"), torch.float32)
     outer = config.num_distributed_optimizer_instances
+    inner = num_ranks // outer
     cuts_outside = config.outer_dp_sharding_strategy == "optim" and outer > 1
-    axes = Axes(num_ranks // outer, outer, cuts_outside)
-    units = tuple(_units(config, model, num_ranks if cuts_outside else axes.inner))
+    units = tuple(_units(config, model, num_ranks if cuts_outside else inner))
     # In the dtype of the computation.
     for param in model.parameters():
         param.data = param.data.to(config.param_dtype)
     tokens = torch.empty(
         (config.micro_batch_size, config.seq_length), dtype=torch.int64, device="meta"
     )
-
-    def forward() -> Tensor:
-        loss: Tensor = model(tokens, tokens)
-        return loss
-
-    stage, microbatches = config.sharding.stage, batch.num_microbatches
-    found = run_without_numbers(forward, units, stage, microbatches)
-    lines = _memory(model, units, axes, stage, batch, found)
     return TrainingPlan(
         config,
         batch,
-        axes,
+        inner,
+        outer,
+        cuts_outside,
         units,
-        tuple(line for line in lines if line.num_bytes),
-        tuple(_collectives(units, axes, stage, microbatches)),
+        run_without_numbers(
+            lambda: model(tokens, tokens), units, config.sharding.stage, batch.num_microbatches
+        ),
+        sum(each.nbytes for each in model.buffers()),
         flops_per_token(model) * batch.num_tokens // num_ranks,
-        found.num_kernels * microbatches,
-        found.saved_bytes,
     )
 
 
@@ -190,81 +253,6 @@ def _units(config: TrainConfig, model: GPT, num_parts: int) -> Iterator[Unit]:
             num_ranks=num_parts,
         )
         yield Unit(module, tuple(params.values()), tuple(buffers))
-
-
-def _collectives(
-    units: tuple[Unit, ...], axes: Axes, stage: int, num_microbatches: int
-) -> Iterator[Collective]:
-    """Yield an iteration's: gathers as the units run, reductions the other way round.
-
-    Each unit's is counted on its own; an iteration joins those of small ones (base/joined).
-    """
-    for index, unit in enumerate(units):
-        passes = 2 if index else 1  # that gather: the root is kept for its backward
-        num_gathers = passes * num_microbatches if stage == 3 else 1
-        for buffer in (each for each in unit.buffers if each.sharded):
-            num_bytes = whole_bytes(buffer, buffer.dtypes.compute)
-            if axes.cuts_outside:
-                yield Collective("all_gather", 1, num_bytes // axes.inner, axes.outer)
-            yield Collective("all_gather", num_gathers, num_bytes, axes.inner)
-    for unit in reversed(units):
-        for buffer in (each for each in unit.buffers if each.trainable):
-            num_bytes = whole_bytes(buffer, buffer.dtypes.comm)
-            op, num_calls = "all_reduce", 1
-            if buffer.sharded:
-                op, num_calls = "reduce_scatter", num_microbatches if stage >= 2 else 1
-            yield Collective(op, num_calls, num_bytes, axes.inner)
-            if axes.outer > 1:
-                cuts = buffer.sharded and axes.cuts_outside
-                op = "reduce_scatter" if cuts else "all_reduce"
-                num_bytes //= axes.inner if buffer.sharded else 1
-                yield Collective(op, 1, num_bytes, axes.outer)
-    # Over the ranks that hold other elements, axis by axis.
-    if stage:
-        for size in (axes.inner, axes.outer) if axes.cuts_outside else (axes.inner,):
-            yield Collective("all_reduce", 1, _NORM_BYTES, size)  # norm of the gradients
-
-
-def _memory(
-    model: GPT,
-    units: tuple[Unit, ...],
-    axes: Axes,
-    stage: int,
-    batch: IterationBatch,
-    found: Activations,
-) -> Iterator[MemoryLine]:
-    """Yield what stays from one iteration to the next, then what an iteration takes besides."""
-    buffers = [buffer for unit in units for buffer in unit.buffers]
-    trained = [buffer for buffer in buffers if buffer.trainable]
-    main_bytes = _together(buffers, lambda buffer: buffer.dtypes.main)
-    grad_bytes = _together(trained, lambda buffer: buffer.dtypes.grad)
-    state_bytes = _STATE_BYTES * sum(buffer.main_numel for buffer in trained)  # padding has none
-    inputs = 2 * _TOKEN_BYTES * batch.num_tokens // batch.num_ranks
-    yield MemoryLine("main weights", main_bytes, True)
-    yield MemoryLine("main grads", grad_bytes, True)
-    yield MemoryLine("optimizer state", state_bytes, False)
-    yield MemoryLine("model's own buffers", sum(each.nbytes for each in model.buffers()), True)
-    yield MemoryLine("static inputs", inputs, True)
-    yield MemoryLine("whole weights and grads", found.whole_bytes, False)
-    # Copies of main weights that are not cut, and what was gathered over the outer axis alone.
-    whole = [(each, whole_bytes(each, each.dtypes.compute)) for each in buffers]
-    uncut = [n for each, n in whole if not each.sharded and each.dtypes.compute != each.dtypes.main]
-    half = [n // axes.inner for each, n in whole if each.sharded]
-    half_casts = sum(half) if axes.cuts_outside and stage == 3 else 0
-    yield MemoryLine("cast weights", sum(uncut) + half_casts, True)
-    if axes.cuts_outside:
-        waiting = [
-            sum(
-                whole_bytes(buffer, buffer.dtypes.grad) // axes.inner
-                for buffer in unit.buffers
-                if buffer.sharded and buffer.trainable
-            )
-            for unit in units
-        ]
-        # Reduced over the inner axis alone; those of all units wait for the last micro-batch.
-        all_wait = stage >= 2 and batch.num_microbatches > 1
-        yield MemoryLine("grads for the outer axis", (sum if all_wait else max)(waiting), False)
-    yield MemoryLine("activations", found.peak_bytes - found.whole_bytes, False)
 
 
 def _together(buffers: Iterable[BufferPlan], dtype_of: Any) -> int:
@@ -309,16 +297,19 @@ def run_plan(arguments: Sequence[str], console: Console) -> None:
 
 
 def _lines(plan: TrainingPlan, device: DeviceName | None) -> Iterator[str]:
-    config, axes = plan.config, plan.axes
-    over = f" over {axes.inner} ranks, {axes.outer} times" if axes.outer > 1 else ""
-    over += ", optimizer state cut over all" if axes.cuts_outside else ""
+    config = plan.config
+    over = f" over {plan.inner} ranks, {plan.outer} times" if plan.outer > 1 else ""
+    over += ", optimizer state cut over all" if plan.cuts_outside else ""
     yield f"{config.preset} on {plan.batch.num_ranks} ranks, {config.sharding.value}{over}"
     yield "memory of each rank (~ marks estimates; all else the layout decides, to the byte):"
-    for kind, num_bytes, exact in (*plan.memory, ("together", plan.total_bytes, False)):
-        yield _row("" if exact else "~", num_bytes, kind)
+    for kind, num_bytes, exact in plan.memory():
+        if num_bytes:
+            yield _row("" if exact else "~", num_bytes, kind)
+    yield _row("~", plan.total_bytes, "together")
     yield "a rank sends in one iteration:"
-    for op in dict.fromkeys(call.op for call in plan.collectives):
-        calls = [call for call in plan.collectives if call.op == op]
+    collectives = list(plan.collectives())
+    for op in dict.fromkeys(call.op for call in collectives):
+        calls = [call for call in collectives if call.op == op]
         count = sum(call.num_calls for call in calls)
         yield _row("", sum(call.wire_bytes for call in calls), f"{op}, {count:,} times")
     padding = 100 * plan.num_padding / max(plan.num_parameters, 1)

@@ -146,12 +146,12 @@ def what_is_there(model: nn.Module, microbatches: int, expected: int) -> dict[st
 
 
 def num_bytes(plan: TrainingPlan, kind: str) -> int:
-    return sum(line.num_bytes for line in plan.memory if line.kind == kind)
+    return sum(line.num_bytes for line in plan.memory() if line.kind == kind)
 
 
 def compare(plan: TrainingPlan, real: dict[str, Any]) -> None:
     collectives: Counter[tuple[str, int]] = Counter()
-    for call in plan.collectives:
+    for call in plan.collectives():
         collectives[call.op, call.buffer_bytes] += call.num_calls
     buffers = [(b.layout, b.sharded, b.dtypes) for u in plan.units for b in u.buffers]
     # The layout's padding has no state, and each tensor of a state starts on a border of its own.
