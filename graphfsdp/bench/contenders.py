@@ -109,12 +109,6 @@ def initial_model(setting: Setting) -> nn.Module:
     return model.to(setting.device)
 
 
-def to_bf16(model: nn.Module) -> None:
-    """Make weights bfloat16; buffers such as RoPE's tables stay in float32."""
-    for param in model.parameters():
-        param.data = param.data.bfloat16()
-
-
 def own_contender(setting: Setting, scope: Scope, *, compiled: bool = False) -> Contender:
     """Return ``graphfsdp.capture`` with FusedAdam; on several ranks the model is sharded."""
     model = initial_model(setting)
@@ -129,7 +123,8 @@ def own_contender(setting: Setting, scope: Scope, *, compiled: bool = False) -> 
                 mp_policy=policy or MixedPrecisionPolicy(),
             )
     elif setting.bf16:
-        to_bf16(model)
+        for param in model.parameters():  # buffers such as RoPE's tables stay in float32
+            param.data = param.data.bfloat16()
     optimizer = FusedAdam(
         model.parameters(),
         master_weights=setting.bf16 and not setting.ranks.launched,
@@ -144,21 +139,20 @@ def own_contender(setting: Setting, scope: Scope, *, compiled: bool = False) -> 
         mp_policy=policy,
         compile=compiled and (True if setting.device.type == "cuda" else "auto"),
     )
-
     return Contender(lambda batch: step(*batch), optimizer, step)
 
 
-def tutorial_loop(
-    forward: Callable[..., Any],
-    optimizer: torch.optim.Optimizer,
-    precision: Callable[[], contextlib.AbstractContextManager[object]] = contextlib.nullcontext,
-) -> Contender:
+def tutorial_loop(model: nn.Module, *, autocasts: bool) -> Contender:
     """Return the loop that PyTorch's tutorials teach: backward, clip, step, zero_grad."""
-    params = [param for group in optimizer.param_groups for param in group["params"]]
+    params = list(model.parameters())
+    optimizer = torch.optim.AdamW(params, fused=True, **ADAM)
+    precision: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
+    if autocasts:
+        precision = torch.autocast(params[0].device.type, dtype=torch.bfloat16)
 
     def train(batch: Batch) -> Tensor:  # [] float32 loss
-        with precision():
-            loss: Tensor = forward(*batch)
+        with precision:
+            loss: Tensor = model(*batch)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(params, MAX_GRAD_NORM)
         optimizer.step()
@@ -168,30 +162,23 @@ def tutorial_loop(
     return Contender(train, optimizer)
 
 
-def adamw(model: nn.Module) -> torch.optim.AdamW:
-    return torch.optim.AdamW(model.parameters(), fused=True, **ADAM)
-
-
 def torch_loop(setting: Setting, *, compile_mode: str | None = None) -> Contender:
     """Return a loop around a model, which is compiled if a mode is given."""
     model = initial_model(setting)
     if setting.ranks.launched:
         devices = [setting.device] if setting.device.type == "cuda" else None
         model = DistributedDataParallel(model, device_ids=devices)
-    precision: Callable[[], Any] = contextlib.nullcontext
-    if setting.bf16:
-        precision = functools.partial(torch.autocast, setting.device.type, dtype=torch.bfloat16)
-    forward = model if compile_mode is None else torch.compile(model, mode=compile_mode)
-    return tutorial_loop(forward, adamw(model), precision)
+    compiled: Any = model if compile_mode is None else torch.compile(model, mode=compile_mode)
+    return tutorial_loop(compiled, autocasts=setting.bf16)
 
 
 def reduce_overhead(setting: Setting) -> Contender:
     """Return a loop around ``mode="reduce-overhead"``, with CUDA graphs of torch's own."""
+    from torch._dynamo.utils import counters
+
     loop = torch_loop(setting, compile_mode="reduce-overhead")
 
     def train(batch: Batch) -> Tensor:  # [] float32 loss, a copy: the next step overwrites it
-        from torch._dynamo.utils import counters
-
         torch.compiler.cudagraph_mark_step_begin()
         loss = loop.train(batch).clone()
         if skips := counters["inductor"]["cudagraph_skips"]:
@@ -218,7 +205,7 @@ def fsdp2(setting: Setting, *, compile_blocks: bool = False) -> Contender:
             blocks[index] = torch.compile(block)
         fully_shard(blocks[index], mesh=mesh, mp_policy=policy)
     fully_shard(model, mesh=mesh, mp_policy=policy)
-    return tutorial_loop(model, adamw(model))
+    return tutorial_loop(model, autocasts=False)
 
 
 CONTENDERS = (
