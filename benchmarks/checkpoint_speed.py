@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 import graphfsdp
-from graphfsdp.bench.clock import in_turns, time_window
+from graphfsdp.bench.measure import in_turns, time_window
 from graphfsdp.optim import FusedAdam
 
 NUM_LAYERS, WIDTH, NUM_ROUNDS = 64, 512, 10

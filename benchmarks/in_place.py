@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 import graphfsdp
 from benchmarks.rows import CPU, measure_zoo
-from graphfsdp.bench.clock import in_turns, time_window
 from graphfsdp.bench.contenders import MAX_GRAD_NORM, Setting, initial_model
+from graphfsdp.bench.measure import in_turns, time_window
 from graphfsdp.bench.results import Row
 from graphfsdp.bench.workloads import Case, batch_source
 from graphfsdp.training.ranks import Ranks

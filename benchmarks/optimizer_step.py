@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.rows import parser_for, tell
-from graphfsdp.bench.clock import in_turns, time_window
+from graphfsdp.bench.measure import in_turns, time_window
 from graphfsdp.bench.results import Row
 from graphfsdp.bench.workloads import find_workload
 from graphfsdp.optim import FusedAdam

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from graphfsdp.bench.results import Row, find_environment
-from graphfsdp.bench.workloads import Case, suite
+from graphfsdp.bench.workloads import SUITES, Case
 
 RESULTS = pathlib.Path(__file__).resolve().parent / "results"
 CPU = torch.device("cpu")
@@ -41,7 +41,7 @@ def measure_zoo(name: str, measure: Callable[[Case], Row], ratio: str) -> None:
     """
     torch.set_num_threads(1)
     rows: list[Row] = []
-    for case in suite("zoo"):
+    for case in SUITES["zoo"]:
         rows.append({"name": case.workload.name, **measure(case)})
         print(rows[-1], flush=True)
     mean = statistics.geometric_mean(row[ratio] for row in rows)

@@ -26,11 +26,11 @@ from graphfsdp.bench.results import (
     overview,
 )
 from graphfsdp.bench.workloads import (
+    SUITES,
     Case,
     DtypeName,
     SuiteName,
     find_workload,
-    suite,
     workloads,
 )
 from graphfsdp.command_line import Parser, add_flags, print_line, require
@@ -115,7 +115,7 @@ class BenchOptions:
         for name, value in (("--batch-size", self.batch_size), ("--dtype", self.dtype)):
             if value is not None:
                 raise ConfigError(f"{name} goes with --workload; a suite has its own")
-        cases = suite(self.suite or ("gpu" if device_type == "cuda" else "cpu"))
+        cases = SUITES[self.suite or ("gpu" if device_type == "cuda" else "cpu")]
         return tuple(
             dataclasses.replace(each, contenders=self.contender or each.contenders)
             for each in cases

@@ -53,7 +53,7 @@ class Setting:
 
     @property
     def bf16(self) -> bool:
-        return self.case.torch_dtype == torch.bfloat16
+        return self.case.dtype == "bf16"
 
 
 @dataclass

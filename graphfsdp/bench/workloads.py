@@ -4,14 +4,14 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from types import MappingProxyType
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 import torch
 
 from graphfsdp.bench import zoo
 from graphfsdp.bench.zoo import Workload
-from graphfsdp.data import Batch, TokenBatches, load_corpus
+from graphfsdp.data import BYTES_VOCAB_SIZE, Batch, TokenBatches, load_corpus
 from graphfsdp.errors import ConfigError
 from graphfsdp.training.arguments import find_preset
 from graphfsdp.training.gpt import GPT, GPTConfig
@@ -19,9 +19,7 @@ from graphfsdp.training.ranks import Ranks
 
 SEED = 0  # of weights and batches, the same for every contender
 
-
 DtypeName = Literal["fp32", "bf16"]
-_BYTES = 256  # of text
 
 
 @dataclass(frozen=True)
@@ -42,15 +40,10 @@ class Case:
     def workload(self) -> Workload:
         return find_workload(self.name)
 
-    @property
-    def torch_dtype(self) -> torch.dtype:
-        """Dtype of the weights that forward and backward compute with."""
-        return torch.bfloat16 if self.dtype == "bf16" else torch.float32
 
-
-def _gpt(layers: int, width: int, seq_length: int, vocab_size: int = _BYTES) -> GPTConfig:
+def _gpt(layers: int, width: int, seq_length: int) -> GPTConfig:
     return GPTConfig(
-        vocab_size=vocab_size,
+        vocab_size=BYTES_VOCAB_SIZE,
         seq_length=seq_length,
         num_layers=layers,
         hidden_size=width,
@@ -58,9 +51,9 @@ def _gpt(layers: int, width: int, seq_length: int, vocab_size: int = _BYTES) -> 
     )
 
 
-def _llama(layers: int, width: int, seq_length: int, vocab_size: int = _BYTES) -> GPTConfig:
+def _llama(layers: int, width: int, seq_length: int) -> GPTConfig:
     return replace(
-        _gpt(layers, width, seq_length, vocab_size),
+        _gpt(layers, width, seq_length),
         position_embedding_type="rope",
         normalization="RMSNorm",
         swiglu=True,
@@ -103,46 +96,37 @@ def find_workload(name: str) -> Workload:
 SuiteName = Literal["cpu", "gpu", "quick", "zoo"]
 _FEW = ("eager", "pytorch", "full_iteration")
 _QUICK = (*_FEW, "compile", "compiled_recording")
-# On a CPU torch.compile uses no CUDA graphs, so that one case shows what its mode for them does.
-_CPU = (
-    *("eager", "pytorch", "compile", "fsdp2", "fsdp2_compile"),
-    *("forward_backward", "full_iteration", "compiled_recording"),
-)
 # What tells most in few minutes; the first cases have all of them.
-_GPU = (
-    *("eager", "pytorch", "compile", "fsdp2"),
-    *("forward_backward", "full_iteration", "compiled_recording"),
-)
-_ZOO = tuple((each.name, "fp32", each.batch_size, _QUICK) for each in zoo.architectures())
-# Workload, precision, batch size and contenders of each case, the most telling ones first.
-_SUITES: Mapping[str, tuple[tuple[str, Any, int, tuple[str, ...] | None], ...]] = MappingProxyType(
+_GPU = (*_QUICK, "fsdp2", "forward_backward")
+# On a CPU torch.compile uses no CUDA graphs, and its mode for them would compile for nothing.
+_CPU = (*_GPU, "fsdp2_compile")
+# The most telling cases first.
+SUITES: Mapping[SuiteName, tuple[Case, ...]] = MappingProxyType(
     {
         "cpu": (
-            ("gpt-tiny", "fp32", 4, None),
-            ("gpt-3m", "fp32", 8, _CPU),
-            ("gpt-tiny", "fp32", 64, _CPU),
-            ("llama-tiny", "bf16", 4, _CPU),
-            ("zoo-encoder", "fp32", 4, _CPU),
-            ("zoo-conv", "fp32", 4, _CPU),
-            ("gpt-tiny", "fp32", 1, _CPU),
-            ("gpt-tiny", "fp32", 16, _CPU),
-            ("gpt-11m", "fp32", 8, _FEW),
+            Case("gpt-tiny", "fp32", 4),
+            Case("gpt-3m", "fp32", 8, _CPU),
+            Case("gpt-tiny", "fp32", 64, _CPU),
+            Case("llama-tiny", "bf16", 4, _CPU),
+            Case("zoo-encoder", "fp32", 4, _CPU),
+            Case("zoo-conv", "fp32", 4, _CPU),
+            Case("gpt-tiny", "fp32", 1, _CPU),
+            Case("gpt-tiny", "fp32", 16, _CPU),
+            Case("gpt-11m", "fp32", 8, _FEW),
         ),
         "gpu": (
-            ("gpt-tiny", "fp32", 4, None),
-            ("gpt2-124m", "bf16", 8, None),
-            ("gpt2-124m", "bf16", 1, _GPU),
-            ("llama-160m", "bf16", 2, _GPU),
-            ("gpt2-124m", "bf16", 32, _GPU),
+            Case("gpt-tiny", "fp32", 4),
+            Case("gpt2-124m", "bf16", 8),
+            Case("gpt2-124m", "bf16", 1, _GPU),
+            Case("llama-160m", "bf16", 2, _GPU),
+            Case("gpt2-124m", "bf16", 32, _GPU),
         ),
-        "quick": (("gpt-tiny", "fp32", 4, _QUICK),),
-        "zoo": _ZOO,
+        "quick": (Case("gpt-tiny", "fp32", 4, _QUICK),),
+        "zoo": tuple(
+            Case(each.name, "fp32", each.batch_size, _QUICK) for each in zoo.architectures()
+        ),
     }
 )
-
-
-def suite(name: SuiteName) -> tuple[Case, ...]:
-    return tuple(Case(*each) for each in _SUITES[name])
 
 
 @dataclass(frozen=True)

@@ -17,15 +17,17 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import forked_programs
-from graphfsdp.bench import clock, measure
-from graphfsdp.bench.clock import MIN_ROUNDS, make_schedule, time_window
+from graphfsdp.bench import measure
 from graphfsdp.bench.contenders import Contender, ContenderSpec, Setting, find_contenders
 from graphfsdp.bench.measure import (
+    MIN_ROUNDS,
     NUM_WARMUP_STEPS,
     CaseFailedError,
     compare_losses,
+    make_schedule,
     measure_case,
     run_case,
+    time_window,
 )
 from graphfsdp.bench.results import REFERENCE, Result, Row
 from graphfsdp.bench.workloads import Case
@@ -150,7 +152,7 @@ def test_a_window_times_each_step(monkeypatch: pytest.MonkeyPatch) -> None:
     steps = [lambda: done.append("a"), lambda: done.append("b")]
     window = time_window(steps, torch.device("cpu"))
     assert done == ["a", "b"]
-    assert window == clock.Window(step_ms=(2.0, 6.0), cpu_ms=2.0)
+    assert window == measure.Window(step_ms=(2.0, 6.0), cpu_ms=2.0)
     assert window.mean_ms == 4.0
 
 
@@ -233,7 +235,7 @@ tell = measure._tell
 def test_a_contender_that_takes_its_process_down_is_named_with_a_remedy(
     how: str, limit_s: float, reason: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    context, before = fork_server(), multiprocessing.active_children()
+    context, before = fork_server(), set(multiprocessing.active_children())
     monkeypatch.setattr(multiprocessing, "get_context", lambda _: context)
     monkeypatch.setattr(measure, "_tell", misbehaves)
     if how == "hangs":
@@ -241,7 +243,7 @@ def test_a_contender_that_takes_its_process_down_is_named_with_a_remedy(
     setting = dataclasses.replace(setting_on(torch.device("cpu"), how), limit_s=limit_s)
     with pytest.raises(CaseFailedError, match=reason):
         run_case(setting)
-    assert multiprocessing.active_children() == before
+    assert set(multiprocessing.active_children()) == before
 
 
 @pytest.mark.time_limit(300)

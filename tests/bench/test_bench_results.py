@@ -7,7 +7,7 @@ import pytest
 from bench_results import CASE, ENVIRONMENT, contender, result
 from graphfsdp.bench.command import BenchOptions, parse_bench_arguments
 from graphfsdp.bench.results import Result, Table, case_table, overview
-from graphfsdp.bench.workloads import SuiteName, suite
+from graphfsdp.bench.workloads import SUITES, SuiteName
 from graphfsdp.errors import ConfigError
 
 
@@ -61,13 +61,13 @@ def test_flags_make_the_product_of_workloads_precisions_and_batch_sizes() -> Non
 
 
 def test_without_workloads_the_device_chooses_the_suite() -> None:
-    assert BenchOptions().cases("cpu") == suite("cpu")
-    assert BenchOptions().cases("cuda") == suite("gpu")
+    assert BenchOptions().cases("cpu") == SUITES["cpu"]
+    assert BenchOptions().cases("cuda") == SUITES["gpu"]
     assert BenchOptions(suite="quick", contender=("compile",)).cases("cpu")[0].contenders == (
         "compile",
     )
     for name in get_args(SuiteName):
-        assert len({each.key for each in suite(name)}) == len(suite(name)) > 0
+        assert len({each.key for each in SUITES[name]}) == len(SUITES[name]) > 0
 
 
 @pytest.mark.parametrize(
