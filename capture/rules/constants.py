@@ -7,6 +7,7 @@ a replay would freeze without an error.
 import itertools
 import logging
 import sys
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -36,7 +37,7 @@ _INEXACT = (float, complex)
 _LISTS = (list, tuple)
 _FORMS = (torch.dtype, torch.device, torch.layout)
 
-Steps = dict[int, tuple[str, int]]  # by optimizer: what it is, its steps
+Steps = Counter[tuple[str, int]]  # by what an optimizer is called, and its id
 
 
 class ConstantEntry(NamedTuple):
@@ -62,7 +63,7 @@ class ConstantLog:
         """``given`` are inputs, which lie elsewhere in each run; ``sites`` has those of entries."""
         self.sites = sites
         self.entries: list[ConstantEntry] = []
-        self.num_steps: Steps = {}
+        self.num_steps: Steps = Counter()
         self._made: set[int] = set(map(storage_key, given))  # storages
 
     def add(self, call: OpCall, places: Sequence[int], site: int) -> None:
@@ -83,7 +84,7 @@ class ConstantLog:
     def add_step(self, optimizer: torch.optim.Optimizer, site: int = 0) -> None:
         name = f"{type(optimizer).__name__}.step"
         self.entries.append(ConstantEntry(name, (), site))
-        self.num_steps[id(optimizer)] = name, self.num_steps.get(id(optimizer), (name, 0))[1] + 1
+        self.num_steps[name, id(optimizer)] += 1
 
     def differences(self, other: "ConstantLog") -> Iterator[CaptureError]:
         """Yield why another run from the same state was given other values, each place once.
@@ -168,18 +169,16 @@ def _difference(before: ConstantEntry, now: ConstantEntry) -> Refusal | None:
     return None
 
 
-def _fewer_steps(before: Steps, now: Steps) -> CaptureError | None:
-    for key, (name, most) in before.items():
-        count = now.get(key, (name, 0))[1]
-        if count < most:
-            return CaptureError(
-                f"the iteration called {name} {count} times, and {most} times in a run before: a "
-                "decision that Python takes anew each time; a replay repeats one path for ever. "
-                "Remedy: step in every call: microbatches= of capture accumulates gradients, and "
-                "skip_nonfinite leaves steps out; or one captured step for each path",
-                kind=HazardKind.CONTROL_FLOW,
-            )
-    return None
+def _fewer_steps(before: Steps, now: Steps) -> Iterator[CaptureError]:
+    for (name, number), _ in (before - now).items():
+        most, count = before[name, number], now[name, number]
+        yield CaptureError(
+            f"the iteration called {name} {count} times, and {most} times in a run before: a "
+            "decision that Python takes anew each time; a replay repeats one path for ever. "
+            "Remedy: step in every call: microbatches= of capture accumulates gradients, and "
+            "skip_nonfinite leaves steps out; or one captured step for each path",
+            kind=HazardKind.CONTROL_FLOW,
+        )
 
 
 class ConstantWatch:
@@ -218,7 +217,7 @@ class ConstantWatch:
         self._trace: Trace | None = None  # of the last warm-up, if a capture may land its products
         self._expected: ConstantLog | None = None
         self._is_settled = False
-        self._most_steps: Steps = {}
+        self._most_steps: Steps = Counter()
         self._elsewhere: CaptureError | None = None
 
     def follow(self, other: "ConstantWatch") -> None:
@@ -244,7 +243,7 @@ class ConstantWatch:
         with self.ran.noting(), noting_constants(log, without_optimizer, self._trace):
             yield
         self._expected, self._is_settled = log, not is_first
-        self._count_steps(log)
+        self._most_steps |= log.num_steps
 
     @contextmanager
     def comparing(self, given: Iterable[Tensor] = ()) -> Iterator[None]:
@@ -283,10 +282,10 @@ class ConstantWatch:
         is_aligned = all(each.kind is not HazardKind.CONTROL_FLOW for each in found)
         others = found if is_aligned or follows_path else []
         values = [each for each in others if each.kind is not HazardKind.STATE]
-        fewer = _fewer_steps(self._most_steps, log.num_steps)
-        self._count_steps(log)
+        fewer = list(_fewer_steps(self._most_steps, log.num_steps))
+        self._most_steps |= log.num_steps
         self._elsewhere = memory if is_aligned else None
-        for found_here in [*values, *([] if fewer is None else [fewer])]:
+        for found_here in (*values, *fewer):
             self.failure = found_here
             self._refuse(found_here)
         self._name_idle(log)
@@ -304,19 +303,15 @@ class ConstantWatch:
 
     def _name_idle(self, log: ConstantLog) -> None:
         """Say which optimizers replays will never step: one that steps each fifth call, say."""
+        stepped = {number for _, number in log.num_steps}
         for index, optimizer in enumerate(self._optimizers if self._names_idle else ()):
-            if id(optimizer) not in log.num_steps:
+            if id(optimizer) not in stepped:
                 _LOG.warning(
                     "optimizer %d (%s) takes no step in the captured iteration, so no replay will "
                     "step it. Should it step in some calls, capture another iteration for those",
                     index,
                     type(optimizer).__name__,
                 )
-
-    def _count_steps(self, log: ConstantLog) -> None:
-        for key, (name, count) in log.num_steps.items():
-            most = self._most_steps.get(key, (name, 0))[1]
-            self._most_steps[key] = name, max(count, most)
 
     def _may_run_compiled_code(self, *, is_first: bool) -> bool:
         # See Note [Compiled regions]: nothing may watch them. Who has not compiled yet may be

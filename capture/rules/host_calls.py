@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from types import CodeType, FrameType
+from types import FrameType
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -25,8 +25,10 @@ from graphfsdp._capture.rules.refusals import (
     RESIZED_STORAGE,
     SCHEDULER,
     THREAD,
+    Judged,
     Refusal,
 )
+from graphfsdp._capture.trace.ran import Ran
 from graphfsdp._capture.trace.source import frames, is_users_file
 from graphfsdp.base.hazards import SourceLine
 
@@ -112,10 +114,9 @@ _READS = ("read", "readline", "readlines", "readinto")  # methods of files
 _C_ASKING = frozenset((*(each.__name__ for each in (*_CLOCKS, *_OF_FILES)), *_OF_DATES, *_READS))
 # What looks at source files to tell of a line of them.
 _TELLERS = ("linecache.py", "warnings.py", "inspect.py", "traceback.py", "tokenize.py")
-_Judged = tuple[str, Refusal] | None
 
 
-def _judge_c_call(function: Any, caller: FrameType) -> _Judged:
+def _judge_c_call(function: Any, caller: FrameType) -> Judged:
     owner = getattr(function, "__self__", None)
     if (getattr(owner, "__name__", ""), function.__name__) in _ENTROPY:
         called = f"os.{function.__name__}"
@@ -139,7 +140,7 @@ def _up_to_user(caller: FrameType) -> list[FrameType]:
     return found
 
 
-def _judge_call(frame: FrameType) -> _Judged:
+def _judge_call(frame: FrameType) -> Judged:
     name, file = frame.f_code.co_name, frame.f_code.co_filename
     for rule in _PYTHON_RULES:
         if name not in rule.names or not file.endswith(rule.file):
@@ -216,8 +217,7 @@ class HostWatch:
 
     Attributes:
         leaves_out_modes: It may pause there; nobody else has a profiler that is told of all.
-        ran: All Python code that was called.
-        asked: Calls of users' code that have told the time or asked for a file, in words.
+        ran: All Python code that was called, and what that has asked the system.
     """
 
     def __init__(
@@ -234,8 +234,7 @@ class HostWatch:
         self._thread = threading.get_ident()
         self._num_engines: dict[int, int] = {}  # by thread, since modes belong to threads
         self._is_judged: dict[str, bool] = {}  # by file name
-        self.ran: set[CodeType] = set()
-        self.asked: dict[str, None] = {}
+        self.ran = Ran()
         self._is_over = False
 
     def follow(self) -> None:
@@ -275,7 +274,7 @@ class HostWatch:
             elif arg.__name__ in _C_ASKING:
                 self._note_asked(arg, frame)
         elif event in ("call", "return"):
-            self.ran.add(frame.f_code)
+            self.ran.codes.add(frame.f_code)
             file = frame.f_code.co_filename
             is_judged = self._is_judged.get(file)
             if is_judged is None:
@@ -296,7 +295,7 @@ class HostWatch:
         code = frame.f_code
         if is_users_file(code.co_filename):
             line = SourceLine(code.co_filename, frame.f_lineno, code.co_qualname)
-            self.asked[f"{function.__qualname__} ({line}) was asked"] = None
+            self.ran.asked[f"{function.__qualname__} ({line}) was asked"] = None
 
     def _on_python(self, frame: FrameType, *, begins: bool) -> None:
         name, file = frame.f_code.co_name, frame.f_code.co_filename
@@ -323,7 +322,7 @@ class HostWatch:
         for _ in range(self._num_engines.get(self._thread, 0)):
             self._function_mode.__exit__(None, None, None)
 
-    def _report(self, judged: _Judged) -> None:
+    def _report(self, judged: Judged) -> None:
         if judged is not None and not _imports_a_module():
             self._listener.on_host_call(*judged)
 

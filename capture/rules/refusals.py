@@ -1,4 +1,4 @@
-"""What a capture may not do: reasons and remedies, and the judgement of operators.
+"""What a capture may not do: reasons and remedies, and the judgement of operators and functions.
 
 One place for both backends. The CUDA column of the graph contract is enforced by the driver too
 (errors 900 to 908); these rules speak first, and in names.
@@ -6,15 +6,15 @@ One place for both backends. The CUDA column of the graph contract is enforced b
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from graphfsdp._capture.trace.source import frames
+from graphfsdp._capture.trace.source import called_by_user, frames
 from graphfsdp.base.hazards import HazardKind
 from graphfsdp.base.op_tensors import OpCall, flat_tensors
 from graphfsdp.base.torch_internals import CUMPROD_READS, OpOverload, is_in_backward, schema_of
@@ -47,6 +47,9 @@ class Refusal:
     @property
     def message(self) -> str:
         return f"{self.what}. Remedy: {self.remedy}"
+
+
+Judged = tuple[str, Refusal] | None  # the name of what was called, and why not
 
 
 class _LibraryModule(NamedTuple):
@@ -264,6 +267,27 @@ _JUDGED_TAGS = frozenset(
         torch.Tag.data_dependent_output,
     }
 )
+_READERS = {
+    getattr(Tensor, name): f"Tensor.{name}"
+    for name in ("tolist", "numpy", "cpu", "__array__", "__repr__", "__format__", "__dlpack__")
+}
+# These run a Python function on every element, below all operators.
+_WRITERS = {getattr(Tensor, name): f"Tensor.{name}" for name in ("apply_", "map_", "map2_")}
+# torch reads a number through these; each is an operator too, unless torch's own C++ calls it.
+_NUMBERS = {
+    getattr(Tensor, name): f"Tensor.{name}"
+    for name in ("__float__", "__index__", "__int__", "__bool__", "__complex__", "item")
+}
+_LITERALS = {
+    torch.tensor: "torch.tensor",
+    torch.as_tensor: "torch.as_tensor",
+    torch.asarray: "torch.asarray",
+    Tensor.new_tensor: "Tensor.new_tensor",
+    Tensor.new: "Tensor.new",
+}
+# torch makes these up of operators whose arguments it reads from a tensor's memory.
+_SPLITTING = (torch.tensor_split, Tensor.tensor_split, torch._VF._pad_packed_sequence)
+_INDEXING = (Tensor.__getitem__, Tensor.__setitem__)
 _RECOMPUTING = frozenset({"recompute_fn", "unpack_hook", "backward"})
 
 
@@ -309,23 +333,12 @@ def _transfer(call: OpCall) -> Refusal | None:
     return PAGEABLE_COPY.of(call.op)
 
 
-# Outside of a capture, attention keeps seed and offset of its dropout on the host for the backward
-# pass; in a capture they lie on the device.
-_SEEDED_BACKWARD = frozenset(
-    {
-        "aten::_scaled_dot_product_efficient_attention_backward",
-        "aten::_scaled_dot_product_flash_attention_backward",
-        "aten::_scaled_dot_product_cudnn_attention_backward",
-        "aten::_efficient_attention_backward",
-        "aten::_flash_attention_backward",
-    }
-)
-
-
 def _host_scalar(call: OpCall, varies: Varies) -> Refusal | None:
     """Judge CPU scalar tensors among device tensors: their value becomes a kernel argument."""
     scalars = [each for each in call.tensors if each.dim() == 0 and each.is_cpu]
-    if not scalars or call.schema_name in _SEEDED_BACKWARD:
+    # Outside of a capture, attention keeps seed and offset of its dropout on the host for the
+    # backward pass; in a capture they lie on the device.
+    if not scalars or call.schema_name.endswith("_attention_backward"):
         return None
     if not any(tensor.is_cuda for tensor in call.tensors):
         return None
@@ -385,6 +398,63 @@ def _deciding(call: OpCall) -> Sequence[Tensor]:
     if name == "aten::_ctc_loss" and args[0].device.type == "cpu":
         return flat_tensors(args[2:4])  # the lengths of inputs and targets, unless numbers
     return call.tensors
+
+
+def refuse_function(
+    function: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    varies: Varies,
+    *,
+    on_cpu: bool,
+) -> Judged:
+    """Judge a torch function that reaches the host without an operator, by what Python calls."""
+    if function in _WRITERS:
+        name = _WRITERS[function]
+        return name, HOST_WRITE.of(name)
+    if function in _LITERALS:
+        return _judge_lists(_LITERALS[function], [*args, *kwargs.values()], varies)
+    if function in _INDEXING:
+        index = args[1] if isinstance(args[1], tuple) else (args[1],)
+        return _judge_lists(f"Tensor.{function.__name__}", index, varies)
+    if function is Tensor.data_ptr and on_cpu:
+        name = "Tensor.data_ptr"
+        return (name, RAW_ADDRESS.of(name)) if called_by_user() else None
+    if function in _SPLITTING:
+        name = function.__name__
+        lengths = [item for item in (*args[1:], *kwargs.values()) if isinstance(item, Tensor)]
+        return (name, HOST_READ.of(name)) if any(map(varies, lengths)) else None
+    name = _READERS.get(function, "")
+    if not name and function is Tensor.to and _goes_to_cpu(args, kwargs, on_cpu=on_cpu):
+        name = "Tensor.to('cpu')"
+    return _judge_read(name, args, varies)
+
+
+def refuse_unseen_read(function: Callable[..., Any], args: Sequence[Any], varies: Varies) -> Judged:
+    """Judge a call that no operator came of, as of the legacy constructor ``torch.Tensor``."""
+    return _judge_read(_NUMBERS.get(function, ""), args, varies)
+
+
+def _goes_to_cpu(args: Sequence[Any], kwargs: Mapping[str, Any], *, on_cpu: bool) -> bool:
+    target = kwargs.get("device", args[1] if len(args) > 1 else None)
+    if isinstance(target, str):
+        return torch.device(target).type == "cpu"
+    # On a CPU, `x.to(y.device)` is the device-agnostic idiom and no host read on CUDA.
+    return not on_cpu and isinstance(target, torch.device) and target.type == "cpu"
+
+
+def _judge_read(name: str, args: Sequence[Any], varies: Varies) -> Judged:
+    if not name or not isinstance(args[0], Tensor) or not varies(args[0]):
+        return None
+    return name, HOST_READ.of(name)
+
+
+def _judge_lists(name: str, values: Sequence[Any], varies: Varies) -> Judged:
+    # A list is turned into a tensor number by number; a tensor as it is makes an operator.
+    lists = [value for value in values if isinstance(value, list | tuple)]
+    if not any(map(varies, flat_tensors(lists))):
+        return None
+    return name, READ_IN_A_LIST.of(f"{name} with a tensor inside a list")
 
 
 def is_fixed_result(call: OpCall, index: int, varies: Varies) -> bool:

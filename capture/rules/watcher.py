@@ -6,11 +6,11 @@ from contextlib import ExitStack, contextmanager
 from types import FrameType
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from graphfsdp._capture.rules.functions import FunctionRules
 from graphfsdp._capture.rules.host_calls import HostWatch, host_watch
 from graphfsdp._capture.rules.looks import one_hot
 from graphfsdp._capture.rules.refusals import (
@@ -19,7 +19,9 @@ from graphfsdp._capture.rules.refusals import (
     Refusal,
     for_this_place,
     is_fixed_result,
+    refuse_function,
     refuse_op,
+    refuse_unseen_read,
     running_optimizer,
 )
 from graphfsdp._capture.rules.streams import StreamWatch
@@ -75,7 +77,6 @@ class Watcher:
         self.sites = SiteTable(model, self._tracker)
         self.site = 0
         self._device = device
-        self._function_rules = FunctionRules(device.type)
         self.num_quiet = 0
         self._thread = threading.get_ident()
         self._has_modes_below = False  # of others, whose Python runs below every operator
@@ -171,24 +172,24 @@ class Watcher:
     def on_function(
         self, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Any:
-        seal = self._function_rules.seal
         answer = one_hot(function, args, kwargs)
         if answer is not NotImplemented:
             return answer
         if self.num_quiet:
-            return seal(function(*args, **kwargs))
-        refused = self._function_rules.refuse(function, args, kwargs, self.varies)
+            return _sealed(function(*args, **kwargs))
+        on_cpu = self._device.type == "cpu"
+        refused = refuse_function(function, args, kwargs, self.varies, on_cpu=on_cpu)
         if refused is not None:
             self.refuse(*refused)
             with self.quiet():  # what it is made of is the same finding
-                return seal(function(*args, **kwargs))
+                return _sealed(function(*args, **kwargs))
         num_ops = self.num_ops
         result = function(*args, **kwargs)
         if self.num_ops == num_ops:
-            refused = self._function_rules.refuse_unseen_read(function, args, self.varies)
+            refused = refuse_unseen_read(function, args, self.varies)
             if refused is not None:
                 self.refuse(*refused)
-        return seal(result)
+        return _sealed(result)
 
     def on_host_call(self, name: str, refusal: Refusal) -> None:
         if not self.num_quiet and not self._runs_as_written(refusal):
@@ -295,6 +296,16 @@ class Watcher:
         return info
 
 
+def _sealed(result: Any) -> Any:
+    """Return what a permitted function returned, with NumPy's window on it closed for writing.
+
+    The array of a constant shares its memory, and no operator would tell of a write.
+    """
+    if isinstance(result, np.ndarray):
+        result.flags.writeable = False
+    return result
+
+
 class DispatchMode(OperatorMode):
     joins = True
 
@@ -338,13 +349,11 @@ def noting_code(ran: Ran) -> Iterator[None]:
             yield
         return
     # What runs around the body is none of it: torch calls hooks of profilers as a capture begins.
-    host.ran.clear()
-    host.asked.clear()
+    around, host.ran = host.ran, ran
     try:
         yield
     finally:
-        ran.codes |= host.ran
-        ran.asked |= host.asked
+        host.ran = around
 
 
 def watcher_here() -> Watcher | None:
