@@ -13,7 +13,7 @@ from graphfsdp._capture.guards.guards import Guards
 from graphfsdp._capture.guards.modules import join, weights_of
 from graphfsdp._capture.guards.names import ReadNames
 from graphfsdp._capture.guards.uses import tell_of
-from graphfsdp._capture.guards.walk import walk
+from graphfsdp._capture.guards.walk import Walk
 from graphfsdp._capture.inputs import StaticInputs, TensorLeaf
 from graphfsdp._capture.iteration import Iteration
 from graphfsdp._capture.messages import messages_as_operators
@@ -234,7 +234,7 @@ class Engine:
 
     def around(self) -> Iterator[Tensor]:
         """Yield the tensors that the functions of the iteration lead to, outside of the model."""
-        found = walk(ReadNames(Ran()), self.model, self._iteration.functions)
+        found = Walk(ReadNames(Ran()), self.model, self._iteration.functions)
         yield from (each.known for each in found.places.values() if isinstance(each.known, Tensor))
         yield from (tensor for _, tensor in weights_of(found.outside(self.model)))
 
@@ -319,7 +319,7 @@ class Engine:
             raise
 
     def _warm_up(self, recording: Recording, *, notes: bool) -> list[Tensor]:
-        watch = recording.noting(self._watch_for(recording)) if notes else nullcontext()
+        watch = recording.noting(lambda: self._watch_for(recording)) if notes else nullcontext()
         # So that what libraries and optimizers keep of a warm-up never splits what the next needs.
         self.backend.give_back_memory()
         with nvtx_range("warm-up"), self.backend.on_capture_stream() as leaving:

@@ -2,7 +2,7 @@
 
 import itertools
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -131,13 +131,11 @@ class Recording:
         return True
 
     @contextmanager
-    def noting(self, constants: ConstantWatch) -> Iterator[None]:
+    def noting(self, make: Callable[[], ConstantWatch]) -> Iterator[None]:
         """Note the values of the warm-up in the body, for the capture that may be next."""
-        if self.constants is not None:
-            constants.follow(self.constants)
-        self.constants = constants
+        self.constants = self.constants or make()
         is_first = not self.num_eager and not self.has_waited
-        with without_collector(YOUNG), constants.noting(is_first=is_first):
+        with without_collector(YOUNG), self.constants.noting(is_first=is_first):
             yield
 
     def begin(self, num_hooks: int) -> None:

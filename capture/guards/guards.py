@@ -22,7 +22,7 @@ from graphfsdp._capture.guards.optimizer import optimizer_places
 from graphfsdp._capture.guards.places import Asked, Places, hold
 from graphfsdp._capture.guards.settings import settings_of, switches, unit_settings
 from graphfsdp._capture.guards.uses import refuse_deciding
-from graphfsdp._capture.guards.walk import Walk, walk
+from graphfsdp._capture.guards.walk import Walk
 from graphfsdp._capture.trace.ran import Ran
 from graphfsdp.base.changes import Change, ChangeKind
 from graphfsdp.base.sharded import units_of
@@ -55,12 +55,10 @@ class Guards:
         """Prepare; ``arm`` comes when the iteration has been recorded.
 
         Args:
-            model: The model.
-            named_params: Trainable parameters by full name.
+            named_params: Those that are trained.
             named_gradients: Returns those of their persistent gradients that the user sees.
             optimizers: Those that step inside the graph.
             functions: The loss function, or the user's iteration.
-            device: Where everything lies.
             ran: The code of a warm-up, to which that of the recording is added.
         """
         self._model = model
@@ -104,7 +102,7 @@ class Guards:
         self.kept, self._held = held.left(found), None
         self.moves = refuse_deciding(before.moves_to(found), self._ran, found.places, refuse)
         # No method of this: what a dropped step holds is to be freed without the collector.
-        take = partial(walk, self._names, self._model, self._functions)
+        take = partial(Walk, self._names, self._model, self._functions)
         self._read = ReadPlaces(take, found, before, was_read)
         modules = list(self._model.named_modules())
         read_tensors = [each for each in self._read.named_tensors() if was_read(each[1])]
@@ -172,12 +170,9 @@ class Guards:
         """Return Python as it is now."""
         return Before(self._walk())
 
-    def moved(self, before: Before | None = None, *, but_for_tensors: bool = True) -> list[Move]:
-        """Return what has moved in Python since then, or since the recording began."""
-        before = before or self._began
-        return (
-            [] if before is None else before.moves_to(self._walk(), but_for_tensors=but_for_tensors)
-        )
+    def moved(self, before: Before) -> list[Move]:
+        """Return what has moved in Python since then, tensors as well."""
+        return before.moves_to(self._walk(), but_for_tensors=False)
 
     def put_back(self) -> None:
         """Put back what has moved in Python since the recording began."""
@@ -191,7 +186,7 @@ class Guards:
         self.kept = []
 
     def _walk(self) -> Walk:
-        return walk(self._names, self._model, self._functions)
+        return Walk(self._names, self._model, self._functions)
 
     def _ask(self) -> None:
         self._asked = Asked(ask for kind in self._kinds for ask in kind.asks)

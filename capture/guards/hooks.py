@@ -112,13 +112,7 @@ def tables_of(
     named_params: Mapping[str, nn.Parameter],
     optimizers: Sequence[torch.optim.Optimizer],
 ) -> Iterator[Table]:
-    """Yield where all hooks lie that an iteration calls.
-
-    Args:
-        model: The model.
-        named_params: Trainable parameters by full name.
-        optimizers: Those that step inside the graph.
-    """
+    """Yield where all hooks lie that an iteration calls; ``optimizers`` step inside the graph."""
     yield from tables_of_modules(model.named_modules())
     for attribute, kind in _MODULE_TABLES:
         yield Table(torch_module, f"_global{attribute}", kind, "all modules")

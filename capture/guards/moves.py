@@ -209,13 +209,9 @@ class ReadPlaces:
         before: Before,
         was_read: Callable[[Tensor], bool],
     ) -> None:
-        """Remember everything that ``found`` has.
+        """Remember what ``found`` behind the recording is as it was before it.
 
-        Args:
-            take: Walks anew.
-            found: What there is behind the recording.
-            before: What there was before it.
-            was_read: Tells whether the recording has touched a tensor's storage.
+        ``take`` walks anew; ``was_read``: whether the recording has touched a tensor's storage.
         """
         self._take = take
         self._sure = found.sure

@@ -27,11 +27,8 @@ def optimizer_places(optimizer: torch.optim.Optimizer, names: Mapping[int, str])
     """Yield what an optimizer in the graph holds.
 
     After ``load_state_dict`` torch's optimizers hold other tensors: a graph would go on with the
-    old ones, and ``state_dict`` would save what no replay has written.
-
-    Args:
-        optimizer: In the graph.
-        names: Full names of parameters, by id.
+    old ones, and ``state_dict`` would save what no replay has written. ``names``: full names of
+    parameters, by id.
     """
     owner, groups, state = type(optimizer).__name__, optimizer.param_groups, optimizer.state
     named: Any = partial(_groups_changes, names)

@@ -21,9 +21,6 @@ def switches(device_type: str) -> Iterator[Place]:
 
     Not guarded is what an iteration does not depend on: grad mode around the call (the iteration
     enables gradients by itself), anomaly detection, the number of threads, profilers.
-
-    Args:
-        device_type: "cpu" or "cuda": whose autocast and kernels count.
     """
     for name, get in _switches(device_type).items():
         yield Place(name, (operator.call, get), get(), _changes)

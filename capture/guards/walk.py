@@ -47,18 +47,8 @@ OWN = frozenset((*vars(nn.Module()), *dir(nn.Module), *_OF_RECURRENT)) - {"forwa
 _OF_UNITS = ("gradient_divide_factor",)  # what graphfsdp's own code reads of sharded modules
 
 
-def walk(names: ReadNames, model: nn.Module, functions: Sequence[Any]) -> "Walk":
-    """Return all places that ``functions``, and the code that ran, lead to."""
-    for function in functions:  # whether it has run yet or not
-        code = getattr(inspect.unwrap(getattr(function, "func", function)), "__code__", None)
-        if isinstance(code, types.CodeType):
-            names.ran.codes.add(code)
-    names.follow()
-    return Walk(names, model.named_modules(), functions)
-
-
 class Walk:
-    """Finds all places, of one model and the functions of its iteration.
+    """Finds all places that the functions of an iteration, and the code that ran, lead to.
 
     Attributes:
         places: By title.
@@ -68,10 +58,13 @@ class Walk:
         tables: What other objects that it met hold as attributes, by ids.
     """
 
-    def __init__(
-        self, names: ReadNames, modules: Iterable[tuple[str, nn.Module]], functions: Iterable[Any]
-    ) -> None:
+    def __init__(self, names: ReadNames, model: nn.Module, functions: Sequence[Any]) -> None:
         """Walk now; ``functions`` are the loss function, or the user's iteration, and hooks."""
+        for function in functions:  # whether it has run yet or not
+            code = getattr(inspect.unwrap(getattr(function, "func", function)), "__code__", None)
+            if isinstance(code, types.CodeType):
+                names.ran.codes.add(code)
+        names.follow()
         self.places: dict[str, Place] = {}
         self.modules: dict[int, tuple[str, nn.Module]] = {}
         self.tables: dict[int, dict[str, Any]] = {}
@@ -79,7 +72,7 @@ class Walk:
         self._seen: set[tuple[object, ...]] = set()
         self._alive: list[object] = []  # whose ids are in there
         self._met: set[types.CodeType] = set()
-        self.modules |= {id(module): (path, module) for path, module in modules}
+        self.modules |= {id(module): (path, module) for path, module in model.named_modules()}
         for title, (generator, name) in shared_generators().items():
             self._draws(title, generator, name)
         for path, module in list(self.modules.values()):

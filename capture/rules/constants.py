@@ -220,11 +220,6 @@ class ConstantWatch:
         self._most_steps: Steps = Counter()
         self._elsewhere: CaptureError | None = None
 
-    def follow(self, other: "ConstantWatch") -> None:
-        """Go on from what another one has seen of the same iteration before."""
-        self._most_steps = other._most_steps
-        self.ran = other.ran
-
     @contextmanager
     def noting(self, *, is_first: bool, given: Iterable[Tensor] = ()) -> Iterator[None]:
         """Note what the iteration in the body does.
@@ -233,6 +228,7 @@ class ConstantWatch:
         inputs, which lie elsewhere in each run.
         """
         if self._may_run_compiled_code(is_first=is_first):
+            self._expected = self._trace = None
             with self.ran.noting():
                 yield
             return

@@ -8,6 +8,7 @@ import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -267,24 +268,23 @@ _JUDGED_TAGS = frozenset(
         torch.Tag.data_dependent_output,
     }
 )
-_READERS = {
-    getattr(Tensor, name): f"Tensor.{name}"
-    for name in ("tolist", "numpy", "cpu", "__array__", "__repr__", "__format__", "__dlpack__")
-}
+
+
+def _methods(*names: str) -> Mapping[Any, str]:
+    return MappingProxyType({getattr(Tensor, name): f"Tensor.{name}" for name in names})
+
+
+_READERS = _methods("tolist", "numpy", "cpu", "__array__", "__repr__", "__format__", "__dlpack__")
 # These run a Python function on every element, below all operators.
-_WRITERS = {getattr(Tensor, name): f"Tensor.{name}" for name in ("apply_", "map_", "map2_")}
+_WRITERS = _methods("apply_", "map_", "map2_")
 # torch reads a number through these; each is an operator too, unless torch's own C++ calls it.
-_NUMBERS = {
-    getattr(Tensor, name): f"Tensor.{name}"
-    for name in ("__float__", "__index__", "__int__", "__bool__", "__complex__", "item")
-}
-_LITERALS = {
-    torch.tensor: "torch.tensor",
-    torch.as_tensor: "torch.as_tensor",
-    torch.asarray: "torch.asarray",
-    Tensor.new_tensor: "Tensor.new_tensor",
-    Tensor.new: "Tensor.new",
-}
+_NUMBERS = _methods("__float__", "__index__", "__int__", "__bool__", "__complex__", "item")
+_LITERALS = MappingProxyType(
+    {
+        **_methods("new_tensor", "new"),
+        **{getattr(torch, name): f"torch.{name}" for name in ("tensor", "as_tensor", "asarray")},
+    }
+)
 # torch makes these up of operators whose arguments it reads from a tensor's memory.
 _SPLITTING = (torch.tensor_split, Tensor.tensor_split, torch._VF._pad_packed_sequence)
 _INDEXING = (Tensor.__getitem__, Tensor.__setitem__)

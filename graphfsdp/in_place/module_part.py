@@ -440,7 +440,7 @@ class _Settling:
         now = self._constants.log
         if self._before is None or self._known is None or now is None:
             return "", None
-        moves = self._guards.moved(self._before, but_for_tensors=False)
+        moves = self._guards.moved(self._before)
         if moves:
             return f"it moves Python: {moves[0]}", None
         if told := self._constants.ran.told:
