@@ -1,14 +1,18 @@
 """Every optimizer: ten replays are its own eager steps bit for bit, whole and on two ranks.
 
 Learning rate and weight decay are others in each step, and one step's gradients are not finite. And
-ours beside a published implementation's recorded numbers.
+ours beside a published implementation's recorded numbers. Every scheduler of torch drives ours, and
+step counts part where some calls step only some parameters.
 """
 
+import copy
+import inspect
 import itertools
 import json
 import math
 import pathlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
@@ -16,14 +20,27 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn import functional
+from torch.optim import lr_scheduler
+from torch.optim.lr_scheduler import LRScheduler
 
 import graphfsdp
 from adam_helpers import Net, make_muon
 from foreign_adams import CONTRACT, make_stand_in
 from graphfsdp.optim import FusedAdam, Muon
-from helpers import assert_same_states, local_part, quick_garbage_collection, snapshot
+from helpers import (
+    Batch,
+    Case,
+    assert_same_states,
+    check_against_eager,
+    local_part,
+    quick_garbage_collection,
+    run_as_eager,
+    snapshot,
+)
 from ranks import on_ranks, rank_device
 from sharding_helpers import make_net, replayed_as_eager
+from zoo_models import WIDTH, mlp
 
 NUM_STEPS, BAD_STEP = 14, 7  # 3 warm-up, 1 capture, 10 replays
 
@@ -212,3 +229,122 @@ def test_steps_are_those_of_the_reference(device: torch.device, name: str) -> No
         for weight, values in zip(found[step], expected, strict=True):
             wanted = torch.tensor(values).view(weight.shape)
             torch.testing.assert_close(weight, wanted, rtol=0, atol=bound)
+
+
+Schedule = Callable[[torch.optim.Optimizer], LRScheduler]
+
+SCHEDULERS: MappingProxyType[str, Schedule] = MappingProxyType(
+    {
+        "LambdaLR": lambda o: lr_scheduler.LambdaLR(o, lambda step: 0.9**step),
+        "MultiplicativeLR": lambda o: lr_scheduler.MultiplicativeLR(o, lambda step: 0.9),
+        "StepLR": lambda o: lr_scheduler.StepLR(o, 3),
+        "MultiStepLR": lambda o: lr_scheduler.MultiStepLR(o, [2, 5]),
+        "ConstantLR": lambda o: lr_scheduler.ConstantLR(o, 0.5, total_iters=4),
+        "LinearLR": lambda o: lr_scheduler.LinearLR(o, 0.1, total_iters=6),
+        "ExponentialLR": lambda o: lr_scheduler.ExponentialLR(o, 0.8),
+        "PolynomialLR": lambda o: lr_scheduler.PolynomialLR(o, total_iters=20, power=2.0),
+        "CosineAnnealingLR": lambda o: lr_scheduler.CosineAnnealingLR(o, 20),
+        "CosineAnnealingWarmRestarts": lambda o: lr_scheduler.CosineAnnealingWarmRestarts(o, 3),
+        "OneCycleLR": lambda o: lr_scheduler.OneCycleLR(o, 0.1, total_steps=20),
+        "CyclicLR": lambda o: lr_scheduler.CyclicLR(o, 0.01, 0.1, step_size_up=3),
+        "SequentialLR": lambda o: lr_scheduler.SequentialLR(
+            o,
+            [lr_scheduler.LinearLR(o, 0.1, total_iters=3), lr_scheduler.ExponentialLR(o, 0.9)],
+            [3],
+        ),
+        "ChainedScheduler": lambda o: lr_scheduler.ChainedScheduler(
+            [lr_scheduler.ConstantLR(o, 0.5, total_iters=4), lr_scheduler.ExponentialLR(o, 0.9)]
+        ),
+        "ReduceLROnPlateau": lambda o: lr_scheduler.ReduceLROnPlateau(o, patience=1),
+    }
+)
+
+
+def advance(scheduler: LRScheduler) -> None:
+    if isinstance(scheduler, lr_scheduler.ReduceLROnPlateau):
+        scheduler.step(1.0)  # a loss that does not fall
+    else:
+        scheduler.step()
+
+
+def test_every_scheduler_of_torch_is_here() -> None:
+    classes = {
+        name
+        for name in lr_scheduler.__all__
+        if inspect.isclass(getattr(lr_scheduler, name)) and name != "LRScheduler"
+    }
+    assert classes == set(SCHEDULERS)
+
+
+@pytest.mark.parametrize("name", SCHEDULERS)
+def test_a_replay_follows_the_scheduler(device: torch.device, name: str) -> None:
+    def make(params: list[nn.Parameter]) -> FusedAdam:
+        return FusedAdam(params, lr=0.1, weight_decay=0.5)
+
+    def start(model: nn.Module, optimizer: torch.optim.Optimizer) -> Callable[[], None]:
+        return partial(advance, SCHEDULERS[name](optimizer))
+
+    case = Case(mlp, lambda g: Batch((torch.randn(2, WIDTH, generator=g),)), setup=start)
+    check_against_eager(case, device, optimizer=make)
+
+
+BOTH = 2
+NUM_CALLS = 30
+CPU = torch.device("cpu")
+
+
+class TwoHeads(nn.Module):
+    """A trunk and two heads, of which a call uses one or both."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.trunk = nn.Linear(4, 8)
+        self.heads = nn.ModuleList([nn.Linear(8, 1), nn.Linear(8, 1)])
+
+    def forward(self, x: Tensor, which: int) -> Tensor:
+        hidden = self.trunk(x).tanh()
+        used = self.heads if which == BOTH else [self.heads[which]]
+        total: Tensor = sum(head(hidden) for head in used)
+        return total
+
+
+def case(kinds: Sequence[int], load_at: int | None = None) -> Case:
+    """Return one whose calls use these heads in turn; behind a call, a count is another one."""
+    indices = itertools.count()
+
+    def batch(generator: torch.Generator) -> Batch:
+        sizes = ((8, 4), (8, 1))
+        x, y = (torch.randn(size, generator=generator) for size in sizes)
+        return Batch((x, y, kinds[next(indices) % NUM_CALLS % len(kinds)]))
+
+    def loss_fn(model: nn.Module, x: Tensor, y: Tensor, which: int) -> Tensor:
+        return functional.mse_loss(model(x, which), y)
+
+    def start(model: nn.Module, optimizer: torch.optim.Optimizer) -> Callable[[], None]:
+        calls = itertools.count(1)
+
+        def after_call() -> None:
+            num_calls = next(calls)
+            optimizer.param_groups[0]["lr"] = 1e-2 / num_calls
+            if num_calls == load_at:
+                saved = copy.deepcopy(optimizer.state_dict())
+                saved["state"][5]["step"] = torch.tensor(3.0)
+                optimizer.load_state_dict(saved)
+
+        return after_call
+
+    return Case(TwoHeads, batch, loss_fn, start)
+
+
+@pytest.mark.parametrize("on_change", ["recapture", "eager"])
+@pytest.mark.parametrize(
+    "kinds", [(2, 2, 2, 2, 2, 0, 0, 1, 1), (2, 2, 2, 2, 2, 2, 2, 0), (0, 0, 1)], ids=str
+)
+def test_each_parameter_goes_on_with_its_own_count(kinds: Sequence[int], on_change: str) -> None:
+    got = run_as_eager(case(kinds), CPU, num_steps=NUM_CALLS, on_change=on_change)
+    # Counts part, and all graphs stay.
+    assert on_change == "eager" or got.report.num_calls["replay"] > NUM_CALLS // 3
+
+
+def test_replays_go_on_with_loaded_counts_that_differ() -> None:
+    check_against_eager(case((BOTH,), load_at=5), CPU, num_steps=NUM_CALLS)
