@@ -313,7 +313,7 @@ class Engine:
             # Where there are others, the ones that were not refused keep theirs.
             begins_anew = refused and not self.ranks.is_collective
             if begins_anew or not recording.num_eager:
-                recordings.remove(recording)
+                recordings.give_up(recording)
             if error is not first:
                 raise error from first
             raise

@@ -5,6 +5,7 @@ import sys
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
@@ -31,35 +32,31 @@ class Binding(enum.Enum):
     DECOUPLED_GRAD = "decoupled_grad"  # param.decoupled_grad, in any dtype
 
 
+@dataclass(slots=True, weakref_slot=True, eq=False)
 class _Entry:
-    """One parameter, its persistent view, and whether this iteration has written it."""
+    """One parameter, its persistent view, and whether this iteration has written it.
 
-    __slots__ = (
-        *("__weakref__", "address", "binding", "binds_at_once", "landed", "look", "name"),
-        *("num_holders", "param", "room", "sharding", "shows_look", "view"),
-    )
+    Attributes:
+        shows_look: The user sees a look at the view, and never the view itself.
+        num_holders: Of the look, if the user has not kept it.
+    """
 
-    def __init__(
-        self,
-        name: str,
-        param: nn.Parameter,
-        view: Tensor,
-        binding: Binding,
-        sharding: MainGrad | None = None,
-    ) -> None:
-        self.name = name
-        self.param = param
-        self.view = view
-        self.binding = binding
-        self.sharding = sharding
-        self.landed = False
-        self.binds_at_once = False
-        self.room: _WaitingRoom | None = None
-        # The user sees a look at the view, and never the view itself.
-        self.shows_look = type(view) is Tensor and binding is not Binding.DECOUPLED_GRAD
-        self.look: Tensor | None = None
-        self.address = view.data_ptr() if self.shows_look else 0
-        self.num_holders = 0  # of the look, if the user has not kept it
+    name: str
+    param: nn.Parameter
+    view: Tensor
+    binding: Binding
+    sharding: MainGrad | None = None
+    landed: bool = False
+    binds_at_once: bool = False
+    room: "_WaitingRoom | None" = None
+    look: Tensor | None = None
+    num_holders: int = 0
+    shows_look: bool = field(init=False)
+    address: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.shows_look = type(self.view) is Tensor and self.binding is not Binding.DECOUPLED_GRAD
+        self.address = self.view.data_ptr() if self.shows_look else 0
 
     @property
     def groups(self) -> RankGroups:

@@ -4,6 +4,7 @@ import itertools
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -84,6 +85,7 @@ class Results:
         return output, next(tensors, None)
 
 
+@dataclass(eq=False)
 class Recording:
     """One kind of batch: its static inputs, and its graph once there is one.
 
@@ -102,23 +104,21 @@ class Recording:
         kept: What the recorded iteration has left in Python; a replay writes into these tensors.
     """
 
-    results: Results
-
-    def __init__(self, inputs: StaticInputs, *, trains: bool = True) -> None:
-        self.inputs = inputs
-        self.trains = trains
-        self.num_eager = 0
-        self.num_verified = 0
-        self.num_replays = 0
-        self.num_audited = 0
-        self.num_hooks = 0
-        self.log: ConstantLog | None = None
-        self.graph: Graph | None = None
-        self.guards: Guards | None = None
-        self.constants: ConstantWatch | None = None
-        self.has_waited = False
-        self.landed: Landed = []
-        self.kept: list[Kept] = []
+    inputs: StaticInputs
+    trains: bool = True
+    num_eager: int = 0
+    num_verified: int = 0
+    num_replays: int = 0
+    num_audited: int = 0
+    num_hooks: int = 0
+    results: Results = field(init=False)
+    log: ConstantLog | None = None
+    graph: Graph | None = None
+    guards: Guards | None = None
+    constants: ConstantWatch | None = None
+    has_waited: bool = False
+    landed: Landed = field(default_factory=list)
+    kept: list[Kept] = field(default_factory=list)
 
     def wait_once(self) -> bool:
         """Begin warm-up anew, after other values than before; return False the second time.
@@ -157,31 +157,21 @@ class Recording:
         self.constants = None
 
 
-class Recordings:
-    """The recordings of a step, the least recently used of them first to go."""
+class Recordings(list[Recording]):
+    """The recordings of a step, the least recently used first, which is the first to go."""
 
     def __init__(
         self, max_graphs: int, device: torch.device, on_change: OnChange, *, trains: bool = True
     ) -> None:
+        super().__init__()
         self._max_graphs = max_graphs
         self._device = device
         self._on_change = on_change
         self._trains = trains
-        self._entries: list[Recording] = []  # oldest use first
-
-    def __iter__(self) -> Iterator[Recording]:
-        """Yield the recordings, least recently used first."""
-        return iter(self._entries)
-
-    def __contains__(self, entry: object) -> bool:
-        return entry in self._entries
-
-    def __len__(self) -> int:
-        return len(self._entries)
 
     @property
     def latest(self) -> Recording | None:
-        return self._entries[-1] if self._entries else None
+        return self[-1] if self else None
 
     @property
     def num_graphs(self) -> int:
@@ -194,11 +184,10 @@ class Recordings:
 
         A kind that is new gets one; it is kept only if a graph may follow.
         """
-        for entry in reversed(self._entries):
-            if entry.inputs.accept(args, kwargs, num_microbatches):
-                self._entries.remove(entry)
-                self._entries.append(entry)
-                return entry
+        for index in range(len(self) - 1, -1, -1):
+            if self[index].inputs.accept(args, kwargs, num_microbatches):
+                self.append(self.pop(index))
+                return self[-1]
         known = self.latest
         keeps = known is None or self._on_change is OnChange.RECAPTURE
         if known is not None:
@@ -210,26 +199,25 @@ class Recordings:
         inputs = StaticInputs(args, kwargs, device=self._device, num_microbatches=num_microbatches)
         entry = Recording(inputs, trains=self._trains)
         if keeps:
-            self._entries.append(entry)
+            self.append(entry)
             self._drop_oldest()
         return entry
 
     def _drop_oldest(self) -> None:
-        if len(self._entries) <= self._max_graphs:
+        if len(self) <= self._max_graphs:
             return
-        oldest = self._entries.pop(0)
-        oldest.close()
+        self.pop(0).close()
         _LOG.info(
             "the graph that was not used for longest is given up: there are more than "
             "max_graphs=%d kinds of batches",
             self._max_graphs,
         )
 
-    def remove(self, entry: Recording) -> None:
-        if entry in self._entries:
-            self._entries.remove(entry)
+    def give_up(self, entry: Recording) -> None:
+        if entry in self:
+            self.remove(entry)
         entry.close()
 
     def close(self) -> None:
-        while self._entries:
-            self._entries.pop().close()
+        while self:
+            self.pop().close()

@@ -1,30 +1,29 @@
 """The phases of a captured step: warm up, record once, replay."""
 
+import enum
 import logging
 import os
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from graphfsdp._capture.ahead_of_time import FirstStates
 from graphfsdp._capture.audit import Auditor
 from graphfsdp._capture.engine import Engine
 from graphfsdp._capture.guards.moves import put_back as put_kept_back
 from graphfsdp._capture.inputs import StaticInputs
-from graphfsdp._capture.phase import Phase
 from graphfsdp._capture.recording import Recording, Recordings
 from graphfsdp._capture.report.report import CaptureReport, MemoryNames
-from graphfsdp._capture.trace.backend import Effect, Graph, GraphFacts
+from graphfsdp._capture.trace.backend import Effect, GraphFacts
 from graphfsdp._capture.trace.program_facts import Role
 from graphfsdp._capture.trees import copied
 from graphfsdp._capture.undo.host_state import save_random_states
 from graphfsdp._capture.verify import Verifier
+from graphfsdp.base.capturable import Restartable
 from graphfsdp.base.changes import Change, ChangeKind, refuse
 from graphfsdp.base.sharded import put_back, sharded_roots
 from graphfsdp.base.streams import nvtx_range
@@ -32,6 +31,7 @@ from graphfsdp.config import CaptureOptions, OnChange, Scope
 from graphfsdp.errors import GuardError, PhaseError, VerificationError, split_remedy
 
 _LOG = logging.getLogger("graphfsdp")
+_Slots = dict[str, Any]  # what an optimizer keeps of a parameter
 # After such a change there are other gradients to keep.
 _REBUILT = (
     *(ChangeKind.GROUPS, ChangeKind.REQUIRES_GRAD, ChangeKind.STRUCTURE),
@@ -39,33 +39,15 @@ _REBUILT = (
 )
 
 
-@dataclass
-class Tally:
-    """What a step has done so far.
+class Phase(enum.Enum):
+    """What the next call of a captured step does."""
 
-    Attributes:
-        num_captures: Successful captures.
-        capture_ms: Milliseconds of the last one.
-        warmup_ms: Milliseconds of all warm-ups.
-        facts: What it turned out to be, also when its graph is gone.
-    """
-
-    num_calls: Counter[str] = field(default_factory=Counter)
-    num_captures: int = 0
-    capture_ms: float | None = None
-    warmup_ms: float = 0.0
-    facts: GraphFacts | None = None
-
-    def add(self, graph: Graph | None, took_ms: float) -> None:
-        """Count a capture, or a warm-up (no graph), that has succeeded."""
-        if graph is None:
-            self.num_calls["warmup"] += 1
-            self.warmup_ms += took_ms
-            return
-        self.facts, self.capture_ms = graph.facts, took_ms
-        self.num_captures += 1
-        self.num_calls["capture"] += 1
-        _LOG.info("captured %s nodes", graph.facts.num_nodes)
+    WARMUP = "warmup"  # runs eagerly; after enough of these, the next call captures
+    CAPTURE = "capture"  # is recording now
+    REPLAY = "replay"  # launches the graph
+    EAGER = "eager"  # scope "none": runs eagerly for ever
+    BROKEN = "broken"  # an iteration stopped while it updated weights; refuses
+    CLOSED = "closed"  # refuses
 
 
 class Runner:
@@ -98,8 +80,11 @@ class Runner:
         self._verifier = Verifier(engine, self._ranks)
         self._outdated = ""  # why the graphs are to be given up
         self._auditor = Auditor(engine, options.audit, collective=self._ranks.is_collective)
-        self._tally = Tally()
-        self._num_warm_ups = 0  # that have taken effect
+        self._num_calls: Counter[str] = Counter()  # by what they did
+        self._num_captures = self._num_warm_ups = 0  # that have taken effect
+        self._capture_ms: float | None = None  # that the last one took
+        self._warmup_ms = 0.0  # that all have taken
+        self._facts = GraphFacts(None, None)  # of the last graph, also when it is gone
         self._first_states: FirstStates | None = None  # until the first iteration has made them
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -151,7 +136,7 @@ class Runner:
             raise
         recording.num_verified += verifies
         recording.num_replays += 1
-        self._tally.num_calls["replay"] += 1
+        self._num_calls["replay"] += 1
         self._after_replay()
         return engine.unpack(recording.results, results)
 
@@ -193,7 +178,7 @@ class Runner:
                 with nvtx_range("eager"), self._as_written() as leaving:
                     results, form = engine.iterate(recording.inputs)
                     leaving += results
-                self._tally.num_calls["eager"] += 1
+                self._num_calls["eager"] += 1
         if states is not None:
             self._first_states = None
             if not states.adopt():
@@ -222,7 +207,7 @@ class Runner:
         with self._as_written() as leaving:
             form, results, difference = self._auditor.run(recording)
             leaving += results
-        self._tally.num_calls["audit"] += 1
+        self._num_calls["audit"] += 1
         output = self._engine.unpack(form, results)
         if difference and self._options.on_change is OnChange.RAISE:
             raise GuardError(difference)
@@ -258,7 +243,7 @@ class Runner:
             self._num_warm_ups = 0
             raise
         finally:
-            self._tally.num_calls.clear()
+            self._num_calls.clear()
         engine.grad_norm = None
         self._first_states = states if is_first_eager else None
 
@@ -311,7 +296,7 @@ class Runner:
 
     def report(self) -> CaptureReport:
         """Report on the graph that was used last."""
-        facts, num_calls = self._tally.facts or GraphFacts(None, None), dict(self._tally.num_calls)
+        facts, num_calls = self._facts, dict(self._num_calls)
         latest = self._recordings.latest
         if latest is not None and latest.graph is not None:
             facts = latest.graph.facts
@@ -322,12 +307,12 @@ class Runner:
             scope=self._options.scope.value,
             phase=self.phase.value,
             num_calls=num_calls,
-            num_captures=self._tally.num_captures,
+            num_captures=self._num_captures,
             num_nodes=facts.num_nodes,
             num_ops=facts.num_ops,
             op_counts=facts.op_counts,
-            capture_ms=self._tally.capture_ms,
-            warmup_ms=self._tally.warmup_ms,
+            capture_ms=self._capture_ms,
+            warmup_ms=self._warmup_ms,
             static_input_bytes=sum(entry.inputs.num_bytes for entry in self._recordings),
             gradient_bytes=self._engine.gradients.num_bytes,
             pool_bytes=facts.pool_bytes,
@@ -396,9 +381,15 @@ class Runner:
         finally:
             self.phase = Phase.REPLAY if self._recordings.num_graphs else Phase.WARMUP
             self._break(self._engine.torn)
-        self._num_warm_ups += recording.graph is None
         took_ms = (time.perf_counter() - started) * 1e3
-        self._tally.add(recording.graph, took_ms)
+        if recording.graph is None:
+            self._num_warm_ups += 1
+            self._warmup_ms += took_ms
+        else:
+            self._num_captures += 1
+            self._facts, self._capture_ms = recording.graph.facts, took_ms
+            _LOG.info("captured %s nodes", self._facts.num_nodes)
+        self._num_calls["warmup" if recording.graph is None else "capture"] += 1
         return results
 
     def _capture_follows(self, recording: Recording, num_more: int = 0) -> bool:
@@ -438,3 +429,65 @@ def _named_tensors(
         yield Role.STATE, name, state
     for name, tensor in () if inputs is None else inputs.named_tensors():
         yield Role.INPUT, name, tensor
+
+
+class FirstStates:
+    """Optimizer state that an ahead-of-time capture has made, and that the graph writes.
+
+    Note [State before the first step]: the graph has the addresses of state that optimizers made
+    on the example batch. An optimizer that knows how state begins (FusedAdam) gives it these
+    values. Of any other, only its own first step knows: so the first real iteration runs eagerly,
+    without state, as it would have, and what it has made is then moved to where the graph is.
+    """
+
+    def __init__(self, optimizers: tuple[torch.optim.Optimizer, ...]) -> None:
+        self._had = [(optimizer, set(optimizer.state)) for optimizer in optimizers]
+        self._made: list[tuple[torch.optim.Optimizer, dict[Tensor, _Slots]]] = []
+
+    def note(self) -> None:
+        """Note what was made since; it is about to be undone."""
+        for optimizer, had in self._had:
+            made = {param: state for param, state in optimizer.state.items() if param not in had}
+            if made:
+                self._made.append((optimizer, made))
+
+    def put_back(self) -> bool:
+        """Give optimizers their state where they know its values; tell whether others wait."""
+        waiting = []
+        for optimizer, made in self._made:
+            if isinstance(optimizer, Restartable):
+                optimizer.state.update(made)
+                optimizer.restart_states(made)
+            else:
+                waiting.append((optimizer, made))
+        self._made = waiting
+        return bool(waiting)
+
+    def adopt(self) -> bool:
+        """Move what the first eager iteration has made to where the graph writes.
+
+        False if it made other state than on the example batch: the graph is of no use then.
+        """
+        for optimizer, made in self._made:
+            new = {param: state for param, state in optimizer.state.items() if param in made}
+            if new.keys() != made.keys() or len(optimizer.state) != len(new):
+                return False
+            for param, state in new.items():
+                if not _move(state, made[param]):
+                    return False
+            optimizer.state.update(made)
+        return True
+
+
+def _move(state: _Slots, target: _Slots) -> bool:
+    if state.keys() != target.keys():
+        return False
+    for key, value in state.items():
+        old = target[key]
+        if not isinstance(value, Tensor) or not isinstance(old, Tensor):
+            target[key] = value
+        elif value.shape != old.shape or value.dtype != old.dtype:
+            return False
+        else:
+            old.copy_(value)
+    return True

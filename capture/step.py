@@ -4,18 +4,14 @@ import os
 import threading
 import weakref
 from collections.abc import Callable
-from types import TracebackType
 from typing import Any, NoReturn, Self
 
 import torch
 from torch import Tensor
 
 from graphfsdp._capture.engine import Engine
-from graphfsdp._capture.phase import Phase
 from graphfsdp._capture.report.report import CaptureReport
-from graphfsdp._capture.rules.watcher import is_watching_mode
-from graphfsdp._capture.runner import Runner
-from graphfsdp._capture.undo.copy_on_write import is_undo_mode
+from graphfsdp._capture.runner import Phase, Runner
 from graphfsdp._capture.undo.interrupts import DeferredInterrupts
 from graphfsdp.base.op_tensors import operator_modes
 from graphfsdp.base.torch_internals import all_groups, num_dispatch_modes
@@ -232,8 +228,8 @@ class CapturedStep:
             )
         inside = runner.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
         if num_dispatch_modes():
-            modes = operator_modes()
-            inside = inside or any(is_undo_mode(mode) or is_watching_mode(mode) for mode in modes)
+            # Those that look on are a warm-up's or a capture's.
+            inside = inside or any(mode.joins for mode in operator_modes())
         if inside:
             raise PhaseError(
                 "the captured step was called inside the iteration of another one, or while a CUDA "
@@ -252,12 +248,7 @@ class CapturedStep:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
 

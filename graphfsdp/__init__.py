@@ -3,8 +3,8 @@
 from typing import TYPE_CHECKING, Any
 
 from graphfsdp import newer_torch as newer_torch  # first: it warns
-from graphfsdp._capture.phase import Phase as Phase
 from graphfsdp._capture.report.report import CaptureReport as CaptureReport
+from graphfsdp._capture.runner import Phase as Phase
 from graphfsdp._capture.step import CapturedStep as CapturedStep
 from graphfsdp.api import capture as capture
 from graphfsdp.base.changes import ChangeKind as ChangeKind

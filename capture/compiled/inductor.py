@@ -17,7 +17,6 @@ from importlib.machinery import ExtensionFileLoader
 from importlib.util import module_from_spec, spec_from_loader
 from pathlib import Path
 from selectors import EVENT_READ, DefaultSelector
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -78,12 +77,7 @@ class Compiler:
     def __enter__(self) -> "Compiler":
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._end()
 
     def compile(self, graph: StretchGraph) -> Compiled:
@@ -197,7 +191,8 @@ def _cache_folder() -> Path:
 
 def _surroundings() -> str:
     """Return what decides beside a graph what is made of it, in one line."""
-    names = ("CXX", "ATEN_CPU_CAPABILITY", *filter(_is_setting, os.environ))
+    settings = [name for name in os.environ if name.startswith("TORCHINDUCTOR_")]
+    names = {"CXX", "ATEN_CPU_CAPABILITY", *settings} - {"TORCHINDUCTOR_CACHE_DIR"}
     processor = set()
     with suppress(OSError):  # Linux only
         for line in Path("/proc/cpuinfo").read_text().splitlines():
@@ -214,7 +209,3 @@ def _surroundings() -> str:
             "worker": hashlib.sha256(_WORKER.read_bytes()).hexdigest(),
         }
     )
-
-
-def _is_setting(name: str) -> bool:
-    return name.startswith("TORCHINDUCTOR_") and name != "TORCHINDUCTOR_CACHE_DIR"

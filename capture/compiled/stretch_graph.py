@@ -1,13 +1,12 @@
-"""A stretch of a recording as an FX graph."""
+"""A stretch of a recording as an FX graph, and how each view in it is derived from an input."""
 
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
-from graphfsdp._capture.compiled.views import derive, is_part, regions
 from graphfsdp._capture.trace.values import Geometry, Node, Value, geometry_of, span
 from graphfsdp.base.op_tensors import RUNNING_STATISTICS
 from graphfsdp.base.torch_internals import schema_of
@@ -16,6 +15,7 @@ _ATEN = torch.ops.aten
 
 # What made a storage: the first value of it and its node, by id of the storage's info.
 Bases = Mapping[int, tuple[Value, Node]]
+_Emit = Callable[..., Any]  # appends a call of an operator to a graph and returns its result
 
 
 class StretchGraph:
@@ -73,12 +73,12 @@ class StretchGraph:
                     outer.append(value)
                 elif id(self._bases[key][1]) not in here:
                     inner.setdefault(key, []).append(value)
-        found = list(regions(outer))
+        found = list(_regions(outer))
         for key, values in inner.items():
             base = self._bases[key][0]
-            parts = list(regions(values))
+            parts = list(_regions(values))
             # A part is an input of its own: equal layers look at other parts of what is stacked.
-            if all(is_part(whole, base) for whole, _ in parts):
+            if all(_is_part(whole, base) for whole, _ in parts):
                 found += parts
                 self.parts += [(whole, base) for whole, _ in parts]
             else:
@@ -95,7 +95,7 @@ class StretchGraph:
                 if id(value) in self._entries:
                     continue
                 try:
-                    view = derive(entry, whole.geometry, value.geometry, self._emit)
+                    view = _derive(entry, whole.geometry, value.geometry, self._emit)
                 except ValueError as error:
                     users = (node for node in nodes if any(v is value for v in node.values))
                     self.refused |= {id(node): str(error) for node in users}
@@ -125,7 +125,7 @@ class StretchGraph:
         looks = _hidden_looks(node)
         if looks:
             return [
-                derive(self._entries[id(base)], base.geometry, value.geometry, self._emit)
+                _derive(self._entries[id(base)], base.geometry, value.geometry, self._emit)
                 for value, base in looks
             ]
         if op is _ATEN._foreach_norm.Scalar:  # Inductor has no kernel of its own for it
@@ -159,7 +159,7 @@ class StretchGraph:
         if not isinstance(item, Value):
             return item
         entry = self._entries[id(item)]
-        makes_more = any(v is not None and _numel(v) > 1 for v in node.outputs)
+        makes_more = any(_numel(value) > 1 for value in node.made)
         if item.storage.external or _numel(item) > 1 or not makes_more:
             return entry
         # Note [Scalars]: a compiler computes a number where it is used, for each element anew
@@ -181,9 +181,8 @@ def _hidden_looks(node: Node) -> list[tuple[Value, Value]]:
     if any(result.alias_info is not None for result in schema_of(node.op).returns):
         return []
     operands = {id(value.storage): value for value in node.inputs}
-    results = [value for value in node.outputs if value is not None]
     looks = [
-        (value, operands[id(value.storage)]) for value in results if id(value.storage) in operands
+        (value, operands[id(value.storage)]) for value in node.made if id(value.storage) in operands
     ]
     return looks if len(looks) == len(node.outputs) else []
 
@@ -225,3 +224,123 @@ def _constants(nodes: Sequence[Node]) -> list[Tensor]:
     for node in nodes:
         search([*node.args, *node.kwargs.values()])
     return list(found.values())
+
+
+def _derive(base: Any, known: Geometry, wanted: Geometry, emit: _Emit) -> Any:
+    """Return the view ``wanted`` of the memory that ``base`` looks at as ``known``.
+
+    By slices and permutations where they do, which a compiler follows, else by as_strided.
+
+    Raises:
+        ValueError: ``base`` does not hold all of it.
+    """
+    offset, shape, stride, *_ = wanted
+    if known[:3] == (offset, shape, stride):
+        return base
+    first = offset - known[0]
+    if known[3:] != wanted[3:] or first < 0 or first + span(shape, stride) > span(*known[1:3]):
+        raise ValueError("a view reaches beyond the tensor that it is taken from")
+    num = span(shape, stride)
+    if not num:
+        return emit(_ATEN.new_empty.default, base, list(shape))
+    view = base
+    if _is_contiguous(known[1], known[2]):
+        view = emit(_ATEN.view.default, base, [-1])
+        if num != torch.Size(known[1]).numel():
+            view = emit(_ATEN.slice.Tensor, view, 0, first, first + num)
+    elif first:
+        raise ValueError("a view begins inside of a tensor with gaps")
+    # What is repeated is taken once, and repeated then.
+    cut = tuple(1 if step == 0 else size for size, step in zip(shape, stride, strict=True))
+    order = sorted(range(len(cut)), key=lambda dim: (-stride[dim], dim))
+    sorted_shape = [cut[dim] for dim in order]
+    is_dense = view is not base and _is_contiguous(sorted_shape, [stride[dim] for dim in order])
+    if not is_dense:
+        starts = _box(first, shape, stride, known)
+        if starts is not None:  # which may be written into, unlike a look by strides
+            for dim, (start, size) in enumerate(zip(starts, shape, strict=True)):
+                if size != known[1][dim]:
+                    base = emit(_ATEN.slice.Tensor, base, dim, start, start + size)
+            return base
+        # Without an offset, which would count from where the input's own memory begins.
+        return emit(_ATEN.as_strided.default, view, list(shape), list(stride))
+    view = emit(_ATEN.view.default, view, sorted_shape)
+    if order != sorted(order):
+        view = emit(_ATEN.permute.default, view, [order.index(dim) for dim in range(len(order))])
+    return view if cut == shape else emit(_ATEN.expand.default, view, list(shape))
+
+
+def _box(
+    first: int, shape: Sequence[int], stride: Sequence[int], known: Geometry
+) -> list[int] | None:
+    """Return where a view begins in each dimension of a tensor without gaps, if it is cut of it."""
+    if tuple(stride) != tuple(known[2]) or not _is_contiguous(known[1], known[2]):
+        return None
+    starts = []
+    for size, step, whole in zip(shape, stride, known[1], strict=True):
+        start, first = divmod(first, step) if whole > 1 else (0, first)
+        if start + size > whole:
+            return None
+        starts.append(start)
+    return None if first else starts
+
+
+def _is_contiguous(shape: Sequence[int], stride: Sequence[int]) -> bool:
+    expected = 1
+    for size, step in zip(reversed(shape), reversed(stride), strict=True):
+        if size != 1 and step != expected:
+            return False
+        expected *= size
+    return True
+
+
+def _regions(values: Iterable[Value]) -> Iterator[tuple[Value, list[Value]]]:
+    """Join values that overlap; yield a value that holds all of them, and which these are.
+
+    In the order of first use, so that what is compiled does not depend on addresses.
+    """
+    by_storage: dict[int, dict[int, Value]] = {}
+    first_use: dict[int, int] = {}
+    for value in values:
+        first_use.setdefault(id(value), len(first_use))
+        by_storage.setdefault(id(value.storage), {})[id(value)] = value
+    groups: list[list[Value]] = []
+    for found in by_storage.values():
+        end = -1
+        current: list[Value] = []
+        for value in sorted(found.values(), key=lambda each: each.geometry[0]):
+            offset, shape, stride, *_ = value.geometry
+            length = span(shape, stride)
+            if not length:
+                groups.append([value])
+                continue
+            if offset >= end:
+                current = []
+                groups.append(current)
+            current.append(value)
+            end = max(end, offset + length)
+    groups.sort(key=lambda group: min(first_use[id(value)] for value in group))
+    for group in groups:
+        yield _whole(group), group
+
+
+def _whole(group: Sequence[Value]) -> Value:
+    if len(group) == 1:
+        return group[0]
+    first = min(value.geometry[0] for value in group)
+    stop = max(_end(value.geometry) for value in group)
+    for value in group:
+        offset, shape, stride, *_ = value.geometry
+        is_all = offset == first and span(shape, stride) == stop - first
+        if is_all and _is_contiguous(shape, stride):
+            return value
+    geometry = (first, (stop - first,), (1,), group[0].geometry[3], False, False)
+    return Value(group[0].storage, geometry, None)
+
+
+def _is_part(value: Value, whole: Value) -> bool:
+    """Tell whether a value without gaps takes less than half of another one's memory."""
+    _, shape, stride, dtype, *_ = value.geometry
+    length = span(shape, stride)
+    fits = dtype == whole.geometry[3] and _is_contiguous(shape, stride)
+    return fits and 0 < 2 * length <= span(*whole.geometry[1:3])

@@ -14,23 +14,21 @@ import torch
 from torch import Tensor
 
 from graphfsdp._capture.compiled.bounds import beyond, chunks, largest
-from graphfsdp._capture.compiled.cutting import Stretch, optimizer_kernels
 from graphfsdp._capture.compiled.inductor import Compiled, Compiler, RefusedError
-from graphfsdp._capture.compiled.pieces import Piece, find_pieces
+from graphfsdp._capture.compiled.pieces import Piece, find_pieces, optimizer_kernels
 from graphfsdp._capture.compiled.stretch_graph import in_one_line
 from graphfsdp._capture.cpu.memory import Arena
 from graphfsdp._capture.cpu.program import Commit, Program, ProgramBuilder, Replay
-from graphfsdp._capture.trace.elision import places
 from graphfsdp._capture.trace.values import (
     Node,
     StorageInfo,
     as_bytes,
     contents_digest,
+    places,
     span,
-    values_among,
 )
 from graphfsdp._capture.undo.interrupts import deliver_waiting
-from graphfsdp.base.op_tensors import OpCall, is_empty
+from graphfsdp.base.op_tensors import is_empty
 from graphfsdp.base.torch_internals import below_autograd, without_autocast
 from graphfsdp.config import Compile
 
@@ -39,14 +37,25 @@ _NUM_PAIRS = 7
 _LARGEST_SHARE = 0.98  # of today's time; a smaller gain may be noise, and a loss then
 
 
-@dataclass(frozen=True)
-class Recorded:
-    """A program that is to be compiled, and what its builders need.
+@dataclass
+class Compilation:
+    """Compiles what can be of a program.
+
+    Note [Trial]: today's program runs once from the present state. Then the same runs as pieces,
+    each of them twice from the same memory: compiled, and as the recorded operators, with which
+    the trial goes on. A piece whose numbers are beyond the bound, or that fails, runs as today, and
+    all of them do if the recorded operators, cut up, do not end bit for bit where today's program
+    does. Then everything is put back. All ranks make as many trials, whatever they can compile.
+    The kernel of an optimizer at the end is never compiled and not tried: so weights and optimizer
+    state need no copy, which would be most of what the trial takes.
 
     Attributes:
-        commit_node: See CommitPoint.
+        commit_node: See ReplayUndo.
         step_node: From which on optimizers step and nothing is differentiated, behind the commit.
         generators: What the program may draw from.
+        replay: With compiled pieces; None if there are none.
+        lines: What was compiled and what was not, in words.
+        bound: See bounds.py; 0 if there are no pieces.
     """
 
     program: Program
@@ -57,52 +66,23 @@ class Recorded:
     step_node: int | None
     generators: Sequence[torch.Generator]
     how: Compile
+    replay: Replay | None = None
+    lines: tuple[str, ...] = ()
+    bound: float = 0.0
 
-
-@dataclass(frozen=True)
-class CompiledProgram:
-    """What became of a program.
-
-    Attributes:
-        replay: With compiled pieces; None if there are none.
-        lines: What was compiled and what was not, in words.
-        bound: See bounds.py; 0 if there are no pieces.
-    """
-
-    replay: Replay | None
-    lines: tuple[str, ...]
-    bound: float
-
-
-def compile_program(recorded: Recorded) -> CompiledProgram:
-    """Compile what can be.
-
-    Note [Trial]: today's program runs once from the present state. Then the same runs as pieces,
-    each of them twice from the same memory: compiled, and as the recorded operators, with which
-    the trial goes on. A piece whose numbers are beyond the bound, or that fails, runs as today, and
-    all of them do if the recorded operators, cut up, do not end bit for bit where today's program
-    does. Then everything is put back. All ranks make as many trials, whatever they can compile.
-    The kernel of an optimizer at the end is never compiled and not tried: so weights and optimizer
-    state need no copy, which would be most of what the trial takes.
-    """
-    return _Compiling(recorded).run()
-
-
-class _Compiling:
-    def __init__(self, recorded: Recorded) -> None:
-        self._recorded = recorded
-        self._program = recorded.program
-        self._tried = self._program.nodes[: -optimizer_kernels(self._program.nodes) or None]
-        self._functions: dict[int, Compiled] = {}  # by index of the item
+    def __post_init__(self) -> None:
+        nodes = self.program.nodes
+        self._tried = nodes[: -optimizer_kernels(nodes) or None]
+        self._functions: dict[int, Compiled] = {}  # by index of the piece
         self._failures: dict[int, str] = {}
-        self._items: list[Stretch | Piece] = []
+        self._pieces: list[Piece] = []
 
-    def run(self) -> CompiledProgram:
+    def run(self) -> None:
         started = time.perf_counter()
         self._compile_all()
-        self._recorded.arena.give_back_pages()
-        written = [*self._written(), *self._program.escaped]
-        with _undone(written, self._recorded.generators) as restore:
+        self.arena.give_back_pages()
+        written = [*self._written(), *self.program.escaped]
+        with _undone(written, self.generators) as restore:
             self._try(written, restore)
             compiled_s = time.perf_counter() - started
             slower = self._drop_slower(restore)
@@ -113,27 +93,27 @@ class _Compiling:
                 len(self._failures),
                 next(iter(self._failures.values())),
             )
-        kept = [item for index, item in enumerate(self._items) if index in self._functions]
-        bound = max((item.bound for item in kept if isinstance(item, Piece)), default=0.0)
-        replay = self._build() if kept else None
-        return CompiledProgram(replay, self._facts(compiled_s, slower), bound)
+        if self._functions:
+            self.bound = max(self._pieces[index].bound for index in self._functions)
+            self.replay = self._build()
+        self.lines = self._facts(compiled_s, slower)
 
     def _compile_all(self) -> None:
-        program = self._program
+        program = self.program
         roots = [*program.outputs, *program.escapes]
         refused: dict[int, str] = {}
         made: dict[str, Compiled | str] = {}  # or why not; equal layers are one function
         with Compiler(deliver_waiting) as compiler:
             num_refused = -1
             while num_refused < len(refused):
-                borders = {self._recorded.commit_node, self._recorded.step_node}
-                self._items = find_pieces(program.nodes, borders, roots, refused)
+                borders = {self.commit_node, self.step_node}
+                self._pieces = find_pieces(program.nodes, borders, roots, refused)
                 num_refused = len(refused)
-                pieces = [item for item in self._items if isinstance(item, Piece)]
+                pieces = [piece for piece in self._pieces if not piece.reason]
                 for number, piece in enumerate(pieces, 1):
                     if piece.graph.text in made:
                         continue
-                    num_nodes = len(piece.stretch.nodes)
+                    num_nodes = len(piece.nodes)
                     _LOG.info(
                         "compiling piece %d of %d: %d operators", number, len(pieces), num_nodes
                     )
@@ -144,20 +124,18 @@ class _Compiling:
                         refused |= {id(nodes[at]): why for at, why in error.why.items()}
                     except Exception as error:  # whatever it is, it runs as today
                         made[piece.graph.text] = in_one_line(error)
-        for index, item in enumerate(self._items):
-            if isinstance(item, Piece):
-                function = made[item.graph.text]
-                if isinstance(function, str):
-                    self._failures[index] = function
-                else:
-                    self._functions[index] = function
+        for index, piece in enumerate(self._pieces):
+            function = "" if piece.reason else made[piece.graph.text]
+            if not isinstance(function, str):
+                self._functions[index] = function
+            elif not piece.reason:
+                self._failures[index] = function
 
     def _written(self) -> list[Tensor]:
         """Return all external memory that the trial writes, as bytes."""
         ends: dict[int, tuple[StorageInfo, int, int]] = {}
         for node in self._tried:
-            written = OpCall(node.op, node.args, node.kwargs).written_arguments()
-            for value in values_among(written):
+            for value in node.written:
                 info, (begin, end) = value.storage, places(value)
                 if info.external:
                     _, first, last = ends.get(id(info), (info, begin, end))
@@ -169,16 +147,14 @@ class _Compiling:
         as_today = self._builder(self._tried).build(_nothing, None)
         expected = list(map(contents_digest, [*_run(as_today), *written]))
         restore()
-        self._recorded.arena.give_back_pages()  # pieces allocate what they make
+        self.arena.give_back_pages()  # pieces allocate what they make
         trials: dict[int, Compiled] = {}
         for index, function in self._functions.items():
-            piece = self._items[index]
-            assert isinstance(piece, Piece)
+            piece = self._pieces[index]
             trials[index] = _Trial(
                 piece,
                 function,
-                differentiates=self._recorded.step_node is None
-                or piece.stretch.start < self._recorded.step_node,
+                differentiates=self.step_node is None or piece.start < self.step_node,
                 fail=partial(self._failures.setdefault, index),
             )
         if list(map(contents_digest, [*_run(self._build(trials)), *written])) != expected:
@@ -190,7 +166,7 @@ class _Compiling:
 
     def _drop_slower(self, restore: Callable[[], None]) -> int:
         """Drop the pieces that today's program runs faster; return how many these are."""
-        if self._recorded.how is not Compile.AUTO:
+        if self.how is not Compile.AUTO:
             return 0
         before = len(self._functions)
         runs, places = self._race(restore)
@@ -218,10 +194,9 @@ class _Compiling:
         starts: dict[int, int] = {}
         marks: set[int] = set()
         for index in self._functions:
-            piece = self._items[index]
-            assert isinstance(piece, Piece)
-            starts[index] = piece.stretch.start
-            marks |= {piece.stretch.start, piece.stretch.stop}
+            piece = self._pieces[index]
+            starts[index] = piece.start
+            marks |= {piece.start, piece.stop}
         # The one that was built has no clock in it.
         builder = self._builder(self._tried)
         replays = [builder.build(_nothing, None, clock, marks), self._build(clock=clock)]
@@ -232,7 +207,7 @@ class _Compiling:
             if which != last:
                 # What both make would be more memory than training takes. The pages come back in
                 # a run that does not count.
-                self._recorded.arena.give_back_pages()
+                self.arena.give_back_pages()
                 _run(replays[which])
                 restore()
                 last = which
@@ -255,40 +230,36 @@ class _Compiling:
         commit_node = None
         marks: set[int] = set()
         needed = self._needed_by_recorded(found)
-        for index, item in enumerate(self._items):
-            stretch = item.stretch if isinstance(item, Piece) else item
-            if stretch.start == self._recorded.commit_node:
+        for index, piece in enumerate(self._pieces):
+            if piece.start == self.commit_node:
                 commit_node = len(nodes)
-            if stretch.start >= len(self._tried) and not final:
+            if piece.start >= len(self._tried) and not final:
                 break
             if index not in found:
-                nodes += [*stretch.ahead, *stretch.nodes]
+                nodes += [*piece.ahead, *piece.nodes]
                 continue
-            assert isinstance(item, Piece)
             marks.add(len(nodes))
-            views = [view for view in item.views if id(view.outputs[0]) in needed]
-            nodes += [*stretch.ahead, *item.parts, item.node(found[index]), *views]
+            views = [view for view in piece.views if id(view.outputs[0]) in needed]
+            nodes += [*piece.ahead, *piece.parts, piece.node(found[index]), *views]
             marks.add(len(nodes))
-        commit = self._recorded.commit if final else _nothing
+        commit = self.commit if final else _nothing
         return self._builder(nodes).build(commit, commit_node, clock, marks)
 
     def _needed_by_recorded(self, found: dict[int, Compiled]) -> set[int]:
         """Return the values that the caller and recorded operators take, by their ids."""
-        values = [*self._program.outputs, *self._program.escapes]
-        for index, item in enumerate(self._items):
-            stretch = item.stretch if isinstance(item, Piece) else item
-            recorded = stretch.ahead if index in found else (*stretch.ahead, *stretch.nodes)
+        values = [*self.program.outputs, *self.program.escapes]
+        for index, piece in enumerate(self._pieces):
+            recorded = piece.ahead if index in found else (*piece.ahead, *piece.nodes)
             values += [value for node in recorded for value in node.inputs]
         return {id(value) for value in values}
 
     def _builder(self, nodes: Sequence[Node]) -> ProgramBuilder:
-        program = replace(self._program, nodes=nodes)
-        return ProgramBuilder(program, self._recorded.scratch, self._recorded.arena)
+        program = replace(self.program, nodes=nodes)
+        return ProgramBuilder(program, self.scratch, self.arena)
 
     def _facts(self, compiled_s: float, num_slower: int) -> tuple[str, ...]:
-        stretches = [i.stretch if isinstance(i, Piece) else i for i in self._items]
-        num_nodes = sum(len(stretch.nodes) for stretch in stretches)
-        num_compiled = sum(len(stretches[index].nodes) for index in self._functions)
+        num_nodes = sum(len(piece.nodes) for piece in self._pieces)
+        num_compiled = sum(len(self._pieces[index].nodes) for index in self._functions)
         lines = [
             f"{num_compiled} of {num_nodes} nodes in {len(self._functions)} pieces, made in "
             f"{compiled_s:.1f} s"
@@ -296,10 +267,10 @@ class _Compiling:
         if num_slower:
             lines.append(f"as today: {num_slower} pieces, which are no faster compiled")
         reasons = Counter(f"as today: {why}" for why in self._failures.values())
-        for stretch in stretches:
-            reasons.update(f"as today: {node.op} {_why_ahead(node)}" for node in stretch.ahead)
-            if stretch.reason:
-                reasons[f"as today: {stretch.nodes[0].op} {stretch.reason}"] += 1
+        for piece in self._pieces:
+            reasons.update(f"as today: {node.op} {_why_ahead(node)}" for node in piece.ahead)
+            if piece.reason:
+                reasons[f"as today: {piece.nodes[0].op} {piece.reason}"] += 1
         lines += [f"{why} ({count} times)" if count > 1 else why for why, count in reasons.items()]
         return tuple(lines)
 
@@ -322,14 +293,9 @@ class _Trial:
         self._as_recorded = piece.graph.run
         self._fail = fail
         self._differentiates = differentiates
-        written = {
-            id(value.storage)
-            for node in piece.stretch.nodes
-            for value in values_among(OpCall(node.op, node.args, node.kwargs).written_arguments())
-        }
-        inputs = enumerate(piece.graph.inputs)
+        written = {id(value.storage) for node in piece.nodes for value in node.written}
+        inputs = [*enumerate(piece.graph.inputs)]
         self._written = [index for index, value in inputs if id(value.storage) in written]
-        inputs = enumerate(piece.graph.inputs)
         self._outlive = [index for index, value in inputs if value.storage.external]
         self._bound = piece.bound
         self._forms = [value.geometry for value in piece.results]

@@ -4,13 +4,15 @@ import gc
 import time
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from contextlib import AbstractContextManager, nullcontext, suppress
+from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
-from graphfsdp._capture.cpu.compiling import Recorded, compile_program
+from graphfsdp._capture.cpu.compiling import Compilation
 from graphfsdp._capture.cpu.memory import Arena, give_back_freed_pages
 from graphfsdp._capture.cpu.program import ProgramBuilder, Replay, finished
 from graphfsdp._capture.cpu.recorder import Recorder
@@ -18,15 +20,23 @@ from graphfsdp._capture.trace.backend import Check, Effect, Graph, GraphFacts, I
 from graphfsdp._capture.trace.source import OpPhase, Site
 from graphfsdp._capture.trace.values import (
     Node,
+    StorageTable,
     Value,
+    as_bytes,
     materialise,
     refuse_dropped_tensors,
-    values_among,
+    span,
+    storage_of,
 )
-from graphfsdp._capture.undo.copy_on_write import CopyOnWrite
 from graphfsdp.base.collector import YOUNG, without_collector
-from graphfsdp.base.op_tensors import OpCall, storage_key
-from graphfsdp.base.torch_internals import below_autograd, foreach_copy_, key_of, without_autocast
+from graphfsdp.base.op_tensors import OpCall, OperatorMode, storage_key
+from graphfsdp.base.torch_internals import (
+    below_autograd,
+    foreach_copy_,
+    key_of,
+    storage_behind,
+    without_autocast,
+)
 from graphfsdp.config import Compile
 from graphfsdp.errors import CaptureError
 
@@ -35,13 +45,67 @@ _RELEASE_S = 0.1
 _MAX_KEPT_BYTES = 1 << 20
 _MIN_KEPT = 8
 _NODES_PER_KEPT = 8  # a copy costs less than a tenth of what eight operators do
-# Namespaces whose operators draw from a generator only where their tags say so.
-_QUIET = ("aten", "prims", "graphfsdp", "_c10d_functional")
 
 
-@dataclass(frozen=True)
-class CommitPoint:
-    """Where a replay can no longer be undone.
+class CopyOnWrite(OperatorMode):
+    """Old contents of everything that an iteration has written outside itself.
+
+    A warm-up and a recording on a CPU run for real, so a failed one must be taken back; a copy is
+    made only of what is written, just before, and not of ``scratch``, which nobody has seen. So
+    this sees every operator before it runs; the modes of a recording lie inside of it. Storages are
+    held weakly: whoever holds the memory of an iteration changes what autograd does with it.
+    """
+
+    joins = True
+
+    def __init__(self, scratch: Iterable[Tensor] = ()) -> None:
+        super().__init__()
+        self._free = set(map(storage_key, scratch))  # storages that need no copy
+        self._made = StorageTable()  # by the iteration
+        self._saved: list[tuple[StorageWeakRef, int, Tensor]] = []  # storage, first byte, contents
+        # By identity of the storage: first byte, byte after the last.
+        self._ranges: dict[int, set[tuple[int, int]]] = {}
+        self._generators: dict[int, tuple[torch.Generator, Tensor]] = {}
+
+    def watching(self) -> AbstractContextManager[object]:
+        """Copy what operators in the body are about to write, if it existed before."""
+        return self
+
+    def on_op(self, call: OpCall) -> Any:
+        for tensor in call.may_write():
+            if not self._made.has(tensor) and storage_key(tensor) not in self._free:
+                with suppress(CaptureError):  # a sparse tensor: a recording will refuse it
+                    self._save(tensor)
+        for generator in _drawn_from(call):
+            if id(generator) not in self._generators:
+                self._generators[id(generator)] = (generator, generator.get_state())
+        result = call.run()
+        for tensor, _ in call.made(result):
+            self._made.known(tensor, call.name, external=False, varies=False)
+        return result
+
+    def _save(self, tensor: Tensor) -> None:
+        storage = storage_of(tensor, "save")
+        start, end = _byte_range(tensor)
+        ranges = self._ranges.setdefault(key_of(storage), set())
+        if any(first <= start and end <= last for first, last in ranges):
+            return
+        reference = StorageWeakRef(storage)  # keeps the identity from being used again
+        self._saved.append((reference, start, as_bytes(storage)[start:end].clone()))
+        ranges.add((start, end))  # only when all of it is safe
+
+    def roll_back(self) -> None:
+        # Newest first: where ranges overlap, the copy that was made first is the oldest contents.
+        for reference, first, old in reversed(self._saved):
+            storage = storage_behind(reference)
+            if storage is not None:
+                as_bytes(storage)[first : first + old.numel()].copy_(old)
+        for generator, state in self._generators.values():
+            generator.set_state(state)
+
+
+class ReplayUndo:
+    """What a replay writes before its commit point, as it was.
 
     Note [Undo of a replay]: copies of everything that an iteration writes would cost a replay as
     much time and memory as the optimizer itself. But weights and optimizer state are written at
@@ -51,55 +115,45 @@ class CommitPoint:
 
     Attributes:
         node: Index of the first node that writes what is not kept; None if no node does.
+        kept: What is written before.
     """
 
-    node: int | None
-    kept: list[Value]
-    generators: list[torch.Generator]
-
-
-def find_commit_point(nodes: Sequence[Node], scratch: Sequence[Tensor]) -> CommitPoint:
-    """Find the first write that cannot be put back; nobody needs old contents of ``scratch``."""
-    max_kept = max(_MIN_KEPT, len(nodes) // _NODES_PER_KEPT)
-    free = {key_of(tensor.untyped_storage()) for tensor in scratch}
-    kept: dict[int, Value] = {}
-    generators: dict[int, torch.Generator] = {}
-    num_bytes = 0
-    for index, node in enumerate(nodes):
-        if not node.effects:
-            continue
-        found: dict[int, Value] = {}
-        call = OpCall(node.op, node.args, node.kwargs)
-        for value in values_among(call.written_arguments()):
-            info = value.storage
-            if info.external and id(value) not in kept and key_of(info.get()) not in free:
-                found[id(value)] = value
-        num_bytes += sum(map(_num_bytes, found.values()))
-        if found and (num_bytes > _MAX_KEPT_BYTES or len(kept) + len(found) > max_kept):
-            # None of what it writes is kept: a part of it could not undo it.
-            return CommitPoint(index, list(kept.values()), list(generators.values()))
-        kept.update(found)
-        generators |= {id(each): each for each in _generators(node)}
-    return CommitPoint(None, list(kept.values()), list(generators.values()))
-
-
-class ReplayUndo:
-    """What a replay writes before its commit point, as it was (see Note [Undo of a replay])."""
-
-    effect: Effect
-
-    def __init__(self, kept: Sequence[Tensor], generators: Sequence[torch.Generator]) -> None:
-        self._kept = list(kept)
-        self._copies = [torch.empty_like(tensor) for tensor in kept]
-        self._generators = list(generators)
-        self._states: list[Tensor] = []
+    def __init__(self, nodes: Sequence[Node], scratch: Sequence[Tensor]) -> None:
+        """Find the first write that cannot be put back; nobody needs ``scratch`` as it was."""
+        self.node: int | None = None
         self.effect = Effect.NONE
+        max_kept = max(_MIN_KEPT, len(nodes) // _NODES_PER_KEPT)
+        free = {key_of(tensor.untyped_storage()) for tensor in scratch}
+        kept: dict[int, Value] = {}
+        generators: dict[int, torch.Generator] = {}
+        num_bytes = 0
+        for index, node in enumerate(nodes):
+            if not node.effects:
+                continue
+            found = {
+                id(value): value
+                for value in node.written
+                if value.storage.external
+                and id(value) not in kept
+                and key_of(value.storage.get()) not in free
+            }
+            num_bytes += sum(map(_num_bytes, found.values()))
+            if found and (num_bytes > _MAX_KEPT_BYTES or len(kept) + len(found) > max_kept):
+                # None of what it writes is kept: a part of it could not undo it.
+                self.node = index
+                break
+            kept.update(found)
+            generators |= {id(each): each for each in _drawn_from(node.call)}
+        self.kept = [materialise(value, value.storage.get()) for value in kept.values()]
+        self._copies = [torch.empty_like(tensor) for tensor in self.kept]
+        self._generators = list(generators.values())
+        self._states: list[Tensor] = []
 
     def begin(self) -> None:
         self.effect = Effect.NONE
-        if self._kept:
+        if self.kept:
             with torch.no_grad():
-                foreach_copy_(self._copies, self._kept)
+                foreach_copy_(self._copies, self.kept)
         self._states = list(map(torch.Generator.get_state, self._generators))
 
     def commit(self) -> None:
@@ -109,8 +163,8 @@ class ReplayUndo:
     def roll_back(self) -> None:
         if self.effect is not Effect.NONE:
             return
-        if self._kept:
-            foreach_copy_(self._kept, self._copies)
+        if self.kept:
+            foreach_copy_(self.kept, self._copies)
         for generator, state in zip(self._generators, self._states, strict=True):
             generator.set_state(state)
 
@@ -118,7 +172,7 @@ class ReplayUndo:
 class CpuGraph:
     """A program and its undo.
 
-    Note [Compiled]: with ``recorded`` the program can be compiled, once the capture stands.
+    Note [Compiled]: with a ``compilation`` it can be compiled, once the capture stands.
     """
 
     def __init__(
@@ -126,11 +180,11 @@ class CpuGraph:
         replay: Replay,
         undo: ReplayUndo,
         facts: GraphFacts,
-        recorded: Recorded | None = None,
+        compilation: Compilation | None = None,
     ) -> None:
         self._replay: Replay | None = replay
         self._undo = undo
-        self._recorded = recorded
+        self._compilation = compilation
         self.facts = facts
 
     @property
@@ -139,9 +193,11 @@ class CpuGraph:
 
     def replay(self) -> list[Tensor]:
         """Run the program below autograd and autocast, which did their part in the recording."""
+        assert self._replay is not None  # it is open
         self._undo.begin()
         try:
-            results = self._run(self._replay)
+            with below_autograd(), without_autocast():
+                results = list(self._replay())
         except BaseException:  # an operator's error, no memory, or somebody's signal handler
             self._undo.roll_back()
             raise
@@ -149,25 +205,19 @@ class CpuGraph:
         return results
 
     def compile(self) -> None:
-        recorded, self._recorded = self._recorded, None
-        if recorded is None or self._replay is None:
+        compilation, self._compilation = self._compilation, None
+        if compilation is None or self._replay is None:
             return
         self.facts = replace(self.facts, compiled=("as today: the compilation did not end",))
-        made = compile_program(recorded)
+        compilation.run()
         give_back_freed_pages()  # of the trial
-        self._replay = made.replay or self._replay
-        self.facts = replace(self.facts, compiled=made.lines, bound=made.bound)
-
-    def _run(self, replay: Replay | None) -> list[Tensor]:
-        if replay is None:
-            raise CaptureError("the graph is closed")
-        with below_autograd(), without_autocast():
-            return list(replay())
+        self._replay = compilation.replay or self._replay
+        self.facts = replace(self.facts, compiled=compilation.lines, bound=compilation.bound)
 
     def close(self) -> None:
         if self._replay is not None and self.facts.describe is not None:
             self.facts.describe()  # while what its nodes name is there; afterwards they are let go
-        self._replay = self._recorded = None
+        self._replay = self._compilation = None
         self._undo = ReplayUndo([], [])
 
 
@@ -226,10 +276,8 @@ class CpuGraphBackend:
         with torch._C._DisableTorchDispatch():
             builder = ProgramBuilder(recording, scratch, self.arena, lands_early=self._lands_early)
             recorder.forget_tensors()  # before the program is compiled, which takes as much again
-            point = find_commit_point(builder.nodes, scratch)
-            kept = [materialise(value, value.storage.get()) for value in point.kept]
-            undone = ReplayUndo(kept, point.generators)
-            replay = builder.build(undone.commit, point.node)
+            undone = ReplayUndo(builder.nodes, scratch)
+            replay = builder.build(undone.commit, undone.node)
             describe = builder.description(recorder.sites.sites())
         check(recorder.has_touched)
         counts = Counter(str(node.op) for node in builder.nodes)
@@ -239,22 +287,21 @@ class CpuGraphBackend:
             op_counts=dict(counts),
             num_escapes=len(recording.escapes),
             pool_bytes=self.arena.num_bytes,
-            num_calls=builder.num_calls,
             describe=describe,
         )
-        recorded = None
+        compilation = None
         if self._compile is not Compile.OFF:
-            recorded = Recorded(
+            compilation = Compilation(
                 recording,
                 scratch,
                 self.arena,
                 undone.commit,
-                point.node,
-                _first_step(builder.nodes, recorder.sites.sites(), point.node),
-                list({id(g): g for node in recording.nodes for g in _generators(node)}.values()),
+                undone.node,
+                _first_step(builder.nodes, recorder.sites.sites(), undone.node),
+                list(dict.fromkeys(g for node in recording.nodes for g in _drawn_from(node.call))),
                 self._compile,
             )
-        return CpuGraph(replay, undone, facts, recorded), results
+        return CpuGraph(replay, undone, facts, compilation), results
 
 
 def _run(recorder: Recorder, iterate: Iterate) -> tuple[list[Tensor], list[Value]]:
@@ -305,12 +352,11 @@ def _first_step(
     return next(behind, None)
 
 
-def _generators(node: Node) -> list[torch.Generator]:
-    """Return the generators that a node may draw from."""
-    call = OpCall(node.op, node.args, node.kwargs)
-    if not call.is_random and node.op.namespace in _QUIET:
+def _drawn_from(call: OpCall) -> list[torch.Generator]:
+    """Return the generators that a call may draw from."""
+    if call.is_trusted and not call.is_random:
         return []
-    items = (*node.args, *node.kwargs.values())
+    items = (*call.args, *call.kwargs.values())
     given = [item for item in items if isinstance(item, torch.Generator)]
     return given or [torch.default_generator]
 
@@ -318,3 +364,11 @@ def _generators(node: Node) -> list[torch.Generator]:
 def _num_bytes(value: Value) -> int:
     _, shape, _, dtype, *_ = value.geometry
     return torch.Size(shape).numel() * dtype.itemsize
+
+
+def _byte_range(tensor: Tensor) -> tuple[int, int]:
+    """Return the first byte of its storage that a tensor looks at, and the one behind its last."""
+    if tensor.numel() == 0:
+        return (0, 0)
+    start = int(tensor.storage_offset()) * tensor.element_size()
+    return (start, start + span(tensor.shape, tensor.stride()) * tensor.element_size())

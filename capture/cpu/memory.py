@@ -1,7 +1,7 @@
 """Where every storage of a program lies: one plan for all, made when the program is built."""
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 
 import torch
@@ -9,17 +9,21 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from graphfsdp._capture.cpu.calls import can_write_into
-from graphfsdp._capture.trace.elision import elided_copies, is_plain
 from graphfsdp._capture.trace.values import (
     Node,
     Value,
+    before,
+    is_plain,
+    is_whole,
     materialise,
+    places,
     span_bytes,
+    touches_of,
 )
 from graphfsdp.base.host_memory import advise_huge_pages
 from graphfsdp.base.memory_plan import ALIGNMENT_BYTES, Lifetime, MemoryPlan, plan_memory
 from graphfsdp.base.op_tensors import is_empty
-from graphfsdp.base.torch_internals import storage_behind
+from graphfsdp.base.torch_internals import key_of, storage_behind
 
 _Place = tuple[torch.UntypedStorage, int]  # a storage, and the first byte in it
 
@@ -114,13 +118,13 @@ class ProgramMemory:
         self._tensors: dict[int, Tensor] = {}  # by id of the Value
         self._makers: dict[int, Node] = {}  # of storages of the iteration, likewise
         for node in nodes:
-            for value in node.outputs:
-                if value is not None and not value.storage.external:
+            for value in node.made:
+                if not value.storage.external:
                     self._makers.setdefault(id(value.storage), node)
         touched = (value.storage for node in nodes for value in node.values)
         self._external = {id(info): info for info in touched if info.external}.values()
         lives = self._lifetimes(nodes, self._planned(nodes))
-        elided = elided_copies(nodes, lives, scratch, ALIGNMENT_BYTES)
+        elided = _elided_copies(nodes, lives, scratch)
         self.landed = landed.keys() & (lives.keys() - elided.keys())
         self._lives = {
             key: life for key, life in lives.items() if key not in elided and key not in self.landed
@@ -134,7 +138,6 @@ class ProgramMemory:
         self.pool.set_(storage, 0, (self.plan.num_bytes,), (1,))
         places = {key: (storage, offset) for key, offset in self.offsets().items()}
         self._places |= places | self._elided | {key: landed[key] for key in self.landed}
-        self._idle = {id(node) for node in nodes if self._is_idle(node)}
 
     def is_fixed(self, value: Value) -> bool:
         """Tell whether a value lies at one address for ever, so that its tensor is a constant."""
@@ -150,17 +153,12 @@ class ProgramMemory:
     def writes_into_place(self, node: Node) -> bool:
         """Tell whether a node makes storages and all of them are planned."""
         return any(
-            value is not None
-            and self._makers.get(id(value.storage)) is node
-            and id(value.storage) in self._into
-            for value in node.outputs
+            self._makers.get(id(value.storage)) is node and id(value.storage) in self._into
+            for value in node.made
         )
 
     def needs_no_call(self, node: Node) -> bool:
         """Tell whether a node is over when the program is built: a view, a copy."""
-        return id(node) in self._idle
-
-    def _is_idle(self, node: Node) -> bool:
         if id(node) in self._over:
             return True
         if node.effects or not node.outputs:
@@ -187,8 +185,8 @@ class ProgramMemory:
         for node in nodes:
             made = {
                 id(value.storage): value
-                for value in node.outputs
-                if value is not None and self._makers.get(id(value.storage)) is node
+                for value in node.made
+                if self._makers.get(id(value.storage)) is node
             }
             if not made or len(made) != len(node.outputs):
                 continue
@@ -217,3 +215,41 @@ class ProgramMemory:
             key: Lifetime(first, len(nodes) if key in self._ends else last, sizes[key])
             for key, (first, last) in uses.items()
         }
+
+
+def _elided_copies(
+    nodes: Sequence[Node],
+    lives: Mapping[int, Lifetime],
+    scratch: Sequence[Tensor],
+) -> dict[int, tuple[Node, torch.UntypedStorage, int]]:
+    """Return the copies that fall away, by id of the StorageInfo that they copy.
+
+    A gradient is computed, then copied into its persistent buffer, and that is all that happens to
+    it. Where nothing else looks at the buffer in between, the operator can write there at once.
+
+    With the storage where each would have put what it copies, and the first byte in there.
+    ``lives`` is of storages that an operator can compute at another place. Only copies to
+    ``scratch`` are elided, whose old contents nobody needs, not even to undo a replay that failed
+    before it came to the copy.
+
+    Each storage is dense, is copied as a whole by the last node that touches it, and has the
+    geometry of the target, which lies outside the iteration, is aligned, so that no kernel sees a
+    place that eager mode would not give it, and is not touched while the storage is in use.
+    """
+    storages = {key_of(tensor.untyped_storage()) for tensor in scratch}
+    touches = touches_of(nodes)
+    found: dict[int, tuple[Node, torch.UntypedStorage, int]] = {}
+    for index, node in enumerate(nodes):
+        if node.op is not torch.ops.aten.copy_.default:
+            continue
+        target, source = node.args[:2]
+        life = lives.get(id(source.storage)) if isinstance(source, Value) else None
+        if life is None or life.end != index or not is_whole(source, life.num_bytes):
+            continue
+        if target.storage.key not in storages or source.geometry[1:] != target.geometry[1:]:
+            continue
+        storage, first_byte = target.storage.get(), places(target)[0]
+        is_aligned = (storage.data_ptr() + first_byte) % ALIGNMENT_BYTES == 0
+        if is_aligned and all(step < life.start for step in before(touches, target, index)):
+            found[id(source.storage)] = node, storage, first_byte
+    return found

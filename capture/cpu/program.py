@@ -14,34 +14,12 @@ from torch import Tensor
 from graphfsdp._capture.cpu.calls import call, call_into
 from graphfsdp._capture.cpu.memory import Arena, ProgramMemory
 from graphfsdp._capture.cpu.recorder import Recorder
-from graphfsdp._capture.report.description import Description
-from graphfsdp._capture.trace.program_facts import Role
+from graphfsdp._capture.trace.program_facts import Description, Role
 from graphfsdp._capture.trace.source import Site
 from graphfsdp._capture.trace.values import Node, Value, materialise
 
 Replay = Callable[[], tuple[Tensor, ...]]
 Commit = Callable[[], None]
-
-
-class ProgramSource:
-    """Takes a program's lines in order and becomes the function that runs them."""
-
-    def __init__(self, namespace: dict[str, Any]) -> None:
-        """``namespace`` has the objects that the lines name, and may grow meanwhile."""
-        self._namespace = namespace
-        self._lines: list[str] = []
-
-    def add(self, line: str) -> None:
-        """Append a statement of one line."""
-        self._lines.append(line)
-
-    def finish(self, results: Iterable[str]) -> Replay:
-        lines = [*self._lines, f"return ({''.join(name + ', ' for name in results)})"]
-        code = compile("\n    ".join(["def replay():", *lines]), "<graphfsdp cpu graph>", "exec")
-        exec(code, self._namespace)
-        # Popped: a namespace that holds its own function is a cycle, freed only by the collector.
-        replay: Replay = self._namespace.pop("replay")
-        return replay
 
 
 @dataclass(frozen=True)
@@ -84,7 +62,6 @@ class ProgramBuilder:
 
     Attributes:
         nodes: The program's.
-        num_calls: Operators that a replay calls; the others were over when it was built.
     """
 
     def __init__(
@@ -106,11 +83,11 @@ class ProgramBuilder:
         self._namespace: dict[str, Any] = {}
         self._names: dict[int, str] = {}  # by id of the Value
         self._constants: dict[int, str] = {}  # by id of the object
+        self._lines: list[str] = []  # of the function that is built
         self.nodes = program.nodes
         outputs, escapes = program.outputs, program.escapes
         landing = program.escaped if lands_early else ()
         self.memory = ProgramMemory(self.nodes, outputs, escapes, scratch, arena, landing)
-        self.num_calls = 0
 
     def build(
         self,
@@ -124,28 +101,32 @@ class ProgramBuilder:
         It calls ``commit`` before node ``commit_node``, from which on it cannot be undone; never if
         that is None; and ``clock`` before each node of ``marks``.
         """
-        source = ProgramSource(self._namespace)
+        self._lines.clear()
         call_commit = f"{self._constant(commit, 'commit')}()"
         call_clock = "" if clock is None else f"{self._constant(clock, 'clock')}()"
         last_use = self._last_uses()
         for index, node in enumerate(self.nodes):
             if index == commit_node:
-                source.add(call_commit)
+                self._lines.append(call_commit)
             if call_clock and index in marks:
-                source.add(call_clock)
+                self._lines.append(call_clock)
             if not self.memory.needs_no_call(node):
-                self._add_node(source, node)
-                self.num_calls += 1
+                self._add_node(node)
             dead = last_use.get(index, [])
             if dead:
-                source.add("del " + ", ".join(map(self._name, dead)))
+                self._lines.append("del " + ", ".join(map(self._name, dead)))
         if call_clock and len(self.nodes) in marks:
-            source.add(call_clock)
+            self._lines.append(call_clock)
         for value, tensor in self._kept():
             if id(value.storage) in self.memory.landed:
                 continue
-            source.add(f"{self._constant(tensor, 'e')}.copy_({self._name(value)})")
-        return source.finish(map(self._name, self._outputs))
+            self._lines.append(f"{self._constant(tensor, 'e')}.copy_({self._name(value)})")
+        results = "".join(f"{self._name(value)}, " for value in self._outputs)
+        lines = ["def replay():", *self._lines, f"return ({results})"]
+        exec(compile("\n    ".join(lines), "<graphfsdp cpu graph>", "exec"), self._namespace)
+        # Popped: a namespace that holds its own function is a cycle, freed only by the collector.
+        replay: Replay = self._namespace.pop("replay")
+        return replay
 
     def description(self, sites: Sequence[Site]) -> Description:
         """Return what can describe the program, its addresses as they are now."""
@@ -195,12 +176,12 @@ class ProgramBuilder:
             self._namespace[name] = item  # the namespace keeps the item, so its id stays its own
         return name
 
-    def _add_node(self, source: ProgramSource, node: Node) -> None:
+    def _add_node(self, node: Node) -> None:
         args = [self._argument(value) for value in node.args]
         kwargs = {name: self._argument(value) for name, value in node.kwargs.items()}
         if self.memory.writes_into_place(node):
-            outs = [self._name(value) for value in node.outputs if value is not None]
-            source.add(call_into(node.op, args, kwargs, outs, self._constant))
+            outs = [self._name(value) for value in node.made]
+            self._lines.append(call_into(node.op, args, kwargs, outs, self._constant))
             return
         line = call(
             node.op, args, kwargs, self._constant, lambda: list(map(self._known, node.args))
@@ -214,14 +195,14 @@ class ProgramBuilder:
         ]
         bound = [target for target in targets if target is not None]
         if not bound:
-            source.add(line)
+            self._lines.append(line)
         elif node.results == "tensor":
-            source.add(f"{bound[0]} = {line}")
+            self._lines.append(f"{bound[0]} = {line}")
         else:
             # Results nobody needs go to a name that is overwritten at once, not kept.
             names = ", ".join(target or "_" for target in targets)
             line = f"[{names}] = {line}"
-            source.add(f"{line}; _ = None" if None in targets else line)
+            self._lines.append(f"{line}; _ = None" if None in targets else line)
 
     def _known(self, item: Any) -> Any:
         """Return what an argument is in each replay; ``...`` if it is another each time."""
@@ -257,10 +238,9 @@ def _without_dead(nodes: Sequence[Node], roots: Sequence[Value]) -> list[Node]:
     live: set[int] = {id(value.storage) for value in roots}
     kept: list[Node] = []
     for node in reversed(nodes):
-        makes = [value.storage for value in node.outputs if value is not None]
         if node.effects and _writes_nothing_seen(node, live):
             continue
-        if node.effects or any(id(storage) in live for storage in makes):
+        if node.effects or any(id(value.storage) in live for value in node.made):
             live.update(id(value.storage) for value in node.values)
             kept.append(node)
     kept.reverse()

@@ -19,7 +19,7 @@ from graphfsdp._capture.trace.values import (
 )
 from graphfsdp.base.hazards import HazardKind
 from graphfsdp.base.op_tensors import OpCall, is_empty
-from graphfsdp.base.torch_internals import key_of
+from graphfsdp.base.torch_internals import OpOverload, key_of
 
 
 class Recorder(Watcher):
@@ -100,10 +100,13 @@ class Recorder(Watcher):
                 ),
             )
         op = torch.ops.aten.as_strided.default
-        arguments = [base, list(shape), list(stride), offset]
-        node = Node(op, arguments, {}, [value], "tensor", effects=False, site=self.site)
-        self.nodes.append(node)
+        self._append(op, [base, list(shape), list(stride), offset], value, effects=False)
         return len(self.nodes) - 1
+
+    def _append(self, op: OpOverload, args: list[Any], output: Value, *, effects: bool) -> None:
+        """Append a node of an operator that the iteration has not called."""
+        node = Node(op, args, {}, [output], "tensor", effects=effects, site=self.site)
+        self.nodes.append(node)
 
     def _finish(self, node: Node, call: OpCall, result: Any) -> None:
         """Give the results their Values and append the node, unless it only makes known views."""
@@ -146,10 +149,7 @@ class Recorder(Watcher):
         value = Value(info, geometry, len(self.nodes))
         self._values[id(info), geometry] = value
         self._first_value[id(info)] = value
-        copy = torch.ops.aten.clone.default
-        arguments = [tensor.clone()]
-        node = Node(copy, arguments, {}, [value], "tensor", effects=False, site=self.site)
-        self.nodes.append(node)
+        self._append(torch.ops.aten.clone.default, [tensor.clone()], value, effects=False)
         return call.run()
 
     def _keep_unseen_contents(self, call: OpCall) -> None:
@@ -170,9 +170,7 @@ class Recorder(Watcher):
             offset, shape, stride, dtype, *_ = value.geometry
             contents = torch.empty(0, dtype=dtype, device="cpu")
             contents = contents.set_(info.get(), offset, shape, stride).clone()
-            copy = torch.ops.aten.copy_.default
-            node = Node(copy, [value, contents], {}, [value], "tensor", site=self.site)
-            self.nodes.append(node)
+            self._append(torch.ops.aten.copy_.default, [value, contents], value, effects=True)
 
     def _judge_generators(self, call: OpCall) -> None:
         if call.is_trusted and not call.is_random:

@@ -2,11 +2,10 @@
 
 import ctypes
 from array import array
-from contextlib import suppress
-from typing import Any
+
+import torch
 
 _LIBRARY = "libcuda.so.1"
-_DEMANGLER = "libstdc++.so.6"
 # CUgraphNodeType, in its order.
 _TYPES = (
     *("kernel", "memcpy", "memset", "host", "graph", "empty", "wait event", "record event"),
@@ -42,10 +41,6 @@ class CudaDriver:
     def __init__(self) -> None:
         """OSError if there is no driver library."""
         self._cuda = ctypes.CDLL(_LIBRARY)
-        self._demangle: Any = None
-        with suppress(OSError, AttributeError):
-            self._demangle = ctypes.CDLL(_DEMANGLER).__cxa_demangle
-            self._demangle.restype = ctypes.c_void_p
 
     def capturing_graph(self, stream: int) -> int | None:
         """Return the handle of the graph that a stream is captured into, None if it is not."""
@@ -130,19 +125,8 @@ class CudaDriver:
             return ""
         for ask, handle in asks:
             if handle and ask(ctypes.byref(name), ctypes.c_void_p(handle)) == 0 and name.value:
-                return self._readable(name.value)
+                return str(torch._C._demangle(name.value.decode()))
         return ""
-
-    def _readable(self, mangled: bytes) -> str:
-        if self._demangle is None:
-            return mangled.decode()
-        status = ctypes.c_int(0)
-        address = self._demangle(mangled, None, None, ctypes.byref(status))
-        if status.value != 0 or not address:
-            return mangled.decode()
-        text = ctypes.string_at(address).decode()
-        ctypes.CDLL(None).free(ctypes.c_void_p(address))
-        return text
 
 
 def find_driver() -> CudaDriver | None:

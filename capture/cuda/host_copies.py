@@ -6,6 +6,7 @@ from contextlib import AbstractContextManager, nullcontext, suppress
 import torch
 from torch import Tensor
 
+from graphfsdp._capture.trace.values import as_bytes
 from graphfsdp.base.dtensors import local_part
 from graphfsdp.base.host_memory import available_bytes
 from graphfsdp.errors import CaptureError
@@ -37,7 +38,7 @@ class PinnedMemory:
     def give_back(self, chunks: list[Tensor]) -> None:
         if self._is_over:
             chunks.clear()
-            _empty_host_cache()
+            torch._C._host_emptyCache()
         self._spare += chunks
 
     def end(self) -> None:
@@ -63,7 +64,7 @@ class HostCopies:
             if local.layout is torch.strided
             and not torch._C._functorch.is_functorch_wrapped_tensor(local)  # as vmap leaves them
         }
-        self._contents = [_as_bytes(storage) for storage in storages.values()]
+        self._contents = [as_bytes(storage) for storage in storages.values()]
         self._memory = memory
         self._chunks: list[Tensor] = []  # none, if it is refused
         self._chunks = memory.take(sum(each.numel() for each in self._contents))
@@ -74,7 +75,7 @@ class HostCopies:
     def __del__(self) -> None:
         self._memory.give_back(self._chunks)
 
-    def watching(self) -> AbstractContextManager[None]:
+    def watching(self) -> AbstractContextManager[object]:
         """Return nothing to enter: everything has been copied already."""
         return nullcontext()
 
@@ -119,13 +120,3 @@ def _chunk(num_bytes: int) -> Tensor:
     with suppress(RuntimeError):
         return torch.empty(num_bytes, dtype=torch.uint8, device="cpu", pin_memory=True)
     return torch.empty(num_bytes, dtype=torch.uint8, device="cpu")
-
-
-def _as_bytes(storage: torch.UntypedStorage) -> Tensor:
-    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
-
-
-def _empty_host_cache() -> None:
-    empty = getattr(torch._C, "_host_emptyCache", None)
-    if empty is not None:
-        empty()

@@ -10,9 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from graphfsdp._capture.cuda.driver import CudaDriver
-from graphfsdp._capture.report.description import Description
 from graphfsdp._capture.rules.watcher import Watcher
-from graphfsdp._capture.trace.program_facts import ProgramFacts, Role
+from graphfsdp._capture.trace.program_facts import Description, ProgramFacts, Role
 from graphfsdp._capture.trace.values import Node, Value, geometry_of
 from graphfsdp.base.op_tensors import OpCall, flat_tensors
 from graphfsdp.errors import CaptureError

@@ -3,8 +3,10 @@
 If one fails, the others hear who and why within seconds, also in a collective.
 """
 
+import json
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from pathlib import Path
@@ -12,27 +14,29 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from graphfsdp._capture.ranks.group_ends import abort_groups
+from graphfsdp._capture.ranks.group_ends import abort_groups, backends_of
 from graphfsdp._capture.ranks.replay_watch import ReplayWatch
-from graphfsdp._capture.ranks.whereabouts import Whereabouts
-from graphfsdp.base.collectives import interruptible
+from graphfsdp.base.collectives import Interruptible, interruptible
 from graphfsdp.base.rank_agreement import RankAgreement, RankStore
+from graphfsdp.base.torch_internals import all_groups
 from graphfsdp.errors import CaptureError, RankFailedError
 
 _PAUSE_S = 0.05
+_LOOK_S = 0.01
 _PAUSE_S_PER_RANK = 0.001  # all ranks together ask the store a thousand times in a second
 _CAUSE_S = 1.0  # after a collective's error, for the rank that has caused it to say so
 _SILENT_S = 10.0  # that ranks may be after a failure, before the groups are given up
 _GRACE_S = 2.0  # the same, where the failure may be the end of another process
 _ITERATION = "iteration"  # what a call of the step is called
 _AGAIN = "again"
+_ASKED, _LOST, _SIGNS = "asked", "lost", "signs"  # keys in the store
 # Of gloo's worker threads: their name, where Linux lists them, and how they are waited for.
 _GLOO = "pt_gloo_runloop"
 _TASKS = Path("/proc/self/task")
 _GLOO_PAUSE_S = 0.001
 _GLOO_LIMIT_S = 10.0  # of a busy machine; idle threads take milliseconds
 _NUM_LOOKS = 2
-_LOST = (
+_ABORTED = (
     "The process groups were aborted. Remedy: mend the cause, start all ranks again, and load the "
     "last checkpoint"
 )
@@ -93,12 +97,12 @@ class Ranks:
         self._thread: threading.Thread | None = None
         self._stop = threading.Event()
 
-    def call(self, kind: str) -> AbstractContextManager[None]:
-        """Run the body, which all ranks run together; tell them if it fails here."""
-        return self._calling(kind) if self.is_collective else nullcontext()
-
     @contextmanager
-    def _calling(self, kind: str) -> Iterator[None]:
+    def call(self, kind: str) -> Iterator[None]:
+        """Run the body, which all ranks run together; tell them if it fails here."""
+        if not self.is_collective:
+            yield
+            return
         self._num_settled = 0
         try:
             with interruptible(self.check) as waits:
@@ -199,10 +203,10 @@ class Ranks:
     def _watch(self, pause_s: float) -> None:
         while not self._stop.wait(pause_s):
             try:
-                lost = self._store.get("lost")
+                lost = self._store.get(_LOST)
                 attempt = int(self._store.get("attempt") or 0)
                 if lost is None and self._num_attempted < attempt <= self._num_replayed:
-                    lost = self._store.put_first("lost", _other_kinds(self._me, attempt))
+                    lost = self._store.put_first(_LOST, _other_kinds(self._me, attempt))
                 if lost is None:
                     self._whereabouts.answer()
                     if self._replays is not None:
@@ -232,9 +236,11 @@ class Ranks:
             if first not in str(error) and first.partition(": ")[2] != mine.partition(": ")[2]:
                 error.add_note(f"graphfsdp: {first}")
             return error
-        self.lost = f"{self.lost}. {_LOST}"
+        self.lost = f"{self.lost}. {_ABORTED}"
         if first == mine and self.lost.startswith(mine):
-            error.add_note(f"graphfsdp: the other ranks could not go on without this one. {_LOST}")
+            error.add_note(
+                f"graphfsdp: the other ranks could not go on without this one. {_ABORTED}"
+            )
             return error
         return RankFailedError(self.lost)
 
@@ -243,11 +249,11 @@ class Ranks:
         store, me = self._store, dist.get_rank()
         failure = f"{self._name}/failure"
         if _may_follow(error):
-            self._until(lambda: store.has([failure]) or store.has(["lost"]), _CAUSE_S)
+            self._until(lambda: store.has([failure]) or store.has([_LOST]), _CAUSE_S)
         first = store.put_first(failure, mine)
         if self._whereabouts.come_out(_GRACE_S if _may_follow(error) else _SILENT_S):
             return first
-        first = store.put_first("lost", first)
+        first = store.put_first(_LOST, first)
         self._heard = first
         abort_groups()
         store.put(f"left/{me}", "yes")
@@ -268,6 +274,147 @@ class Ranks:
         deadline = time.monotonic() + seconds
         while not holds() and time.monotonic() < deadline:
             time.sleep(_PAUSE_S / 5)
+
+
+class Whereabouts:
+    """Where this rank is, for the others to know.
+
+    Note [Out of reach]: a rank that has failed waits for the others to come out of the call. How
+    long that takes is no matter of a fixed time: one may still be recording, on a machine that is
+    busy with other things. So each rank's listening thread looks where its rank is. If it has
+    issued more collectives than the one that failed, and so waits for it in one, or if it has left
+    the call without an error, it says at once that all is lost. If not, it gives a sign of life.
+    Given up is also who gives none, or has not even begun the call, for a while.
+
+    Messages between two ranks are counted by pair, since the ranks of a pipeline send and receive
+    unequal numbers of them; one that its rank did not wait for before it failed does not count,
+    since the other may never get it.
+
+    What a driver only records does not count: no rank waits in it, however much of it one has
+    issued before it failed.
+
+    Attributes:
+        name: Of the present call, or of the last one; the same on all ranks.
+        calls: How many calls of each kind have begun.
+    """
+
+    def __init__(self, store: RankStore) -> None:
+        self._store = store
+        self._is_inside = False
+        # Of which calls with an error; all of them, since the listening thread may be late to look
+        # at a question to which the answer was given some calls ago.
+        self._came_out: set[str] = set()
+        self.calls: Counter[str] = Counter()
+        self.name = ""
+        # By group: what was issued before there was anything to keep together, and what has only
+        # been recorded; of the latter, ranks may have issued more or fewer.
+        self._left_out = Counter(self._counts() if store.is_shared else ())
+        self._waits: Interruptible | None = None
+        self._before: dict[str, int] | None = None  # the recording that is under way
+        self._at_end: dict[str, int] | None = None  # of the last call, if it has sent messages
+
+    def enter(self, kind: str, waits: Interruptible) -> None:
+        self._waits = waits
+        if self._at_end is not None:  # somebody's own messages in between, unequal by rank
+            now = self._counts()
+            self._left_out.update({name: now[name] - self._at_end.get(name, 0) for name in now})
+        number = self.calls[kind] + 1
+        self.name, self._is_inside = f"{kind} {number}", True
+        self.calls[kind] = number  # last: from now on the listening thread answers for this call
+
+    def leave(self) -> None:
+        self._is_inside = False
+        if self._waits is not None:
+            sent, self._waits.by_gloo = self._waits.by_gloo, Counter()
+            self._left_out.update(sent)
+            self._at_end = self._counts() if sent else None
+
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        """Leave out the collectives and messages that the body issues, which do not run."""
+        self._before = before = self._counts()
+        ask = self._waits.ask if self._waits is not None else lambda: None
+        try:
+            with interruptible(ask):  # it counts the messages, and is forgotten
+                yield
+        finally:
+            now = self._counts()
+            self._left_out.update({name: now[name] - before.get(name, 0) for name in now})
+            self._before = None
+
+    def come_out(self, silent_s: float) -> bool:
+        """Wait for all ranks to come out of the present call with an error, as this one has.
+
+        False if some rank does not, or has issued other collectives; see Note [Out of reach].
+        """
+        store, issued = self._store, self._issued(has_failed=True)
+        self._came_out.add(self.name)
+        store.put(f"{self.name}/out/{dist.get_rank()}", json.dumps(issued))
+        store.put(_ASKED, json.dumps([self.name, dist.get_rank(), issued]))
+        outs = [f"{self.name}/out/{rank}" for rank in store.ranks]
+        num_signs, since = 0, time.monotonic()
+        while not store.has(outs):
+            before, num_signs = num_signs, store.count(_SIGNS, 0)
+            since = time.monotonic() if num_signs != before else since
+            if store.has([_LOST]) or time.monotonic() - since > silent_s:
+                return False
+            time.sleep(_LOOK_S)
+        return not store.has([_LOST]) and _are_in_step(map(store.get, outs))
+
+    def answer(self) -> None:
+        """Say where this rank is, if one has failed; for the thread that listens."""
+        asked = self._store.get(_ASKED)
+        if asked is None:
+            return
+        name, failed, theirs = json.loads(asked)
+        kind, _, number = name.rpartition(" ")
+        if self.calls[kind] < int(number):
+            return
+        is_inside = self._is_inside and self.name == name
+        if name in self._came_out:  # asked for last: it comes before the end of the call
+            return
+        mine = self._issued()
+        # Of messages that it has not begun it tells nothing.
+        pairs = [] if self._waits is None else self._waits.begun.copy()
+        theirs = {_key(*pair): 0 for pair in pairs if failed in pair[1:]} | theirs
+        if is_inside and all(mine.get(group, 0) <= count for group, count in theirs.items()):
+            self._store.count(_SIGNS, 1)
+        else:
+            self._store.put_first(_LOST, self._store.get(f"{name}/failure") or name)
+
+    def _issued(self, *, has_failed: bool = False) -> dict[str, int]:
+        """Return how many collectives of these ranks this one has issued, by group.
+
+        And how many messages it has exchanged with each other rank in this call.
+        """
+        counts = self._counts() if self._before is None else self._before
+        waits = self._waits or Interruptible(lambda: None)
+        sent = self._left_out + waits.by_gloo
+        issued = {name: count - sent[name] for name, count in counts.items()}
+        messages = (waits.ended if has_failed else waits.begun).copy()
+        return issued | {_key(*pair): count for pair, count in messages.items()}
+
+    def _counts(self) -> dict[str, int]:
+        ranks = set(self._store.ranks)
+        return {
+            group.group_name: int(backend._get_sequence_number_for_group())
+            for group in all_groups()
+            if ranks.issuperset(dist.get_process_group_ranks(group))
+            for backend in backends_of(group)
+        }
+
+
+def _key(group: str, one: int, other: int) -> str:
+    return f"{group}/{one}/{other}"
+
+
+def _are_in_step(told: Iterator[str | None]) -> bool:
+    """Tell whether ranks have issued equally many collectives in the groups that they share."""
+    counts: dict[str, set[int]] = {}
+    for text in told:
+        for name, count in json.loads(text or "{}").items():
+            counts.setdefault(name, set()).add(count)
+    return all(len(found) == 1 for found in counts.values())
 
 
 def _may_follow(error: BaseException) -> bool:

@@ -147,18 +147,21 @@ class CaptureReport:
 
         On CUDA a node is an operator call of the iteration, with the graph's nodes that it made.
         """
-        return () if self.program is None else self.program.nodes
+        return self._facts.nodes
+
+    @property
+    def _facts(self) -> ProgramFacts:
+        return self.program or ProgramFacts((), (), 0)
 
     def buffers(self) -> tuple[BufferFacts, ...]:
         """Return every stretch of memory that the graph touches, and when."""
-        if self.program is None:
-            return ()
-        return _named_buffers(self.program, self.names or MemoryNames(()))
+        names = self.names or MemoryNames(())
+        return tuple(_named(buffer, names) for buffer in self._facts.buffers)
 
     @property
     def baked_constants(self) -> tuple[BakedConstant, ...]:
         """Numbers that the recording took from Python: a replay never reads them anew."""
-        return () if self.program is None else _baked_constants(self.program)
+        return _baked_constants(self._facts)
 
     @property
     def by_kind(self) -> Mapping[str, Mapping[str, int]]:
@@ -167,19 +170,17 @@ class CaptureReport:
         On a CPU these are operators by what they do: compute, view, random, collective. On CUDA
         they are the graph's nodes by type: kernel, memcpy, memset.
         """
-        return {} if self.program is None else _count_kinds(self.program)
+        return _count_kinds(self._facts)
 
     @property
     def by_phase(self) -> Mapping[str, Mapping[str, int]]:
         """Operators or kernels, counted by "forward", "backward" and "optimizer"."""
-        if self.program is None:
-            return {}
-        return _count_nodes(self.program, lambda node: node.site.phase.value)
+        return _count_nodes(self._facts, lambda node: node.site.phase.value)
 
     @property
     def by_module(self) -> Mapping[str, Mapping[str, int]]:
         """Operators or kernels, counted by full name of the module, backward passes included."""
-        return {} if self.program is None else _count_nodes(self.program, _module_of)
+        return _count_nodes(self._facts, _module_of)
 
     def to_dict(self) -> dict[str, Any]:
         """Return everything as plain dicts, lists, strings and numbers."""
@@ -192,7 +193,7 @@ class CaptureReport:
             "baked_constants": _plain(self.baked_constants),
             "nodes": [_node_data(node) for node in self.nodes()],
             "buffers": [_buffer_data(buffer) for buffer in self.buffers()],
-            "live_bytes": [] if self.program is None else self.program.live_bytes(),
+            "live_bytes": self._facts.live_bytes(),
         }
 
     def to_json(self, path: PathLike | None = None, *, indent: int | None = None) -> str:
@@ -279,11 +280,6 @@ def _baked_constants(program: ProgramFacts) -> tuple[BakedConstant, ...]:
     return tuple(replace(constant, num_nodes=count) for constant, count in counts.items())
 
 
-def _named_buffers(program: ProgramFacts, names: MemoryNames) -> tuple[BufferFacts, ...]:
-    """Return the memory that the program touches, with the names of what was there before."""
-    return tuple(_named(buffer, names) for buffer in program.buffers)
-
-
 def _count_nodes(
     program: ProgramFacts, key: Callable[[NodeFacts], str]
 ) -> Mapping[str, Mapping[str, int]]:
@@ -314,6 +310,7 @@ def _module_of(node: NodeFacts) -> str:
 
 
 def _named(buffer: BufferFacts, names: MemoryNames) -> BufferFacts:
+    """Return the facts with the name of what was there before."""
     if buffer.address is None:
         return buffer
     role, name = names.find(buffer.address, buffer.num_bytes)
@@ -323,8 +320,10 @@ def _named(buffer: BufferFacts, names: MemoryNames) -> BufferFacts:
 
 
 def _node_data(node: NodeFacts) -> dict[str, Any]:
-    data: dict[str, Any] = _plain(node)
-    data |= data.pop("site") | {"arguments": ", ".join(map(str, node.arguments))}
+    site = {name: _plain(getattr(node.site, name)) for name in ("phase", "module", "source")}
+    data: dict[str, Any] = _plain(node) | site
+    del data["site"]
+    data["arguments"] = ", ".join(map(str, node.arguments))
     if not node.kernels:
         del data["kernels"]
     return data

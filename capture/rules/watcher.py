@@ -30,7 +30,6 @@ from graphfsdp._capture.trace.source import (
     ModuleTracker,
     SiteTable,
     called_function,
-    user_line_in_backward,
     user_source_line,
 )
 from graphfsdp._capture.trace.values import StorageInfo, StorageTable
@@ -130,7 +129,7 @@ class Watcher:
         """The running module's full name and the user's line, as an error tells them."""
         if backward_node() is None:
             return self._tracker.path, user_source_line()
-        source = user_line_in_backward()
+        source = user_source_line(in_backward=True)
         if source is not None:
             return self._tracker.path, source
         number = self.sites.here()  # the forward operator's
@@ -333,10 +332,6 @@ class _FunctionMode(TorchFunctionMode):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         return self._watcher.on_function(called_function(func), args, kwargs or {})
-
-
-def is_watching_mode(mode: object) -> bool:
-    return isinstance(mode, DispatchMode)
 
 
 @contextmanager

@@ -17,16 +17,10 @@ Check = Callable[[Callable[[Tensor], bool]], None]  # given a test "did the reco
 
 @dataclass(frozen=True)
 class GraphFacts:
-    """What a recording turned out to be.
+    """What a recording turned out to be; what is not told here, CaptureReport tells.
 
     Attributes:
-        num_nodes: Nodes of the graph; None where the driver does not tell.
-        num_ops: Operator calls that the iteration made while it was recorded; None before that.
-        pool_bytes: Bytes of the graph's private memory pool; on a CPU of its planned memory.
-        num_calls: Operators that a replay calls from Python; 0 on CUDA.
-        num_escapes: Results that outlive the iteration (tensors the model kept).
         describe: Describes the nodes, which takes some time when it is first called.
-        compiled: What was compiled, and what runs as it was recorded, in words.
         bound: How far compiled replays may be from eager; 0: equal bit for bit.
         written: Memory from before the recording that replays write; on a CPU nobody asks.
     """
@@ -35,7 +29,6 @@ class GraphFacts:
     num_ops: int | None
     op_counts: dict[str, int] = field(default_factory=dict)
     pool_bytes: int = 0
-    num_calls: int = 0
     num_escapes: int = 0
     describe: Callable[[], ProgramFacts] | None = None
     compiled: tuple[str, ...] = ()
@@ -86,7 +79,7 @@ class Graph(Protocol):
 class MemoryUndo(Protocol):
     """What it takes to put memory back after a failed iteration that ran for real."""
 
-    def watching(self) -> AbstractContextManager[None]:
+    def watching(self) -> AbstractContextManager[object]:
         """Run the body, the iteration, so that it can be undone."""
         ...
 

@@ -1,11 +1,11 @@
 """Has gradients computed where they are to be copied to, while an iteration is captured.
 
-Note [Landing]: a program of a CPU leaves copies into persistent gradients out (elision.py). A CUDA
-graph is not rewritten: what the last warm-up did is written down, and when the capture comes to a
-product that was only copied into a gradient, the operator is called with ``out=`` that gradient,
-and the copy is left out. Every operator of the capture is compared with that of the warm-up before
-it runs, by the memory that it is given. Where they part, nothing is redirected any more; if they do
-while a product waits in a gradient for its copy, the capture is refused.
+Note [Landing]: a program of a CPU leaves copies into persistent gradients out (cpu/memory.py). A
+CUDA graph is not rewritten: what the last warm-up did is written down, and when the capture comes
+to a product that was only copied into a gradient, the operator is called with ``out=`` that
+gradient, and the copy is left out. Every operator of the capture is compared with that of the
+warm-up before it runs, by the memory that it is given. Where they part, nothing is redirected any
+more; if they do while a product waits in a gradient for its copy, the capture is refused.
 
 Gradients of shards are copied into a buffer that is made when all of a unit's have come, and that
 a collective reduces. Its memory is taken when the first of them is computed, and given to the
@@ -20,17 +20,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from graphfsdp._capture.trace.elision import before, is_plain, is_whole, places, touches_of
 from graphfsdp._capture.trace.out_forms import COPIES, WITH_OUT, out_overload, short_name
 from graphfsdp._capture.trace.values import (
     Geometry,
     Node,
     StorageTable,
     Value,
+    before,
     geometry_of,
+    is_plain,
+    is_whole,
     materialise,
+    places,
     replaced,
     span_bytes,
+    touches_of,
 )
 from graphfsdp.base.hazards import HazardKind
 from graphfsdp.base.op_tensors import OpCall, flat_tensors, is_empty, storage_key
@@ -168,7 +172,7 @@ class Redirection(Trace):
             result = _run_into(call, self._land(self._landings[index]).tensor())
         else:
             result = call.run()
-        is_same = self._is_same(_made_by(noted), flat_tensors([result]), external=False)
+        is_same = self._is_same(noted.made, flat_tensors([result]), external=False)
         for each in landed:
             del self._landed[id(each.made.storage)]
         if not is_same:
@@ -293,7 +297,7 @@ def _reduced_buffers(trace: Trace) -> dict[int, int]:
         id(value.storage): index
         for index, node in enumerate(trace.nodes)
         if is_empty(node.op) and trace.at_home[index]
-        for value in _made_by(node)
+        for value in node.made
         if id(value.storage) in reduced
     }
 
@@ -305,10 +309,6 @@ def _copies(trace: Trace) -> Iterator[tuple[int, int, Value, Value]]:
             half = len(node.inputs) // 2
             for number, pair in enumerate(zip(node.inputs[:half], node.inputs[half:], strict=True)):
                 yield index, number, *pair
-
-
-def _made_by(node: Node) -> list[Value]:
-    return [value for value in node.outputs if value is not None]
 
 
 def _made(node: Node) -> Value | None:

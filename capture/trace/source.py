@@ -8,7 +8,6 @@ import sysconfig
 import types
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from traceback import walk_tb
 from types import CodeType, FrameType
@@ -76,19 +75,13 @@ def is_installed_file(file: str) -> bool:
     return file.startswith(_INSTALLED) or any(folder in file for folder in _LIBRARIES)
 
 
-def user_source_line() -> SourceLine | None:
-    """Return the innermost line of the running program that is neither torch's nor ours."""
-    return _innermost(None)
+def user_source_line(*, in_backward: bool = False) -> SourceLine | None:
+    """Return the innermost line of the running program that is neither torch's nor ours.
 
-
-def user_line_in_backward() -> SourceLine | None:
-    """Return the innermost such line within autograd's engine: of a hook or a custom backward."""
-    return _innermost("_engine_run_backward")
-
-
-def _innermost(end: str | None) -> SourceLine | None:
+    ``in_backward``: of a hook or a custom backward, within autograd's engine.
+    """
     for frame in frames():
-        if frame.f_code.co_name == end:
+        if in_backward and frame.f_code.co_name == "_engine_run_backward":
             break
         if is_users_file(frame.f_code.co_filename):
             return _line_in(frame.f_code, frame.f_lineno)
@@ -222,29 +215,25 @@ class OpPhase(enum.Enum):
     OPTIMIZER = "optimizer"  # after a backward pass, gradients disabled: norm, clip, step, EMA
 
 
-@dataclass(frozen=True, slots=True)
-class Site:
-    """One place in the user's program.
+class Site(NamedTuple):
+    """One place in the user's program; hashable and cheap to make.
 
     Attributes:
         phase: Part of the iteration.
         module: Full name of the module, "" for the root, None outside any. In a backward pass
             that of the forward operator whose gradient is computed, or of a parameter's owner.
-        source: The user's line; in a backward pass that of the forward operator.
+        code: The user's; in a backward pass that of the forward operator.
+        line: In that.
     """
-
-    phase: OpPhase
-    module: str | None
-    source: SourceLine | None
-
-
-class _UnnumberedSite(NamedTuple):
-    """A site before it has a number; hashable and cheap to make."""
 
     phase: OpPhase
     module: str | None
     code: CodeType | None
     line: int
+
+    @property
+    def source(self) -> SourceLine | None:
+        return None if self.code is None else _line_in(self.code, self.line)
 
 
 class SiteTable:
@@ -257,8 +246,8 @@ class SiteTable:
 
     def __init__(self, model: nn.Module, tracker: ModuleTracker) -> None:
         self._tracker = tracker
-        self._numbers: dict[_UnnumberedSite, int] = {}
-        self._forward_sites: dict[int, _UnnumberedSite] = {}  # by autograd's sequence number
+        self._numbers: dict[Site, int] = {}
+        self._forward_sites: dict[int, Site] = {}  # by autograd's sequence number
         self._owners = {
             id(param): path
             for path, module in model.named_modules()
@@ -271,12 +260,9 @@ class SiteTable:
         return self._numbers.setdefault(self._place(), len(self._numbers))
 
     def sites(self) -> tuple[Site, ...]:
-        return tuple(
-            Site(phase, module, None if code is None else _line_in(code, line))
-            for phase, module, code, line in self._numbers
-        )
+        return tuple(self._numbers)
 
-    def _place(self) -> _UnnumberedSite:
+    def _place(self) -> Site:
         module = self._tracker.path
         node = backward_node()
         if node is not None:
@@ -285,25 +271,21 @@ class SiteTable:
         if module is not None:
             self._ran_backward = False
         after = self._ran_backward and module is None and not torch.is_grad_enabled()
-        place = _UnnumberedSite(
-            OpPhase.OPTIMIZER if after else OpPhase.FORWARD, module, *self._users_line()
-        )
+        place = Site(OpPhase.OPTIMIZER if after else OpPhase.FORWARD, module, *self._users_line())
         self._forward_sites.setdefault(torch.autograd._get_sequence_nr() - 1, place)
         return place
 
-    def _backward_place(
-        self, node: torch.autograd.graph.Node, module: str | None
-    ) -> _UnnumberedSite:
+    def _backward_place(self, node: torch.autograd.graph.Node, module: str | None) -> Site:
         if module is not None:  # recomputation runs modules again
-            return _UnnumberedSite(OpPhase.BACKWARD, module, *self._users_line())
+            return Site(OpPhase.BACKWARD, module, *self._users_line())
         number = sequence_number(node)
         if number == _NO_SEQUENCE:
             owner = self._owners.get(id(getattr(node, "variable", None)))
-            return _UnnumberedSite(OpPhase.BACKWARD, owner, None, 0)
+            return Site(OpPhase.BACKWARD, owner, None, 0)
         origin = self._forward_sites.get(number)
         if origin is None:
-            return _UnnumberedSite(OpPhase.BACKWARD, None, None, 0)
-        return _UnnumberedSite(OpPhase.BACKWARD, origin.module, origin.code, origin.line)
+            return Site(OpPhase.BACKWARD, None, None, 0)
+        return Site(OpPhase.BACKWARD, origin.module, origin.code, origin.line)
 
     def _users_line(self) -> tuple[CodeType | None, int]:
         frame: FrameType | None = sys._getframe(1)

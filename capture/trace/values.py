@@ -1,7 +1,9 @@
 """What a recording consists of: values, each a way to look at a storage, and nodes over them."""
 
 import hashlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import math
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,9 +12,9 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from graphfsdp.base.hazards import HazardKind
-from graphfsdp.base.op_tensors import OpCall, storage_key
+from graphfsdp.base.op_tensors import OpCall, is_empty, storage_key
 from graphfsdp.base.torch_internals import OpOverload, key_of, storage_behind
-from graphfsdp.errors import CaptureError, SourceLine
+from graphfsdp.errors import CaptureError, Refuse, SourceLine, raised
 
 _NUM_FREED = 64  # at the most, before they are let go of
 
@@ -141,31 +143,29 @@ class StorageTable:
         return iter(self._all)
 
 
-def refuse_dropped_tensors(storages: Iterable[StorageInfo]) -> None:
-    """Refuse an iteration that used a tensor from before it and then let it go."""
-    for error in dropped_tensors(storages):
-        raise error
-
-
-def dropped_tensors(storages: Iterable[StorageInfo]) -> Iterator[CaptureError]:
-    """Yield a refusal of each tensor from before the iteration that it used and then let go.
+def refuse_dropped_tensors(storages: Iterable[StorageInfo], refuse: Refuse = raised) -> None:
+    """Refuse each tensor from before the iteration that it used and then let go.
 
     Whoever does that has put a new tensor in its place for the next iteration to read (a running
     average kept by assignment, say); a replay would read the old one, or freed memory, for ever.
     """
     for info in storages:
         if info.external and not info.alive:
-            yield CaptureError(
-                "the iteration read a tensor that existed before it and then dropped it: either "
-                "a new tensor was assigned in its place (a replay would go on reading the old "
-                "one), or it was made outside torch's operators (torch.from_numpy). Remedy: "
-                "update kept tensors in place (copy_, mul_, add_), and make constants outside "
-                "the iteration",
-                source=info.first_use,
+            refuse(
+                CaptureError(
+                    "the iteration read a tensor that existed before it and then dropped it: "
+                    "either a new tensor was assigned in its place (a replay would go on reading "
+                    "the old one), or it was made outside torch's operators (torch.from_numpy). "
+                    "Remedy: update kept tensors in place (copy_, mul_, add_), and make constants "
+                    "outside the iteration",
+                    source=info.first_use,
+                )
             )
 
 
 _LISTS = (list, tuple)
+# By id of a StorageInfo: which node does more with it than look at it, from which byte to which.
+Touches = Mapping[int, Sequence[tuple[int, int, int]]]
 Geometry = tuple[int, tuple[int, ...], tuple[int, ...], torch.dtype, bool, bool]
 
 
@@ -217,9 +217,23 @@ class Node:
         return cls(call.op, args, kwargs, [], "none", site=site)
 
     @property
+    def call(self) -> OpCall:
+        """The call, with Values in the place of tensors."""
+        return OpCall(self.op, self.args, self.kwargs)
+
+    @property
+    def written(self) -> list[Value]:
+        """The Values that it writes into, as its operator says."""
+        return values_among(self.call.written_arguments())
+
+    @property
+    def made(self) -> list[Value]:
+        """The Values that it returns."""
+        return [value for value in self.outputs if value is not None]
+
+    @property
     def values(self) -> list[Value]:
-        """The Values that it takes and makes."""
-        return [value for value in (*self.inputs, *self.outputs) if value is not None]
+        return [*self.inputs, *self.made]
 
 
 def geometry_of(tensor: Tensor) -> Geometry:
@@ -258,6 +272,41 @@ def span_bytes(value: Value) -> int:
     offset, shape, stride, dtype, *_ = value.geometry
     length = span(shape, stride)
     return (offset + length) * dtype.itemsize if length else 0
+
+
+def touches_of(nodes: Sequence[Node]) -> Touches:
+    """Return which nodes do more with a storage than look at it."""
+    touches: dict[int, list[tuple[int, int, int]]] = defaultdict(list)
+    for index, node in enumerate(nodes):
+        given = {id(value.storage) for value in node.inputs}
+        made = {id(value.storage) for value in node.made}
+        if (node.effects or not made or not made <= given) and not is_empty(node.op):
+            for value in node.inputs:
+                touches[id(value.storage)].append((index, *places(value)))
+    return touches
+
+
+def before(touches: Touches, value: Value, until: int) -> list[int]:
+    """Return which nodes before one touch memory that a value looks at."""
+    begin, end = places(value)
+    touched = touches.get(id(value.storage), ())
+    return [at for at, low, high in touched if at < until and low < end and begin < high]
+
+
+def places(value: Value) -> tuple[int, int]:
+    """Return the first byte of its storage that a value looks at, and that behind the last."""
+    return value.geometry[0] * value.geometry[3].itemsize, span_bytes(value)
+
+
+def is_whole(value: Value, num_bytes: int) -> bool:
+    """Tell whether a value is all of its storage, without gaps, conjugation or negation."""
+    _, shape, _, dtype, *_ = value.geometry
+    return is_plain(value) and 0 < math.prod(shape) * dtype.itemsize == num_bytes
+
+
+def is_plain(value: Value) -> bool:
+    offset, _, _, _, conj, neg = value.geometry
+    return offset == 0 and not conj and not neg
 
 
 def materialise(value: Value, storage: torch.UntypedStorage, first_byte: int = 0) -> Tensor:

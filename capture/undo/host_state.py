@@ -49,10 +49,6 @@ class HostState:
         self._restore_gradients = restore_gradients
 
     def check_unchanged(self, was_read: Callable[[Tensor], bool], refuse: Refuse = raised) -> None:
-        for change in self.changes(was_read):
-            refuse(change)
-
-    def changes(self, was_read: Callable[[Tensor], bool]) -> Iterator[CaptureError]:
         for path, module, name, before in self._held():
             now = next((table[name] for table in _tables(module) if name in table), None)
             full_name, why = join(path, name), ""
@@ -79,9 +75,10 @@ class HostState:
                     "(copy_, mul_, add_, lerp_)"
                 )
             if why:
-                yield CaptureError(why, module_path=path, source=definition_of(module))
+                refuse(CaptureError(why, module_path=path, source=definition_of(module)))
         for optimizer in self._optimizers:
-            yield from optimizer.changes()
+            for change in optimizer.changes():
+                refuse(change)
 
     def restore(self) -> None:
         for root in sharded_roots(self._model):
@@ -230,7 +227,7 @@ class Attempt:
         self._restore_random_states = save_random_states(model, device)
         self._undo = undo
 
-    def watching(self) -> AbstractContextManager[None]:
+    def watching(self) -> AbstractContextManager[object]:
         """Run the body so that it can be undone, also when it is over."""
         return nullcontext() if self._undo is None else self._undo.watching()
 

@@ -26,7 +26,7 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from graphfsdp._capture.cpu.graph import CpuGraphBackend
 from graphfsdp._capture.cuda.graph import CudaGraphBackend
-from graphfsdp._capture.phase import Phase
+from graphfsdp._capture.runner import Phase
 from graphfsdp._capture.trace.backend import GraphBackend
 from graphfsdp.base.hazards import Hazard
 from graphfsdp.base.sharded import units_of

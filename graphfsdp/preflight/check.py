@@ -15,12 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from graphfsdp._capture.phase import Phase
 from graphfsdp._capture.rules.watcher import Watcher
-from graphfsdp._capture.runner import Runner
+from graphfsdp._capture.runner import Phase, Runner
 from graphfsdp._capture.trace.backend import Check, Effect, Graph, GraphBackend, GraphFacts, Iterate
 from graphfsdp._capture.trace.source import user_line_of
-from graphfsdp._capture.trace.values import dropped_tensors
+from graphfsdp._capture.trace.values import refuse_dropped_tensors
 from graphfsdp._capture.trees import copied
 from graphfsdp.api import make_engine
 from graphfsdp.base.hazards import Hazard, HazardKind, HazardLog
@@ -271,8 +270,7 @@ class _Judge:
             self.num_ops = watcher.num_ops
         results = [result.clone() for result in results]
         gc.collect()  # what only a cycle holds is not held
-        for dropped in dropped_tensors(watcher.storages):
-            self._findings.add(dropped.hazard)
+        refuse_dropped_tensors(watcher.storages, lambda error: self._findings.add(error.hazard))
         check(watcher.has_touched)
         return _NoGraph(watcher.num_ops), results
 

@@ -22,7 +22,7 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from graphfsdp import in_place
-from graphfsdp._capture.phase import Phase
+from graphfsdp._capture.runner import Phase
 from graphfsdp._capture.step import CapturedStep
 from graphfsdp.api import answering, make_engine
 from graphfsdp.base.hazards import HazardKind

@@ -9,9 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from graphfsdp._capture.cpu.graph import CpuGraph, CpuGraphBackend
-from graphfsdp._capture.cpu.graph import find_commit_point as find_commit_point
+from graphfsdp._capture.cpu.graph import ReplayUndo as ReplayUndo
 from graphfsdp._capture.cpu.program import ProgramBuilder
-from graphfsdp._capture.cpu.program import ProgramSource as ProgramSource
 from graphfsdp._capture.trace.values import Node as Node
 from graphfsdp._capture.trace.values import StorageInfo as StorageInfo
 from graphfsdp._capture.trace.values import Value as Value
@@ -26,20 +25,20 @@ class _PoisoningBuilder(ProgramBuilder):
 
     _num_poisoned = -1  # nodes; -1: not even the memory as it was before the first
 
-    def _add_node(self, source: ProgramSource, node: Node) -> None:
+    def _add_node(self, node: Node) -> None:
         if self._num_poisoned < 0:
-            self._poison(source, self.memory.pool)
+            self._poison(self.memory.pool)
             self._num_poisoned = 0
-        super()._add_node(source, node)
+        super()._add_node(node)
         lives = [*zip(self.memory._lives.values(), self.memory.plan.offsets, strict=True)]
         index = next(index for index, each in enumerate(self.nodes) if each is node)
         for life, offset in lives:
             if self._num_poisoned <= life.end <= index and life.num_bytes:
-                self._poison(source, self.memory.pool[offset : offset + life.num_bytes])
+                self._poison(self.memory.pool[offset : offset + life.num_bytes])
         self._num_poisoned = index + 1
 
-    def _poison(self, source: ProgramSource, memory: Tensor) -> None:
-        source.add(f"{self._constant(memory, 'a')}.fill_({_POISON})")
+    def _poison(self, memory: Tensor) -> None:
+        self._lines.append(f"{self._constant(memory, 'a')}.fill_({_POISON})")
 
 
 class PoisoningBackend(CpuGraphBackend):

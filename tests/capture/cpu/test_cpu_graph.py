@@ -16,9 +16,9 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from cpu_recording import (
     Node,
+    ReplayUndo,
     StorageInfo,
     Value,
-    find_commit_point,
     geometry_of,
     record,
 )
@@ -175,10 +175,10 @@ def test_what_is_written_before_the_first_large_write_is_kept(
     nodes: list[list[int]], commits_at: int | None, num_kept: int
 ) -> None:
     held = [[torch.zeros(size) for size in sizes] for sizes in nodes]
-    point = find_commit_point([writes(*tensors) for tensors in held], [])
+    point = ReplayUndo([writes(*tensors) for tensors in held], [])
     assert point.node == commits_at
     first = [geometry_of(tensor) for tensors in held[:commits_at] for tensor in tensors]
-    assert [value.geometry for value in point.kept] == first
+    assert [geometry_of(tensor) for tensor in point.kept] == first
     assert len(first) == num_kept
 
 

@@ -9,7 +9,6 @@ import torch.distributed as dist
 
 from forked_programs import run_to_their_ends
 from graphfsdp._capture.ranks import ranks
-from graphfsdp._capture.ranks.whereabouts import Whereabouts
 from graphfsdp.base.collectives import Interruptible
 from graphfsdp.base.rank_agreement import RankStore
 from ranks import on_ranks, world_group
@@ -29,7 +28,7 @@ def test_the_workers_of_gloo_are_found_by_their_name() -> None:
 def test_an_old_question_is_answered_by_nobody() -> None:
     """The listening thread may look late, when the calls after the one asked about failed too."""
     store = RankStore([world_group()], "late looks")
-    whereabouts = Whereabouts(store)
+    whereabouts = ranks.Whereabouts(store)
     asked = ""
     for _ in range(2):
         whereabouts.enter("iteration", Interruptible(lambda: None))
