@@ -18,25 +18,17 @@ from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.tensor.placement_types import Placement
 
 from graphfsdp.base.collectives import Transfer, all_gather_
-from graphfsdp.base.host_memory import zeros_flat
 from graphfsdp.base.joined import JoinedGather, joined
 from graphfsdp.base.streams import Lane, keep_for_current
 from graphfsdp.base.torch_internals import local_tensor_of
-from graphfsdp.config import MixedPrecisionPolicy, ShardingStrategy
+from graphfsdp.config import ShardingStrategy
 from graphfsdp.sharding.extension import Extension
-from graphfsdp.sharding.gradients import Gradients, shaped
+from graphfsdp.sharding.gradients import BufferMemory, Gradients, shaped
 from graphfsdp.sharding.layout import BufferDtypes, BufferPlan, LocalRows, Slot
 from graphfsdp.sharding.mesh import UnitMesh
 from graphfsdp.sharding.packing import Packing
 
 Moment = tuple[int, bool]
-
-
-class Memory(NamedTuple):
-    """Where something lies; pinned is page-locked, for fast copies to a GPU."""
-
-    device: torch.device
-    pinned: bool
 
 
 class _Gather(NamedTuple):
@@ -56,15 +48,13 @@ class _Prefetched(NamedTuple):
         keep_for_current([self.gather.whole], self.transfer.made_on)
 
 
-class ShardBuffer:
+class ShardBuffer(BufferMemory):
     """One BufferPlan's storage on this rank: [S] main weights, [B] gathered ones while unsharded.
 
     ``params``: what the optimizer and the user see of the main weights. ``gather_group``: of
-    all-gathers alone where possible, so that they do not queue behind reductions. ``device`` is
-    where the unit computes; main weights and main grads are in the CPU's memory if ``offloaded``.
-
-    ``few_ranks``: those that share whole weights between forward and backward, where not all do;
-    each keeps [B / ranks] of them, from which backward gathers.
+    all-gathers alone where possible, so that they do not queue behind reductions. ``few_ranks``:
+    those that share whole weights between forward and backward, where not all do; each keeps
+    [B / ranks] of them, from which backward gathers.
     """
 
     def __init__(
@@ -74,24 +64,17 @@ class ShardBuffer:
         device: torch.device,
         offload: CPUOffloadPolicy | None = None,
     ) -> None:
-        self.device = device
-        self.plan = plan
-        self.layout = plan.layout
-        self.dtypes = plan.dtypes
-        self.sharded = plan.sharded
-        self.mesh = mesh
+        super().__init__(plan, mesh, device, offload)
         self.gather_group: dist.ProcessGroup = mesh.inner
         self.few_ranks: dist.ProcessGroup | None = None
         self._part: Tensor | None = None
         self._part_at: Moment | None = None
-        self.offload = offload
         self.main = self.new_zeros(plan.main_numel, plan.dtypes.main)
         self.packing: Packing | None = None
         if plan.gather_format is not None:
             self.packing = Packing(plan, mesh, lambda: self.moment()[0])
             self.packing.move(self.main)
         self.extension: Extension | None = None
-        self.policy = MixedPrecisionPolicy()  # what the extension is told
         self.gradients: Gradients | None = None
         if plan.trainable:
             self.make_gradients()
@@ -104,27 +87,7 @@ class ShardBuffer:
 
     def make_gradients(self) -> None:
         """Give memory to main grads, also where parameters were frozen when they were sharded."""
-        grad = self.new_zeros(self.plan.main_numel, self.dtypes.grad)
-        self.gradients = Gradients(self.plan, self.mesh, grad, self.device, self.new_whole)
-
-    def new_zeros(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """Return memory for main weights or main grads."""
-        memory = self.memory
-        if memory.pinned:
-            return torch.zeros(numel, dtype=dtype, device="cpu", pin_memory=True)
-        return zeros_flat(numel, dtype, memory.device)
-
-    def new_whole(self, dtype: torch.dtype) -> Tensor:
-        """Return [B], undefined, for whole weights or gradients."""
-        return torch.empty(self.layout.total_numel, dtype=dtype, device=self.device)
-
-    @property
-    def memory(self) -> "Memory":
-        """Where main weights and main grads are."""
-        if self.offload is None or self.device.type == "meta":
-            return Memory(self.device, pinned=False)
-        pinned = self.offload.pin_memory and self.device.type == "cuda"
-        return Memory(torch.device("cpu"), pinned=pinned)
+        self.gradients = Gradients(self)
 
     def cast(self, dtypes: BufferDtypes) -> None:
         """Go on with other dtypes, in new memory; the layout stays."""
@@ -151,8 +114,6 @@ class ShardBuffer:
         """Take note of where a buffer will compute that has no memory yet."""
         if self.device.type == "meta":
             self.device = torch.empty(0, device=device).device  # with its index
-            if self.gradients is not None:
-                self.gradients.device = self.device
 
     def move(self, main: Tensor, grad: Tensor | None) -> None:
         """Copy into other memory, where the shards of all units are neighbours."""
@@ -316,7 +277,7 @@ class ShardBuffer:
         """
         if self.extension is not None:
             param: Any = self.params[0]
-            return self.extension.before_gather(local_tensor_of(param), self.policy)
+            return self.extension.before_gather(local_tensor_of(param))
         if self.packing is not None:
             self.packing.refresh()
             return self.packing.packed

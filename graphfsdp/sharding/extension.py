@@ -25,14 +25,20 @@ class Extension:
     """A wrapper's side of one buffer; ``weight`` is what it has made last, while it is gathered."""
 
     def __init__(
-        self, name: str, whole: Tensor, owner: nn.Module, mesh: DeviceMesh, dtype: torch.dtype
+        self,
+        name: str,
+        whole: Tensor,
+        owner: nn.Module,
+        mesh: DeviceMesh,
+        dtype: torch.dtype,
+        policy: MixedPrecisionPolicy,
     ) -> None:
         """ConfigError: the wrapper is of a kind that cannot lie over a shard."""
         self._refuse(name, whole, mesh)
         (self._inner,), self._context = whole.__tensor_flatten__()  # type: ignore[attr-defined]
         self._kind: Any = type(whole)
         self._shape, self._stride = whole.shape, whole.stride()
-        self._owner, self._dtype = owner, dtype
+        self._owner, self._dtype, self._policy = owner, dtype, policy
         self._mesh = mesh
         if mesh.ndim > 1:
             assert mesh.mesh_dim_names is not None
@@ -68,7 +74,7 @@ class Extension:
         )
         return wrapped
 
-    def before_gather(self, local: Tensor, policy: MixedPrecisionPolicy) -> Tensor:
+    def before_gather(self, local: Tensor) -> Tensor:
         """Return bytes to gather. Capture: whatever the wrapper does, maybe collectives.
 
         ``local``: the wrapper that the parameter holds, on which somebody may have set a scale.
@@ -77,7 +83,7 @@ class Extension:
         ask = self._local.fsdp_pre_all_gather
         arguments: list[Any] = [self._mesh]
         if len(inspect.signature(ask).parameters) > 1:
-            arguments += [self._shape, self._stride, self._owner, policy]
+            arguments += [self._shape, self._stride, self._owner, self._policy]
         with torch.no_grad():
             inputs, self._metadata = ask(*arguments)
         self._sizes = [(each.shape, each.dtype) for each in inputs]
@@ -104,7 +110,6 @@ def is_extended(param: Tensor) -> bool:
 
 
 def parts_of(wrapper: Any) -> Sequence[str]:
-    """Return the names of the tensors that are wrapped."""
     names, _ = wrapper.__tensor_flatten__()
     found: Sequence[str] = names
     return found

@@ -151,13 +151,11 @@ def fully_shard(
         expert_axis=expert_axis,
         cuts_outside=_cuts_outside(outer_strategy, parsed),
     )
-    reshards, num_few = _parse_reshard(reshard_after_forward, axes.inner.size())
     options = UnitOptions(
         mesh=axes,
         strategy=parsed,
         policy=policy,
-        reshard_after_forward=reshards,
-        num_few=num_few,
+        reshard_after_forward=_parse_reshard(reshard_after_forward, axes.inner.size()),
         reduction=gradient_reduction,
         overlap=overlap,
         offload=_parse_offload(offload_policy),
@@ -184,7 +182,6 @@ def fully_shard(
 
 
 def _outermost(given: nn.Module | Sequence[nn.Module]) -> list[nn.Module]:
-    """Return the modules of one unit; ConfigError if they cannot be one."""
     modules = [given] if isinstance(given, nn.Module) else given
     are_modules = isinstance(modules, list | tuple) and all(
         isinstance(module, nn.Module) for module in modules
@@ -229,15 +226,12 @@ def _policy(given: MixedPrecisionPolicy | TorchPolicy | None) -> MixedPrecisionP
     )
 
 
-def _parse_reshard(given: bool | int | None, num_ranks: int) -> tuple[bool | None, int | None]:
-    """Return whether whole weights are dropped after forward, and how many ranks keep them then.
-
-    None is no number of its own. ConfigError: the ranks do not divide by it.
-    """
+def _parse_reshard(given: bool | int | None, num_ranks: int) -> bool | int | None:
+    """Return a number only if it is neither all ranks nor one; None is none of its own."""
     if given is None or isinstance(given, bool):
-        return given, None
+        return given
     if isinstance(given, int) and given > 0 and num_ranks % given == 0:
-        return given > 1 or num_ranks == 1, given if 1 < given < num_ranks else None
+        return given if 1 < given < num_ranks else given == num_ranks
     raise ConfigError(
         f"reshard_after_forward must be True, False, None, or a number that divides the {num_ranks}"
         f" ranks that the unit is cut over, got {given!r}. Remedy: True, which needs least memory, "
@@ -246,7 +240,6 @@ def _parse_reshard(given: bool | int | None, num_ranks: int) -> tuple[bool | Non
 
 
 def _parse_offload(given: OffloadPolicy | None) -> CPUOffloadPolicy | None:
-    """Return the policy if there is something to do; ConfigError if it is of another kind."""
     if isinstance(given, CPUOffloadPolicy):
         return given
     if given is None or type(given) is OffloadPolicy:
@@ -346,7 +339,13 @@ def _deep_copy(module: FSDPModule, memo: dict[int, Any]) -> FSDPModule:
         NotCopyableError: the module is at work, or holds weights that are quantised for a gather.
     """
     group = unit_of(module).group
-    _refuse_busy(module)
+    unit_of(module).refuse_busy("copied", NotCopyableError)
+    if any(buffer.packing or buffer.extension for buffer in group.buffers):
+        raise NotCopyableError(
+            f"unit {group.name or '(root)'!r} has weights that are quantised for their gather, and "
+            "cannot be copied. Remedy: build the model anew, fully_shard, and "
+            "load_state_dict(model.state_dict())"
+        )
     for tensor in [item.param for item in group.managed]:
         new = nn.Parameter(tensor.detach().clone(), tensor.requires_grad)
         vars(new).update(vars(tensor))
@@ -371,21 +370,6 @@ def _deep_copy(module: FSDPModule, memo: dict[int, Any]) -> FSDPModule:
         if getattr(old.param, group.grad_attribute, None) is not None:
             setattr(item.param, group.grad_attribute, item.main_grad)
     return made
-
-
-def _refuse_busy(module: FSDPModule) -> None:
-    unit = unit_of(module)
-    why = None
-    if unit.is_whole or unit.group.has_pending_gradients:
-        why = "it is inside of a pass, unsharded, or has gradients that wait for their reduction"
-    elif any(buffer.packing or buffer.extension for buffer in unit.group.buffers):
-        why = "it has weights that are quantised for their gather"
-    if why is not None:
-        raise NotCopyableError(
-            f"unit {unit.name or '(root)'!r} cannot be copied: {why}. Remedy: copy between two "
-            "iterations, and what gathers 8-bit weights by building the model anew, fully_shard, "
-            "and load_state_dict(model.state_dict())"
-        )
 
 
 def _shared(group: ShardGroup) -> list[Any]:

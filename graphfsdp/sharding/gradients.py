@@ -11,15 +11,16 @@ gradient that reaches the parameter on another way would be overwritten, and is 
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp import CPUOffloadPolicy
 
 from graphfsdp.base.collectives import Transfer, all_reduce_, reduce_scatter_
 from graphfsdp.base.flat_buffer import copy_all
+from graphfsdp.base.host_memory import zeros_flat
 from graphfsdp.base.joined import JoinedReduceScatter, joined
 from graphfsdp.base.streams import Lane
 from graphfsdp.errors import ConfigError
@@ -29,30 +30,24 @@ from graphfsdp.sharding.mesh import UnitMesh
 _Hooks = Mapping[int, Callable[..., Tensor | None]]
 
 
-@dataclass(frozen=True)
-class Reduction:
-    """What the ranks' gradients come to: their mean or sum, or the sum divided by a number."""
-
-    kind: str
-    divisor: float | None = None
-
-    @property
-    def collective(self) -> str:
-        return self.kind if self.divisor is None else "sum"
-
-
 class How(NamedTuple):
     """How gradients are reduced.
 
     ``accumulate``: main grads hold something that must stay. Without ``outside`` gradients are
-    reduced over the inner axis alone, and wait for a reduction with it. ``hooks`` get what all
-    ranks have reduced, [S], before it is added, and may change it.
+    reduced over the inner axis alone, and wait for a reduction with it. ``reduction``: to the mean
+    or sum of the ranks' gradients; with a ``divisor`` to the sum divided by it. ``hooks`` get what
+    all ranks have reduced, [S], before it is added, and may change it.
     """
 
     accumulate: bool
-    reduction: Reduction
     outside: bool
-    hooks: "Callable[[Gradients, Tensor], None] | None" = None
+    reduction: str
+    divisor: float | None
+    hooks: "Callable[[Gradients, Tensor], None] | None"
+
+    @property
+    def collective(self) -> str:
+        return self.reduction if self.divisor is None else "sum"
 
 
 class _Reducing(NamedTuple):
@@ -67,32 +62,69 @@ class _Reducing(NamedTuple):
     inside: bool
 
 
-class Gradients:
-    """The gradients of one buffer: whole until all ranks have reduced them into its main grads.
+class Memory(NamedTuple):
+    """Where something lies; pinned is page-locked, for fast copies to a GPU."""
 
-    ``accumulate`` means everywhere that the main grads hold something that must stay. ``device`` is
-    where gradients are computed; main grads may be in the memory of the CPU. ``landed``: indices of
-    slots that got a gradient since main grads were bound to parameters.
+    device: torch.device
+    pinned: bool
+
+
+class BufferMemory:
+    """Where one BufferPlan lies on this rank.
+
+    ``device`` is where the unit computes; main weights and main grads are in the CPU's memory if an
+    ``offload`` policy says so.
     """
 
     def __init__(
         self,
         plan: BufferPlan,
         mesh: UnitMesh,
-        main: Tensor,
         device: torch.device,
-        new_whole: Callable[[torch.dtype], Tensor],  # [B] in the memory of ``device``
+        offload: CPUOffloadPolicy | None,
     ) -> None:
-        self.main = main
         self.device = device
+        self.plan = plan
+        self.layout = plan.layout
+        self.dtypes = plan.dtypes
+        self.sharded = plan.sharded
+        self.mesh = mesh
+        self.offload = offload
+
+    def new_zeros(self, numel: int, dtype: torch.dtype) -> Tensor:
+        memory = self.memory
+        if memory.pinned:
+            return torch.zeros(numel, dtype=dtype, device="cpu", pin_memory=True)
+        return zeros_flat(numel, dtype, memory.device)
+
+    def new_whole(self, dtype: torch.dtype) -> Tensor:
+        """Return [B], undefined, for whole weights or gradients."""
+        return torch.empty(self.layout.total_numel, dtype=dtype, device=self.device)
+
+    @property
+    def memory(self) -> "Memory":
+        """Where main weights and main grads are."""
+        if self.offload is None or self.device.type == "meta":
+            return Memory(self.device, pinned=False)
+        pinned = self.offload.pin_memory and self.device.type == "cuda"
+        return Memory(torch.device("cpu"), pinned=pinned)
+
+
+class Gradients:
+    """The gradients of one buffer: whole until all ranks have reduced them into its main grads.
+
+    ``accumulate`` means everywhere that the main grads hold something that must stay; they may be
+    in the memory of the CPU. ``landed``: indices of slots that got a gradient since main grads were
+    bound to parameters.
+    """
+
+    def __init__(self, buffer: BufferMemory) -> None:
+        self.main = buffer.new_zeros(buffer.plan.main_numel, buffer.dtypes.grad)
         self.landed: set[int] = set()
-        self._plan, self._mesh = plan, mesh
-        self._gaps = list(_gaps(plan.layout))
-        self._comm_dtype = plan.dtypes.comm
-        self._sharded = plan.sharded
-        self._num_experts_ranks = mesh.num_experts_ranks
-        self._cuts_outside = plan.sharded and mesh.cuts_outside
-        self._new_whole = new_whole
+        self._buffer, self._mesh = buffer, buffer.mesh
+        self._gaps = list(_gaps(buffer.layout))
+        self._comm_dtype = buffer.dtypes.comm
+        self._sharded = buffer.sharded
         self._partial: Tensor | None = None  # [I] reduced over the inner axis, not the outer one
         self._full: Tensor | None = None  # [B] not yet reduced
         self._written: set[int] = set()  # slots of it that hold something, by index
@@ -100,6 +132,11 @@ class Gradients:
         self._reducing: _Reducing | None = None
         self._undefined: list[Tensor] = []  # padding of [B], until gradients are copied
         self._zero: Tensor | None = None  # as long as the largest stretch of it
+
+    @property
+    def device(self) -> torch.device:
+        """Where gradients are computed."""
+        return self._buffer.device
 
     @property
     def is_pending(self) -> bool:
@@ -115,11 +152,7 @@ class Gradients:
 
     @property
     def _comm_is_main(self) -> bool:
-        return self._comm_dtype == self.main.dtype and not self._is_elsewhere
-
-    @property
-    def _is_elsewhere(self) -> bool:
-        return self.main.device != self.device
+        return (self._comm_dtype, self.device) == (self.main.dtype, self.main.device)
 
     def add(self, grads: Sequence[Tensor | None], *, accumulate: bool) -> None:
         """Add one backward pass's gradients, each whole, in slot order.
@@ -130,7 +163,7 @@ class Gradients:
             pool; where nothing is sharded, into the main grads themselves.
         """
         targets, sources = [], []
-        for slot, grad in zip(self._plan.layout.slots, grads, strict=True):
+        for slot, grad in zip(self._buffer.layout.slots, grads, strict=True):
             if slot.index in self._added_by_layer:
                 continue
             target = self._place(slot, accumulate=accumulate)
@@ -166,17 +199,14 @@ class Gradients:
 
     def _place(self, slot: Slot, *, accumulate: bool) -> Tensor:
         if self._full is None:
-            self._full = self._new_full(accumulate=accumulate)
+            is_free = not accumulate and self._partial is None
+            if not self._sharded and is_free and self._comm_is_main:
+                self._full = self.main
+            else:
+                full = self._full = self._buffer.new_whole(self._comm_dtype)
+                # Padding is reduced too: whatever lay there must not become a NaN.
+                self._undefined = [full.narrow(0, *gap) for gap in self._gaps]
         return shaped(self._full.narrow(0, slot.offset, slot.numel), slot)
-
-    def _new_full(self, *, accumulate: bool) -> Tensor:
-        free = not accumulate and self._partial is None
-        if not self._sharded and free and self._comm_is_main:
-            return self.main
-        full = self._new_whole(self._comm_dtype)
-        # Padding is reduced too: whatever lay there must not become a NaN.
-        self._undefined = [full.narrow(0, start, length) for start, length in self._gaps]
-        return full
 
     def _zeros(self) -> tuple[list[Tensor], list[Tensor]]:
         """Return padding that is undefined, and zeros for it.
@@ -188,9 +218,8 @@ class Gradients:
             return [], []
         if self._zero is None:
             largest = max(length for _, length in self._gaps)
-            self._zero = torch.zeros(
-                largest, dtype=self._plan.dtypes.compute, device=gaps[0].device
-            )
+            dtype = self._buffer.dtypes.compute
+            self._zero = torch.zeros(largest, dtype=dtype, device=gaps[0].device)
         return gaps, [self._zero.narrow(0, 0, gap.numel()) for gap in gaps]
 
     def begin_reduce(self, lane: Lane | None, how: How) -> None:
@@ -218,8 +247,7 @@ class Gradients:
         return None if alone or self._full is None or not self._full.numel() else self._full
 
     def peers(self, how: How) -> tuple[dist.ProcessGroup, str]:
-        """Over which ranks a reduction is, and what it comes to."""
-        return self._mesh.inner, how.reduction.collective
+        return self._mesh.inner, how.collective
 
     def expect(self, part: Tensor, transfer: JoinedReduceScatter, lane: Lane, how: How) -> None:
         """Take note that this rank's part [S] of what was joinable will come with others."""
@@ -260,7 +288,8 @@ class Gradients:
         elif target is None:
             # Main grads that hold something must not be reduced over the outer axis again.
             target = self.main
-            if how.accumulate or self._cuts_outside or self._is_elsewhere:
+            cuts_outside = self._sharded and self._mesh.cuts_outside
+            if how.accumulate or cuts_outside or self.main.device != self.device:
                 parts = self._mesh.inner.size() if self._sharded else 1
                 target = full.new_empty(full.numel() // parts, dtype=self.main.dtype)
         assert target is not None
@@ -268,7 +297,7 @@ class Gradients:
         if self._sharded:
             straight = not adds and self._comm_is_main
             reduced = target if straight else full.new_empty(target.numel())
-        transfer = _issue(lane, reduced, full, self._mesh.inner, how.reduction.collective)
+        transfer = _issue(lane, reduced, full, self._mesh.inner, how.collective)
         self._reducing = _Reducing(how, lane, transfer, reduced, target, adds, inside=True)
 
     def _begin_outside(self, lane: Lane | None, how: How) -> None:
@@ -278,10 +307,10 @@ class Gradients:
         partial, self._partial = self._partial, None
         adds = how.accumulate and partial is not self.main
         sent = reduced = partial.to(self._comm_dtype)  # the same tensor if they agree
-        if self._cuts_outside:
+        if self._sharded and self._mesh.cuts_outside:
             straight = not adds and self._comm_is_main
             reduced = self.main if straight else sent.new_empty(self.main.numel())
-        transfer = _issue(lane, reduced, sent, self._mesh.outer, how.reduction.collective)
+        transfer = _issue(lane, reduced, sent, self._mesh.outer, how.collective)
         self._reducing = _Reducing(how, lane, transfer, reduced, self.main, adds, inside=False)
 
     def _land(self) -> _Reducing | None:
@@ -291,14 +320,14 @@ class Gradients:
             return None
         if reducing.transfer is not None:
             reducing.transfer.wait()
-        reduced, target, reduction = reducing.reduced, reducing.target, reducing.how.reduction
-        if reducing.inside and reduction.divisor is not None:
-            reduced.div_(reduction.divisor)
-        elif reducing.inside and reduction.kind == "mean" and self._num_experts_ranks > 1:
-            reduced.mul_(1 / self._num_experts_ranks)
-        if reducing.how.hooks is not None and (self._mesh.outer is None or not reducing.inside):
+        reduced, target, how = reducing.reduced, reducing.target, reducing.how
+        if reducing.inside and how.divisor is not None:
+            reduced.div_(how.divisor)
+        elif reducing.inside and how.reduction == "mean" and self._mesh.experts is not None:
+            reduced.mul_(1 / self._mesh.experts.size())
+        if how.hooks is not None and (self._mesh.outer is None or not reducing.inside):
             reduced = reduced.to(target.device, target.dtype)
-            reducing.how.hooks(self, reduced)
+            how.hooks(self, reduced)
         if reducing.adds:
             target.add_(reduced.to(target.device))
         elif reduced is not target:
@@ -362,7 +391,6 @@ def _gaps(layout: BufferLayout) -> Iterator[tuple[int, int]]:
 
 
 def has_hooks(param: nn.Parameter) -> bool:
-    """Tell whether there are hooks of the user's."""
     behind: _Hooks = param._post_accumulate_grad_hooks or {}
     ours = sum(isinstance(hook, _PastTheUnit) for hook in behind.values())
     return bool(param._backward_hooks) or len(behind) > ours
@@ -401,7 +429,6 @@ def is_watched(param: nn.Parameter) -> bool:
 
 
 def refuse_gradient_hooks(param: nn.Parameter, name: str) -> None:
-    """Refuse hooks of a whole parameter, whose gradients will be shards."""
     if param._post_accumulate_grad_hooks or param._backward_hooks:
         raise ConfigError(
             f"parameter {name!r} has a hook of its gradient (register_hook or "

@@ -28,7 +28,6 @@ from graphfsdp.sharding.extension import (
 )
 from graphfsdp.sharding.gradients import (
     Gradients,
-    Reduction,
     call_when_bound,
     change,
     has_hooks,
@@ -123,8 +122,7 @@ class UnitOptions:
     mesh: UnitMesh
     strategy: ShardingStrategy
     policy: MixedPrecisionPolicy
-    reshard_after_forward: bool | None
-    num_few: int | None  # of the inner ranks that keep whole weights after forward, if not all
+    reshard_after_forward: bool | int | None  # a number of inner ranks keep weights after forward
     overlap: bool
     reduction: str = "mean"
     offload: CPUOffloadPolicy | None = None
@@ -142,8 +140,7 @@ class Settings(NamedTuple):
     requires_gradient_sync: bool = True
     is_last_microbatch: bool = True
     requires_all_reduce: bool = True
-    reshard_after_forward: bool | None = True
-    reshard_to_few: bool = True
+    reshard_after_forward: bool | int | None = True
     reshard_after_backward: bool = True
 
 
@@ -161,7 +158,7 @@ class ShardGroup:
         """Take over what no unit below has taken; ConfigError if a parameter cannot be sharded."""
         self.names = [""] * len(modules)
         self.options = options
-        self.reduction = Reduction(options.reduction)
+        self.divisor: float | None = None  # of gradients, in the place of the number of ranks
         self.managed = []
         self.buffers = []
         self.axes: dict[str, ModelAxes] = {}
@@ -195,15 +192,15 @@ class ShardGroup:
         self.buffers.append(buffer)
         if is_extended(whole):
             name, owner = plan.names[0], found[plan.names[0]].owners[0][0]
-            dtype = plan.dtypes.compute
             if self.options.offload is not None or name in self.axes:
                 raise ConfigError(
                     f"{name!r} is a {type(whole).__name__}, with fsdp_pre_all_gather, which goes "
                     "neither with CPUOffloadPolicy nor with tensor or expert parallelism yet. "
                     "Remedy: a plain parameter there"
                 )
-            buffer.extension = Extension(name, whole, owner, mesh.mesh, dtype)
-            buffer.policy = self.options.policy
+            buffer.extension = Extension(
+                name, whole, owner, mesh.mesh, plan.dtypes.compute, self.options.policy
+            )
         with torch.no_grad():
             for name, slot in zip(plan.names, plan.layout.slots, strict=True):
                 buffer.load(slot, local_part(found[name].param))
@@ -367,7 +364,6 @@ class ShardGroup:
         self.install(item.param for item in self.managed)
 
     def install(self, tensors: Iterable[Tensor]) -> None:
-        """Give the modules what they hold from now on."""
         for item, tensor in zip(self.managed, tensors, strict=True):
             for owner, name in item.owners:
                 # Past nn.Module.__setattr__, which takes nothing but Parameters here.
@@ -388,7 +384,6 @@ class ShardGroup:
         of_unit = {
             "strategy": options.strategy.value,
             "reshard_after_forward": options.reshard_after_forward,
-            "ranks that keep weights": options.num_few,
             "outer ranks": options.mesh.num_outer,
             "cuts the optimizer over them": options.mesh.cuts_outside,
             "overlap": options.overlap,
@@ -412,34 +407,22 @@ class ShardGroup:
 
     @property
     def groups(self) -> tuple[dist.ProcessGroup, ...]:
-        over_model = (group for axes in self.axes.values() for group in axes.all_groups)
-        return tuple(dict.fromkeys((*self._data_groups, *over_model)))
+        return self._groups(self.axes.values())
 
     @property
     def equal_groups(self) -> tuple[dist.ProcessGroup, ...]:
         """The groups whose ranks have the same values while whole: not those of experts."""
-        over_model = (
-            group for axes in self.axes.values() if axes.wraps for group in axes.all_groups
-        )
-        return tuple(dict.fromkeys((*self._data_groups, *over_model)))
+        return self._groups(axes for axes in self.axes.values() if axes.wraps)
 
-    @property
-    def _data_groups(self) -> list[dist.ProcessGroup]:
-        meshes = (self.options.mesh, *(buffer.mesh for buffer in self.buffers))
-        return [group for mesh in meshes for group in mesh.groups]
-
-    @property
-    def repeats(self) -> bool:
-        """Whether gradients are reduced over an outer axis too, in the last microbatch only."""
-        return any(buffer.mesh.outer is not None for buffer in self.buffers)
+    def _groups(self, over_model: Iterable[ModelAxes]) -> tuple[dist.ProcessGroup, ...]:
+        over_data = (self.options.mesh, *(buffer.mesh for buffer in self.buffers))
+        found = [group for mesh in over_data for group in mesh.groups]
+        found += [group for axes in over_model for group in axes.all_groups]
+        return tuple(dict.fromkeys(found))
 
     @property
     def is_old(self) -> bool:
         return any(buffer.is_old for buffer in self.buffers)
-
-    @property
-    def is_prefetched(self) -> bool:
-        return any(buffer.is_prefetched for buffer in self.buffers)
 
     @property
     def trainable(self) -> list[ManagedParameter]:
@@ -501,7 +484,6 @@ class ShardGroup:
 
 
 def _refuse_packing(offload: CPUOffloadPolicy | None, model_parallel: Iterable[str]) -> None:
-    """Refuse what does not go with a ``gather_format``."""
     if offload is not None:
         raise ConfigError(
             "gather_format quantises main weights where they are computed with, and "

@@ -241,7 +241,6 @@ def plan_buffers(
 
 
 def _equal_rows(name: str, slot: Slot, num_ranks: int, why: str) -> BufferLayout:
-    """UnevenError: ranks would have other numbers of rows."""
     if not slot.shape or slot.num_rows % num_ranks:
         raise UnevenError(
             f"{name!r} of shape {slot.shape} has {why}, for which each of the {num_ranks} ranks "
@@ -254,7 +253,6 @@ def _equal_rows(name: str, slot: Slot, num_ranks: int, why: str) -> BufferLayout
 def _gather_format(
     name: str, shape: tuple[int, ...], policy: MixedPrecisionPolicy
 ) -> GatherFormat | None:
-    """ConfigError: the weight does not divide into the blocks of its format."""
     if not math.prod(shape):
         return None
     chosen = GatherFormat.parse(policy.gather_format)

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -25,8 +25,8 @@ from graphfsdp.base.torch_internals import buffers_of, parameters_of
 from graphfsdp.errors import ConfigError, GraphFSDPError
 from graphfsdp.sharding.group import ManagedParameter
 from graphfsdp.sharding.meta_tensors import is_partly_unset, mark_unset_, move
-from graphfsdp.sharding.model_shards import move_together
 from graphfsdp.sharding.module import class_name, units_in, units_with
+from graphfsdp.sharding.schedule import move_together
 from graphfsdp.sharding.unit import Unit
 
 
@@ -155,7 +155,7 @@ def _entries(module_name: str, module: nn.Module) -> Iterator[_Entry]:
     for place in places:
         for attribute, tensor in place.items():
             if tensor is not None:
-                name = f"{module_name}.{attribute}" if module_name else attribute
+                name = f"{module_name}.{attribute}".lstrip(".")
                 yield _Entry(name, module, place, attribute, id(tensor))
 
 
@@ -173,17 +173,14 @@ def _in_init_order(
     seen.add(id(module))
     for child_name, child in module.named_children():
         if id(child) not in seen:
-            full_name = f"{name}.{child_name}" if name else child_name
+            full_name = f"{name}.{child_name}".lstrip(".")
             yield from _in_init_order(child, full_name, (*around, module), seen)
     yield name, module, around
 
 
 def _own_initializer(module: nn.Module) -> Callable[[], object] | None:
-    for name in ("reset_parameters", "_reset_parameters"):
-        own = getattr(module, name, None)
-        if _takes(own):
-            return cast("Callable[[], object]", own)
-    return None
+    found = (getattr(module, name, None) for name in ("reset_parameters", "_reset_parameters"))
+    return next(filter(_takes, found), None)
 
 
 def _model_initializer(
@@ -194,11 +191,9 @@ def _model_initializer(
     """Return what sets a module's values after it is constructed, None if there is nothing."""
     if init is not None:
         return partial(init, module)
-    for owner in (module, *reversed(around)):
-        of_model: Any = getattr(owner, "_init_weights", None)
-        if _takes(of_model, module):
-            return partial(of_model, module)
-    return None
+    found = (getattr(owner, "_init_weights", None) for owner in (module, *reversed(around)))
+    of_model: Any = next((each for each in found if _takes(each, module)), None)
+    return None if of_model is None else partial(of_model, module)
 
 
 def _takes(function: Any, *args: object) -> bool:
@@ -253,28 +248,20 @@ class _Materialization:
         self, model: nn.Module, init: Callable[[nn.Module], object] | None
     ) -> list[_Stop]:
         managed = {id(item.param): item for unit in self._units for item in unit.group.managed}
-        by_setter: dict[int, list[_Entry]] = {}
-        order = list(_in_init_order(model))
-        for name, module, _ in order:
+        stops = []
+        for name, module, around in _in_init_order(model):
+            awaited = []
             for entry in _entries(name, module):
                 item = managed.get(entry.key)
-                if entry.tensor().is_meta if item is None else item.awaited is not None:
-                    by_setter.setdefault(id(module), []).append(entry)
-                    if item is None:
-                        self._plain.setdefault(entry.key, entry)
-                else:
+                if not (entry.tensor().is_meta if item is None else item.awaited is not None):
                     self._kept.setdefault(entry.key, entry)
-        stops = [
-            _Stop(
-                name,
-                module,
-                _own_initializer(module),
-                _model_initializer(module, around, init),
-                by_setter[id(module)],
-            )
-            for name, module, around in order
-            if id(module) in by_setter
-        ]
+                    continue
+                awaited.append(entry)
+                if item is None:
+                    self._plain.setdefault(entry.key, entry)
+            if awaited:
+                of_model = _model_initializer(module, around, init)
+                stops.append(_Stop(name, module, _own_initializer(module), of_model, awaited))
         for unit in self._units:
             keys = {id(item.param) for item in unit.group.managed}
             mine = [stop for stop in stops if any(entry.key in keys for entry in stop.entries)]
@@ -286,7 +273,6 @@ class _Materialization:
     def run(self) -> None:
         names = [entry.name for stop in self._stops for entry in stop.entries]
         self._agreement.refuse_differences("parameters and buffers without values", names)
-        finished = False
         try:
             with self._told():
                 self._check()
@@ -305,10 +291,9 @@ class _Materialization:
             self._agreement.go_on(None)
             for entry in self._plain.values():
                 _broadcast(entry.tensor(), self._agreement.store.groups)
-            finished = True
-        finally:
-            if not finished:
-                self._undo()
+        except BaseException:
+            self._undo()
+            raise
 
     def _check(self) -> None:
         able = {
@@ -393,7 +378,6 @@ class _Materialization:
         del self._open[unit]
 
     def _collect(self, unit: Unit) -> None:
-        """ConfigError: a parameter was set in parts, not at all, or put in another shape."""
         for item, whole in self._open[unit]:
             owner, attribute = item.owners[0]
             held = parameters_of(owner).get(attribute)
@@ -415,9 +399,9 @@ class _Materialization:
         Ranks that another unit is cut over by tensor parallelism hold this one in duplicate;
         experts are others on each rank of their axis.
         """
-        if unit.group.options.mesh.experts is not None:
-            return list(unit.group.equal_groups)
         alike = [other for other in self._units if other.group.options.mesh.experts is None]
+        if unit not in alike:
+            alike = [unit]
         return list(dict.fromkeys(g for other in alike for g in other.group.equal_groups))
 
     def _check_plain(self) -> None:
@@ -453,19 +437,13 @@ def _device_within(group: dist.ProcessGroup, device: torch.device) -> torch.devi
 
 
 def _units_of(model: nn.Module) -> list[Unit]:
-    """Return the units in a model, all of which must be at rest."""
     units = units_in(model)
     for unit in units:
-        if unit.is_whole:
-            raise ConfigError(
-                f"unit {unit.group.name!r} is unsharded, so it cannot be materialised. Remedy: "
-                "reshard() it first, and do not materialise inside a forward pass"
-            )
+        unit.refuse_busy("materialised")
     return units
 
 
 def _target_device(device: torch.device | str | None, units: Sequence[Unit]) -> torch.device:
-    """Return where to materialise, with an index if it is a GPU."""
     if device is None and units:
         device = units[0].group.options.mesh.mesh.device_type
     target = torch.get_default_device() if device is None else torch.device(device)

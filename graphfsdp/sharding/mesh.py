@@ -36,7 +36,7 @@ class UnitMesh:
 
     ``mesh`` is that of the parameters' DTensors: (inner,), or (outer, inner), or one axis with all
     ranks where the optimizer's part is cut over both, so with ``cuts_outside``. Ranks of ``outer``
-    hold the same part, those of ``experts`` other experts.
+    hold the same part, those of ``experts`` other experts, but see a part of the same batch.
     """
 
     mesh: DeviceMesh
@@ -55,11 +55,6 @@ class UnitMesh:
     @property
     def num_outer(self) -> int:
         return 1 if self.outer is None else self.outer.size()
-
-    @property
-    def num_experts_ranks(self) -> int:
-        """Number of ranks that have other experts, but a part of the same batch."""
-        return 1 if self.experts is None else self.experts.size()
 
     @property
     def num_parts(self) -> int:
@@ -125,7 +120,6 @@ def find_axes(
 def _select(
     mesh: DeviceMesh, shard_axis: str | None, replicate_axis: str | None, expert_axis: str | None
 ) -> DeviceMesh:
-    """Return the axes to replicate on and to shard over."""
     if mesh.get_coordinate() is None:
         raise ConfigError(
             f"rank {dist.get_rank()} is not in the mesh that fully_shard was given "
@@ -151,7 +145,6 @@ def _select(
 
 
 def _flat(mesh: DeviceMesh) -> DeviceMesh:
-    """Return the ranks of a 2-D mesh as one axis, row by row."""
     if mesh.mesh_dim_names is None:
         raise ConfigError(
             "outer_strategy='optim' needs a mesh with named axes. Remedy: init_device_mesh(..., "

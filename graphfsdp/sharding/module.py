@@ -1,6 +1,5 @@
 """What a module is after `fully_shard`, and how to get at its unit."""
 
-import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NoReturn
@@ -22,8 +21,7 @@ from graphfsdp.config import MixedPrecisionPolicy
 from graphfsdp.errors import ConfigError, NotCopyableError, PrecisionError
 from graphfsdp.sharding.group import ShardGroup
 from graphfsdp.sharding.meta_tensors import mark_unset_
-from graphfsdp.sharding.model_shards import move_together, set_up
-from graphfsdp.sharding.schedule import Scheduled
+from graphfsdp.sharding.schedule import move_together, set_up
 from graphfsdp.sharding.unit import Unit
 
 _UNIT = "_graphfsdp_unit"
@@ -172,7 +170,7 @@ class FSDPModule(TorchModule):
                 f"reshard_after_forward must be True or False, got {reshard_after_forward!r}"
             )
         for unit in units_in(self, recurse=recurse):
-            unit.set(reshard_after_forward=reshard_after_forward, reshard_to_few=False)
+            unit.set(reshard_after_forward=reshard_after_forward)
 
     def set_reshard_after_backward(
         self, reshard_after_backward: bool, *, recurse: bool = True
@@ -200,7 +198,7 @@ class FSDPModule(TorchModule):
         if isinstance(factor, bool) or not isinstance(factor, int | float) or not factor > 0:
             raise ConfigError(f"the gradient divide factor must be positive, got {factor!r}")
         unit = unit_of(self)
-        unit.group.reduction = dataclasses.replace(unit.group.reduction, divisor=float(factor))
+        unit.group.divisor = float(factor)
         for module in unit.modules:
             module.gradient_divide_factor = float(factor)  # type: ignore[assignment]
 
@@ -352,12 +350,7 @@ class FSDPModule(TorchModule):
 
     def _cast(self, group: ShardGroup, dtype: torch.dtype) -> None:
         unit = unit_of(self)
-        if unit.is_whole or group.has_pending_gradients:
-            raise ConfigError(
-                f"unit {group.name!r} cannot be cast to {dtype} while it is unsharded, or has "
-                "gradients that wait for their reduction. Remedy: reshard() it, and cast between "
-                "two iterations"
-            )
+        unit.refuse_busy(f"cast to {dtype}")
         for module in unit.modules:
             check_precision(module, group.options.policy, dtype)
         group.cast(dtype)
@@ -426,7 +419,7 @@ def class_name(module: nn.Module) -> str:
     return (bases[1] if FSDPModule in bases else type(module)).__name__
 
 
-def units_with(module: object) -> Sequence[Scheduled]:
+def units_with(module: object) -> list[Unit]:
     """Return all units that work with a module's; it is the root if these are not set up yet."""
     unit = unit_of(module)
     if not unit.schedule.units:
@@ -456,7 +449,7 @@ def begin_forward(
     unit = unit_of(module)
     unit.enter_forward(module)
     divisor: Any = module.gradient_divide_factor
-    assert divisor == unit.group.reduction.divisor
+    assert divisor == unit.group.divisor
     policy = unit.group.options.policy
     casted: tuple[tuple[Any, ...], dict[str, Any]] = (args, kwargs)
     gpu = unit.group.options.mesh.gpu
@@ -515,7 +508,6 @@ def _asked_for(
 
 @contextmanager
 def _set_aside(group: ShardGroup) -> Iterator[None]:
-    """Keep a unit's parameters out of ``nn.Module._apply``."""
     places = [(owner, name, item.param) for item in group.managed for owner, name in item.owners]
     for owner, name, _ in places:
         parameters_of(owner)[name] = None

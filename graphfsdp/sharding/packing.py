@@ -30,7 +30,8 @@ class Packing:
     """The 8-bit side of one buffer.
 
     ``packed``: [P] this rank's bytes. ``scales``: [A of this buffer] for float8, a part of the
-    model's. ``moment`` tells when the main weights were written last.
+    model's. ``moment`` tells when the main weights were written last, ``packed_at`` of when those
+    are that were quantised in this iteration.
     """
 
     def __init__(self, plan: BufferPlan, mesh: UnitMesh, moment: Callable[[], int]) -> None:
@@ -44,6 +45,7 @@ class Packing:
             self.num_scales += plan.num_scales_of(slot)
         self.format = plan.gather_format
         self.moment = moment
+        self.packed_at: int | None = None
         self.together = PackedWeights()
         self.together.add(self)
         self.groups: tuple[dist.ProcessGroup, ...] = mesh.cut_groups if plan.sharded else ()
@@ -61,7 +63,7 @@ class Packing:
 
     @property
     def is_old(self) -> bool:
-        return self.together.is_old(self)
+        return self.packed_at != self.moment()
 
     def refresh(self) -> None:
         """Quantise, unless that was done in this iteration and nobody has written since."""
@@ -115,7 +117,6 @@ class PackedWeights:
     def __init__(self) -> None:
         self._all: list[Packing] = []
         self._kinds: list[_Kind] = []
-        self._packed_at: dict[Packing, int] = {}
 
     def add(self, packing: Packing) -> None:
         self._all.append(packing)
@@ -128,27 +129,22 @@ class PackedWeights:
 
     def forget(self) -> None:
         """Quantise again when weights are gathered next: an optimizer may have stepped."""
-        self._packed_at.clear()
-
-    def is_old(self, packing: Packing) -> bool:
-        return self._packed_at.get(packing) != packing.moment()
+        for packing in self._all:
+            packing.packed_at = None
 
     @torch.no_grad()
     def refresh(self) -> None:
         """Quantise all weights, those of each format together. Capture: see _Kind."""
         if not self._kinds:
+            kinds: dict[tuple[GatherFormat, tuple[dist.ProcessGroup, ...]], list[Packing]] = {}
+            for packing in self._all:
+                kinds.setdefault((packing.format, packing.groups), []).append(packing)
             with torch.inference_mode(mode=False):  # the scales will be written outside of it, too
-                self._kinds = self._by_kind()
+                self._kinds = [_Kind(packings) for packings in kinds.values()]
         for kind in self._kinds:
             kind.refresh()
         for packing in self._all:
-            self._packed_at[packing] = packing.moment()
-
-    def _by_kind(self) -> "list[_Kind]":
-        kinds: dict[tuple[GatherFormat, tuple[dist.ProcessGroup, ...]], list[Packing]] = {}
-        for packing in self._all:
-            kinds.setdefault((packing.format, packing.groups), []).append(packing)
-        return [_Kind(packings) for packings in kinds.values()]
+            packing.packed_at = packing.moment()
 
 
 class _Kind:

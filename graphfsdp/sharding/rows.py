@@ -216,7 +216,6 @@ class _ToLocal(Function):
 
 
 def row_axis(placements: Sequence[Placement]) -> int | None:
-    """Return the mesh axis over which rows are cut, if any."""
     for axis, place in enumerate(placements):
         if isinstance(place, RowShard):
             return axis
@@ -254,7 +253,6 @@ def my_rows(whole: Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) ->
 def wrap_rows(
     local: Tensor, mesh: DeviceMesh, placements: tuple[Placement, ...], shape: tuple[int, ...]
 ) -> DTensor:
-    """Return a part as a DTensor."""
     kind: Any = DTensor if row_axis(placements) is None else RowTensor
     spec = spec_of(mesh, placements, shape, global_stride(local, shape), local.dtype)
     # torch would take the storage offset of the part, and then look for a storage that it copies.
@@ -300,20 +298,16 @@ def common_rows(operands: Sequence[Tensor], written: set[int]) -> CommonRows | N
         )
         partial = any(isinstance(place, Partial) for place in spec.placements)
         return CommonRows(spec, shape) if alike and not partial else None
-    if any(tensor.placements != spec.placements for tensor in cut):
-        return None
-    if any(t.dim() != len(shape) or tuple(t.shape[:1]) != shape[:1] for t in cut):
-        return None
-    others = [tensor for tensor in spread if not is_cut(tensor)]
-    if any(tensor.dim() and id(tensor) in written for tensor in others):
-        return None
-    whole = all(isinstance(place, Replicate | RowShard) for place in spec.placements)
-    if not whole and not (
-        all(tuple(tensor.shape) == shape for tensor in cut)
-        and all(tensor.dim() == 0 for tensor in others)
-    ):
-        return None
-    return CommonRows(spec, shape)
+    others = [tensor for tensor in spread if tensor.dim() and not is_cut(tensor)]
+    fits = not any(id(tensor) in written for tensor in others) and all(
+        tensor.placements == spec.placements
+        and tensor.dim() == len(shape)
+        and tensor.shape[:1] == shape[:1]
+        for tensor in cut
+    )
+    if not all(isinstance(place, Replicate | RowShard) for place in spec.placements):
+        fits = fits and not others and all(tensor.shape == shape for tensor in cut)
+    return CommonRows(spec, shape) if fits else None
 
 
 # Operators
@@ -403,11 +397,8 @@ def _run_on_rows(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
     single = [value for value in values if isinstance(value, Tensor)]
     if lists and any(tensor.dim() for tensor in single):
         raise _refusal(func, " and which are in lists beside a tensor that is in none")
-    if lists:
-        count = max(len(items) for items in lists)
-        calls = [[*single, *(items[i] for items in lists if items)] for i in range(count)]
-    else:
-        calls = [single]
+    count = max(map(len, lists), default=1)
+    calls = [[*single, *(items[index] for items in lists)] for index in range(count)]
     written = {id(tensor) for tensor in OpCall(func, args, kwargs).written}
     for call in calls:  # lists may hold plain tensors as well, which have theirs beside them
         if any(isinstance(tensor, DTensor) for tensor in call):
@@ -426,8 +417,7 @@ def _run_on_rows(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
         if isinstance(value, Tensor):
             return local(value, places[0])
         if any(value is items for items in lists):
-            pairs = zip(value, places, strict=True)
-            return type(value)(local(tensor, place) for tensor, place in pairs)
+            return type(value)(map(local, value, places))
         return value
 
     # Kept until the results are known, so that no identity is taken twice.

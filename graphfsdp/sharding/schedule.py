@@ -1,4 +1,7 @@
-"""When units gather and reduce: ahead of their use, and while others compute.
+"""What units under one root share: when they gather and reduce, and where their shards lie.
+
+They gather ahead of their use, and reduce while others compute; shards are neighbours in memory.
+Before that the ranks' models are checked against each other.
 
 Note [Order of units]: which unit comes next is what came next the last time. A pass that takes
 another way (a unit is skipped, or runs twice) gathers for itself from there on, as without
@@ -22,43 +25,43 @@ Without ``overlap`` each unit is gathered and reduced on its own.
 """
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
-from itertools import chain, groupby
+from itertools import chain, groupby, zip_longest
 from operator import itemgetter
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
+from torch import Tensor, nn
 
+from graphfsdp.base.dtensors import unwrapped
 from graphfsdp.base.joined import is_short
+from graphfsdp.base.memory_plan import neighbour_starts
+from graphfsdp.base.rank_agreement import timeout_of
 from graphfsdp.base.streams import Lane, is_capturing
 from graphfsdp.base.torch_internals import (
     NO_BACKWARD,
+    all_groups,
     backward_id,
     backward_node,
+    key_of,
+    local_tensor_of,
+    num_users,
     when_backward_ends,
 )
+from graphfsdp.errors import ConfigError
 from graphfsdp.sharding.buffer import ShardBuffer, begin_unshard
-from graphfsdp.sharding.gradients import Gradients, How, begin_reductions
-from graphfsdp.sharding.group import ShardGroup
+from graphfsdp.sharding.gradients import Gradients, How, Memory, begin_reductions
 from graphfsdp.sharding.packing import PackedWeights
 
 # Whole gradient buffers that may be alive: one is being reduced, one is being filled.
 MAX_FULL_GRADS = 2
 
 
-class Scheduled(Protocol):
-    @property
-    def group(self) -> ShardGroup: ...
-
-    def missing(self, buffers: Iterable[ShardBuffer]) -> list[ShardBuffer]: ...
-
-    def leave_backward(self) -> None: ...
-
-    def end_pass(self) -> None: ...
-
-
+# A Unit, whose class needs this module.
+Scheduled = Any
 Entry = tuple[Scheduled, ShardBuffer]
 
 
@@ -111,7 +114,6 @@ class _Reduction(NamedTuple):
 
     @property
     def waits(self) -> bool:
-        """Whether others may join it."""
         return all(each.joinable is not None for each in self.gradients)
 
     @property
@@ -242,6 +244,9 @@ class Schedule:
 
     def _finish_first(self) -> None:
         for reduction in self._reductions.popleft():
+            group = reduction.unit.group
+            if group.has_gradient_hooks:
+                self.queue_up(group.buffers[0])  # they may talk to other ranks
             reduction.finish()
 
     def settle(self) -> None:
@@ -326,3 +331,165 @@ class Schedule:
             return  # it ran inside another one (a reentrant checkpoint), which is not over
         for unit in self.units:
             unit.leave_backward()
+
+
+_Kind = tuple[torch.dtype, torch.dtype | None, Memory]  # of main weights, main grads
+
+
+def set_up(root: nn.Module, units: Sequence[Scheduled]) -> None:
+    """Let all units of a model, in the order of its modules, work together.
+
+    Main weights of all units are neighbours in one storage per dtype, main grads likewise and in
+    the same order, so that an optimizer can run over the whole model in a handful of kernels.
+
+    ConfigError: a unit is in the middle of work, or is another one on another rank.
+    """
+    names = {id(module): name for name, module in root.named_modules()}
+    for unit in units:
+        # One of a unit's modules may be called on its own, outside of the others' root.
+        unit.group.names = [names.get(id(m), type(m).__name__) for m in unit.modules]
+        unit.is_root = root in unit.modules
+    for unit in units:
+        unit.refuse_busy("set up with the module around it", unsharded=False)
+    _refuse_other_structure(units)
+    pinned = [unit for unit in units if unit.pinned]
+    for unit in pinned:
+        unit.reshard()
+    with torch.inference_mode(False):  # what is made here is trained later
+        move_together(units)
+        _join_schedules(units)
+    for unit in pinned:
+        unit.unshard()
+
+
+def _join_schedules(units: Sequence[Scheduled]) -> None:
+    """Let all units go by one schedule, and give all-gathers communicators of their own."""
+    schedule = Schedule()
+    for unit in units:
+        unit.schedule = schedule
+        options = unit.group.options
+        for buffer in unit.group.buffers:
+            if buffer.packing is not None:
+                schedule.packed.add(buffer.packing)
+            if not buffer.sharded:
+                continue
+            if options.overlap:
+                buffer.gather_group = _gather_group(buffer.mesh.inner, buffer.mesh.inner.size())
+            few, inner = int(options.reshard_after_forward or 0), buffer.mesh.inner
+            if few > 1 and buffer.extension is None and not inner.size() % few:
+                buffer.few_ranks = _gather_group(inner, few)
+    schedule.units += units
+
+
+def _refuse_other_structure(units: Sequence[Scheduled]) -> None:
+    """Compare with the other ranks: a rank that differs would hang or mix up numbers."""
+    found = (group for unit in units for group in unit.group.groups)
+    groups = dict.fromkeys(group for group in found if group.size() > 1)
+    problem: str | None = None
+    for group in groups:
+        mine = [
+            line
+            for unit in units
+            if group in unit.group.groups
+            for line in unit.group.describe(group)
+        ]
+        # A rank that finds something goes on: those that share another group with it wait.
+        everyone: list[tuple[str | None, list[str]]] = [(None, [])] * group.size()
+        dist.all_gather_object(everyone, (problem, mine), group)
+        ranks = dist.get_process_group_ranks(group)
+        for rank, (theirs, lines) in zip(ranks, everyone, strict=True):
+            if problem is None and theirs is None and lines != everyone[0][1]:
+                theirs = (
+                    f"rank {rank} holds another model than rank {ranks[0]}, so their "
+                    f"collectives would not fit together: "
+                    f"{_difference(everyone[0][1], lines, ranks[0])}. Remedy: build the same "
+                    "model with the same dtypes and units on every rank"
+                )
+            problem = problem or theirs
+    if problem is not None:
+        raise ConfigError(problem)
+
+
+def move_together(units: Sequence[Scheduled], in_place_of_meta: torch.device | None = None) -> None:
+    """Give memory on that device to the shards that are on the meta device, too.
+
+    Shards that somebody holds, in a state dict that was taken before, stay where they are.
+    """
+    for unit in units:
+        unit.group.take_values()
+    held = _held_elsewhere(units)
+    kinds: dict[_Kind, list[ShardBuffer]] = {}
+    for unit in units:
+        unit.group.follow_requires_grad()
+        for buffer in unit.group.buffers:
+            if in_place_of_meta is not None:
+                buffer.leave_meta(in_place_of_meta)
+            if not buffer.main.is_meta and key_of(buffer.main.untyped_storage()) in held:
+                continue
+            grad_dtype = None if buffer.grad is None else buffer.grad.dtype
+            kind = (buffer.main.dtype, grad_dtype, buffer.memory)
+            kinds.setdefault(kind, []).append(buffer)
+    for buffers in kinds.values():
+        mains = _neighbours(buffers, [buffer.main for buffer in buffers])
+        grads: list[Tensor | None] = [None] * len(buffers)
+        found = [buffer.grad for buffer in buffers if buffer.grad is not None]
+        if found:
+            grads = [*_neighbours(buffers, found)]
+        for buffer, main, grad in zip(buffers, mains, grads, strict=True):
+            buffer.move(main, grad)
+    for unit in units:
+        unit.group.bind_views()
+
+
+def _held_elsewhere(units: Sequence[Scheduled]) -> set[int]:
+    """Return keys of the storages of main weights at which others than the units look."""
+    ours: dict[int, int] = {}
+    for unit in units:
+        locals_ = (unwrapped(local_tensor_of(item.param)) for item in unit.group.managed)
+        for tensor in (*(buffer.main for buffer in unit.group.buffers), *locals_):
+            key = key_of(tensor.untyped_storage())
+            ours[key] = ours.get(key, 1) + 1  # one is what asks for the storage
+    return {key for key in ours if num_users(key) > ours[key]}
+
+
+def _difference(first: list[str], other: list[str], rank: int) -> str:
+    pairs = zip_longest(first, other, fillvalue="nothing")
+    line, theirs = next(pair for pair in pairs if pair[0] != pair[1])
+    return f"rank {rank} has {line}, the other has {theirs}"
+
+
+def _neighbours(buffers: list[ShardBuffer], tensors: list[Tensor]) -> list[Tensor]:
+    """Return views of one new storage, as long as the given tensors, one after the other."""
+    numels = [tensor.numel() for tensor in tensors]
+    starts = neighbour_starts(numels, tensors[0].element_size())
+    flat = buffers[0].new_zeros(starts[-1], tensors[0].dtype)
+    return [flat.narrow(0, *place) for place in zip(starts, numels, strict=False)]
+
+
+def _gather_group(group: dist.ProcessGroup, size: int) -> dist.ProcessGroup:
+    """A communicator for all-gathers of a group, or of so many neighbours in it, made once.
+
+    All ranks must call this together. torch keeps it with all others, so
+    ``destroy_process_group()`` closes it. The group itself where one cannot be made: for one rank,
+    or where the ranks hold different numbers of groups, from which torch takes the name.
+    """
+    if group.size() == 1:
+        return group
+    description = f"graphfsdp all-gather of {group.group_name} by {size}"
+    found = next((pg for pg in all_groups() if pg.group_desc == description), None)
+    everyone: list[tuple[int, bool]] = [(0, False)] * group.size()
+    dist.all_gather_object(everyone, (len(all_groups()), found is not None), group)
+    if all(has for _, has in everyone):
+        assert found is not None
+        return found
+    if len(set(everyone)) > 1:
+        return group
+    first = group.rank() // size * size
+    made: dist.ProcessGroup = dist.new_group(
+        dist.get_process_group_ranks(group)[first : first + size],
+        timeout=timeout_of(group),
+        backend=dist.get_backend_config(group),
+        use_local_synchronization=True,  # only the ranks of this group are here
+        group_desc=description,
+    )
+    return made

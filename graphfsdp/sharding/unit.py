@@ -46,10 +46,10 @@ from graphfsdp.base.torch_internals import (
     when_backward_ends,
 )
 from graphfsdp.config import ShardingStrategy
-from graphfsdp.errors import PhaseError
+from graphfsdp.errors import ConfigError, GraphFSDPError, PhaseError
 from graphfsdp.sharding.buffer import ShardBuffer, version_of
 from graphfsdp.sharding.gradients import Gradients, How
-from graphfsdp.sharding.group import Settings, ShardGroup
+from graphfsdp.sharding.group import ManagedParameter, Settings, ShardGroup
 from graphfsdp.sharding.schedule import Schedule
 
 
@@ -73,7 +73,7 @@ class Unit:
     ``pinned``: unsharded by hand, so that it stays whole until a backward pass is over.
 
     Note [Who is trained]: what ``requires_grad`` says of the sharded parameters when a forward pass
-    begins. ``positions`` are those of parameters in ``group.managed``.
+    begins.
 
     ``phase``: see Phase. ``_is_fresh``: between microbatches, so that no optimizer step can have
     come since weights were gathered.
@@ -115,6 +115,24 @@ class Unit:
     def is_whole(self) -> bool:
         return self.pinned or self.in_forward
 
+    def refuse_busy(
+        self, what: str, kind: type[GraphFSDPError] = ConfigError, *, unsharded: bool = True
+    ) -> None:
+        """Refuse to do something to a unit that is at work, or ``unsharded`` by hand."""
+        why = None
+        if self.in_forward:
+            why = "it is inside its forward pass"
+        elif self.group.has_pending_gradients:
+            why = "it has gradients that wait for their reduction"
+        elif self.pinned and unsharded:
+            why = "it is unsharded"
+        if why is not None:
+            raise kind(
+                f"unit {self.name or '(root)'!r} cannot be {what}: {why}. Remedy: between two "
+                "iterations, when passes are over, gradients that accumulate have been reduced by "
+                "a synchronised backward pass, and what was unsharded is resharded"
+            )
+
     def missing(self, buffers: Iterable[ShardBuffer]) -> list[ShardBuffer]:
         """Return what has to be gathered for the unit's next pass, nothing while it is at work."""
         if self.is_whole:
@@ -126,7 +144,7 @@ class Unit:
     def _reshards_after_forward(self) -> bool:
         """As FSDP2 has it, where nobody has said anything: all units but the root."""
         asked = self.settings.reshard_after_forward
-        return self._frees and (not self.is_root if asked is None else asked)
+        return self._frees and (not self.is_root if asked is None else bool(asked))
 
     def enter_forward(self, module: nn.Module) -> None:
         """Capture: an all-gather per buffer; none inside of the unit's own forward."""
@@ -200,7 +218,8 @@ class Unit:
     def _drop_after_forward(self) -> None:
         self._kept = []
         if self._reshards_after_forward or (self._frees and not torch.is_grad_enabled()):
-            to_few = torch.is_grad_enabled() and self.settings.reshard_to_few
+            num_few = int(self.settings.reshard_after_forward or 0)
+            to_few = torch.is_grad_enabled() and num_few > 1
             outside = not torch.is_grad_enabled() and not self._is_fresh
             self._drop_weights(outside=outside, to_few=to_few)
 
@@ -235,26 +254,24 @@ class Unit:
                 "whole tensors"
             )
 
-    def take_gradients(self, grads: Mapping[int, Tensor | None]) -> None:
-        """Reduce whole gradients of one backward pass, by position, or keep them.
+    def take_gradients(self, grads: Mapping[ManagedParameter, Tensor | None]) -> None:
+        """Reduce whole gradients of one backward pass, or keep them.
 
         Capture: see Gradients.add and Gradients.reduce.
         """
         self.schedule.follow_backward()
         self.schedule.finish_reduction(self)  # of an earlier use in the same backward pass
         accumulate = self.group.has_main_grads()
-        per_buffer: dict[int, list[Tensor | None]] = {}
-        trained = {id(self.group.managed[position].buffer) for position in grads}
-        for position, item in enumerate(self.group.managed):
-            per_buffer.setdefault(id(item.buffer), []).append(grads.get(position))
+        trained = {item.buffer for item in grads}
         settings = self.settings
         outside = settings.is_last_microbatch and settings.requires_all_reduce
         self.schedule.make_room()
         added = []
         for buffer in self.group.buffers:
             gradients = buffer.gradients
-            if gradients is not None and (id(buffer) in trained or gradients.is_pending):
-                gradients.add(per_buffer[id(buffer)], accumulate=accumulate)
+            if gradients is not None and (buffer in trained or gradients.is_pending):
+                found = [grads.get(item) for item in self.group.managed if item.buffer is buffer]
+                gradients.add(found, accumulate=accumulate)
                 added.append(gradients)
         reduces = self._reduces_each_time or settings.is_last_microbatch
         if reduces and settings.requires_gradient_sync:
@@ -263,20 +280,12 @@ class Unit:
         self._end_backward()
 
     def _reduce(self, gradients: Sequence[Gradients], *, accumulate: bool, outside: bool) -> None:
-        hooks = self._call_hooks if self.group.has_gradient_hooks else None
-        how = How(accumulate, self.group.reduction, outside, hooks)
-        bind = self._bind_gradients if outside or not self.group.repeats else None
+        hooks = self.group.call_hooks if self.group.has_gradient_hooks else None
+        how = How(accumulate, outside, self.group.options.reduction, self.group.divisor, hooks)
+        repeats = any(buffer.mesh.outer is not None for buffer in self.group.buffers)
+        bind = self.group.bind_main_grads if outside or not repeats else None
         with nvtx_range(f"reduce_grad {self.group.name}"):
             self.schedule.reduce(self, gradients, how, bind)
-
-    def _call_hooks(self, gradients: Gradients, reduced: Tensor) -> None:
-        self.schedule.queue_up(self.group.buffers[0])  # they may talk to other ranks
-        self.group.call_hooks(gradients, reduced)
-
-    def _bind_gradients(self) -> None:
-        if self.group.has_gradient_hooks:
-            self.schedule.queue_up(self.group.buffers[0])
-        self.group.bind_main_grads()
 
     def _end_backward(self) -> None:
         """Drop weights that a backward pass has gathered, and put the shards back."""
@@ -361,15 +370,16 @@ class Unit:
 
         What autograd accumulates into them are gradients of the unit like any other.
         """
-        views = list(self.group.full_views())
-        leaves = [view.detach().requires_grad_(item.trains) for item, view in views]
-        for position, leaf in enumerate(leaves):
-            if leaf.requires_grad:
-                take = functools.partial(self._take_from_leaf, position)
+        leaves = []
+        for item, view in self.group.full_views():
+            leaf = view.detach().requires_grad_(item.trains)
+            if item.trains:
+                take = functools.partial(self._take_from_leaf, item)
                 leaf.register_post_accumulate_grad_hook(take)
+            leaves.append(leaf)
         return leaves
 
-    def _take_from_leaf(self, position: int, leaf: Tensor) -> None:
+    def _take_from_leaf(self, item: ManagedParameter, leaf: Tensor) -> None:
         """Add a gradient that a reentrant checkpoint has computed to those of the unit.
 
         Autograd runs what was made last first, so ``Unshard`` comes after all checkpoints of its
@@ -386,10 +396,9 @@ class Unit:
         self.schedule.finish_reduction(self)
         self.schedule.make_room()
         self.phase = Phase.REDUCING
-        self._whole_gradient(position, by_layer=False).add_(grad)
+        self._whole_gradient(item, by_layer=False).add_(grad)
 
-    def _whole_gradient(self, position: int, *, by_layer: bool) -> Tensor:
-        item = self.group.managed[position]
+    def _whole_gradient(self, item: ManagedParameter, *, by_layer: bool) -> Tensor:
         assert item.buffer.gradients is not None
         accumulate = self.group.has_main_grads()
         return item.buffer.gradients.view(item.slot, accumulate=accumulate, by_layer=by_layer)
@@ -405,7 +414,8 @@ class Unit:
         kept = self._is_fresh and not self.group.is_old
         if kept or self.pinned or backward_id() != NO_BACKWARD:
             return  # a forward inside backward is a recomputation: nothing has been stepped
-        if not self.group.is_prefetched:  # in this pass, so after any step
+        in_this_pass = any(buffer.is_prefetched for buffer in self.group.buffers)
+        if not in_this_pass:  # else after any step
             self.group.reshard(outside=True)
 
     @contextmanager
@@ -439,15 +449,15 @@ class Unit:
         """Return the whole weights as the modules compute with them; gathers what is not here."""
         if not (torch.is_grad_enabled() and self.group.trainable):
             return [view for _, view in self.group.full_views()]
-        positions = [at for at, item in enumerate(self.group.managed) if item.trains]
-        whole = Unshard.apply(self._token(), self, positions)  # type: ignore[no-untyped-call]
-        for position, tensor in zip(positions, whole, strict=True):
+        items = self.group.trainable
+        whole = Unshard.apply(self._token(), self, items)  # type: ignore[no-untyped-call]
+        trained = dict(zip(items, whole, strict=True))
+        for item, tensor in trained.items():
             # Names that Megatron's and Transformer Engine's layers look for.
-            tensor.get_main_grad = functools.partial(self._unreduced_gradient, position)
+            tensor.get_main_grad = functools.partial(self._unreduced_gradient, item)
             tensor.grad_added_to_main_grad = False
-        trainable = iter(whole)
         return [
-            next(trainable) if item.trains else view.detach()
+            trained[item] if item in trained else view.detach()
             for item, view in self.group.full_views()
         ]
 
@@ -462,7 +472,7 @@ class Unit:
             return self._cpu_token
         return torch.empty(0, device=device, requires_grad=True)
 
-    def _unreduced_gradient(self, position: int) -> Tensor:
+    def _unreduced_gradient(self, item: ManagedParameter) -> Tensor:
         """Return the whole gradient of one weight, for a layer that adds to it by itself.
 
         A whole weight has this as ``get_main_grad()``. A layer with its own backward (a fused
@@ -472,7 +482,7 @@ class Unit:
         Capture: see Gradients.view.
         """
         self.schedule.finish_reduction(self)
-        return self._whole_gradient(position, by_layer=True)
+        return self._whole_gradient(item, by_layer=True)
 
     def _queue_end_of_backward(self) -> None:
         if backward_id() != NO_BACKWARD:
@@ -488,17 +498,17 @@ class Unshard(Function):
 
     @staticmethod
     def forward(
-        ctx: Any, token: Tensor, unit: Unit, positions: Sequence[int]
+        ctx: Any, token: Tensor, unit: Unit, items: Sequence[ManagedParameter]
     ) -> tuple[Tensor, ...]:
-        ctx.unit, ctx.positions = unit, positions
+        ctx.unit, ctx.items = unit, items
         ctx.set_materialize_grads(False)  # a weight that was not used has no gradient
-        views = [view for _, view in unit.group.full_views()]
-        return tuple(views[position] for position in positions)
+        views = dict(unit.group.full_views())
+        return tuple(views[item] for item in items)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[None, None, None]:
-        ctx.unit.take_gradients(dict(zip(ctx.positions, grads, strict=True)))
+        ctx.unit.take_gradients(dict(zip(ctx.items, grads, strict=True)))
         return None, None, None
 
 

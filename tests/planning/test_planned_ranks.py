@@ -112,9 +112,6 @@ def what_is_there(model: nn.Module, microbatches: int, expected: int) -> dict[st
         graphfsdp.capture(model, optimizer, warmup_steps=NUM_WARMUPS, **options) as step,
     ):
         patch.setattr(kind_of_buffer, "new_whole", counted)
-        for buffer in held:
-            if buffer.gradients is not None:
-                patch.setattr(buffer.gradients, "_new_whole", buffer.new_whole)
         for index in range(NUM_WARMUPS + 1):
             if index == NUM_WARMUPS:  # what counts in an iteration is refused
                 patch.undo()
