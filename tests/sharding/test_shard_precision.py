@@ -1,7 +1,11 @@
-"""Dtypes of sharded weights and gradients: what a policy says is rounded, and nothing else."""
+"""Dtypes of sharded weights and gradients: what a policy says is rounded, and nothing else.
+
+Weights that are gathered in 8 bits: the same numbers captured, on any ranks, few bytes.
+"""
 
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,8 +15,18 @@ from torch import Tensor, nn
 
 import graphfsdp
 from graphfsdp import MixedPrecisionPolicy
+from graphfsdp.eight_bit.formats import from_float8, from_mxfp8, scales_of, to_float8, to_mxfp8
+from overlap_helpers import Stack, Watch
 from ranks import on_ranks, rank_device
-from sharding_helpers import make_net, num_steps_of, replayed_as_eager
+from sharding_helpers import (
+    adam,
+    assert_equal_tensors,
+    hybrid_mesh,
+    make_net,
+    num_steps_of,
+    replayed_as_eager,
+    shard,
+)
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
@@ -143,3 +157,231 @@ def test_each_unit_has_main_grads_of_its_own_dtype() -> None:
     graphfsdp.fully_shard(model)(torch.ones(2, 4, device=rank_device())).sum().backward()
     found = [layer.weight.decoupled_grad.dtype for layer in model]
     assert found == [BF16, FP32]
+
+
+FORMATS = ("float8", "float8_rowwise", "mxfp8")
+WIDTH = 32
+
+
+def make(gather_format: str | None, strategy: str = "optim_grads_params", **options: Any) -> Any:
+    torch.manual_seed(0)
+    model = Stack(options.pop("width", WIDTH), 2, options.pop("recompute", False))
+    dtypes = options.pop("policy", {"param_dtype": torch.bfloat16})
+    policy = MixedPrecisionPolicy(gather_format=gather_format, **dtypes)
+    return shard(model.to(rank_device()), strategy, mp_policy=policy, **options)
+
+
+def data(index: int, width: int = WIDTH) -> Tensor:
+    generator = torch.Generator().manual_seed(100 * index + dist.get_rank())
+    return torch.randn(12, width, generator=generator).to(rank_device())
+
+
+def trained(num_steps: int, **options: Any) -> dict[str, Any]:
+    data_of_rank = [(data(index),) for index in range(num_steps)]
+    return {"num_steps": num_steps, "data": data_of_rank, "max_grad_norm": 1.0, **options}
+
+
+DECOUPLED = {
+    "param_dtype": torch.bfloat16,
+    "main_grads_dtype": torch.bfloat16,
+    "use_decoupled_grad": True,
+}
+MAINS_IN_BF16 = {"param_dtype": torch.bfloat16, "main_params_dtype": torch.bfloat16}
+
+
+@pytest.mark.parametrize(
+    ("ranks", "gather_format", "microbatches", "options"),
+    [
+        ("ranks1", "float8", 1, {"policy": {}}),
+        ("ranks2", "float8", 2, {}),
+        ("ranks2", "float8", 1, {"strategy": "optim", "policy": {}}),
+        ("ranks2", "float8", 2, {"strategy": "optim_grads"}),
+        ("ranks2", "float8_rowwise", 2, {}),
+        ("ranks2", "float8_rowwise", 2, {"recompute": True, "overlap": False}),
+        ("ranks2", "mxfp8", 2, {}),
+        ("ranks2", "mxfp8", 1, {"strategy": "no_shard", "policy": DECOUPLED}),
+        ("ranks2", "mxfp8", 1, {"recompute": True, "policy": MAINS_IN_BF16}),
+        ("ranks4", "float8_rowwise", 2, {"policy": DECOUPLED}),
+        ("ranks4", "mxfp8", 1, {"outer_strategy": "optim"}),
+        ("ranks4", "float8", 1, {"reshard_after_forward": 2}),
+        *(
+            pytest.param("gpu_ranks", each, 2, options, marks=pytest.mark.gpu)
+            for each, options in (
+                ("float8", {"policy": {}}),
+                ("float8_rowwise", {"recompute": True}),
+                ("mxfp8", {}),
+                ("mxfp8", {"policy": MAINS_IN_BF16}),
+            )
+        ),
+    ],
+)
+@on_ranks()
+def test_replays_equal_eager(
+    gather_format: str, microbatches: int, options: dict[str, Any]
+) -> None:
+    # Ten replays for each kind of weights.
+    is_long = rank_device().type == "cuda" or (microbatches, options) == (2, {})
+    num_steps = num_steps_of(is_long, True)
+    options = {"gather_format": gather_format} | options
+    if "outer_strategy" in options:
+        options = options | {"mesh": hybrid_mesh()}
+    usual = {key: value for key, value in options.items() if key != "reshard_after_forward"}
+    run = replayed_as_eager(
+        lambda: make(**options),
+        eager=lambda: make(**usual),
+        **trained(num_steps, microbatches=microbatches),
+    )
+    # Once an iteration, for all weights.
+    counts = run.report.op_counts
+    assert counts["graphfsdp.pack_.default"] == 1
+    assert counts.get("graphfsdp.find_amax_.default", 0) == (gather_format != "mxfp8")
+
+
+def quantised(weight: Tensor, gather_format: str, dtype: torch.dtype) -> Tensor:
+    if gather_format == "mxfp8":
+        return from_mxfp8(*to_mxfp8(weight), dtype)
+    by_rows = gather_format == "float8_rowwise"
+    amax = weight.abs().amax(1, keepdim=True) if by_rows else weight.abs().amax()
+    scale = scales_of(amax, powers_of_two=by_rows)
+    return from_float8(to_float8(weight, scale), scale, dtype)
+
+
+@pytest.mark.parametrize("gather_format", FORMATS)
+@pytest.mark.parametrize(
+    ("ranks", "strategy"),
+    [("ranks2", "optim_grads_params"), ("ranks4", "optim_grads_params"), ("ranks4", "no_shard")],
+)
+@on_ranks()
+def test_layers_compute_with_what_the_numbers_stand_for(strategy: str, gather_format: str) -> None:
+    """Scales do not depend on where ranks are cut."""
+    model = make(gather_format, strategy)
+    mains = {name: param.full_tensor().detach() for name, param in model.named_parameters()}
+    model.unshard()
+    for block in model.blocks:
+        block.unshard()
+    for name, param in model.named_parameters():
+        expected = mains[name].bfloat16()
+        if name.endswith("weight") and param.dim() == 2:
+            expected = quantised(mains[name], gather_format, torch.bfloat16)
+            assert not torch.equal(expected, mains[name].bfloat16())
+        assert torch.equal(param, expected), name
+
+
+@pytest.mark.parametrize("gather_format", FORMATS)
+@on_ranks("ranks2")
+def test_a_rank_without_rows_takes_part(gather_format: str) -> None:
+    torch.manual_seed(0)
+    linear: Any = nn.Linear(WIDTH, 1, bias=False).to(rank_device())
+    whole = linear.weight.detach().clone()
+    policy = MixedPrecisionPolicy(gather_format=gather_format)
+    graphfsdp.fully_shard(linear, mp_policy=policy)
+    assert linear.weight.to_local().shape[0] == 1 - dist.get_rank()
+    linear.unshard()
+    assert torch.equal(linear.weight, quantised(whole, gather_format, torch.float32))
+
+
+@pytest.mark.parametrize("gather_format", FORMATS)
+@on_ranks("ranks2")
+def test_what_follows_a_cast_or_an_end_by_hand_has_new_numbers(gather_format: str) -> None:
+    for is_cast in (True, False):
+        model, fresh = make(gather_format), make(gather_format)
+        model.set_manual_backward_finalization(not is_cast)
+        loss = model(data(0))
+        if is_cast:
+            for each in (model, fresh):
+                each.to(torch.bfloat16)  # main weights, into other memory
+        else:
+            loss.backward()
+            model.finalize_backward()
+        for param in (*model.parameters(), *fresh.parameters()):
+            param.data.mul_(2)  # what no counter of versions sees
+        assert torch.equal(model(data(1)), fresh(data(1)))
+
+
+def wire(gather_format: str | None) -> tuple[int, list[int]]:
+    """Return what the third iteration of two microbatches sends, wide enough for a real ratio.
+
+    In bytes: that gathers carry, and of largest magnitudes for each all-reduce of them.
+    """
+    model = make(gather_format, width=256)
+    optim = adam(model)
+    gathered: list[int] = []
+    magnitudes: list[int] = []
+    with graphfsdp.capture(model, optim, scope="none", microbatches=2) as step:
+        step(data(0, 256))
+        step(data(1, 256))
+        with (
+            Watch("all_gather", lambda whole, part: gathered.append(whole.nbytes)),
+            Watch("all_reduce", lambda amax, group: magnitudes.append(amax.nbytes)),
+        ):
+            step(data(2, 256))
+    return sum(gathered), magnitudes
+
+
+@on_ranks("ranks2")
+def test_the_wire_carries_half() -> None:
+    plain, magnitudes = wire(None)
+    assert not magnitudes
+    for gather_format, most in (("float8", 0.52), ("float8_rowwise", 0.52), ("mxfp8", 0.55)):
+        packed, magnitudes = wire(gather_format)
+        assert len(magnitudes) == (gather_format != "mxfp8")  # one for all weights
+        sent = packed + 2 * sum(magnitudes)  # an all-reduce goes round twice
+        assert 0.5 < sent / plain <= most, gather_format
+
+
+@pytest.mark.parametrize("gather_format", FORMATS)
+@on_ranks("ranks2")
+def test_a_live_graph_and_evaluations_compute_with_the_main_weights_of_now(
+    gather_format: str,
+) -> None:
+    """Stepped, loaded or broken ones. Those of a bfloat16 run are as good, and the other way."""
+    with torch.no_grad():
+        other = make(None)
+        for param in other.parameters():
+            param.mul_(1.5)
+    loaded = {name: value.clone() for name, value in other.state_dict().items()}
+    model, fresh = make(gather_format), make(gather_format)
+    with graphfsdp.capture(model, adam(model), skip_nonfinite=True, max_grad_norm=1.0) as step:
+        for index in range(6):
+            step(data(index))
+        before = model(data(7)).detach()
+        step(data(8))
+        with torch.no_grad():
+            after = model(data(7))
+        fresh.load_state_dict(model.state_dict())
+        assert not torch.equal(before, after)
+        assert torch.equal(fresh(data(7)), after)
+        weights = [block.up.weight for block in model.blocks]
+        with torch.no_grad():  # what no counter of versions sees
+            weights[0].data.mul_(3)
+            torch._foreach_mul_(weights, 2.0)
+        fresh.load_state_dict(model.state_dict())
+        expected = fresh(data(7))
+        assert not torch.equal(expected, after)
+        assert torch.equal(step(data(7)), expected)
+        model.load_state_dict(loaded)
+        loss = step(data(9))
+        other.load_state_dict(model.state_dict())
+        for ours, theirs in zip(model.parameters(), other.parameters(), strict=True):
+            assert torch.equal(ours.full_tensor(), theirs.full_tensor())
+        with torch.no_grad():
+            model.blocks[0].up.weight.to_local().fill_(torch.inf)
+        kept = [param.to_local().clone() for param in model.parameters()]
+        step(data(6))
+        assert step.skipped_steps is not None
+        assert int(step.skipped_steps) == 1
+    assert_equal_tensors(kept, [param.to_local() for param in model.parameters()])
+    fresh.load_state_dict(loaded)
+    assert torch.equal(fresh(data(9)), loss)
+
+
+@on_ranks("ranks2")
+def test_main_weights_alone_are_saved(tmp_path: Path) -> None:
+    model, plain = make("mxfp8"), make(None)
+    with torch.no_grad():
+        for param in model.parameters():
+            param.add_(0.25)
+    graphfsdp.save(tmp_path / "step", model, adam(model))
+    graphfsdp.load(tmp_path / "step", plain)
+    for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(ours.full_tensor(), theirs.full_tensor())

@@ -377,7 +377,7 @@ def test_a_copy_trains_as_the_original_would(strategy: str) -> None:
 
 @on_ranks("ranks2")
 def test_a_method_that_is_a_forward_pass_is_that_of_the_copy() -> None:
-    """Target networks in a graph are trained in test_sharded_iterations.py."""
+    """Target networks in a graph are trained in test_trains_like_one_rank.py."""
     model: Any = make_net("optim_grads_params")
     graphfsdp.register_fsdp_forward_method(model, "logits")
     target = copy.deepcopy(model)
