@@ -3,9 +3,9 @@
 Imports nothing of graphfsdp but its base.
 """
 
-from graphfsdp.moe.experts import Experts as Experts
+from graphfsdp.moe.layer import Experts as Experts
 from graphfsdp.moe.layer import MoE as MoE
+from graphfsdp.moe.layer import Router as Router
 from graphfsdp.moe.layer import overflowed_tokens as overflowed_tokens
-from graphfsdp.moe.router import Router as Router
 
 __all__ = ["Experts", "MoE", "Router", "overflowed_tokens"]

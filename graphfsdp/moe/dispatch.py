@@ -22,31 +22,6 @@ from graphfsdp.base.collectives import all_to_all_
 
 
 @dataclass(frozen=True)
-class Capacity:
-    """How many tokens there is room for; plain numbers, the same in every iteration."""
-
-    num_tokens: int
-    topk: int
-    num_experts: int
-    num_ranks: int
-    factor: float | None  # over an expert's fair share; None is room for all, whatever is chosen
-
-    @property
-    def tokens_of_expert(self) -> int:
-        """The most tokens of one rank that one expert takes."""
-        if self.factor is None:
-            return self.num_tokens
-        share = self.num_tokens * self.topk / self.num_experts
-        return min(self.num_tokens, math.ceil(share * self.factor))
-
-    @property
-    def rows_for_rank(self) -> int:
-        num_local = self.num_experts // self.num_ranks
-        chosen = self.num_tokens * min(self.topk, num_local)
-        return min(num_local * self.tokens_of_expert, chosen)
-
-
-@dataclass(frozen=True)
 class Rows:
     """What the experts of this rank compute on: rows by expert, padding behind the last one.
 
@@ -65,15 +40,21 @@ def dispatch(
     tokens: Tensor,  # [N, C]
     experts: Tensor,  # [N, K] int64
     counts: Tensor,  # [E] int64, how often each was chosen
-    capacity: Capacity,
+    capacity_factor: float | None,  # see ``MoE``
     group: dist.ProcessGroup | None,
 ) -> tuple[Rows, Tensor]:  # and [E] int64: copies that had no room
     """Send each token's copies to their experts; an expert takes the first ones of a batch.
 
     Capture: no host sync; two collectives if there is a group, and one in the backward pass.
     """
-    num_ranks, size = capacity.num_ranks, capacity.rows_for_rank
-    kept = counts.clamp(max=capacity.tokens_of_expert)
+    num_tokens, topk = experts.shape
+    num_ranks = 1 if group is None else group.size()
+    num_local = counts.numel() // num_ranks
+    room = num_tokens  # for those of one rank at an expert
+    if capacity_factor is not None:
+        room = min(room, math.ceil(num_tokens * topk / counts.numel() * capacity_factor))
+    size = min(num_local * room, num_tokens * min(topk, num_local))  # S
+    kept = counts.clamp(max=room)
     by_rank = kept.view(num_ranks, -1)  # [R, L]
     starts_of_ranks = torch.arange(num_ranks, device=tokens.device)[:, None] * size
     starts = (by_rank.cumsum(1) - by_rank + starts_of_ranks).flatten()  # [E]
@@ -84,7 +65,7 @@ def dispatch(
     )
     slot = torch.where(number < kept[expert], starts[expert] + number, num_ranks * size)
     slots = torch.empty_like(slot).index_copy(0, by_expert, slot)
-    copies = tokens[:, None].expand(-1, capacity.topk, -1).flatten(0, 1)  # [N K, C]
+    copies = tokens[:, None].expand(-1, topk, -1).flatten(0, 1)  # [N K, C]
     # The row behind the last one takes what has no room.
     sent = tokens.new_zeros(num_ranks * size + 1, tokens.shape[1]).index_copy(0, slots, copies)[:-1]
     if group is None:
@@ -97,7 +78,7 @@ def dispatch(
         # L for padding, which comes last.
         order = torch.searchsorted(each, row, right=True).flatten().argsort(stable=True)
         ends, rows = received.sum(0).cumsum(0), _exchange(sent, group).index_select(0, order)
-    most = min(num_ranks * capacity.tokens_of_expert, num_ranks * size)
+    most = num_ranks * min(room, size)
     return Rows(rows, ends.int(), most, slots, order, group), counts - kept
 
 

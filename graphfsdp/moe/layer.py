@@ -1,25 +1,243 @@
-"""A feed-forward layer of experts, of which each token meets a few."""
+"""A feed-forward layer of experts, of which each token meets a few: router, experts, and both."""
+
+import math
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Literal, Self, get_args
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn import functional as F  # noqa: N812
 
 from graphfsdp.base.capturable import IterationPart
+from graphfsdp.base.collectives import all_reduce_
+from graphfsdp.base.torch_internals import is_in_backward
+from graphfsdp.config import at_least
 from graphfsdp.errors import ConfigError
-from graphfsdp.moe.dispatch import Capacity, combine, dispatch
-from graphfsdp.moe.experts import Experts
-from graphfsdp.moe.router import Router, ScoreFunction, counts_now
+from graphfsdp.moe.dispatch import combine, dispatch
+from graphfsdp.moe.grouped import grouped_mm
+
+ScoreFunction = Literal["softmax", "sigmoid"]
 
 
-def _share_of(group: dist.ProcessGroup | None, num_experts: int) -> tuple[int, int]:
-    """Return how many ranks share the experts out, and the first expert of this one."""
-    num_ranks, rank = (1, 0) if group is None else (group.size(), group.rank())
-    if num_experts % num_ranks:
-        raise ConfigError(
-            f"the {num_ranks} ranks of expert_group do not divide the {num_experts} experts, of "
-            "which each rank holds equally many"
-        )
-    return num_ranks, rank * (num_experts // num_ranks)
+class Router(nn.Module):
+    """Chooses the ``topk`` experts with the highest scores for each token, in float32.
+
+    Two ways of balancing, alone or together. The auxiliary loss is of each sequence, so that its
+    mean does not depend on how sequences are cut over ranks and microbatches. The bias moves the
+    choice alone, never the weights: once an iteration it rises by ``bias_update_rate`` for experts
+    that had fewer tokens than the mean of all ranks, and falls for those that had more.
+
+    Sources: DeepSeek-AI 2024 (arXiv:2412.19437), equations 12 to 20; Wang et al. 2024
+    (arXiv:2408.15664) for the bias; Fedus et al. 2021 (arXiv:2101.03961) for the loss.
+
+    Attributes:
+        expert_bias: [E] float32.
+        tokens_per_expert: [E] int64, tokens of this rank that have chosen each expert in training
+            so far; not in checkpoints.
+    """
+
+    expert_bias: Tensor
+    tokens_per_expert: Tensor
+    _counted: Tensor  # what the bias has seen of them
+
+    def __init__(
+        self,
+        hidden_size: int,
+        num_experts: int,
+        *,
+        topk: int = 2,
+        score_function: ScoreFunction = "softmax",
+        aux_loss_coeff: float = 0.0,
+        bias_update_rate: float = 0.0,
+        balance_group: dist.ProcessGroup | None = None,
+    ) -> None:
+        """Draw the weights as ``nn.Linear`` does; see ``MoE`` for the arguments."""
+        super().__init__()
+        at_least("num_experts", num_experts, 1)
+        at_least("topk", topk, 1)
+        if topk > num_experts:
+            raise ConfigError(f"topk must be at most num_experts {num_experts}, got {topk}")
+        if score_function not in get_args(ScoreFunction):
+            known = " or ".join(repr(name) for name in get_args(ScoreFunction))
+            raise ConfigError(f"score_function must be {known}, got {score_function!r}")
+        for name, value in (
+            ("aux_loss_coeff", aux_loss_coeff),
+            ("bias_update_rate", bias_update_rate),
+        ):
+            if not value >= 0:
+                raise ConfigError(f"{name} must be at least 0, got {value!r}")
+        self.topk = topk
+        self.score_function = score_function
+        self.aux_loss_coeff = aux_loss_coeff
+        self.bias_update_rate = bias_update_rate
+        self._group = balance_group
+        self.gate = nn.Linear(hidden_size, num_experts, bias=False)
+        self.register_buffer("expert_bias", torch.zeros(num_experts))
+        for name in ("tokens_per_expert", "_counted"):
+            zeros = torch.zeros(num_experts, dtype=torch.int64)
+            self.register_buffer(name, zeros, persistent=False)
+
+    def reset_parameters(self) -> None:
+        """Set the buffers to zero, where they are; the gate is a module of its own."""
+        for buffer in (self.expert_bias, self.tokens_per_expert, self._counted):
+            buffer.zero_()
+
+    def forward(
+        self,
+        x: Tensor,  # [B, T, C]
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Return weights [B T, K], experts [B T, K] int64, counts [E] int64 and auxiliary loss [].
+
+        A token's weights are its scores of the chosen experts, with sum 1 if these are several.
+
+        Capture: no host sync; counts are added on the device, in training alone.
+        """
+        num_sequences, num_experts = x.shape[0], self.expert_bias.numel()
+        wide = torch.promote_types(x.dtype, torch.float32)
+        with _in_full(x.device):
+            logits = F.linear(x.to(wide), self.gate.weight.to(wide))  # [B, T, E]
+        is_softmax = self.score_function == "softmax"
+        scores = logits.softmax(-1) if is_softmax else logits.sigmoid()
+        experts = (scores.detach() + self.expert_bias).topk(self.topk, dim=-1).indices  # [B, T, K]
+        weights = scores.gather(-1, experts)
+        if self.topk > 1:
+            weights = weights / weights.sum(-1, keepdim=True)
+        chosen = experts.view(num_sequences, -1)
+        counts = torch.zeros(num_sequences, num_experts, dtype=torch.int64, device=x.device)
+        counts = counts.scatter_add(1, chosen, torch.ones_like(chosen))
+        shares = scores if is_softmax else scores / scores.sum(-1, keepdim=True)
+        busy = counts * (num_experts / max(chosen.shape[1], 1))  # 1 where all are equally busy
+        aux_loss = self.aux_loss_coeff * (busy * shares.mean(1)).sum(-1).mean()
+        totals = counts.sum(0)
+        if _counts_now(self):
+            self.tokens_per_expert.add_(totals)
+        return weights.flatten(0, 1), experts.flatten(0, 1), totals, aux_loss
+
+    @torch.no_grad()
+    def update_bias(self) -> None:
+        """Move the bias by what was chosen since the last call; a collective, if it moves.
+
+        Capture: no host sync. ``graphfsdp.capture`` calls it once an iteration.
+        """
+        if not self.bias_update_rate:
+            return
+        load = self.tokens_per_expert - self._counted
+        self._counted.copy_(self.tokens_per_expert)
+        if dist.is_initialized():
+            group = self._group or dist.group.WORLD
+            assert group is not None
+            all_reduce_(load, group, reduction="sum")
+        # In whole numbers: a mean of large counts would be rounded.
+        missing = load.sum() - load * load.numel()
+        self.expert_bias.add_(missing.sign(), alpha=self.bias_update_rate)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        if self.expert_bias.dtype != torch.float32:  # else small steps would be rounded away
+            self.expert_bias = self.expert_bias.float()
+        return self
+
+
+def _counts_now(module: nn.Module) -> bool:
+    """Tell whether a forward pass counts: in training, once.
+
+    Within a backward pass torch's checkpoints run one again.
+    """
+    return module.training and not is_in_backward()
+
+
+def _in_full(device: torch.device) -> AbstractContextManager[object]:
+    if not torch.amp.is_autocast_available(device.type):
+        return nullcontext()
+    return torch.autocast(device.type, enabled=False)
+
+
+class Experts(nn.Module):
+    """Feed-forward layers with GELU, or with SwiGLU; ``up`` and ``gate`` [L, C, F], ``down``.
+
+    On several ranks it is the unit that ``fully_shard(..., expert_axis=...)`` takes: each rank
+    holds other experts, and the checkpoints hold all.
+    """
+
+    gate: nn.Parameter | None
+
+    def __init__(
+        self,
+        hidden_size: int,
+        ffn_hidden_size: int,
+        num_experts: int,
+        *,
+        first: int = 0,
+        num_local: int | None = None,
+        swiglu: bool = True,
+        init_std: float | None = None,
+        down_init_std: float | None = None,
+    ) -> None:
+        """Draw the weights of all experts, one at a time, and keep those of this rank.
+
+        Args:
+            hidden_size: C.
+            ffn_hidden_size: F.
+            num_experts: On all ranks.
+            first: Number of this rank's first one.
+            num_local: How many this rank holds, L; all if not given.
+            swiglu: ``silu(x gate) * (x up)``, not ``gelu(x up)``.
+            init_std: Of the initial weights; if not given, 1 / sqrt(3 x the width that is summed
+                over), that of ``nn.Linear``.
+            down_init_std: Likewise of ``down``; ``init_std`` if not given.
+        """
+        super().__init__()
+        self.num_experts, self.first = num_experts, first
+        self.init_std, self.down_init_std = init_std, down_init_std
+        num_local = num_experts if num_local is None else num_local
+        for name, value in (("hidden_size", hidden_size), ("ffn_hidden_size", ffn_hidden_size)):
+            at_least(name, value, 1)
+        if not 0 <= first <= num_experts - num_local or num_local < 1:
+            raise ConfigError(
+                f"experts {first} to {first + num_local - 1} are not all of 0 to {num_experts - 1}"
+            )
+        wide = (num_local, hidden_size, ffn_hidden_size)
+        self.gate = nn.Parameter(torch.empty(wide)) if swiglu else None
+        self.up = nn.Parameter(torch.empty(wide))
+        self.down = nn.Parameter(torch.empty(num_local, ffn_hidden_size, hidden_size))
+        self.reset_parameters()
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Draw the weights; the same ones however many ranks share the experts."""
+        down_std = self.init_std if self.down_init_std is None else self.down_init_std
+        stds = (self.init_std, self.init_std, down_std)
+        for weight, std in zip((self.gate, self.up, self.down), stds, strict=True):
+            if weight is None:
+                continue
+            std = 1 / math.sqrt(3 * weight.shape[1]) if std is None else std
+            for expert in range(self.num_experts):
+                drawn = torch.empty_like(weight[0]).normal_(std=std)
+                if self.first <= expert < self.first + weight.shape[0]:
+                    weight[expert - self.first].copy_(drawn)
+
+    def forward(
+        self,
+        rows: Tensor,  # [M, C] by expert, padding last
+        ends: Tensor,  # [L] int32, the row behind the last one of each expert
+        most: int,
+    ) -> Tensor:  # [M, C]; padding has no defined values
+        """Let each expert compute on its rows, of which it has at most ``most``.
+
+        Capture: no host sync.
+        """
+        device = rows.device.type
+        casts = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
+        dtype = torch.get_autocast_dtype(device) if casts else self.up.dtype
+        rows = rows.to(dtype)
+        inner = grouped_mm(rows, self.up.to(dtype), ends, most)
+        if self.gate is None:
+            inner = F.gelu(inner)
+        else:
+            inner = F.silu(grouped_mm(rows, self.gate.to(dtype), ends, most)) * inner
+        return grouped_mm(inner, self.down.to(dtype), ends, most)
 
 
 class MoE(nn.Module, IterationPart):
@@ -90,19 +308,25 @@ class MoE(nn.Module, IterationPart):
         )
         if capacity_factor is not None and not capacity_factor > 0:
             raise ConfigError(f"capacity_factor must be greater than 0, got {capacity_factor!r}")
-        self._num_ranks, first = _share_of(expert_group, num_experts)
+        num_ranks = 1 if expert_group is None else expert_group.size()
+        if num_experts % num_ranks:
+            raise ConfigError(
+                f"the {num_ranks} ranks of expert_group do not divide the {num_experts} "
+                "experts, of which each rank holds equally many"
+            )
+        num_local = num_experts // num_ranks
         self.experts = Experts(
             hidden_size,
             ffn_hidden_size,
             num_experts,
-            first=first,
-            num_local=num_experts // self._num_ranks,
+            first=0 if expert_group is None else expert_group.rank() * num_local,
+            num_local=num_local,
             swiglu=swiglu,
             init_std=init_std,
             down_init_std=down_init_std,
         )
         self.capacity_factor = capacity_factor
-        self._group = expert_group if self._num_ranks > 1 else None
+        self._group = expert_group if num_ranks > 1 else None
         zeros = torch.zeros(num_experts, dtype=torch.int64)
         self.register_buffer("overflow_per_expert", zeros, persistent=False)
 
@@ -120,17 +344,11 @@ class MoE(nn.Module, IterationPart):
         sequences = x if x.dim() == 3 else x[None]
         weights, experts, counts, aux_loss = self.router(sequences)
         tokens = x.reshape(-1, x.shape[-1])
-        capacity = Capacity(
-            num_tokens=tokens.shape[0],
-            topk=self.router.topk,
-            num_experts=counts.numel(),
-            num_ranks=self._num_ranks,
-            factor=self.capacity_factor if self.training else None,
-        )
-        rows, overflow = dispatch(tokens, experts, counts, capacity, self._group)
+        factor = self.capacity_factor if self.training else None
+        rows, overflow = dispatch(tokens, experts, counts, factor, self._group)
         results = self.experts(rows.rows, rows.ends, rows.most)
         mixed = combine(rows, results, weights).to(x.dtype)
-        if capacity.factor is not None and counts_now(self):
+        if factor is not None and _counts_now(self):
             self.overflow_per_expert.add_(overflow)
         return mixed.view_as(x), aux_loss
 
