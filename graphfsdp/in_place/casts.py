@@ -5,10 +5,10 @@ So a part whose weights the loop uses as well, in the same block, may not cast t
 graph: it takes autocast's own casts, as it takes inputs, and hands their gradients to them.
 
 Note [Order around casts]: autograd goes backward from what was made last to what was made first.
-Where a weight is used without its cast as well (a tied embedding), what comes of that is added
-behind what comes of the cast, and last bits tell. A part has its casts made before it runs. So what
-comes of such a use, which must be the only one and come before the cast, goes to the weight through
-a node of its own that is made before the cast; and warm-ups have casts made where they are used.
+Where a weight is used without its cast as well (a tied embedding), and that before it is cast, what
+comes of that use is added behind what comes of the cast, and last bits tell. A part has its casts
+made before it runs. So each such use hands its gradient to the weight through a node of its own,
+which is made before the cast; and warm-ups have casts made where they are used.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -17,12 +17,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import Node
 
 from graphfsdp.base.op_tensors import OpCall, OperatorMode
-from graphfsdp.base.torch_internals import sequence_number, without_modes
+from graphfsdp.base.torch_internals import without_modes
 from graphfsdp.in_place.part_backward import nodes_behind
-from graphfsdp.in_place.part_recording import NotAPartError
 
 # torch has nothing that asks for a cast itself. By dimensions of a weight: what multiplies with it
 # and is cast, and the name under which its backward pass has the weight.
@@ -38,38 +36,16 @@ _SAVED_BY: Mapping[int, tuple[Callable[..., Tensor], str]] = MappingProxyType(
 
 
 class Casts:
-    """Some weights that are cast, and how their casts in the block that is open are got at.
+    """Some weights that are cast, and how their casts in the block that is open are got at."""
 
-    Attributes:
-        weights: All of them.
-        others: Those that are used once without their casts as well.
-    """
-
-    def __init__(
-        self, weights: Sequence[Tensor], dtype: torch.dtype, others: Sequence[Tensor] = ()
-    ) -> None:
+    def __init__(self, weights: Sequence[Tensor], dtype: torch.dtype) -> None:
         self.weights = weights
-        self.others = others
-        self._dtype = dtype
+        self.dtype = dtype
         self._takes = [_take(weight, dtype) for weight in weights]
 
     def __call__(self) -> list[Tensor]:
-        """Return the casts, which are made where nobody has yet, and a node for each other use.
-
-        A node is a tensor that hands its gradient on to the weight.
-        """
-        nodes = [torch.ops.aten.alias.default(weight) for weight in self.others]
-        return [*(take() for take in self._takes), *nodes]
-
-    def values(self) -> list[Tensor]:
-        """Return the casts alone, and make none for the block if that could change an order."""
-        if not self.others:
-            return self()
-        return [weight.detach().to(self._dtype) for weight in self.weights]
-
-    def of(self, others: Sequence[Tensor]) -> "Casts":
-        """Return those of other weights of the same shapes."""
-        return Casts(others, self._dtype)
+        """Return the casts, which are made where nobody has yet."""
+        return [take() for take in self._takes]
 
 
 class UnseenCasts(OperatorMode):
@@ -94,38 +70,17 @@ class UnseenCasts(OperatorMode):
 
 
 def casts_behind(results: Sequence[Tensor], weights: Sequence[Tensor], dtype: torch.dtype) -> Casts:
-    """Find the weights whose casts these results have been made of, in the block that is open.
-
-    Raises:
-        NotAPartError: no order of the nodes of a part would be that of the module's.
-    """
+    """Find the weights whose casts these results have been made of, in the block that is open."""
     own = {id(weight): weight for weight in weights if weight.dim() in _SAVED_BY}
     found: dict[int, Tensor] = {}
-    casts: dict[Node, int] = {}
-    nodes = [*nodes_behind(results)]
-    for node in nodes:
-        if node.name() != "ToCopyBackward0":
-            continue
-        ((following, _),) = node.next_functions
-        weight = own.get(id(getattr(following, "variable", None)))
-        # The module may as well have cast it by itself.
-        if weight is not None and Casts([weight], dtype)()[0].grad_fn is node:
-            found[id(weight)] = weight
-            casts[node] = id(weight)
-    first: dict[int, int] = {}  # number of the first use of a cast
-    others: dict[int, list[int]] = {}  # numbers of uses without it
-    for node in nodes:
-        for following, _ in () if node in casts else node.next_functions:
-            number, key = sequence_number(node), id(getattr(following, "variable", None))
-            if following in casts:
-                key = casts[following]
-                first[key] = min(first.get(key, number), number)
-            elif key in found:
-                others.setdefault(key, []).append(number)
-    for key, numbers in others.items():
-        if len(numbers) > 1 or numbers[0] > first[key]:
-            raise NotAPartError("it uses a weight behind its cast, or several times, without it")
-    return Casts(list(found.values()), dtype, [found[key] for key in others])
+    for node in nodes_behind(results):
+        if node.name() == "ToCopyBackward0":
+            ((following, _),) = node.next_functions
+            weight = own.get(id(getattr(following, "variable", None)))
+            # The module may as well have cast it by itself.
+            if weight is not None and Casts([weight], dtype)()[0].grad_fn is node:
+                found[id(weight)] = weight
+    return Casts(list(found.values()), dtype)
 
 
 def _take(weight: Tensor, dtype: torch.dtype) -> Callable[[], Any]:

@@ -7,11 +7,12 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
+from torch.func import functional_call
 from torch.nn.utils import parametrize
 
 from graphfsdp._capture.rules.constants import ConstantWatch
@@ -21,9 +22,10 @@ from graphfsdp._capture.undo.host_state import generators_of
 from graphfsdp.base.hazards import Hazard, HazardKind
 from graphfsdp.base.host_memory import available_bytes
 from graphfsdp.base.torch_internals import (
+    COMPILED_CALL,
     TreeSpec,
     backward_id,
-    buffers_of,
+    caller_of_compiled_call,
     functorch_level,
     hooks_on_saved,
     num_dispatch_modes,
@@ -61,6 +63,7 @@ class PartState(enum.Enum):
 class _Kind:
     """Calls that are alike."""
 
+    autocast: torch.autocast  # that such calls are under
     num_seen: int = 0
     num_unsettled: int = 0
     told: Any = None  # what is no tensor of what such a call returned last
@@ -68,22 +71,28 @@ class _Kind:
     slots: list[PartGraphs] = field(default_factory=list)
     is_refused: bool = False
     casts: Casts = field(default_factory=lambda: Casts([], torch.bfloat16))
-    autocast: dict[str, Any] = field(default_factory=lambda: {"enabled": False})
 
-    def take_casts(self, results: Sequence[Tensor], module: nn.Module, device_type: str) -> None:
-        """Note under which autocast such calls are, and the casts that are shared in its block."""
-        dtype, caches = torch.get_autocast_dtype(device_type), torch.is_autocast_cache_enabled()
-        self.autocast = {"dtype": dtype, "cache_enabled": caches}
-        if caches:
-            self.casts = casts_behind(results, [*module.parameters()], dtype)
 
-    def given(self, leaves: Sequence[Any]) -> Sequence[Any]:
-        """Return what a recording of such calls is given."""
-        return [*leaves, *self.casts()] if self.casts.weights else leaves
+class Owner(Protocol):
+    """The loop that a module is part of."""
+
+    keeps_all: bool
+
+    def on_capture(self) -> None:
+        """Learn that a call takes longer than others, since it warms up or is recorded."""
+
+    def on_end(self, part: "ModulePart") -> None:
+        """Learn that a module runs as written from now on."""
+
+    def close(self) -> None: ...
 
 
 class ModulePart:
     """One module, called by the loop or by a module that runs as it is written.
+
+    It is asked in place of the module's own call, and copied along with what else is in a module's
+    ``__dict__``, by code that copies modules by itself: in a copy in depth None stands in its
+    place, and whoever shares it is not the part.
 
     Attributes:
         name: Its full name, for messages.
@@ -91,37 +100,36 @@ class ModulePart:
         is_on: Its graphs are replayed, where there are any; else it runs as written.
         why: Why it runs as written; "" where it does not.
         hazards: What of its calls no graph holds.
+        num_calls: Calls of the loop.
         num_replays: Calls that were replayed.
     """
 
-    def __init__(
-        self,
-        name: str,
-        module: nn.Module,
-        backend: GraphBackend,
-        *,
-        on_ready: Callable[["ModulePart"], None],
-        on_end: Callable[["ModulePart"], None],
-        on_capture: Callable[[], None],
-    ) -> None:
+    def __init__(self, name: str, module: nn.Module, backend: GraphBackend, owner: Owner) -> None:
         self.name = name
         self.module = module
+        self.owner = owner
         self.state = PartState.WARMUP
         self.is_on = False
         self.why = ""
         self.hazards: list[Hazard] = []
-        self.num_replays = 0
         self.num_calls = 0
+        self.num_replays = 0
         self._backend = backend
         self._device_type = backend.device.type
-        self._on_ready = on_ready
-        self._on_end = on_end
-        self._on_capture = on_capture
         self._kinds: dict[Any, _Kind] = {}
         self._num_anew = 0
         self._num_refused = 0  # calls in a row
         self._thread = threading.get_ident()
         self._is_recording = False
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        module = caller_of_compiled_call()
+        if module is not self.module:
+            return module._call_impl(*args, **kwargs)
+        return self._call(args, kwargs)
+
+    def __reduce__(self) -> Any:
+        return type(None), ()
 
     @property
     def num_nodes(self) -> int:
@@ -129,8 +137,7 @@ class ModulePart:
         graphs = [slot for kind in self._kinds.values() for slot in kind.slots]
         return sum(graph.num_nodes or 0 for graph in graphs)
 
-    def call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Do what the module's own call does."""
+    def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self.num_calls += 1
         written: Callable[..., Any] = self.module._call_impl
         if self._is_recording or self.state is PartState.AS_WRITTEN or not self._is_ordinary():
@@ -140,7 +147,9 @@ class ModulePart:
         key = self._key(leaves, spec, casts=casts)
         kind = None if key is None else self._kinds.get(key)
         if kind is None and key is not None and len(self._kinds) < _MOST_KINDS:
-            kind = self._kinds[key] = _Kind(is_refused=not all(map(_is_held, leaves)))
+            autocast = torch.autocast(self._device_type, enabled=False)
+            kind = _Kind(autocast, is_refused=not all(map(_is_held, leaves)))
+            self._kinds[key] = kind
         if kind is None or kind.is_refused:
             self._count_refused(leaves)
             return written(*args, **kwargs)
@@ -217,12 +226,12 @@ class ModulePart:
         is_first = not kind.num_seen
         kind.num_seen += 1
         if is_first:
-            kind.is_refused = self._refuses(self._look)
-        if is_first and not kind.is_refused:
-            kind.constants = ConstantWatch(self.module, self._backend.device, ())
+            with self._judging(kind):
+                self._look()
+                kind.constants = ConstantWatch(self.module, self._backend.device, ())
         if kind.constants is None:
             return self.module._call_impl(*args, **kwargs)
-        self._on_capture()
+        self.owner.on_capture()
         given = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         written = [*map(_written_on, given)]
         settling = _Settling(self.module, self._backend.device, kind.constants)
@@ -235,8 +244,12 @@ class ModulePart:
             why = "it gives an input a hook or an attribute"
         if not why and not is_first and told != kind.told:
             why = f"it returns {kind.told}, and returned {told} before"
-        if why:
-            self._count_unsettled(kind, NotAPartError(why, hazard))
+        if why:  # warm up once more: a recording that is given up cannot take all of this back
+            kind.num_seen -= 1
+            kind.num_unsettled += 1
+        if kind.num_unsettled > _MOST_UNSETTLED:
+            with self._judging(kind):
+                raise NotAPartError(why, hazard)
 
         def look(_: Tensor) -> None:
             if torch.is_grad_enabled():
@@ -247,23 +260,25 @@ class ModulePart:
             if tensor.requires_grad:
                 tensor.register_hook(look)
         if is_first and torch.is_autocast_enabled(self._device_type):
-
-            def take_casts() -> None:
-                kind.take_casts(tensors, self.module, self._device_type)
-
-            kind.is_refused = self._refuses(take_casts) or kind.is_refused
+            dtype = torch.get_autocast_dtype(self._device_type)
+            caches = torch.is_autocast_cache_enabled()
+            kind.autocast = torch.autocast(self._device_type, dtype, cache_enabled=caches)
+            if caches:
+                kind.casts = casts_behind(tensors, [*self.module.parameters()], dtype)
         return output
 
-    def _count_unsettled(self, kind: _Kind, error: NotAPartError) -> None:
-        """Warm up once more: a recording that is given up cannot take all of this back."""
-        kind.num_seen -= 1
-        kind.num_unsettled += 1
-        if kind.num_unsettled > _MOST_UNSETTLED:
-
-            def refuse() -> None:
-                raise error
-
-            kind.is_refused = self._refuses(refuse)
+    @contextmanager
+    def _judging(self, kind: _Kind) -> Iterator[None]:
+        """Have such calls run as written if the body tells why no graph holds them."""
+        try:
+            yield
+        except NotAPartError as error:
+            kind.is_refused = True
+            self.hazards += [] if error.hazard is None else [error.hazard]
+            if not any(each.slots for each in self._kinds.values()):
+                self.leave(str(error))
+            else:
+                _LOG.info("some calls of %s run as written: %s", self.name, error)
 
     def _refuse_second_order(self, kind: _Kind) -> None:
         """Let such calls run as written: autograd adds up within them what comes of both passes."""
@@ -309,91 +324,69 @@ class ModulePart:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Any:
-        graphs = None
-        for slot in kind.slots:
-            if not slot.is_taken:
-                graphs = slot
-                break
+        module = self.module
+        graphs = next((slot for slot in kind.slots if not slot.is_taken), None)
         if graphs is not None and (changes := graphs.guards.changes()):
             self._begin_anew(str(changes[0]))
-            return self.module._call_impl(*args, **kwargs)
+            return module._call_impl(*args, **kwargs)
         if graphs is None and len(kind.slots) == _MOST_SLOTS:
-            return self.module._call_impl(*args, **kwargs)
-        random = [] if graphs is None else graphs.random_states()
+            return module._call_impl(*args, **kwargs)
         if graphs is None:
-            assert kind.constants is not None
-            made = self._record(kind, leaves, spec)
-            if made is None:
-                return self.module._call_impl(*args, **kwargs)
-            graphs, random, results = made
-            given = kind.given(leaves)
+            random = [(g, g.get_state()) for g in generators_of(module, self._backend.device)]
+            graphs = self._record(kind, leaves, spec)
+            if graphs is None:
+                return module._call_impl(*args, **kwargs)
+            given = graphs.given(leaves)
+            results, graphs.first = graphs.first, []
         else:
-            given = kind.given(leaves)
+            random = graphs.random_states()
+            given = graphs.given(leaves)
             try:
                 results = graphs.replay(given)
             except Exception:
                 if not graphs.is_undone:
                     raise
                 # The call fails as ever, and leaves what it has done until then.
-                return self.module._call_impl(*args, **kwargs)
+                return module._call_impl(*args, **kwargs)
             self.num_replays += 1
-        module = self.module
 
         def again() -> AsWritten:
             self._refuse_second_order(kind)
-            with _as_before(module, random), torch.autocast(self._device_type, **kind.autocast):
-                return PartResults.tensors_of(module._call_impl(*args, **kwargs)), leaves
+            # What it writes are other buffers: autograd would notice it if they were put back.
+            buffers = {name: each.clone() for name, each in module.named_buffers()}
+            with _drawing_from(random), kind.autocast:
+                return PartResults.tensors_of(
+                    functional_call(module, buffers, args, kwargs)
+                ), leaves
 
         return graphs.hand_out(results, given, again)
 
     def _record(
         self, kind: _Kind, leaves: Sequence[Any], spec: TreeSpec | None
-    ) -> tuple[PartGraphs, Any, list[Tensor]] | None:
+    ) -> PartGraphs | None:
         slots = [slot for each in self._kinds.values() for slot in each.slots]
         needed = _ROOM * max((slot.kept_bytes for slot in slots), default=0)
         if needed > (room_on(self._backend.device) or math.inf):
             kind.is_refused = True
             _LOG.info("some calls of %s run as written: memory for them is short", self.name)
             return None
-        self._on_capture()
+        self.owner.on_capture()
         self._is_recording = True
-        module = self.module
-        states = [(g, g.get_state()) for g in generators_of(module, self._backend.device)]
-        made: list[PartGraphs] = []
-
-        def record() -> None:
-            assert kind.constants is not None
-            made.append(
-                PartGraphs(
-                    *(module, self._backend, leaves, spec, kind.constants, kind.told, kind.casts),
-                    on_capture=self._on_capture,
-                )
-            )
-
+        graphs: PartGraphs | None = None
         try:
-            kind.is_refused = self._refuses(record)
+            with self._judging(kind):
+                assert kind.constants is not None
+                graphs = PartGraphs(
+                    *(self.module, self._backend, leaves, spec),
+                    *(kind.constants, kind.told, kind.casts, self.owner.on_capture),
+                )
+                kind.slots.append(graphs)
         finally:
             self._is_recording = False
-        if not made:
-            return None
-        kind.slots.append(made[0])
-        if self.state is PartState.WARMUP:
-            self.state = PartState.TRIAL
-            self._on_ready(self)
-        results, made[0].first = made[0].first, []
-        return made[0], states, results
-
-    def _refuses(self, attempt: Callable[[], None]) -> bool:
-        try:
-            attempt()
-        except NotAPartError as error:
-            self.hazards += [] if error.hazard is None else [error.hazard]
-            if not any(kind.slots for kind in self._kinds.values()):
-                self.leave(str(error))
-            else:
-                _LOG.info("some calls of %s run as written: %s", self.name, error)
-            return True
-        return False
+        if graphs is not None and self.state is PartState.WARMUP:
+            self.is_on = self.owner.keeps_all
+            self.state = PartState.CAPTURED if self.is_on else PartState.TRIAL
+        return graphs
 
     def _begin_anew(self, why: str) -> None:
         self._num_anew += 1
@@ -405,19 +398,22 @@ class ModulePart:
 
     def leave(self, why: str) -> None:
         """Run as written from now on."""
-        self.state, self.is_on, self.why = PartState.AS_WRITTEN, False, why
+        self.why = why
+        self.close()
+        self.owner.on_end(self)
+
+    def close(self) -> None:
+        """Give the module its own call back."""
+        self.state, self.is_on = PartState.AS_WRITTEN, False
         self._drop()
-        self._on_end(self)
+        if vars(self.module).get(COMPILED_CALL) is self:
+            del vars(self.module)[COMPILED_CALL]
 
     def _drop(self) -> None:
         for kind in self._kinds.values():
             for slot in kind.slots:
                 slot.drop()
         self._kinds.clear()
-
-    def close(self) -> None:
-        self.state, self.is_on = PartState.AS_WRITTEN, False
-        self._drop()
 
 
 class _Settling:
@@ -472,23 +468,13 @@ def _is_held(leaf: Any) -> bool:
 
 
 @contextmanager
-def _as_before(
-    module: nn.Module, states: Sequence[tuple[torch.Generator, Tensor]]
-) -> Iterator[None]:
-    """Run a call again that has been: generators begin where it began, and nothing has happened.
-
-    What it writes are other buffers: autograd would notice it if they were put back.
-    """
-    tables = [(table, dict(table)) for table in map(buffers_of, module.modules())]
+def _drawing_from(states: Sequence[tuple[torch.Generator, Tensor]]) -> Iterator[None]:
+    """Have generators begin there in the body, and put them back."""
     now = [(generator, generator.get_state()) for generator, _ in states]
-    for table, before in tables:
-        table.update({name: each.clone() for name, each in before.items() if each is not None})
-    for generator, state in states:
-        generator.set_state(state)
     try:
+        for generator, state in states:
+            generator.set_state(state)
         yield
     finally:
-        for table, before in tables:
-            table.update(before)
         for generator, state in now:
             generator.set_state(state)

@@ -8,9 +8,8 @@ hands over each of them, and the engine adds them up as ever.
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -27,6 +26,7 @@ from graphfsdp.in_place.part_recording import NotAPartError, has_own_memory, rec
 _LOG = logging.getLogger("graphfsdp")
 _NUM_WARM = 2  # passes of a form through the kept graph, before one is recorded
 _MOST_GRAPHS = 4  # forms of gradients
+_Replay = Callable[[Sequence[Any]], Sequence[Tensor | None]]
 
 
 def nodes_behind(results: Sequence[Tensor]) -> Iterator[Node]:
@@ -44,57 +44,8 @@ def nodes_behind(results: Sequence[Tensor]) -> Iterator[Node]:
                 waiting.append(following)
 
 
-class Arrivals:
-    """What comes of each use of one leaf, in the order of arrival."""
-
-    def __init__(self, place: int) -> None:
-        self.place = place
-        self._found: list[Tensor] = []
-
-    def begin(self) -> None:
-        self._found = []
-
-    def add(self, index: int, grad_inputs: Sequence[Tensor | None], _: object) -> None:
-        grad = grad_inputs[index]
-        if grad is not None:
-            self._found.append(grad)
-
-    def taken(self) -> list[Tensor]:
-        found, self._found = self._found, []
-        return found
-
-
-@dataclass(frozen=True)
-class _BackwardGraph:
-    """A graph of the backward pass.
-
-    Attributes:
-        grads: Where it reads those of results, by the places of these.
-        is_there: For which edges it has gradients.
-    """
-
-    graph: Graph
-    grads: Mapping[int, Tensor]
-    is_there: Sequence[bool]
-
-    def run(self, grads: Sequence[Any]) -> Sequence[Tensor | None]:
-        for index, static in self.grads.items():
-            static.copy_(grads[index])
-        return self.spread(self.graph.replay())
-
-    def spread(self, made: Sequence[Tensor]) -> Sequence[Tensor | None]:
-        if len(made) == len(self.is_there):
-            return made
-        found = iter(made)
-        return [next(found) if is_there else None for is_there in self.is_there]
-
-
 class PartBackward:
-    """The backward pass of one recording of a part.
-
-    Attributes:
-        num_uses: Of each leaf.
-    """
+    """The backward pass of one recording of a part."""
 
     def __init__(
         self,
@@ -106,7 +57,7 @@ class PartBackward:
         with_stand_ins: Callable[[], AbstractContextManager[None]],
         on_capture: Callable[[], None],
     ) -> None:
-        """``uses`` has the nodes of each leaf's, and which of their inputs it is.
+        """``uses`` has the nodes of each leaf's, last ones first, and which of their inputs it is.
 
         ``with_stand_ins``: has the module's parameters be those of the recording, as what Python
         there is in the kept graph has them.
@@ -117,13 +68,15 @@ class PartBackward:
         self._leaves = leaves
         self._with_stand_ins = with_stand_ins
         self._on_capture = on_capture
-        self.num_uses = list(map(len, uses))
-        self._uses = uses
-        self._several = [
-            _listen(place, nodes) for place, nodes in enumerate(uses) if len(nodes) > 1
-        ]
+        self._num_uses = list(map(len, uses))
+        # What has come of a use, where a leaf has several; see Note [Order of sums].
+        self._arrived: dict[tuple[int, int], Tensor | None] = {}
+        for leaf, nodes in enumerate(uses):
+            for use, (node, index) in enumerate(nodes if len(nodes) > 1 else ()):
+                node.register_hook(partial(_note, self._arrived, (leaf, use), index))
         self._ran = Ran()
-        self._graphs: dict[Any, _BackwardGraph | None] = {}  # by form of the gradients
+        self._graphs: dict[Any, _Replay | None] = {}  # by form of the gradients
+        self._recorded: list[Graph] = []
         self._num_passes: Counter[Any] = Counter()
 
     def run(self, grads: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
@@ -134,7 +87,7 @@ class PartBackward:
         key = (torch.is_autocast_enabled(self._backend.device.type), *map(_form_of, grads))
         graph = self._graphs.get(key)
         if graph is not None:
-            return graph.run(grads)
+            return graph(grads)
         comes = any(grad is not None for grad in grads)
         if not comes or key in self._graphs or len(self._graphs) == _MOST_GRAPHS:
             return self._as_recorded(grads)
@@ -155,9 +108,8 @@ class PartBackward:
             if grad is not None and result is not None
         ]
         if not pairs:
-            return [None] * sum(self.num_uses)
-        for arrivals in self._several:
-            arrivals.begin()
+            return [None] * sum(self._num_uses)
+        self._arrived.clear()  # of a pass that has failed
         totals = torch.autograd.grad(
             [result for result, _ in pairs],
             self._leaves,
@@ -165,11 +117,12 @@ class PartBackward:
             retain_graph=True,
             allow_unused=True,
         )
-        several = {arrivals.place: arrivals.taken() for arrivals in self._several}
         found: list[Tensor | None] = []
-        for place, (total, count) in enumerate(zip(totals, self.num_uses, strict=True)):
-            each = several.get(place, [total])
-            found += [*each, *[None] * (count - len(each))]
+        for leaf, (total, count) in enumerate(zip(totals, self._num_uses, strict=True)):
+            if count == 1:
+                found.append(total)
+            else:
+                found += [self._arrived.pop((leaf, use), None) for use in range(count)]
         return found
 
     def _record(self, key: Any, grads: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
@@ -198,16 +151,27 @@ class PartBackward:
         except NotAPartError as error:
             _LOG.info("the backward pass of a part stays eager: %s", error)
             return self._as_recorded(grads)
-        backward = _BackwardGraph(graph, held, is_there)
-        self._graphs[key] = backward
-        return backward.spread(made)
+        self._recorded.append(graph)
+
+        def spread(made: Sequence[Tensor]) -> Sequence[Tensor | None]:
+            if all(is_there):
+                return made
+            found = iter(made)
+            return [next(found) if there else None for there in is_there]
+
+        def replay(grads: Sequence[Any]) -> Sequence[Tensor | None]:
+            for index, target in held.items():
+                target.copy_(grads[index])
+            return spread(graph.replay())
+
+        self._graphs[key] = replay
+        return spread(made)
 
     def close(self) -> None:
-        for graph in self._graphs.values():
-            if graph is not None:
-                graph.graph.close()
+        for graph in self._recorded:
+            graph.close()
         self._graphs.clear()
-        self._results, self._leaves, self._uses = (), (), ()
+        self._results, self._leaves = (), ()
 
 
 def _at_a_fixed_address(grad: Tensor) -> Tensor:
@@ -225,9 +189,11 @@ def _form_of(grad: Tensor | None) -> Any:
     return None if grad is None else (grad.shape, grad.stride(), grad.dtype)
 
 
-def _listen(place: int, nodes: Sequence[tuple[Node, int]]) -> Arrivals:
-    """Note what comes of each use; see Note [Order of sums]."""
-    arrivals = Arrivals(place)
-    for node, index in nodes:
-        node.register_hook(partial(arrivals.add, index))
-    return arrivals
+def _note(
+    arrived: dict[tuple[int, int], Tensor | None],
+    use: tuple[int, int],
+    index: int,
+    grad_inputs: Sequence[Tensor | None],
+    _: object,
+) -> None:
+    arrived[use] = grad_inputs[index]

@@ -41,6 +41,7 @@ from graphfsdp.base.torch_internals import (
     foreach_copy_,
     keeps_graph,
     parameters_of,
+    sequence_number,
     tree_unflatten,
     without_modes,
 )
@@ -139,12 +140,14 @@ class PartGraphs:
             raise NotAPartError("it is given a buffer of its own, which it may write")
         states = [generator.get_state() for generator in generators_of(module, device)]
         with self._backend.on_capture_stream():
-            self._stand_ins = self._make_stand_ins()
-            own = casts.of([self._stand_ins[id(each)] for each in casts.weights])()
+            self._pairs = self._make_stand_ins()
+            stand_ins = {id(param): stand_in for stand_in, param in self._pairs}
+            own = Casts([stand_ins[id(each)] for each in casts.weights], casts.dtype)()
+        self._params = {id(stand_in): param for stand_in, param in self._pairs}
         self._cast_targets = [cast.detach() for cast in own]
         # Leaves, and those that autocast finds in its cache for the stand-ins.
         self._static += [cast.detach_().requires_grad_() for cast in own]
-        self._load([*leaves, *casts.values()])
+        self._load([*leaves, *casts.weights])  # a cast of the block's here could change an order
         try:
             self._graph, self.first, self.guards = recorded(
                 module,
@@ -182,8 +185,13 @@ class PartGraphs:
             return another
 
         kept = saved_tensors_hooks(keep, _as_it_is)
-        with self._standing_in(), constants.comparing(self._inputs()), kept:
+        with self._put_in(), constants.comparing(self._inputs()), kept:
             output = self._module._call_impl(*args, **kwargs)
+        for stand_in, param in self._pairs:
+            if stand_in.data_ptr() != param.data_ptr():
+                raise NotAPartError("it gives its weights other memory")
+            if stand_in._backward_hooks or stand_in._post_accumulate_grad_hooks:
+                raise NotAPartError("it gives its weights one more hook in each call")
         if handed.written():
             raise NotAPartError("it writes into a container that it is given")
         if need_grads != [leaf.requires_grad for leaf in self._inputs()]:
@@ -197,39 +205,22 @@ class PartGraphs:
         self._find_saved(results, [each for ref in packed if (each := ref()) is not None])
         return [tensor.detach() for tensor in results]
 
-    def _make_stand_ins(self) -> dict[int, Tensor]:
-        """Return other parameters, which lie in the same memory, by ids of the module's own.
+    def _make_stand_ins(self) -> Sequence[tuple[Tensor, Tensor]]:
+        """Return other parameters, which lie in the same memory, each with the module's own.
 
         CUDA rule: a capture may not wait for another stream, and autograd runs what ends in a
         parameter on the stream on which that was used first. That stays the loop's, as ever.
         """
-        found: dict[int, Tensor] = {}
-        for param in self._module.parameters():
-            if param.requires_grad:
-                found[id(param)] = nn.Parameter(param.detach())
-                vars(found[id(param)]).update(vars(param))
-        return found
-
-    @contextmanager
-    def _standing_in(self) -> Iterator[None]:
-        """Have these parameters in the module while the body runs."""
-        self._params = {
-            id(self._stand_ins[id(param)]): param
-            for param in self._module.parameters()
-            if id(param) in self._stand_ins
-        }
-        with self._put_in():
-            yield
-        by_id = {id(param): param for param in self._stand_ins.values()}
-        for key, param in self._params.items():
-            if by_id[key].data_ptr() != param.data_ptr():
-                raise NotAPartError("it gives its weights other memory")
-            if by_id[key]._backward_hooks or by_id[key]._post_accumulate_grad_hooks:
-                raise NotAPartError("it gives its weights one more hook in each call")
+        params = [param for param in self._module.parameters() if param.requires_grad]
+        pairs = [(nn.Parameter(param.detach()), param) for param in params]
+        for stand_in, param in pairs:
+            vars(stand_in).update(vars(param))
+        return pairs
 
     @contextmanager
     def _put_in(self) -> Iterator[None]:
-        own = self._stand_ins
+        """Have these parameters in the module while the body runs."""
+        own = {id(param): stand_in for stand_in, param in self._pairs}
         tables: list[tuple[dict[str, Any], str, Any]] = []
         for module in self._module.modules():
             tables += [
@@ -257,14 +248,13 @@ class PartGraphs:
 
         Such a function asks for gradients of what it was given, or goes backward by itself.
         """
-        pairs = [(self._stand_ins[id(param)], param) for param in self._params.values()]
-        for stand_in, param in pairs:
+        for stand_in, param in self._pairs:
             stand_in.grad = param.grad
         try:
             with self._put_in():
                 yield
         finally:
-            for stand_in, param in pairs:
+            for stand_in, param in self._pairs:
                 if stand_in.grad is not param.grad:
                     param.grad = stand_in.grad
                 stand_in.grad = None
@@ -272,8 +262,7 @@ class PartGraphs:
     def _find_saved(self, results: Sequence[Tensor], saved: Sequence[Tensor]) -> None:
         """See Note [Written behind autograd's back]."""
         sizes = {storage_key(each): each.untyped_storage().nbytes() for each in saved}
-        weights = self._params.values()
-        self._saved_weights = [param for param in weights if storage_key(param) in sizes]
+        self._saved_weights = [param for _, param in self._pairs if storage_key(param) in sizes]
         for tensor in (*self._module.parameters(), *self._module.buffers()):
             sizes.pop(storage_key(tensor), None)
         self.kept_bytes = sum(sizes.values())
@@ -324,6 +313,8 @@ class PartGraphs:
                     uses.setdefault(id(variable), []).append((node, index))
                 else:
                     raise NotAPartError("it trains a tensor that is none of its parameters")
+        for nodes in uses.values():  # in the order in which a backward pass comes to them
+            nodes.sort(key=lambda use: -sequence_number(use[0]))
         self._fixed = [index for index, tensor in enumerate(kept) if not tensor.requires_grad]
         self.backward = PartBackward(
             self._module,
@@ -342,22 +333,34 @@ class PartGraphs:
             for index, key in enumerate(key for key, nodes in uses.items() for _ in nodes)
             if key not in self._params
         ]
-        self._find_others(uses)
+        self._find_early(uses)
 
-    def _find_others(self, uses: Mapping[int, Sequence[Any]]) -> None:
-        """Find the uses that are handed their gradients by nodes; see Note [Order around casts]."""
-        others = enumerate(self._casts.others, len(self._static))
-        places = {id(weight): place for place, weight in others}
-        index = 0
-        for key, nodes in uses.items():
-            if len(nodes) == 1 and (weight := id(self._params.get(key))) in places:
-                self._input_edges.append((index, places.pop(weight)))
-            index += len(nodes)
-        if places:
-            raise NotAPartError("it uses a weight that autocast casts otherwise than before")
+    def _find_early(self, uses: Mapping[int, Sequence[tuple[Node, int]]]) -> None:
+        """Find the uses of weights before their casts; see Note [Order around casts]."""
+        casts = zip(self._casts.weights, self._static[self._num_leaves :], strict=True)
+        first = {  # use of its cast
+            id(weight): sequence_number(uses[id(cast)][-1][0])
+            for weight, cast in casts
+            if id(cast) in uses
+        }
+        numbers = [sequence_number(node) for nodes in uses.values() for node, _ in nodes]
+        early = sorted(
+            (number, index)
+            for index, number in enumerate(numbers)
+            if number < first.get(id(self._edges[index]), 0)
+        )
+        self._early = [self._edges[index] for _, index in early]
+        for place, (_, index) in enumerate(early, len(self._static)):
+            self._input_edges.append((index, place))
+
+    def given(self, leaves: Sequence[Any]) -> Sequence[Any]:
+        """Return what a call with these arguments is given, in the order of ``edges``' places."""
+        # What hands a gradient on to its weight is made before the cast.
+        nodes = [torch.ops.aten.alias.default(weight) for weight in self._early]
+        return [*leaves, *self._casts(), *nodes] if self._casts.weights else leaves
 
     def edges(self, given: Sequence[Any]) -> list[Any]:
-        """Return what gradients go to in a call with these inputs, once for each use."""
+        """Return what gradients go to in a call that is given this, once for each use."""
         if not self._input_edges:
             return self._edges
         found: list[Any] = self._edges.copy()
@@ -373,7 +376,7 @@ class PartGraphs:
                 foreach_copy_(self._cast_targets, [*given[self._num_leaves : len(self._static)]])
 
     def replay(self, given: Sequence[Any]) -> list[Tensor]:
-        """``given``: the call's arguments, and behind them what ``Casts`` return."""
+        """``given``: see the method of that name."""
         self._load(given)
         return self._graph.replay()
 
@@ -412,7 +415,7 @@ class PartGraphs:
         """Do so through a call that ran as written, in a way that autograd can go through again."""
         results, leaves = call
         # Such a call has made casts of its own: what comes to them comes to the weights.
-        edges = self.edges([*leaves, *self._casts.weights, *self._casts.others])
+        edges = self.edges([*leaves, *self._casts.weights, *self._early])
         pairs = [
             (result, grad)
             for result, grad in zip(results, grads, strict=True)

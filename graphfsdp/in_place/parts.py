@@ -12,10 +12,9 @@ is put back.
 import logging
 import statistics
 import time
-from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import asdict, dataclass, replace
 from functools import wraps
 from types import MethodType
 from typing import Any, Self
@@ -32,13 +31,11 @@ from graphfsdp.base.hazards import Hazard
 from graphfsdp.base.sharded import units_of
 from graphfsdp.base.torch_internals import (
     COMPILED_CALL,
-    caller_of_compiled_call,
     hide_compiled_calls,
     num_dispatch_modes,
     num_function_modes,
 )
 from graphfsdp.in_place.module_part import SLOW, ModulePart, PartState
-from graphfsdp.in_place.part_report import PartLine, PartsReport
 from graphfsdp.optim.adapters.grouped_step import GroupedStep, is_torchs_step
 
 _LOG = logging.getLogger("graphfsdp")
@@ -62,8 +59,6 @@ class _Trial:
     def __init__(self, part: ModulePart) -> None:
         self.part = part
         self._num_begun = 0
-        self._times: dict[bool, list[float]] = {True: [], False: []}
-        self._turn = -1
         self.disturb()
 
     def disturb(self) -> None:
@@ -71,30 +66,72 @@ class _Trial:
         self._is_disturbed = True
         if self._num_begun < _MOST_ANEW:
             self._num_begun += 1
-            self._turn = -1
-            for times in self._times.values():
-                times.clear()
-            self._next()
-
-    def _next(self) -> None:
-        self._turn += 1
-        self.part.is_on = self._turn < len(_TURNS) and _TURNS[self._turn]
+            self._times: dict[bool, list[float]] = {True: [], False: []}
+            self.part.is_on = _TURNS[0]
 
     def add(self, seconds: float) -> None:
         if self._is_disturbed:
             self._is_disturbed = False
             return
         self._times[self.part.is_on].append(seconds)
-        self._next()
+        if not self.is_over:
+            self.part.is_on = _TURNS[self._num_timed]
+
+    @property
+    def _num_timed(self) -> int:
+        return sum(map(len, self._times.values()))
 
     @property
     def is_over(self) -> bool:
-        return self._turn >= len(_TURNS)
+        return self._num_timed == len(_TURNS)
 
     @property
     def ratio(self) -> float:
         """The time of an iteration with it over one without it."""
         return statistics.median(self._times[True]) / statistics.median(self._times[False])
+
+
+@dataclass(frozen=True)
+class PartLine:
+    """What becomes of a module, or of an optimizer's step.
+
+    Attributes:
+        name: Where it is in what ``capture_in_place`` was given.
+        kind: Its class.
+        state: What its calls do.
+        why: Why it is not captured; "" where it is.
+        num_nodes: Nodes of its forward graphs.
+        num_replays: Calls that were replays.
+    """
+
+    name: str
+    kind: str
+    state: str
+    why: str = ""
+    num_nodes: int = 0
+    num_replays: int = 0
+
+
+@dataclass(frozen=True)
+class PartsReport:
+    """All parts of a loop; ``str(report)`` is for people."""
+
+    parts: tuple[PartLine, ...]
+
+    def to_json(self) -> dict[str, Any]:
+        """Return plain numbers and strings."""
+        return asdict(self)
+
+    def __str__(self) -> str:
+        width = max((len(part.name) for part in self.parts), default=0)
+        lines = []
+        for part in self.parts:
+            text = f"{part.name:<{width}}  {part.kind}: {part.state}"
+            if part.num_replays:
+                text += f", {part.num_nodes} nodes, {part.num_replays} replays"
+            lines.append(f"{text}. {part.why}".rstrip(". "))
+        lines.append("everything else runs as written; graphfsdp.capture has one graph for all")
+        return "\n".join(lines)
 
 
 class Parts:
@@ -108,13 +145,12 @@ class Parts:
         keeps_all: bool,
     ) -> None:
         """``optimizers`` without wrappers; ``keeps_all``: also what does not pay."""
-        self._keeps_all = keeps_all
+        self.keeps_all = keeps_all
         self._optimizers = optimizers
         self._parts: dict[int, ModulePart] = {}  # by id of the module
         self._backends: dict[torch.device, GraphBackend] = {}
-        self._waiting: deque[ModulePart] = deque()
         self._trial: _Trial | None = None
-        self._began: float | None = None  # the iteration
+        self._began = 0.0  # the iteration, where there is a trial
         self._num_steps = 0
         self._undo = ExitStack()
         self._is_closed = False
@@ -129,8 +165,8 @@ class Parts:
         if id(module) in self._parts:
             return
         other = vars(module).get(COMPILED_CALL)
-        if isinstance(other, _Call):
-            other.parts.close()  # of a cell that was run again
+        if isinstance(other, ModulePart):
+            other.owner.close()  # of a cell that was run again
             other = vars(module).get(COMPILED_CALL)
         is_compiled = other is not None or type(module).__name__ == "OptimizedModule"
         why = _COMPILED if is_compiled else _why_not(module)
@@ -144,33 +180,15 @@ class Parts:
                 if device.type == "cpu"
                 else CudaGraphBackend(device)
             )
-        part = self._parts[id(module)] = ModulePart(
-            name,
-            module,
-            self._backends[device],
-            on_ready=self._on_ready,
-            on_end=self._on_end,
-            on_capture=self._disturb,
-        )
+        part = self._parts[id(module)] = ModulePart(name, module, self._backends[device], self)
         if why is not None:
             part.leave(why)
             return
         hide_compiled_calls()
-        vars(module)[COMPILED_CALL] = _Call(self, part)
+        vars(module)[COMPILED_CALL] = part
 
-    def _on_ready(self, part: ModulePart) -> None:
-        if self._keeps_all:
-            part.is_on, part.state = True, PartState.CAPTURED
-        else:
-            self._waiting.append(part)
-
-    def _on_end(self, part: ModulePart) -> None:
-        """Give a module its own call back, and look at what it is made of."""
-        call = vars(part.module).get(COMPILED_CALL)
-        if isinstance(call, _Call) and call.parts is self:
-            del vars(part.module)[COMPILED_CALL]
-        if part in self._waiting:
-            self._waiting.remove(part)
+    def on_end(self, part: ModulePart) -> None:
+        """Look at what a module is made of that runs as written."""
         if self._trial is not None and self._trial.part is part:
             self._trial = None
         _LOG.info("%s runs as written: %s", part.name, part.why)
@@ -187,7 +205,8 @@ class Parts:
             elif any(True for _ in nn.Module.children(child)):  # a layer alone never pays
                 self._add(path, child)
 
-    def _disturb(self) -> None:
+    def on_capture(self) -> None:
+        """Time anew what is tried."""
         if self._trial is not None:
             self._trial.disturb()
 
@@ -235,21 +254,20 @@ class Parts:
     def _on_iteration(self) -> None:
         """Take the time between two steps of the first optimizer."""
         self._num_steps += 1
-        trial = self._trial
-        if trial is None and not self._waiting and self._num_steps > _NUM_STEPS_UNCALLED:
-            return
         if self._num_steps == _NUM_STEPS_UNCALLED:
             for part in [*self._parts.values()]:
                 if not part.num_calls and part.state is PartState.WARMUP:
                     self._add_children(part.name, part.module)
-        now = self._now()
-        if trial is not None and self._began is not None:
-            trial.add(now - self._began)
-            if trial.is_over:
-                self._decide(trial)
-        if self._trial is None and self._waiting:
-            self._trial = _Trial(self._waiting.popleft())
-        self._began = self._now()
+        if self._trial is not None:
+            self._trial.add(self._now() - self._began)
+            if self._trial.is_over:
+                self._decide(self._trial)
+        for part in () if self._trial is not None else self._parts.values():
+            if part.state is PartState.TRIAL:
+                self._trial = _Trial(part)
+                break
+        if self._trial is not None:
+            self._began = self._now()
 
     def _now(self) -> float:
         """Return seconds: on a CPU of this process's work, where a GPU works on, of the clock."""
@@ -319,11 +337,7 @@ class Parts:
         self._is_closed = True
         self._undo.close()
         self._trial = None
-        self._waiting.clear()
         for part in self._parts.values():
-            call = vars(part.module).get(COMPILED_CALL)
-            if isinstance(call, _Call) and call.parts is self:
-                del vars(part.module)[COMPILED_CALL]
             part.close()
 
     def __enter__(self) -> Self:
@@ -331,28 +345,6 @@ class Parts:
 
     def __exit__(self, *details: object) -> None:
         self.close()
-
-
-class _Call:
-    """Asked in place of a module's own call.
-
-    It is copied along with what else is in a module's ``__dict__``, by code that copies modules by
-    itself: in a copy in depth None stands in its place, and whoever shares it is not the part.
-    """
-
-    def __init__(self, parts: Parts, part: ModulePart) -> None:
-        self.parts = parts
-        self._part = part
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        part = self._part
-        module = caller_of_compiled_call()
-        if module is not part.module:
-            return module._call_impl(*args, **kwargs)
-        return part.call(args, kwargs)
-
-    def __reduce__(self) -> Any:
-        return type(None), ()
 
 
 def _why_not(module: nn.Module) -> str | None:

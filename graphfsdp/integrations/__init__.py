@@ -8,8 +8,7 @@ from typing import Any
 
 from graphfsdp.errors import ConfigError
 from graphfsdp.in_place import capture_in_place
-from graphfsdp.in_place.part_report import PartsReport
-from graphfsdp.in_place.parts import Parts
+from graphfsdp.in_place.parts import Parts, PartsReport
 
 
 def import_library(*names: str, install: str) -> Any:

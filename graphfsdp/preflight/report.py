@@ -9,7 +9,7 @@ from typing import Any
 
 from graphfsdp.base.hazards import Hazard, HazardKind
 from graphfsdp.errors import CaptureError
-from graphfsdp.in_place.part_report import PartsReport
+from graphfsdp.in_place.parts import PartsReport
 
 _INDENT = "    "
 _WIDTH = 96
