@@ -1,4 +1,7 @@
-"""Plain parts of DTensors, for code that must work with both and need not import either."""
+"""Plain parts of DTensors, for code that must work with both and need not import either.
+
+And tensors that are being loaded, brought into the cut of those that they are copied into.
+"""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,6 +17,7 @@ from graphfsdp.base.torch_internals import (
     is_traceable_wrapper_subclass,
     known_spec,
     local_tensor_of,
+    part_and_offset,
     spec_of,
 )
 
@@ -104,6 +108,54 @@ def wrap_like(local: Tensor, like: Tensor) -> Tensor:
     dtensor: Any = like
     spec = spec_of(dtensor.device_mesh, dtensor.placements, like.shape, like.stride(), local.dtype)
     return can_be_copied(type(dtensor)(local.detach(), spec, requires_grad=False))
+
+
+@torch.no_grad()
+def recut(value: Any, like: Any) -> Tensor:
+    """Return a value, plain and whole or a DTensor, cut like the tensor that it is meant for.
+
+    torch's ``distribute_tensor`` cuts every tensor by ``torch.chunk``, whatever placement it was
+    asked for, so what ``set_model_state_dict(full_state_dict=True)`` hands over can have other rows
+    than the parameter here. A DTensor of another cut becomes whole for a moment: collective over
+    its mesh, so that every rank gives the same tensors in the same order.
+    """
+    found: Tensor = value
+    if not is_dtensor(like) or value.shape != like.shape or value is like or like.is_meta:
+        return found
+    if is_dtensor(value):
+        if _placed_alike(value, like):
+            return found
+        found = value.full_tensor()
+    sizes, offsets = part_and_offset(like.shape, like.device_mesh, like.placements)
+    here = tuple(slice(first, first + n) for first, n in zip(offsets, sizes, strict=True))
+    return wrap_like(found.detach()[here].to(like.device, copy=True), like)
+
+
+def recut_states(state_dict: Mapping[str, Any], optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """The state dict, cut as the optimizer's tensors are or will be; misfitting groups stay."""
+    states = {key: dict(entries) for key, entries in state_dict["state"].items()}
+    for group, saved in zip(optimizer.param_groups, state_dict["param_groups"], strict=False):
+        for param, key in zip(group["params"], saved["params"], strict=False):
+            entries = states.get(key, {})
+            for name, value in entries.items():
+                existing = optimizer.state.get(param, {}).get(name)
+                like = existing if isinstance(existing, Tensor) else param
+                # A step count has the shape of a 0-D parameter, but is nobody's part.
+                if isinstance(value, Tensor) and value.shape == like.shape and name != "step":
+                    entries[name] = recut(value, like)
+    return {**state_dict, "state": states}
+
+
+def _placed_alike(value: Any, like: Any) -> bool:
+    """Return whether two DTensors say that they are cut alike; equality is not enough.
+
+    An uneven placement of ours equals torch's, so that operators take both.
+    """
+    return bool(
+        value.device_mesh == like.device_mesh
+        and value.placements == like.placements
+        and all(type(a) is type(b) for a, b in zip(value.placements, like.placements, strict=True))
+    )
 
 
 def can_be_copied(tensor: Tensor) -> Tensor:

@@ -5,7 +5,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import TracebackType
-from typing import Any, NamedTuple, Self, TypeGuard
+from typing import Any, Self, TypeGuard
 
 import torch
 from torch import Tensor
@@ -110,28 +110,13 @@ def _written_places(op: OpOverload) -> tuple[list[tuple[int, str]], bool]:
     return places, schema_of(op).name in SILENT_WRITERS
 
 
-class _OpFacts(NamedTuple):
-    """What an operator's calls have in common; see the attributes of ``OpCall``."""
-
-    name: str
-    schema_name: str
-    is_random: bool
-    is_trusted: bool
-    is_ours: bool
-    is_literal: bool
-
-
 @functools.cache  # asked for each call
-def _facts_of(op: OpOverload) -> _OpFacts:
+def _facts_of(op: OpOverload) -> tuple[str, str, bool, bool, bool, bool]:
+    """Return what all calls of an operator have in common: the first attributes of ``OpCall``."""
     schema_name, namespace = str(schema_of(op).name), op.namespace
-    return _OpFacts(
-        name=str(op),
-        schema_name=schema_name,
-        is_random=torch.Tag.nondeterministic_seeded in op.tags,
-        is_trusted=namespace in TRUSTED_NAMESPACES,
-        is_ours=namespace == "graphfsdp",
-        is_literal=schema_name in LITERAL_OPS,
-    )
+    is_random = torch.Tag.nondeterministic_seeded in op.tags
+    is_trusted, is_ours = namespace in TRUSTED_NAMESPACES, namespace == "graphfsdp"
+    return str(op), schema_name, is_random, is_trusted, is_ours, schema_name in LITERAL_OPS
 
 
 class OpCall:
@@ -165,10 +150,8 @@ class OpCall:
         self._modes = [*modes]
         self.around: Callable[[], AbstractContextManager[object]] = nullcontext
         self.sees_functions = False
-        facts = _facts_of(op)
-        self.name, self.schema_name = facts.name, facts.schema_name
-        self.is_random, self.is_trusted = facts.is_random, facts.is_trusted
-        self.is_ours, self.is_literal = facts.is_ours, facts.is_literal
+        self.name, self.schema_name, self.is_random, *others = _facts_of(op)
+        self.is_trusted, self.is_ours, self.is_literal = others
         self._tensors: list[Tensor] | None = None
         self._keys: list[int] | None = None
         self._written: list[Tensor] | None = None

@@ -21,14 +21,14 @@ from graphfsdp.base.torch_internals import (
     OpOverload,
     TorchDispatchMode,
     schema_of,
-    tree_flatten,
-    tree_unflatten,
+    tree_map_only,
 )
 from graphfsdp.errors import GraphFSDPError
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
+# What they draw is kept in a byte each.
 _ZERO_OR_ONE = ("aten::bernoulli", "aten::bernoulli_")
 
 
@@ -146,61 +146,12 @@ class _Reentrant:
         return self._function.apply(function, preserves and trains, *args)
 
 
-class _Kept:
-    """A copy of one result of a random operator: whoever has the result may write to it."""
+class _Drawn(NamedTuple):
+    """Copies of what one random operator returned, and wrote to its arguments: others write on."""
 
-    def __init__(self, tensor: Tensor, *, as_bits: bool) -> None:
-        self._dtype = tensor.dtype
-        self._contents = tensor.to(torch.bool) if as_bits else tensor.clone()
-
-    def write_to(self, target: Tensor) -> None:
-        target.copy_(self._contents)
-
-    def tensor(self) -> Tensor:
-        """Return the result as the first call had it, in memory of its own."""
-        return self._contents.to(self._dtype, copy=True)
-
-
-class _Argument(NamedTuple):
-    """A result that is one of the written arguments, by its number among them."""
-
-    number: int
-
-
-class _Drawn:
-    """What one random operator returned, and wrote to its arguments."""
-
-    def __init__(self, op: OpOverload, result: Any, written: Sequence[Tensor]) -> None:
-        as_bits = schema_of(op).name in _ZERO_OR_ONE
-        self.op = op
-        self.written = [_Kept(tensor, as_bits=as_bits) for tensor in written]
-        leaves, self._spec = tree_flatten(result)
-        positions = {id(tensor): _Argument(number) for number, tensor in enumerate(written)}
-        # By leaf: a written argument, a new tensor, or whatever else it was: flash attention
-        # returns lengths, as plain numbers.
-        self.results: list[Any] = [
-            positions[id(leaf)]
-            if id(leaf) in positions
-            else _Kept(leaf, as_bits=as_bits)
-            if isinstance(leaf, Tensor)
-            else leaf
-            for leaf in leaves
-        ]
-
-    def repeat(self, written: Sequence[Tensor], is_own: Callable[[Tensor], bool]) -> Any:
-        """Return what the operator returned, and write what it wrote into tensors of this call."""
-        for kept, tensor in zip(self.written, written, strict=True):
-            if is_own(tensor):
-                kept.write_to(tensor)
-        leaves = [
-            written[item.number]
-            if isinstance(item, _Argument)
-            else item.tensor()
-            if isinstance(item, _Kept)
-            else item
-            for item in self.results
-        ]
-        return tree_unflatten(leaves, self._spec)
+    op: OpOverload
+    written: list[Tensor]
+    result: Any  # None if that is what it has written
 
 
 class _Keep(OperatorMode):
@@ -214,8 +165,14 @@ class _Keep(OperatorMode):
     def on_op(self, call: OpCall) -> Any:
         result = call.run()
         if call.is_random:
-            self._drawn.append(_Drawn(call.op, result, call.written))
+            dtype = torch.bool if call.schema_name in _ZERO_OR_ONE else None
+            new = None if _returns_what_it_writes(call.op) else result
+            self._drawn.append(_Drawn(call.op, *_copied([call.written, new], dtype)))
         return result
+
+
+def _copied(values: Any, dtype: torch.dtype | None) -> Any:
+    return tree_map_only(Tensor, lambda each: each.to(dtype or each.dtype, copy=True), values)
 
 
 class _Repeat(OperatorMode):
@@ -237,7 +194,7 @@ class _Repeat(OperatorMode):
     def on_op(self, call: OpCall) -> Any:
         op, args, written = call.op, call.args, call.written
         if call.is_random:
-            result = self._next_drawn(op).repeat(written, self._is_own)
+            result = self._repeat(self._next_drawn(op), call)
         elif written and not any(self._is_own(tensor) for tensor in written) and _only_writes(op):
             result = _arguments_of(op, args, call.kwargs)
         else:
@@ -248,6 +205,16 @@ class _Repeat(OperatorMode):
             result = op(*args, **call.kwargs)
         self._own.update(key for _, key in call.made(result))
         return result
+
+    def _repeat(self, drawn: _Drawn, call: OpCall) -> Any:
+        """Return what the operator returned, and write what it wrote into tensors of this call."""
+        for kept, tensor in zip(drawn.written, call.written, strict=True):
+            if self._is_own(tensor):
+                tensor.copy_(kept)
+        if _returns_what_it_writes(call.op):
+            return _arguments_of(call.op, call.args, call.kwargs)
+        is_packed = call.schema_name in _ZERO_OR_ONE
+        return _copied(drawn.result, call.tensors[0].dtype if is_packed else None)
 
     def _is_own(self, tensor: Tensor) -> bool:
         return storage_key(tensor) in self._own
@@ -269,6 +236,10 @@ def _only_writes(op: OpOverload) -> bool:
     """Tell whether an operator changes values and returns nothing but what it was given."""
     if op.namespace != "aten" or torch.Tag.inplace_view in op.tags:
         return False
+    return _returns_what_it_writes(op)
+
+
+def _returns_what_it_writes(op: OpOverload) -> bool:
     returns = schema_of(op).returns
     return all(ret.alias_info is not None and ret.alias_info.is_write for ret in returns)
 

@@ -12,7 +12,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from functools import cached_property, wraps
+from functools import wraps
 from typing import Any, NoReturn
 from unittest import mock
 
@@ -22,7 +22,6 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from graphfsdp import in_place
-from graphfsdp._capture.runner import Phase
 from graphfsdp._capture.step import CapturedStep
 from graphfsdp.api import answering, make_engine
 from graphfsdp.base.hazards import HazardKind
@@ -200,7 +199,10 @@ class ScriptRun:
                 self.report = check_program(program, args, kwargs, target=self._target)
             self._end()
 
-        return _CheckedStep(program, check)
+        try:
+            return _CheckedStep(program, check)
+        except ConfigError:  # whatever the batch
+            check((), {})
 
     def _look_back(self) -> None:
         """Report on the loop so far, if it trains a model by now and nothing else was checked."""
@@ -247,31 +249,21 @@ def _trains(module: nn.Module) -> bool:
     )
 
 
-class _CheckedStep(ExitStack):
-    """What a script gets in place of a captured step; its first call ends the script.
+class _CheckedStep(CapturedStep):
+    """What a script gets in place of a captured step: one that captures nothing, but answers.
 
-    What it is asked before, a step answers that captures nothing.
+    Its first call ends the script.
     """
-
-    phase = Phase.WARMUP
 
     def __init__(
         self, program: Program, check: Callable[[tuple[Any, ...], dict[str, Any]], NoReturn]
     ) -> None:
-        super().__init__()
-        self._program, self._check = program, check
-
-    @cached_property
-    def _eager(self) -> CapturedStep:
-        options = replace(self._program.options, scope=Scope.NONE, compile=Compile.OFF)
-        engine = make_engine(replace(self._program, options=options))
-        step = CapturedStep(engine, options)
-        self.callback(step.close)
-        return step
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._eager, name)
+        options = replace(program.options, scope=Scope.NONE, compile=Compile.OFF)
+        super().__init__(make_engine(replace(program, options=options)), options)
+        self._check = check
 
     def __call__(self, *args: Any, **kwargs: Any) -> NoReturn:
         self.close()
+        for param in self._engine.trained:
+            param.grad = None  # the check has gradients of its own
         self._check(args, kwargs)

@@ -20,8 +20,7 @@ from torch.distributed.fsdp import OffloadPolicy as OffloadPolicy
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import _global_optimizer_pre_hooks, register_optimizer_step_pre_hook
 
-from graphfsdp.base.dtensors import can_be_copied, local_part
-from graphfsdp.base.recut import recut
+from graphfsdp.base.dtensors import can_be_copied, local_part, recut
 from graphfsdp.base.sharded import IGNORED, refuse_old_parameters
 from graphfsdp.config import MixedPrecisionPolicy, ShardingStrategy
 from graphfsdp.errors import ConfigError, NotCopyableError

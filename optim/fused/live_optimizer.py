@@ -12,9 +12,8 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from graphfsdp.base.dtensors import local_part
+from graphfsdp.base.dtensors import local_part, recut_states
 from graphfsdp.base.norms import HeldByGroups, clip_coefficient, global_norm
-from graphfsdp.base.recut import recut_states
 from graphfsdp.base.streams import is_capturing
 from graphfsdp.base.torch_internals import without_modes
 from graphfsdp.errors import CaptureError, ConfigError, NotCopyableError

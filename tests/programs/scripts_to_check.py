@@ -136,11 +136,9 @@ for _ in range(100):
     optimizer.zero_grad()
 """
 # A loop that says itself what is to be captured.
-LOOP = """
-import sys, torch, graphfsdp
-from torch import nn
-model = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.1), nn.Linear(8, 1))
-optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+LOOP = (
+    HEAD
+    + """
 def iterate(model, optimizer, x):
     optimizer.zero_grad()
     loss = model(x).mean()
@@ -157,6 +155,7 @@ else:
 for iteration in range(100):
     print("iteration", iteration, run(model, optimizer, torch.randn(8, 4)).item())
 """
+)
 
 # Worker processes, whose sockets lie among temporary files, and a module beside the model which
 # hides a name of torch's.
@@ -181,60 +180,41 @@ if __name__ == "__main__":
         model(x).square().mean().backward()
         optimizer.step()
 """
-# What the next two do in each of their iterations before anything else.
-_STEPS = """\
-model = torch.nn.Linear(2, 1)
-optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-for step in range(20):
-    model(torch.ones(2, 2)).mean().backward()
-    optimizer.step()
-    optimizer.zero_grad()
-"""
-
-# What scripts do with files beside writing them.
-FILES = (
-    """
-import os, shutil, torch
+# What scripts do with files beside writing them; it goes into a folder which it has made, writes
+# through safetensors, has its output elsewhere, and leaves a thread that waits and a function for
+# Python's exit that writes.
+FILES = """
+import atexit, io, os, shutil, sys, threading, torch, graphfsdp
 from pathlib import Path
+from safetensors.torch import load_file, save_file
 shutil.copy2("files.py", "copy.py")
 assert Path("copy.py").read_text() == Path("files.py").read_text()
 assert {"copy.py", "files.py"} <= set(os.listdir()) & {path.name for path in Path().iterdir()}
 shutil.copytree("kept", "kept-too")
 assert [files for *_, files in os.walk("kept-too")] == [["a"]]
 Path("kept", "a").touch()
-"""
-    + _STEPS
-    + """\
+os.makedirs("run/inner")
+os.chdir("run/inner")
+assert "write" in Path("../../files.py").read_text() and "files.py" in os.listdir("../..")
+threading.Thread(target=threading.Event().wait).start()
+atexit.register(Path("../../exit.txt").write_text, "late")
+sys.stdout = io.StringIO()
+model = torch.nn.Linear(2, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for step in range(20):
+    model(torch.ones(2, 2)).mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
     os.makedirs(f"steps/{step}", exist_ok=True)
     torch.save(model, f"steps/{step}/model.pt")
     for name in sorted(os.listdir("steps"), key=int)[:-2]:
         shutil.rmtree(f"steps/{name}")
     assert len(list(Path("steps").glob("*/model.pt"))) <= 2
-"""
-)
-
-# One that goes into a folder which it has made, writes through safetensors, has its output
-# elsewhere, and leaves a thread that waits and a function for Python's exit that writes.
-LATER = (
-    """
-import atexit, io, os, sys, threading, torch, graphfsdp
-from pathlib import Path
-from safetensors.torch import load_file, save_file
-os.makedirs("run/inner")
-os.chdir("run/inner")
-assert "write" in Path("../../later.py").read_text() and "later.py" in os.listdir("../..")
-threading.Thread(target=threading.Event().wait).start()
-atexit.register(Path("../../exit.txt").write_text, "late")
-sys.stdout = io.StringIO()
-"""
-    + _STEPS
-    + """\
     save_file(model.state_dict(), "model.safetensors")
     assert torch.equal(load_file("model.safetensors")["weight"], model.weight)
     graphfsdp.save("../checkpoints", model, optimizer, step=step, keep_last=2)
     assert graphfsdp.load("../checkpoints", model, optimizer).step == step
 """
-)
 
 # What is asked of a step before its first call, with modes of a GPU.
 ASKS = (
@@ -285,7 +265,6 @@ PROGRAMS = {
     "loop.py": LOOP,
     "workers.py": WORKERS,
     "files.py": FILES,
-    "later.py": LATER,
     "asks.py": ASKS,
     "swallows.py": SWALLOWS,
     "odd.py": HEAD
