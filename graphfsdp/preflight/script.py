@@ -13,9 +13,8 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal, NoReturn
+from typing import Any, NoReturn
 from unittest import mock
 
 import torch
@@ -25,7 +24,7 @@ from torch.overrides import TorchFunctionMode
 
 from graphfsdp.base.hazards import HazardKind
 from graphfsdp.base.torch_internals import num_function_modes
-from graphfsdp.command_line import Parser, add_flags, flags_of, require
+from graphfsdp.command_line import Parser, require
 from graphfsdp.errors import ConfigError, first_line
 from graphfsdp.in_place import module_part
 from graphfsdp.preflight.loop import ScriptRun
@@ -58,40 +57,16 @@ exit code: 0 no hazard, 1 hazards, 2 the check could not run.
 """
 
 
-@dataclass(frozen=True)
-class _Options:
-    """How to check. Each field is a flag (``command_line.add_flags``)."""
-
-    target: Annotated[
-        Literal["cuda", "cpu"],
-        "cuda: also what only a GPU would refuse; cpu: what the CPU refuses",
-    ] = "cuda"
-    device: Annotated[
-        Literal["cpu"] | None,
-        "give the program the CPU where it asks for a GPU (calls of torch.cuda excepted)",
-    ] = None
-    limit_s: Annotated[float, "stop a script that has not come to its end by then", "SECONDS"] = (
-        600.0
-    )
-
-    def __post_init__(self) -> None:
-        in_range = 0 < self.limit_s < threading.TIMEOUT_MAX / 2
-        require("limit_s", self.limit_s, in_range, "greater than 0, and a time that can pass")
-
-
 def run_check(arguments: Sequence[str], console: Console) -> int:
     """Run a script up to the first call of its captured step, and check that iteration.
 
     One that does not call ``graphfsdp.capture`` runs as far as its loop has to be watched.
     """
     given = _parse(arguments)
-    how = _Options(
-        **{key: value for key, value in vars(given).items() if key in flags_of(_Options)}
-    )
     name = given.target_and_arguments[0]
     if not (given.module or Path(name).is_file()):
         raise ConfigError(f"there is no file {name!r}; expected {_EXPECTED}")
-    run = ScriptRun(how.target)
+    run = ScriptRun(given.target)
     out, errors = sys.stdout, sys.stderr  # whatever the script puts in their place
 
     def show(how_it_ended: str) -> int:
@@ -105,7 +80,7 @@ def run_check(arguments: Sequence[str], console: Console) -> int:
 
     def give_up() -> NoReturn:
         try:
-            code = show(f"did not end after {how.limit_s:g} seconds")
+            code = show(f"did not end after {given.limit_s:g} seconds")
         except ConfigError as error:
             errors.write(f"error: {error}\n")
             code = _EXIT_NO_CHECK
@@ -116,43 +91,37 @@ def run_check(arguments: Sequence[str], console: Console) -> int:
     with contextlib.ExitStack() as stack:
         # The program's own output must not get into JSON that another program reads.
         stack.enter_context(contextlib.redirect_stdout(errors if given.json else out))
-        if how.device == "cpu":
+        if given.device == "cpu":
             stack.enter_context(_cpu_instead())
         stack.enter_context(nothing_written())
-        how_it_ended = _run(given.target_and_arguments, given.module, run, how, give_up)
+        how_it_ended = _run(given, run, give_up)
     return show(how_it_ended)
 
 
-def _run(
-    argv: list[str],
-    is_module: bool,
-    run: ScriptRun,
-    how: _Options,
-    give_up: Callable[[], NoReturn],
-) -> str:
+def _run(given: argparse.Namespace, run: ScriptRun, give_up: Callable[[], NoReturn]) -> str:
     """Run a program; return in which way it ended."""
-    name = argv[0]
-    folder = "" if is_module else str(Path(name).resolve().parent)
+    name = given.target_and_arguments[0]
+    folder = "" if given.module else str(Path(name).resolve().parent)
     try:
         with (
-            _as_program(argv, folder),
+            _as_program(given.target_and_arguments, folder),
             run.following(),
-            _time_limit(how.limit_s, run.is_to_end, give_up),
+            _time_limit(given.limit_s, run.is_to_end, give_up),
         ):
-            if is_module:
+            if given.module:
                 runpy.run_module(name, run_name="__main__", alter_sys=True)
             else:
                 # Python's own `__file__` of a script is absolute, too.
                 runpy.run_path(str(Path(name).absolute()), run_name="__main__")
     except _OverTimeError:
-        return f"was stopped after {how.limit_s:g} seconds"
+        return f"was stopped after {given.limit_s:g} seconds"
     except SystemExit as done:
         return f"ended with exit code {done.code}"
     except KeyboardInterrupt:
         raise
     except BaseException as error:  # whatever somebody else's program raises
         if run.report is None:
-            _refuse_failure(error, how)
+            _refuse_failure(error, given.device)
     return "ran to its end"
 
 
@@ -214,14 +183,14 @@ def _as_program(argv: list[str], folder: str) -> Iterator[None]:
         yield
 
 
-def _refuse_failure(error: BaseException, how: _Options) -> NoReturn:
+def _refuse_failure(error: BaseException, device: str | None) -> NoReturn:
     traceback.print_exception(error)
     message = f"the program failed before a check: {first_line(error)}"
     if any(word in message for word in _NO_CUDA):
         message += (
             ". Remedy: it calls torch.cuda directly, which --device cpu cannot answer; make that "
             "depend on torch.cuda.is_available()"
-            if how.device == "cpu"
+            if device == "cpu"
             else ". Remedy: --device cpu, which gives the program the CPU where it asks for "
             "'cuda'; or choose the device by torch.cuda.is_available()"
         )
@@ -244,7 +213,25 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
         metavar="KIND",
         help="leave out a kind of hazard, as the report names it; may be given several times",
     )
-    add_flags(parser, _Options, {})
+    parser.add_argument(
+        "--target",
+        choices=["cuda", "cpu"],
+        default="cuda",
+        help="cuda: also what only a GPU would refuse; cpu: what the CPU refuses (default: cuda)",
+    )
+    parser.add_argument(
+        "--device",
+        choices=["cpu"],
+        default=None,
+        help="give the program the CPU where it asks for a GPU (calls of torch.cuda excepted)",
+    )
+    parser.add_argument(
+        "--limit-s",
+        type=float,
+        default=600.0,
+        metavar="SECONDS",
+        help="stop a script that has not come to its end by then (default: 600.0)",
+    )
     parser.add_argument(
         "-m", dest="module", action="store_true", default=False, help="the target is a module"
     )
@@ -257,6 +244,8 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     given = parser.parse_args(arguments)
     if not given.target_and_arguments:
         raise ConfigError(f"nothing to check; expected {_EXPECTED}")
+    in_range = 0 < given.limit_s < threading.TIMEOUT_MAX / 2
+    require("limit_s", given.limit_s, in_range, "greater than 0, and a time that can pass")
     return given
 
 
