@@ -25,7 +25,6 @@ from graphfsdp.errors import CaptureError, ConfigError
 Batch = tuple[tuple[Any, ...], dict[str, Any]]  # the arguments of a call
 _NUM_STAGES = 2  # batches that may be on their way to the GPU before the host waits
 _PLAIN = (tuple, list, dict)
-_AS_TENSOR = ("torch.tensor(value)", "torch.from_numpy(array)")
 
 
 @dataclass(frozen=True)
@@ -397,12 +396,14 @@ def _other_leaf(name: str, expected: TensorLeaf | PlainLeaf, leaf: object) -> st
         "DataLoader), or have a graph for each shape (on_change='recapture')"
     )
     if isinstance(expected, PlainLeaf):
+        or_as_tensor = ", or pass it as a tensor" if isinstance(leaf, int | float | complex) else ""
         remedy = (
             "a value that is no tensor is baked into the graph: keep it equal, have a graph for "
-            f"each value (on_change='recapture'){_or_as_tensor(leaf)}"
+            f"each value (on_change='recapture'){or_as_tensor}"
         )
     elif isinstance(got, PlainLeaf):
-        remedy = f"pass a tensor, as before ({_AS_TENSOR[isinstance(leaf, np.ndarray)]})"
+        how = "torch.from_numpy(array)" if isinstance(leaf, np.ndarray) else "torch.tensor(value)"
+        remedy = f"pass a tensor, as before ({how})"
     elif got.layout != expected.layout:
         remedy = f"pass it as the first batch was, {name}.to_dense()"
     elif got.shape == expected.shape:
@@ -411,10 +412,6 @@ def _other_leaf(name: str, expected: TensorLeaf | PlainLeaf, leaf: object) -> st
             f"{expected.dtype}), or have a graph for each kind (on_change='recapture')"
         )
     return f"batch leaf {name}: expected {expected}, got {got}. Remedy: {remedy}"
-
-
-def _or_as_tensor(leaf: object) -> str:
-    return ", or pass it as a tensor" if isinstance(leaf, int | float | complex) else ""
 
 
 def _check_tensor(name: str, leaf: Tensor) -> None:

@@ -82,7 +82,8 @@ class Verifier:
         assert graph is not None
         attempt = self._attempt(recording)
         bound = graph.facts.bound
-        before = _weights_of(self._engine) if bound else {}
+        state = _state_of(self._engine, ()) if bound else {}
+        before = {name: each for name, each in state.items() if is_weight(name)}
         try:
             expected = self._run_eagerly(recording)
             allowed: dict[str, float] = {}
@@ -94,7 +95,12 @@ class Verifier:
                 results = graph.replay()
             difference = first_difference(expected, _state_of(self._engine, results), allowed)
             if difference is not None:
-                raise _error(difference)
+                raise VerificationError(
+                    "a replay is not what the same iteration does eagerly: "
+                    f"{difference}. {_REMEDY}",
+                    tensor=difference.name,
+                    max_difference=difference.max_difference,
+                )
             self._ranks.settle()
             return results
         except BaseException:  # also Ctrl-C: nothing may stay half done
@@ -170,14 +176,6 @@ def _largest(tensor: Tensor) -> float:
     return float(magnitudes[magnitudes.isfinite()].max()) if magnitudes.isfinite().any() else 0.0
 
 
-def _error(difference: Difference) -> VerificationError:
-    return VerificationError(
-        f"a replay is not what the same iteration does eagerly: {difference}. {_REMEDY}",
-        tensor=difference.name,
-        max_difference=difference.max_difference,
-    )
-
-
 def _state_of(engine: Engine, results: Sequence[Tensor]) -> dict[str, Tensor]:
     """Return copies of results, gradients, buffers, optimizer state, parameters and generators.
 
@@ -192,10 +190,6 @@ def _state_of(engine: Engine, results: Sequence[Tensor]) -> dict[str, Tensor]:
     found = [(name, local_part(tensor).detach()) for name, tensor in named]
     # On the host: a GPU may have no room for up to three copies beside the iteration.
     return {name: tensor.cpu() if tensor.is_cuda else tensor.clone() for name, tensor in found}
-
-
-def _weights_of(engine: Engine) -> dict[str, Tensor]:
-    return {name: each for name, each in _state_of(engine, ()).items() if is_weight(name)}
 
 
 def first_difference(

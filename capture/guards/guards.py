@@ -9,14 +9,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from graphfsdp._capture.guards.hooks import (
+from graphfsdp._capture.guards.modules import (
     hook_places,
+    modes,
+    structure,
     tables_of,
     tables_of_modules,
+    tensor_places,
     users_hooks,
+    weights_of,
 )
-from graphfsdp._capture.guards.modules import modes, structure, tensor_places, weights_of
-from graphfsdp._capture.guards.moves import Before, Held, Kept, Move, ReadPlaces
+from graphfsdp._capture.guards.moves import Before, Kept, Move, ReadPlaces
 from graphfsdp._capture.guards.names import ReadNames
 from graphfsdp._capture.guards.optimizer import optimizer_places
 from graphfsdp._capture.guards.places import Asked, Places, hold
@@ -66,11 +69,11 @@ class Guards:
         self._named_gradients = named_gradients
         self._optimizers = optimizers
         self._device = device
-        self._functions = [*functions, *users_hooks(model, named_params, optimizers)]
+        hooks = users_hooks(tables_of(model, named_params, optimizers))
+        self._functions = [*functions, *hooks]
         self._ran = ran
         self._names = ReadNames(ran)
         self._began: Before | None = None
-        self._held: Held | None = None
         self.moves: Sequence[Move] = ()
         self.kept: list[Kept] = []
         self._units = units_of(model)
@@ -83,9 +86,7 @@ class Guards:
     def recording(self) -> Iterator[None]:
         """Enter while the iteration is recorded."""
         self._unit_settings = settings_of(self._units)
-        found = self._walk()
-        self._began, self._held = Before(found), Held(found)
-        del found  # it holds tensors that the iteration may let go
+        self._began = Before(self._walk())  # the walk holds tensors that the iteration may let go
         yield
 
     def arm(self, was_read: Callable[[Tensor], bool], refuse: Refuse = raised) -> None:
@@ -95,11 +96,10 @@ class Guards:
             was_read: Tells whether the recording has touched a tensor's storage.
             refuse: Raises what it is given, or notes it.
         """
-        before, held = self._began, self._held
+        before = self._began
         assert before is not None
-        assert held is not None
         found = self._walk()
-        self.kept, self._held = held.left(found), None
+        self.kept = before.left(found)
         self.moves = refuse_deciding(before.moves_to(found), self._ran, found.places, refuse)
         # No method of this: what a dropped step holds is to be freed without the collector.
         take = partial(Walk, self._names, self._model, self._functions)
@@ -182,7 +182,7 @@ class Guards:
     def close(self) -> None:
         """Let go of everything."""
         self._kinds, self._read, self._asked = [], None, Asked(())
-        self._began = self._held = None
+        self._began = None
         self.kept = []
 
     def _walk(self) -> Walk:

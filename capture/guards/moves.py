@@ -116,6 +116,7 @@ class Before:
             title: replace(place, known=weakened(place.known))
             for title, place in walk.places.items()
         }
+        self._holding = {(id(at), key): weakened(value) for at, key, value in _holding(walk)}
 
     def stands(self, title: str, place: Place) -> bool:
         """Tell whether a place holds what it held, or was not met before."""
@@ -134,6 +135,21 @@ class Before:
             if not is_alike(old.known, place.known, but_for_tensors=but_for_tensors):
                 found.append(move_of(old, place))
         return list(dict.fromkeys(found))
+
+    def left(self, walk: Walk) -> list[Kept]:
+        """Return what holds tensors now and did not before; a list may go on growing.
+
+        A replay writes into the tensors that the recorded iteration has left in Python for whoever
+        looks at them between two calls: an activation that a hook puts into a dict, the last logits
+        as an attribute of a loss object. Another run as Python (an audit, a batch of another kind)
+        leaves others there, so that they have to be put back before the next replay.
+        """
+        return [
+            (holder, key, value)
+            for holder, key, value in _holding(walk)
+            if not is_alike(self._holding.get((id(holder), key)), value)
+            and ((id(holder), key) in self._holding or not isinstance(holder, list))
+        ]
 
     def put_back(self, walk: Walk) -> None:
         """Put back what has moved, into the objects that it was in."""
@@ -270,28 +286,6 @@ class ReadPlaces:
             self._places = {title: now[title] for title in places if title in now}
             self.asks = asks_of(self._places.values())
         return found
-
-
-class Held:
-    """What holds tensors in Python, as it was; none is held that the iteration may let go.
-
-    A replay writes into the tensors that the recorded iteration has left in Python for whoever
-    looks at them between two calls: an activation that a hook puts into a dict, the last logits as
-    an attribute of a loss object. Another run as Python (an audit, a batch of another kind) leaves
-    others there, so that they have to be put back before the next replay.
-    """
-
-    def __init__(self, walk: Walk) -> None:
-        self._items = {(id(at), key): weakened(value) for at, key, value in _holding(walk)}
-
-    def left(self, walk: Walk) -> list[Kept]:
-        """Return what is there now and was not before; a list may go on growing."""
-        return [
-            (holder, key, value)
-            for holder, key, value in _holding(walk)
-            if not is_alike(self._items.get((id(holder), key)), value)
-            and ((id(holder), key) in self._items or not isinstance(holder, list))
-        ]
 
 
 def put_back(kept: list[Kept]) -> None:

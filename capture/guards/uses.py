@@ -221,7 +221,8 @@ def _moved_by(use: ast.expr) -> list[ast.expr] | None:
             is_statement = isinstance(_parent(node), ast.Expr)
             if node.func is child and isinstance(child, ast.Attribute):  # a method of what moves
                 return [] if is_statement else None
-            if not is_statement and not _passes_on(node):
+            passes_on = isinstance(node.func, ast.Name) and node.func.id in _PASSING_ON
+            if not is_statement and not passes_on:
                 return None
         elif isinstance(node, _INNER):
             return None
@@ -239,19 +240,13 @@ def _moves_of(node: ast.stmt) -> list[ast.expr] | None:
     if not isinstance(node, ast.Expr):
         return [] if isinstance(node, ast.Pass) else None
     call = node.value
-    if not isinstance(call, ast.Call) or _called(call) in _SHOWING:
+    if not isinstance(call, ast.Call):
         return []
-    moves = isinstance(call.func, ast.Attribute) and call.func.attr in _MOVING
-    return [call] if moves else None
-
-
-def _passes_on(call: ast.Call) -> bool:
-    return isinstance(call.func, ast.Name) and call.func.id in _PASSING_ON
-
-
-def _called(call: ast.Call) -> str:
-    function = call.func
-    return function.attr if isinstance(function, ast.Attribute) else getattr(function, "id", "")
+    is_method = isinstance(call.func, ast.Attribute)
+    name: str = getattr(call.func, "attr" if is_method else "id", "")
+    if name in _SHOWING:
+        return []
+    return [call] if is_method and name in _MOVING else None
 
 
 def refuse_deciding(
