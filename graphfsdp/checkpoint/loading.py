@@ -102,9 +102,9 @@ def load(
         ConfigError: an argument cannot be used.
     """
     members = Members.find(process_group)
-    things = checked_objects(objects)
+    things, named = members.together(lambda: (checked_objects(objects), name_model(model)))
     folder = members.first(lambda: resolve(Path(path), step))
-    named, facts = members.together(lambda: (name_model(model), read_manifest(folder)))
+    facts = members.together(lambda: read_manifest(folder))
     _check_files(folder, facts["files"], members)
     loading = members.together(lambda: _Loading(folder, facts, named))
 

@@ -182,8 +182,7 @@ def _take_snapshot(
     rng: bool,
 ) -> _Snapshot:
     """Return the state as it lies in memory."""
-    things = checked_objects(objects)
-    named = members.together(lambda: name_model(model))
+    things, named = members.together(lambda: (checked_objects(objects), name_model(model)))
     buffers = named.buffers() if members.size > 1 and not named.stages else {}
 
     def take() -> _Snapshot:
