@@ -13,13 +13,14 @@ import mmap
 import os
 import re
 import shutil
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from safetensors import SafetensorError
 
+from graphfsdp.checkpoint.members import Members
 from graphfsdp.errors import CheckpointDamagedError, CheckpointError, ConfigError, first_line
 
 Json = Any
@@ -191,16 +192,22 @@ def digest_of(path: Path) -> str:
         return hashlib.sha256(content).hexdigest()
 
 
-def damage(folder: Path, digests: Iterable[tuple[str, str]]) -> list[str]:
-    """Compare files with the digests that they were written with."""
-    found = []
-    for name, expected in digests:
+def check_files(folder: Path, digests: Mapping[str, str], members: Members) -> None:
+    """Read every file once, each on one of the ranks; what one of them finds, all raise."""
+    mine = []
+    for name in sorted(digests)[members.rank :: members.size]:
         try:
-            if digest_of(folder / name) != expected:
-                found.append(f"{name}: the checksum differs")
+            if digest_of(folder / name) != digests[name]:
+                mine.append(f"{name}: the checksum differs")
         except (OSError, ValueError) as error:
-            found.append(f"{name} cannot be read ({getattr(error, 'strerror', None) or error})")
-    return found
+            mine.append(f"{name} cannot be read ({getattr(error, 'strerror', None) or error})")
+    found = [line for lines in members.gather(mine) for line in lines]
+    if found:
+        listed = "\n".join(f"  {line}" for line in found)
+        raise CheckpointDamagedError(
+            f"the checkpoint {folder} is damaged; nothing was loaded:\n{listed}\n"
+            "Remedy: load an earlier one (step=...), or copy this one anew"
+        )
 
 
 def read_manifest(folder: Path) -> dict[str, Json]:

@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.stateful import Stateful
 
 from graphfsdp.base.dtensors import local_part, wrap_like
 from graphfsdp.base.sharded import units_of
-from graphfsdp.checkpoint.folder import Json, damage, read_manifest, resolve
+from graphfsdp.checkpoint.folder import Json, check_files, read_manifest, resolve
 from graphfsdp.checkpoint.members import Members
 from graphfsdp.checkpoint.state import (
     MODEL,
@@ -37,7 +37,7 @@ from graphfsdp.checkpoint.state import (
     set_random_state,
     state_part,
 )
-from graphfsdp.errors import CheckpointDamagedError, CheckpointMismatchError, ConfigError
+from graphfsdp.errors import CheckpointMismatchError, ConfigError
 from graphfsdp.optim.adapters.baked import make_skip_counter
 from graphfsdp.optim.fused.adam import FusedAdam
 from graphfsdp.sharding.materialize import memory_for_values
@@ -105,7 +105,7 @@ def load(
     things, named = members.together(lambda: (checked_objects(objects), name_model(model)))
     folder = members.first(lambda: resolve(Path(path), step))
     facts = members.together(lambda: read_manifest(folder))
-    _check_files(folder, facts["files"], members)
+    check_files(folder, facts["files"], members)
     loading = members.together(lambda: _Loading(folder, facts, named))
 
     def plan() -> None:
@@ -131,18 +131,6 @@ def load(
     for unit in units_of(named.module):
         unit.reshard()  # whole weights that were gathered before are not the loaded ones
     return Loaded(int(facts["step"]), folder)
-
-
-def _check_files(folder: Path, digests: Mapping[str, str], members: Members) -> None:
-    """Read every file once, each on one of the ranks; what one of them finds, all raise."""
-    mine = sorted(digests.items())[members.rank :: members.size]
-    found = [line for lines in members.gather(damage(folder, mine)) for line in lines]
-    if found:
-        listed = "\n".join(f"  {line}" for line in found)
-        raise CheckpointDamagedError(
-            f"the checkpoint {folder} is damaged; nothing was loaded:\n{listed}\n"
-            "Remedy: load an earlier one (step=...), or copy this one anew"
-        )
 
 
 class _Loading:
