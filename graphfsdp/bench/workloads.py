@@ -13,7 +13,7 @@ from graphfsdp.bench import zoo
 from graphfsdp.bench.zoo import Workload
 from graphfsdp.data import BYTES_VOCAB_SIZE, Batch, TokenBatches, load_corpus
 from graphfsdp.errors import ConfigError
-from graphfsdp.training.arguments import find_preset
+from graphfsdp.training.config import find_preset
 from graphfsdp.training.gpt import GPT, GPTConfig
 from graphfsdp.training.ranks import Ranks
 

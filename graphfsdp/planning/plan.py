@@ -20,9 +20,13 @@ from graphfsdp.command_line import Parser, add_flags, print_line, require
 from graphfsdp.data import BYTES_VOCAB_SIZE
 from graphfsdp.planning.activations import Activations, Unit, run_without_numbers, whole_bytes
 from graphfsdp.sharding.layout import BufferPlan, plan_buffers
-from graphfsdp.training.arguments import parse_train_arguments
 from graphfsdp.training.build import make_model
-from graphfsdp.training.config import IterationBatch, StrategyName, TrainConfig
+from graphfsdp.training.config import (
+    IterationBatch,
+    StrategyName,
+    TrainConfig,
+    parse_train_arguments,
+)
 from graphfsdp.training.gpt import GPT
 from graphfsdp.training.metrics import GPUS, Gpu, flops_per_token, peak_tflops
 

@@ -73,11 +73,6 @@ class GPTConfig:
         return self.hidden_size // self.num_attention_heads
 
     @property
-    def num_branches(self) -> int:
-        """Branches that write into the residual stream."""
-        return 2 * self.num_layers
-
-    @property
     def num_groups(self) -> int:
         groups = self.num_query_groups
         return self.num_attention_heads if groups is None else groups
@@ -220,10 +215,6 @@ class Block(nn.Module):
         self.ffn = FeedForward(config)
         self.dropout = nn.Dropout(config.hidden_dropout)
 
-    def branch_ends(self) -> tuple[nn.Module, ...]:
-        """Return what writes into the residual stream."""
-        return self.attention.out, self.ffn.down
-
     def forward(
         self,
         x: Tensor,  # [B, T, C]
@@ -232,15 +223,6 @@ class Block(nn.Module):
         x = x + self.dropout(self.attention(self.attention_norm(x)))
         x = x + self.dropout(self.ffn(self.ffn_norm(x)))
         return x
-
-
-def token_loss(
-    logits: Tensor,  # [B, T, V]
-    targets: Tensor,  # [B, T] int64
-) -> Tensor:  # [] float32, nats per token
-    """Capture: no host sync."""
-    # In float32 whatever the weights are: a softmax over V terms loses too much in bf16.
-    return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
 
 
 class GPT(nn.Module):
@@ -261,39 +243,21 @@ class GPT(nn.Module):
         self.output = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         if not config.untie_embeddings_and_output_weights:
             self.output.weight = self.token_embedding.weight
-        for module in self.modules():
-            self._init_weights(module)
+        for name, module in self.named_modules():
+            self._init_weights(name, module)
 
-    def _init_weights(self, module: nn.Module) -> None:
+    def _init_weights(self, name: str, module: nn.Module) -> None:
         """Draw a layer's normal weights; what writes into the residual stream starts smaller.
 
         Source: Radford et al. 2019, section 2.3 (GPT-2): 1/sqrt(number of residual branches).
         """
         std = INIT_STD
-        blocks = (block for block in self.blocks if isinstance(block, Block))
-        if any(module in block.branch_ends() for block in blocks):
-            std /= math.sqrt(self.config.num_branches)
+        if name.endswith(("attention.out", "ffn.down")):
+            std /= math.sqrt(2 * self.config.num_layers)
         if isinstance(module, nn.Linear | nn.Embedding):
             nn.init.normal_(module.weight, std=std)
         if isinstance(module, nn.Linear) and module.bias is not None:
             nn.init.zeros_(module.bias)
-
-    def embed(
-        self,
-        tokens: Tensor,  # [B, T] int64
-    ) -> Tensor:  # [B, T, C]
-        """Capture: no host sync; positions are a slice at a fixed address."""
-        seq_length = tokens.shape[1]
-        if seq_length > self.config.seq_length:
-            raise ValueError(
-                f"the sequence has {seq_length} tokens, the model was made for at most "
-                f"{self.config.seq_length}; shorten it or make the model with a larger seq_length"
-            )
-        x = self.token_embedding(tokens)
-        if self.position_embedding is not None:
-            x = x + self.position_embedding.weight[:seq_length]
-        embedded: Tensor = self.dropout(x)
-        return embedded
 
     def forward(
         self,
@@ -304,10 +268,20 @@ class GPT(nn.Module):
 
         Dropout draws from the device's default generator.
         """
-        x = self.embed(tokens)
+        seq_length = tokens.shape[1]
+        if seq_length > self.config.seq_length:
+            raise ValueError(
+                f"the sequence has {seq_length} tokens, the model was made for at most "
+                f"{self.config.seq_length}; shorten it or make the model with a larger seq_length"
+            )
+        x = self.token_embedding(tokens)
+        if self.position_embedding is not None:
+            x = x + self.position_embedding.weight[:seq_length]
+        x = self.dropout(x)
         for block in self.blocks:
             x = block(x)
         logits: Tensor = self.output(self.final_norm(x))
         if targets is None:
             return logits
-        return token_loss(logits, targets)
+        # In float32 whatever the weights are: a softmax over V terms loses too much in bf16.
+        return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())

@@ -49,16 +49,27 @@ _KEPT = ("config.json", "generation_config.json", "tokenizer*", "special_tokens_
 def shape_of(folder: str) -> dict[str, Any]:
     """Return the settings that a model of that folder has, by the names of TrainConfig."""
     try:
-        return _shape_of(folder, _config(folder))
+        theirs = json.loads((Path(folder) / "config.json").read_text(encoding="utf-8"))
+        return _shape_of(folder, theirs)
+    except ConfigError:
+        raise
+    except (OSError, ValueError) as error:
+        what = f"cannot be read ({error})"
     except (KeyError, TypeError, ZeroDivisionError) as error:
-        raise ConfigError(
-            f"--hf-model {folder}: config.json lacks a number of the model's shape, or has "
-            f"something else there ({error!r}); give a folder as save_pretrained writes it"
-        ) from None
+        what = f"lacks a number of the model's shape, or has something else there ({error!r})"
+    raise ConfigError(
+        f"--hf-model {folder}: config.json {what}; give a folder as save_pretrained writes it"
+    )
 
 
 def _shape_of(folder: str, theirs: Mapping[str, Any]) -> dict[str, Any]:
-    if theirs["model_type"] == "gpt2":
+    kind = theirs["model_type"]
+    if kind not in ("llama", "gpt2"):
+        raise ConfigError(
+            f"--hf-model {folder}: is of type {kind!r}; expected 'llama' or 'gpt2'. Others are "
+            "captured as they are, in a loop of your own (examples/hugging_face.py)"
+        )
+    if kind == "gpt2":
         _expect(folder, theirs, activation_function="gelu_new", layer_norm_epsilon=1e-5)
         _expect(folder, theirs, scale_attn_by_inverse_layer_idx=False, tie_word_embeddings=True)
         return {
@@ -156,25 +167,6 @@ def _names(name: str, config: GPTConfig) -> tuple[list[str], bool]:
     names = (_GPT2 if is_gpt2 else _LLAMA)[place].split()
     is_transposed = is_gpt2 and kind == "weight" and place.startswith(("attention.", "ffn."))
     return [f"{before}{each}.{kind}" for each in names], is_transposed
-
-
-def _config(folder: str) -> dict[str, Any]:
-    path = Path(folder) / "config.json"
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ConfigError(
-            f"--hf-model {folder}: {path.name} cannot be read ({error}); give a folder as "
-            "save_pretrained writes it"
-        ) from None
-    kind = found.get("model_type") if isinstance(found, dict) else None
-    if kind not in ("llama", "gpt2"):
-        raise ConfigError(
-            f"--hf-model {folder}: is of type {kind!r}; expected 'llama' or 'gpt2'. Others are "
-            "captured as they are, in a loop of your own (examples/hugging_face.py)"
-        )
-    assert isinstance(found, dict)
-    return found
 
 
 def _expect(folder: str, theirs: Mapping[str, Any], **expected: object) -> None:

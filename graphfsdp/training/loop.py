@@ -16,27 +16,22 @@ from torch import Tensor, nn
 import graphfsdp
 from graphfsdp.command_line import print_line
 from graphfsdp.data import Batch, TokenBatches
-from graphfsdp.training.arguments import parse_train_arguments
 from graphfsdp.training.build import TrainingRun, choose_device, is_due
-from graphfsdp.training.config import TrainConfig
+from graphfsdp.training.config import parse_train_arguments
 from graphfsdp.training.gpt import GPT
 from graphfsdp.training.hugging_face import save_weights
-from graphfsdp.training.metrics import Metrics, flops_per_token, peak_memory_bytes, peak_of
+from graphfsdp.training.metrics import Metrics, flops_per_token, peak_memory_bytes, peak_tflops
 from graphfsdp.training.mllog import UNVERIFIED, RunLog, is_success, open_run_log, reached
 from graphfsdp.training.ranks import Ranks, find_ranks, process_group
 from graphfsdp.training.run_directory import Sink, open_sinks, refuse_unusable_directories
 
 
 def run_train(arguments: Sequence[str], console: Console) -> None:
-    train(parse_train_arguments(arguments), console)
-
-
-def train(config: TrainConfig, console: Console) -> None:
     """Processes that torchrun has started train together; the first one prints and writes.
 
     Raises ConfigError where the run cannot start; nothing was written then.
     """
-    began_ms = time.time_ns() // 1_000_000
+    config, began_ms = parse_train_arguments(arguments), time.time_ns() // 1_000_000
     ranks = find_ranks()
     config.batch(ranks.size)  # refused here, before anything takes time
     device = choose_device(config.device, ranks)
@@ -106,9 +101,8 @@ def _facts(run: TrainingRun) -> dict[str, object]:
         sharding = "none in a single process; torchrun starts several"
     elif instances > 1:
         sharding += f" over {ranks.size // instances} ranks, {instances} times"
-    on_gpu = run.device.type == "cuda"
     return {
-        "device": torch.cuda.get_device_name(run.device) if on_gpu else "cpu",
+        "device": _name_of(run.device),
         "num_threads": torch.get_num_threads(),
         "num_parameters": sum(param.numel() for param in run.model.parameters()),
         "param_dtype": str(config.param_dtype),
@@ -121,6 +115,10 @@ def _facts(run: TrainingRun) -> dict[str, object]:
         "train_tokens": len(run.corpus.train),
         "validation_tokens": len(run.corpus.validation),
     }
+
+
+def _name_of(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
 
 
 @contextmanager
@@ -226,7 +224,7 @@ class _Window:
         run, passed = self._run, time.perf_counter() - self._start
         seconds = passed / self.num_steps
         tokens_per_s = run.batch.num_tokens / seconds
-        peak = peak_of(run.device, run.config.param_dtype)
+        peak = peak_tflops(_name_of(run.device), run.config.param_dtype)
         flops_per_s = tokens_per_s * flops_per_token(run.model)
         assert run.step.grad_norm is not None  # a limit is always given
         return Metrics(

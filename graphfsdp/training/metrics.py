@@ -124,8 +124,3 @@ def peak_tflops(device_name: str, dtype: torch.dtype) -> float | None:
                 return gpu.bf16
             return gpu.tf32 if torch.get_float32_matmul_precision() != "highest" else gpu.fp32
     return None
-
-
-def peak_of(device: torch.device, dtype: torch.dtype) -> float | None:
-    """Return it of a device; a CPU's is not known."""
-    return peak_tflops(torch.cuda.get_device_name(device), dtype) if device.type == "cuda" else None

@@ -34,9 +34,9 @@ class Ranks:
 
     def mean(self, value: Tensor) -> Tensor:
         """Return the mean of every rank's value, as a new tensor; a collective."""
-        value = value.detach().clone()
-        if self.launched:
-            all_reduce_(value, self._group, reduction="mean")
+        value, group = value.detach().clone(), self.members.group
+        if group is not None:
+            all_reduce_(value, group, reduction="mean")
         return value
 
     def copy_first(self, model: nn.Module) -> None:
@@ -44,9 +44,10 @@ class Ranks:
 
         One seed draws the same weights on equal machines alone: vector units round differently.
         """
-        if self.launched:
+        group = self.members.group
+        if group is not None:
             for tensor in model.state_dict().values():
-                broadcast_(tensor, self._group)
+                broadcast_(tensor, group)
 
     def refuse_differences(self, facts: Mapping[str, object]) -> None:
         """Check that all ranks are about to train the same thing: facts by names for messages."""
@@ -63,12 +64,6 @@ class Ranks:
     def members(self) -> Members:
         """What they tell each other, and decide together."""
         return Members.find() if self.launched else Members()
-
-    @property
-    def _group(self) -> dist.ProcessGroup:
-        group = self.members.group
-        assert group is not None  # launched, so inside process_group()
-        return group
 
 
 def find_ranks() -> Ranks:

@@ -19,8 +19,7 @@ from graphfsdp.planning.plan import (
     TrainingPlan,
     plan_training,
 )
-from graphfsdp.training.arguments import parse_train_arguments
-from graphfsdp.training.config import TrainConfig
+from graphfsdp.training.config import TrainConfig, parse_train_arguments
 from graphfsdp.training.gpt import GPT, GPTConfig
 
 H100 = DEVICES["h100"]

@@ -14,7 +14,7 @@ import torch
 from torch.distributed.run import get_args_parser
 
 import forked_programs
-from graphfsdp.training.arguments import parse_train_arguments
+from graphfsdp.training.config import parse_train_arguments
 from train_on_ranks import FORKS, torchrun
 
 ROOT = Path(__file__).parents[2]

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from graphfsdp.errors import ConfigError
-from graphfsdp.training.arguments import parse_train_arguments
 from graphfsdp.training.build import make_model
+from graphfsdp.training.config import parse_train_arguments
 from graphfsdp.training.gpt import GPT
 from graphfsdp.training.hugging_face import load_weights, save_weights, shape_of
 from training_helpers import lines_of, train

@@ -15,8 +15,7 @@ import training_helpers
 from graphfsdp.data import load_corpus
 from graphfsdp.optim import FusedAdam
 from graphfsdp.training import build, loop
-from graphfsdp.training.arguments import find_preset
-from graphfsdp.training.config import TrainConfig
+from graphfsdp.training.config import TrainConfig, find_preset
 from graphfsdp.training.mllog import RULES, compliance_complaint, is_success, open_run_log
 from graphfsdp.training.ranks import Ranks
 from training_helpers import assert_same_run, lines_of

@@ -10,13 +10,13 @@ import pytest
 import torch
 
 from graphfsdp.errors import ConfigError
-from graphfsdp.training.arguments import (
+from graphfsdp.training.config import (
     PRESETS,
+    TrainConfig,
     find_preset,
     make_parser,
     parse_train_arguments,
 )
-from graphfsdp.training.config import TrainConfig
 
 RECORDED = json.loads(
     (pathlib.Path(__file__).parents[1] / "references" / "megatron_schedules.json").read_text()

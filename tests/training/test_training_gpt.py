@@ -9,7 +9,7 @@ import torch
 from torch.nn import functional as F  # noqa: N812
 
 from graphfsdp.errors import ConfigError
-from graphfsdp.training.arguments import find_preset
+from graphfsdp.training.config import find_preset
 from graphfsdp.training.gpt import GPT, GPTConfig, PositionEmbeddingType
 
 SMALL = GPTConfig(vocab_size=50, seq_length=16, num_layers=2, hidden_size=32, num_attention_heads=4)
