@@ -14,11 +14,7 @@ class _Choice(enum.Enum):
 
     @classmethod
     def parse(cls, value: object) -> Self:
-        """Return the member of that value.
-
-        Raises:
-            ConfigError: there is none.
-        """
+        """Return the member of that value; ConfigError: there is none."""
         try:
             return cls(value)
         except ValueError:
@@ -73,11 +69,7 @@ class ShardingStrategy(enum.Enum):
 
     @classmethod
     def parse(cls, value: "str | int | ShardingStrategy") -> "ShardingStrategy":
-        """Return the strategy of that name or ZeRO stage.
-
-        Raises:
-            ConfigError: there is none.
-        """
+        """Return the strategy of that name or ZeRO stage; ConfigError: there is none."""
         if isinstance(value, cls):
             return value
         for strategy in cls:
@@ -196,10 +188,6 @@ class CaptureOptions:
 
 
 def at_least(name: str, value: int, minimum: int) -> None:
-    """Refuse what is no integer of at least ``minimum``.
-
-    Raises:
-        ConfigError: it is not; the message names it.
-    """
+    """Refuse what is no integer of at least ``minimum``: ConfigError, which names it."""
     if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
         raise ConfigError(f"{name} must be an integer of at least {minimum}, got {value!r}")

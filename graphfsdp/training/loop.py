@@ -7,6 +7,7 @@ import os
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,15 +16,19 @@ from torch import Tensor, nn
 
 import graphfsdp
 from graphfsdp.command_line import print_line
-from graphfsdp.data import Batch, TokenBatches
+from graphfsdp.data import Batch
 from graphfsdp.training.build import TrainingRun, choose_device, is_due
 from graphfsdp.training.config import parse_train_arguments
-from graphfsdp.training.gpt import GPT
 from graphfsdp.training.hugging_face import save_weights
 from graphfsdp.training.metrics import Metrics, flops_per_token, peak_memory_bytes, peak_tflops
 from graphfsdp.training.mllog import UNVERIFIED, RunLog, is_success, open_run_log, reached
-from graphfsdp.training.ranks import Ranks, find_ranks, process_group
-from graphfsdp.training.run_directory import Sink, open_sinks, refuse_unusable_directories
+from graphfsdp.training.ranks import find_ranks, process_group
+from graphfsdp.training.run_directory import (
+    Sink,
+    open_sinks,
+    refuse_unusable_directories,
+    write_model,
+)
 
 
 def run_train(arguments: Sequence[str], console: Console) -> None:
@@ -50,12 +55,9 @@ def run_train(arguments: Sequence[str], console: Console) -> None:
         stack.callback(run.step.close)
         stack.callback(run.finish_saving)
         lines = run.resume()
-        keep, sinks = ranks.members.together(
-            lambda: (
-                open_sinks(config, _kept_facts(run), run.iteration, stack)
-                if ranks.is_first
-                else (None, [])
-            )
+        facts = _kept_facts(run)
+        sinks = ranks.members.together(
+            lambda: open_sinks(config, facts, run.iteration, stack) if ranks.is_first else []
         )
         if config.mllog is not None:
             lines.append(f"MLPerf-style log in {config.mllog}; {UNVERIFIED}")
@@ -70,17 +72,17 @@ def run_train(arguments: Sequence[str], console: Console) -> None:
         run.finish_saving()
         if config.out is not None:
             state = _whole_weights(run)
-            if keep is not None:
-                keep.write_model(state)
+            if ranks.is_first:
+                write_model(Path(config.out, "model.safetensors"), state)
                 if config.hf_model is not None:
-                    shape, target = run.model.config, keep.path / "hugging_face"
+                    shape, target = run.model.config, Path(config.out, "hugging_face")
                     save_weights(state, shape, config.hf_model, target)
         say(f"validation loss {metrics.val_loss:.4f} nats per token\n{run.step.report()}")
         if config.target_loss is not None:
             what = "reached" if reached(config, metrics.val_loss) else "not reached"
             say(f"target loss {config.target_loss:g} {what} after {metrics.step} iterations")
         kept = "nothing of this run is kept; --out DIR keeps metrics and parameters"
-        say(kept if keep is None else f"kept in {keep.path}")
+        say(kept if config.out is None else f"kept in {config.out}")
 
 
 def _kept_facts(run: TrainingRun) -> dict[str, object]:
@@ -175,13 +177,7 @@ def _iterate(
             metrics = window.measure(loss, lr, phase)
             if evaluates:
                 log.block_stops()
-                val_loss = validation_loss(
-                    run.model,
-                    run.batches,
-                    num_batches=config.eval_iters,
-                    batch_size=config.micro_batch_size,
-                    ranks=run.ranks,
-                )
+                val_loss = validation_loss(run)
                 log.validated(val_loss)
                 metrics = dataclasses.replace(metrics, val_loss=val_loss)
                 is_last = is_last or reached(config, val_loss)
@@ -243,32 +239,23 @@ class _Window:
 
 
 @torch.no_grad()
-def validation_loss(
-    model: GPT,
-    batches: TokenBatches,
-    *,
-    num_batches: int,
-    batch_size: int,
-    ranks: Ranks,
-) -> float:
+def validation_loss(run: TrainingRun) -> float:
     """Mean loss in nats per token over fixed batches of the held-out part.
 
     Ranks share the batches out: all must call this, and all get the same mean, whose terms and
     whose order of addition do not depend on the number of ranks.
     """
+    ranks, num_batches = run.ranks, run.config.eval_iters
     num_rounds = math.ceil(num_batches / ranks.size)
     # Sharded weights are gathered by all ranks together, so each runs equally many batches; one
     # that has none left runs the last again, which is then not counted.
     mine = [min(turn * ranks.size + ranks.rank, num_batches - 1) for turn in range(num_rounds)]
-    device = next(model.parameters()).device
-    model.eval()  # without dropout, so that nothing is drawn from the generators
+    batches = run.batches.validation_batches(num_batches, run.config.micro_batch_size, mine)
+    run.model.eval()  # without dropout, so that nothing is drawn from the generators
     try:
-        losses: list[Tensor] = [
-            model(*(tensor.to(device) for tensor in batch))
-            for batch in batches.validation_batches(num_batches, batch_size, mine)
-        ]
+        losses = [run.model(*(tensor.to(run.device) for tensor in batch)) for batch in batches]
     finally:
-        model.train()
+        run.model.train()
     everyone = ranks.members.gather(torch.stack(losses).tolist())
     in_order = torch.tensor(everyone, dtype=torch.float64).T.flatten()[:num_batches]
     return float(in_order.mean())

@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from safetensors.torch import save_file
 from torch import Tensor
@@ -77,42 +77,29 @@ def in_the_words_of(flag: str, name: str, kind: str = "directory") -> Iterator[N
         ) from None
 
 
-class RunDirectory:
-    """Writes a run as it goes, so that whatever ends it leaves what was known until then."""
+def _open_metrics(config: TrainConfig, out: str, facts: Mapping[str, object], start: int) -> TextIO:
+    """Make the directory, write ``config.json``, and open ``metrics.jsonl`` for further lines.
 
-    def __init__(
-        self, out: str, facts: Mapping[str, object], resumed_at: int | None = None
-    ) -> None:
-        """Make the directory and write ``config.json``.
+    What an earlier process has kept of a run that goes on stays up to iteration ``start``.
+    """
+    folder = make_new_directory(out, resumes=config.load is not None)
+    metrics = folder / "metrics.jsonl"
+    with in_the_words_of("--out", out):
+        lines = metrics.read_text().splitlines(keepends=True) if metrics.exists() else []
+        whole = (line for line in lines if line.endswith("}\n"))  # the last may be cut off
+        kept = "".join(line for line in whole if json.loads(line)["step"] <= start)
+        settings = json.dumps(facts, indent=2) + "\n"
+        _replace(folder / "config.json", lambda new: new.write_text(settings))
+        _replace(metrics, lambda new: new.write_text(kept))
+        # A line is in the file when it was written, so that whatever ends the run leaves it.
+        return metrics.open("a", buffering=1)
 
-        ``resumed_at`` is the iteration after which a run goes on: what an earlier process has kept
-        of it stays up to there, and what it kept of later ones goes.
-        """
-        self.path = make_new_directory(out, resumes=resumed_at is not None)
-        metrics = self.path / "metrics.jsonl"
-        with in_the_words_of("--out", out):
-            lines = metrics.read_text().splitlines(keepends=True) if metrics.exists() else []
-            whole = (line for line in lines if line.endswith("}\n"))  # the last may be cut off
-            kept = "".join(line for line in whole if json.loads(line)["step"] <= (resumed_at or 0))
-            settings = json.dumps(facts, indent=2) + "\n"
-            _replace(self.path / "config.json", lambda new: new.write_text(settings))
-            _replace(metrics, lambda new: new.write_text(kept))
-            self._metrics_file = metrics.open("a")
 
-    def add(self, metrics: Metrics) -> None:
-        """Append a line to ``metrics.jsonl``; it is in the file when this returns."""
-        self._metrics_file.write(metrics.to_json() + "\n")
-        self._metrics_file.flush()
-
-    def write_model(self, state: Mapping[str, Tensor]) -> None:
-        """Write a file that appears when it is complete; tied tensors under their first names."""
-        each = {id(tensor): name for name, tensor in reversed(list(state.items()))}
-        tensors = {name: state[name].contiguous() for name in each.values()}
-        target = self.path / "model.safetensors"
-        _replace(target, lambda new: save_file(tensors, new, {"format": "pt"}))
-
-    def close(self) -> None:
-        self._metrics_file.close()
+def write_model(target: Path, state: Mapping[str, Tensor]) -> None:
+    """Write a file that appears when it is complete; tied tensors under their first names."""
+    each = {id(tensor): name for name, tensor in reversed(list(state.items()))}
+    tensors = {name: state[name].contiguous() for name in each.values()}
+    _replace(target, lambda new: save_file(tensors, new, {"format": "pt"}))
 
 
 def _replace(path: Path, write: Callable[[Path], object]) -> None:
@@ -124,19 +111,16 @@ def _replace(path: Path, write: Callable[[Path], object]) -> None:
 
 def open_sinks(
     config: TrainConfig, facts: Mapping[str, object], start: int, stack: ExitStack
-) -> tuple[RunDirectory | None, list[Sink]]:
-    """Return the directory that keeps the run, if any, and what takes each logged step.
+) -> list[Sink]:
+    """Return what takes each logged step: the run's own file, and other programs.
 
     The stack closes all of it. Of a run that goes on, what TensorBoard has of steps behind
     ``start`` is no longer shown.
     """
-    directory: RunDirectory | None = None
     sinks: list[Sink] = []
     if config.out is not None:
-        resumed_at = None if config.load is None else start
-        directory = RunDirectory(config.out, facts, resumed_at=resumed_at)
-        stack.callback(directory.close)
-        sinks.append(directory.add)
+        file = stack.enter_context(_open_metrics(config, config.out, facts, start))
+        sinks.append(lambda metrics: file.write(metrics.to_json() + "\n"))
     try:
         if config.tensorboard:
             from torch.utils.tensorboard import SummaryWriter
@@ -154,7 +138,7 @@ def open_sinks(
             f"--tensorboard and --wandb need the packages of these names ({error}): pip install "
             '"graphfsdp[tensorboard,wandb]", or leave them out'
         ) from None
-    return directory, sinks
+    return sinks
 
 
 def _write(writer: Any, metrics: Metrics) -> None:

@@ -4,7 +4,6 @@ import dataclasses
 import json
 import math
 import sys
-from contextlib import closing
 from pathlib import Path
 from unittest.mock import MagicMock
 
@@ -16,7 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from graphfsdp.errors import ConfigError
 from graphfsdp.training.gpt import GPT, GPTConfig
 from graphfsdp.training.metrics import Metrics, flops_per_token, peak_tflops
-from graphfsdp.training.run_directory import RunDirectory
+from graphfsdp.training.run_directory import make_new_directory
 from training_helpers import lines_of, train
 
 METRICS = Metrics(
@@ -54,15 +53,6 @@ def test_metrics_read_back_bit_for_bit_without_what_was_not_measured(
     assert said in metrics.describe(10)
 
 
-@pytest.mark.parametrize("name", ["new/run", ""])
-def test_lines_are_in_the_file_at_once(name: str, tmp_path: Path) -> None:
-    out = tmp_path / name  # the second is there, and empty
-    with closing(RunDirectory(str(out), {"seed": 3})) as directory:
-        assert json.loads((out / "config.json").read_text()) == {"seed": 3}
-        directory.add(METRICS)
-        assert (out / "metrics.jsonl").read_text() == METRICS.to_json() + "\n"
-
-
 @pytest.mark.parametrize(
     ("file", "out", "said"),
     [
@@ -76,7 +66,7 @@ def test_what_is_in_the_way_is_refused_and_kept(
 ) -> None:
     (tmp_path / file).write_text("precious")
     with pytest.raises(ConfigError, match=f"--out .* {said}"):
-        RunDirectory(str(tmp_path / out), {})
+        make_new_directory(str(tmp_path / out))
     assert [path.name for path in tmp_path.iterdir()] == [file]
     assert (tmp_path / file).read_text() == "precious"
 
