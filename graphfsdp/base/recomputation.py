@@ -2,7 +2,7 @@
 
 import functools
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple, ParamSpec, Self, TypeVar, cast
 
@@ -17,7 +17,6 @@ from graphfsdp.base.op_tensors import (
     storage_key,
 )
 from graphfsdp.base.torch_internals import (
-    RECOMPUTES,
     OpOverload,
     TorchDispatchMode,
     schema_of,
@@ -157,9 +156,10 @@ class _Drawn(NamedTuple):
 class _Keep(OperatorMode):
     """The first call: keeps what random operators draw."""
 
+    recomputes = True
+
     def __init__(self, drawn: list[_Drawn]) -> None:
         super().__init__()
-        setattr(self, RECOMPUTES, True)
         self._drawn = drawn
 
     def on_op(self, call: OpCall) -> Any:
@@ -178,9 +178,10 @@ def _copied(values: Any, dtype: torch.dtype | None) -> Any:
 class _Repeat(OperatorMode):
     """A later call: draws nothing, and leaves the tensors that were there before alone."""
 
+    recomputes = True
+
     def __init__(self, drawn: list[_Drawn]) -> None:
         super().__init__()
-        setattr(self, RECOMPUTES, True)
         self._drawn = drawn
         self._next = 0
         self._own: set[int] = set()  # storages that this call has made
@@ -196,7 +197,7 @@ class _Repeat(OperatorMode):
         if call.is_random:
             result = self._repeat(self._next_drawn(op), call)
         elif written and not any(self._is_own(tensor) for tensor in written) and _only_writes(op):
-            result = _arguments_of(op, args, call.kwargs)
+            result = _arguments_of(call)
         else:
             if schema_of(op).name in SILENT_WRITERS:
                 stats = [None if s is None else s.clone() for s in args[RUNNING_STATISTICS]]
@@ -212,7 +213,7 @@ class _Repeat(OperatorMode):
             if self._is_own(tensor):
                 tensor.copy_(kept)
         if _returns_what_it_writes(call.op):
-            return _arguments_of(call.op, call.args, call.kwargs)
+            return _arguments_of(call)
         is_packed = call.schema_name in _ZERO_OR_ONE
         return _copied(drawn.result, call.tensors[0].dtype if is_packed else None)
 
@@ -244,13 +245,10 @@ def _returns_what_it_writes(op: OpOverload) -> bool:
     return all(ret.alias_info is not None and ret.alias_info.is_write for ret in returns)
 
 
-def _arguments_of(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Return the arguments that an operator of that kind would return."""
-    by_alias = {
-        _alias_name(argument): args[index] if index < len(args) else kwargs.get(argument.name)
-        for index, argument in enumerate(schema_of(op).arguments)
-    }
-    found = [by_alias[_alias_name(value)] for value in schema_of(op).returns]
+def _arguments_of(call: OpCall) -> Any:
+    """Return the arguments that such a call would return."""
+    by_alias = {_alias_name(argument): value for argument, value in call.given()}
+    found = [by_alias[_alias_name(value)] for value in schema_of(call.op).returns]
     return None if not found else found[0] if len(found) == 1 else tuple(found)
 
 

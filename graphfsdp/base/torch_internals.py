@@ -169,10 +169,6 @@ def not_traced(function: F) -> F:
     return not_compiled(function)
 
 
-# On the modes of ``recompute``.
-RECOMPUTES = "_graphfsdp_recomputes"
-
-
 @contextmanager
 def apart_from_checkpoints() -> Iterator[None]:
     """Hide what the body does from torch's selective checkpoints and from ``recompute``.
@@ -199,4 +195,4 @@ def _recomputes(mode: TorchDispatchMode) -> bool:
     from torch.utils.checkpoint import _CachedTorchDispatchMode, _CachingTorchDispatchMode
 
     is_selective = isinstance(mode, _CachedTorchDispatchMode | _CachingTorchDispatchMode)
-    return is_selective or getattr(mode, RECOMPUTES, False)
+    return is_selective or getattr(mode, "recomputes", False)
