@@ -339,15 +339,12 @@ class ModulePart:
             given = graphs.given(leaves)
             results, graphs.first = graphs.first, []
         else:
-            random = graphs.random_states()
+            random = [(generator, generator.get_state()) for generator in graphs.draws_from]
             given = graphs.given(leaves)
-            try:
-                results = graphs.replay(given)
-            except Exception:
-                if not graphs.is_undone:
-                    raise
-                # The call fails as ever, and leaves what it has done until then.
+            replayed = graphs.replay(given)
+            if replayed is None:  # the call fails as ever, and leaves what it has done until then
                 return module._call_impl(*args, **kwargs)
+            results = replayed
             self.num_replays += 1
 
         def again() -> AsWritten:

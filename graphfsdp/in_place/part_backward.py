@@ -81,6 +81,8 @@ class PartBackward:
 
     def run(self, grads: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
         """Return a gradient for each use of each leaf, of those of the results."""
+        if all(grad is None for grad in grads):
+            return [None] * sum(self._num_uses)
         if functorch_level() is not None or any(map(_is_batched, grads)):  # many passes at once
             return self._as_recorded(grads)
         # torch computes a backward pass that is begun within torch.autocast under that.
@@ -88,8 +90,7 @@ class PartBackward:
         graph = self._graphs.get(key)
         if graph is not None:
             return graph(grads)
-        comes = any(grad is not None for grad in grads)
-        if not comes or key in self._graphs or len(self._graphs) == _MOST_GRAPHS:
+        if key in self._graphs or len(self._graphs) == _MOST_GRAPHS:
             return self._as_recorded(grads)
         self._num_passes[key] += 1
         if self._num_passes[key] > _NUM_WARM:
@@ -107,8 +108,6 @@ class PartBackward:
             for result, grad in zip(self._results, grads, strict=True)
             if grad is not None and result is not None
         ]
-        if not pairs:
-            return [None] * sum(self._num_uses)
         self._arrived.clear()  # of a pass that has failed
         totals = torch.autograd.grad(
             [result for result, _ in pairs],

@@ -66,8 +66,7 @@ class PartResults:
             if type(leaf) is Tensor and (vars(leaf) or leaf.retains_grad):
                 raise NotAPartError("it gives a result an attribute, or has it keep its gradient")
         self._is_tensor = isinstance(output, Tensor)
-        self._places = [place for place, leaf in enumerate(leaves) if type(leaf) is Tensor]
-        self._leaves = [None if type(leaf) is Tensor else leaf for leaf in leaves]
+        self._leaves = [_NOTHING if type(leaf) is Tensor else leaf for leaf in leaves]
 
     @staticmethod
     def tensors_of(output: object) -> list[Tensor]:
@@ -82,9 +81,8 @@ class PartResults:
     def made_of(self, tensors: Sequence[Tensor]) -> Any:
         if self._is_tensor:
             return tensors[0]
-        leaves = list(self._leaves)
-        for place, tensor in zip(self._places, tensors, strict=True):
-            leaves[place] = tensor
+        made = iter(tensors)
+        leaves = [next(made) if leaf is _NOTHING else leaf for leaf in self._leaves]
         return tree_unflatten(leaves, self._spec)
 
 
@@ -94,6 +92,7 @@ class PartGraphs:
     Attributes:
         is_taken: A call is between its forward and the end of its backward pass.
         num_nodes: Of the forward graph; None where the driver does not tell.
+        draws_from: Generators whose states a replay moves; most programs draw from none.
         kept_bytes: Memory of results and of what the backward pass needs, taken for good.
     """
 
@@ -162,9 +161,8 @@ class PartGraphs:
             self.close()
             raise
         self.num_nodes = self._graph.facts.num_nodes
-        # Those whose states a replay moves; most programs draw from none.
         now = [(g, g.get_state()) for g in generators_of(module, device)]
-        self._drawn = [
+        self.draws_from = [
             generator
             for (generator, state), was in zip(now, states, strict=True)
             if not torch.equal(state, was)
@@ -327,11 +325,8 @@ class PartGraphs:
         )
         # What gradients go to, once for each use: parameters, and by their places inputs.
         places = {id(each): place for place, each in enumerate(self._static)}
-        self._edges = [self._params.get(key) for key, nodes in uses.items() for _ in nodes]
-        self._input_edges = [
-            (index, places[key])
-            for index, key in enumerate(key for key, nodes in uses.items() for _ in nodes)
-            if key not in self._params
+        self._edges: list[Any] = [
+            self._params.get(key, places.get(key)) for key, nodes in uses.items() for _ in nodes
         ]
         self._find_early(uses)
 
@@ -351,7 +346,7 @@ class PartGraphs:
         )
         self._early = [self._edges[index] for _, index in early]
         for place, (_, index) in enumerate(early, len(self._static)):
-            self._input_edges.append((index, place))
+            self._edges[index] = place
 
     def given(self, leaves: Sequence[Any]) -> Sequence[Any]:
         """Return what a call with these arguments is given, in the order of ``edges``' places."""
@@ -361,12 +356,7 @@ class PartGraphs:
 
     def edges(self, given: Sequence[Any]) -> list[Any]:
         """Return what gradients go to in a call that is given this, once for each use."""
-        if not self._input_edges:
-            return self._edges
-        found: list[Any] = self._edges.copy()
-        for index, place in self._input_edges:
-            found[index] = given[place]
-        return found
+        return [given[each] if type(each) is int else each for each in self._edges]
 
     def _load(self, given: Sequence[Any]) -> None:
         with below_autograd():
@@ -375,15 +365,18 @@ class PartGraphs:
             if self._cast_targets:
                 foreach_copy_(self._cast_targets, [*given[self._num_leaves : len(self._static)]])
 
-    def replay(self, given: Sequence[Any]) -> list[Tensor]:
-        """``given``: see the method of that name."""
-        self._load(given)
-        return self._graph.replay()
+    def replay(self, given: Sequence[Any]) -> list[Tensor] | None:
+        """Return results; None where it has failed, and everything is as it was.
 
-    @property
-    def is_undone(self) -> bool:
-        """Tell whether a replay that has failed has left everything as it was."""
-        return self._graph.effect is Effect.NONE
+        ``given``: see the method of that name.
+        """
+        self._load(given)
+        try:
+            return self._graph.replay()
+        except Exception:
+            if self._graph.effect is not Effect.NONE:
+                raise
+            return None
 
     def hand_out(self, results: list[Tensor], given: Sequence[Any], again: Again) -> Any:
         """Return what the module returns, of the results of its graph."""
@@ -431,17 +424,11 @@ class PartGraphs:
         )
         left = {id(target): total for target, total in zip(targets, totals, strict=True)}
         casts = range(self._num_leaves, len(self._static))
-        of_casts = {index for index, place in self._input_edges if place in casts}
+        is_of_cast = [type(each) is int and each in casts for each in self._edges]
         found: list[Tensor | None] = [None] * len(edges)
-        for index in sorted(range(len(edges)), key=of_casts.__contains__):
+        for index in sorted(range(len(edges)), key=is_of_cast.__getitem__):
             found[index] = left.pop(id(edges[index]), None)
         return found
-
-    def random_states(self) -> list[tuple[torch.Generator, Tensor]]:
-        """Return the states of the generators that a replay draws from."""
-        if not self._drawn:
-            return []
-        return [(generator, generator.get_state()) for generator in self._drawn]
 
     def drop(self) -> None:
         """Close now, or when the call that is under way has come to its end."""
