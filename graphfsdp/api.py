@@ -16,7 +16,7 @@ from graphfsdp._capture.step import CapturedStep, ExampleBatch
 from graphfsdp._capture.trace.backend import GraphBackend
 from graphfsdp._capture.undo.interrupts import DeferredInterrupts
 from graphfsdp.base.hazards import HazardKind
-from graphfsdp.config import Compile, MixedPrecisionPolicy, OnChange, Scope, Undo
+from graphfsdp.config import CaptureOptions, Compile, MixedPrecisionPolicy, OnChange, Scope, Undo
 from graphfsdp.errors import ConfigError
 from graphfsdp.preconditions import (
     Noting,
@@ -135,31 +135,27 @@ def capture(
         ConfigError: an argument, or a combination with the optimizer, cannot work.
         PrecisionError: the optimizer would read a casted copy of a gradient.
     """
-    program = Program.of(
-        model,
-        optimizer,
-        loss_fn=loss_fn,
-        iteration=iteration,
-        mp_policy=mp_policy,
-        scope=scope,
+    options = CaptureOptions(
+        scope=Scope.parse(scope),
         warmup_steps=warmup_steps,
         microbatches=microbatches,
         max_grad_norm=max_grad_norm,
         skip_nonfinite=skip_nonfinite,
-        on_change=on_change,
+        on_change=OnChange.parse(on_change),
         max_graphs=max_graphs,
         verify=verify,
         audit=audit,
-        undo=undo,
-        compile=compile,
+        undo=Undo.parse(undo),
+        compile=Compile.parse(compile),
     )
+    program = Program(model, optimizer, options, loss_fn, iteration, mp_policy)
     answer = _ANSWER.get()
     if answer is not None:
         return answer(program)
     refuse_arguments(program)
     with DeferredInterrupts():  # it hooks into parameters and modules
         engine = make_engine(program, backend=backend)
-        return CapturedStep(engine, program.options, _arguments_of(example_batch))
+        return CapturedStep(engine, options, _arguments_of(example_batch))
 
 
 def make_engine(program: Program, *, backend: str = "auto", noting: Noting = raising) -> Engine:

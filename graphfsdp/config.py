@@ -158,9 +158,6 @@ class CaptureOptions:
     compile: Compile = Compile.OFF
 
     def __post_init__(self) -> None:
-        kinds = {"scope": Scope, "on_change": OnChange, "undo": Undo, "compile": Compile}
-        for name, kind in kinds.items():
-            object.__setattr__(self, name, kind.parse(getattr(self, name)))
         if self.scope is Scope.NONE and self.compile is not Compile.OFF:
             raise ConfigError(
                 f"compile={self.compile.value!r} compiles what was captured, and scope='none' "

@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -40,24 +40,10 @@ class Program:
 
     model: Any  # a module, a sequence of them, or a schedule of a pipeline
     optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
-    loss_fn: Callable[..., Any] | None
-    iteration: Callable[..., Any] | None
-    mp_policy: MixedPrecisionPolicy | None
     options: CaptureOptions
-
-    @classmethod
-    def of(
-        cls,
-        model: Any,
-        optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
-        *,
-        loss_fn: Callable[..., Any] | None = None,
-        iteration: Callable[..., Any] | None = None,
-        mp_policy: MixedPrecisionPolicy | None = None,
-        **options: Any,
-    ) -> Self:
-        """Take arguments of ``graphfsdp.capture``; ConfigError: one of them cannot work."""
-        return cls(model, optimizer, loss_fn, iteration, mp_policy, CaptureOptions(**options))
+    loss_fn: Callable[..., Any] | None = None
+    iteration: Callable[..., Any] | None = None
+    mp_policy: MixedPrecisionPolicy | None = None
 
 
 def raising(_: HazardKind) -> AbstractContextManager[None]:

@@ -99,16 +99,10 @@ def check(
     Raises:
         ConfigError: an argument is of another type, or no such target or kind exists.
     """
-    program = Program.of(
-        model,
-        optimizer,
-        loss_fn=loss_fn,
-        iteration=iteration,
-        mp_policy=mp_policy,
-        scope=scope,
-        microbatches=microbatches,
-        max_grad_norm=max_grad_norm,
+    options = CaptureOptions(
+        scope=Scope.parse(scope), microbatches=microbatches, max_grad_norm=max_grad_norm
     )
+    program = Program(model, optimizer, options, loss_fn, iteration, mp_policy)
     return check_program(program, batch, kwargs, target=target, ignore=ignore)
 
 
