@@ -5,9 +5,9 @@ import functools
 import inspect
 import linecache
 import logging
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from types import CodeType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -113,12 +113,13 @@ class Uses:
     def _uses_of(self, what: _Named) -> Iterator[tuple[CodeType, ast.expr]]:
         methods = None if what.owner is None else _methods_of(what.owner)
         for code, function in self._functions:
-            if not what.name.startswith(".") and what.name not in _variables(code):
-                continue
-            for use in _uses(function, what.name):
-                if methods is not None and code not in methods and _is_of_self(use, code):
-                    continue
-                yield code, use
+            variables = *code.co_freevars, *code.co_cellvars, *code.co_names, *code.co_varnames
+            for node in ast.walk(function):
+                if isinstance(node, ast.Attribute) and f".{node.attr}" == what.name:
+                    if methods is None or code in methods or not _is_of_self(node, code):
+                        yield code, node
+                elif isinstance(node, ast.Name) and node.id == what.name and node.id in variables:
+                    yield code, node
 
     def _named(self, target: ast.expr, code: CodeType) -> _Named | None:
         """Return by which name code comes to what it moves; None if others may read that, too.
@@ -178,47 +179,27 @@ def _first_line(node: _Function) -> int:
     return min([node.lineno, *(each.lineno for each in decorators)])
 
 
-def _variables(code: CodeType) -> Iterable[str]:
-    """Return the variables that code has of others: of functions around it, and global ones."""
-    return (*code.co_freevars, *code.co_cellvars, *code.co_names, *code.co_varnames)
-
-
-def _uses(function: ast.AST, name: str) -> Iterator[ast.expr]:
-    for node in ast.walk(function):
-        if isinstance(node, ast.Attribute):
-            if f".{node.attr}" == name:
-                yield node
-        elif isinstance(node, ast.Name) and node.id == name:
-            yield node
-
-
 def _methods_of(kind: type) -> set[CodeType]:
     members = (member for base in kind.__mro__ for member in vars(base).values())
     functions = (inspect.unwrap(each) for member in members for each in functions_of(member))
     return {each.__code__ for each in functions if hasattr(each, "__code__")}
 
 
-def _is_of_self(use: ast.expr, code: CodeType) -> bool:
+def _is_of_self(use: ast.Attribute, code: CodeType) -> bool:
     """Tell whether a use is an attribute of the object that a method belongs to."""
-    if not isinstance(use, ast.Attribute) or not isinstance(use.value, ast.Name):
-        return False
-    return use.value.id == "self" and code.co_varnames[:1] == ("self",)
-
-
-def _parent(node: ast.AST) -> ast.AST:
-    found: ast.AST = node.parent  # type: ignore[attr-defined]
-    return found
+    is_self = isinstance(use.value, ast.Name) and use.value.id == "self"
+    return is_self and code.co_varnames[:1] == ("self",)
 
 
 def _moved_by(use: ast.expr) -> list[ast.expr] | None:
     """Return what the statement with this use may move by it; None if it does more."""
     if isinstance(getattr(use, "ctx", None), (ast.Store, ast.Del)):
         return []
-    node: ast.AST = use
+    node: Any = use  # which knows its parent: see _tree_of
     while not isinstance(node, ast.stmt):
-        child, node = node, _parent(node)
+        child, node = node, node.parent
         if isinstance(node, ast.Call):
-            is_statement = isinstance(_parent(node), ast.Expr)
+            is_statement = isinstance(node.parent, ast.Expr)  # type: ignore[attr-defined]
             if node.func is child and isinstance(child, ast.Attribute):  # a method of what moves
                 return [] if is_statement else None
             passes_on = isinstance(node.func, ast.Name) and node.func.id in _PASSING_ON
