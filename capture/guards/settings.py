@@ -13,7 +13,7 @@ from graphfsdp.base.sharded import ShardedUnit
 
 # What a pass reduces; when weights are dropped is nothing that a graph depends on.
 _HEEDED = ("requires_gradient_sync", "is_last_microbatch", "requires_all_reduce")
-_SETTINGS = operator.attrgetter(*(f"settings.{name}" for name in _HEEDED))
+_SETTINGS = operator.attrgetter(*_HEEDED)
 
 
 def switches(device_type: str) -> Iterator[Place]:

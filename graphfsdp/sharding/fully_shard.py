@@ -349,8 +349,10 @@ def _deep_copy(module: FSDPModule, memo: dict[int, Any]) -> FSDPModule:
         new = nn.Parameter(tensor.detach().clone(), tensor.requires_grad)
         vars(new).update(vars(tensor))
         memo.setdefault(id(tensor), new)
-    for shared in _shared(group):
-        memo[id(shared)] = shared
+    shared: list[Any] = [group.options, group.options.mesh, *group.axes.values(), *group.groups]
+    for buffer in group.buffers:
+        shared += [buffer.mesh, buffer.plan, buffer.layout, buffer.gather_group, buffer.few_ranks]
+    memo.update((id(each), each) for each in shared)
     memo[id(unit_of(module).schedule)] = Schedule()
     for buffer in group.buffers:
         memo.setdefault(id(buffer.main), buffer.main.clone())
@@ -369,11 +371,3 @@ def _deep_copy(module: FSDPModule, memo: dict[int, Any]) -> FSDPModule:
         if getattr(old.param, group.grad_attribute, None) is not None:
             setattr(item.param, group.grad_attribute, item.main_grad)
     return made
-
-
-def _shared(group: ShardGroup) -> list[Any]:
-    meshes = [group.options, group.options.mesh, *group.axes.values()]
-    meshes += [buffer.mesh for buffer in group.buffers]
-    plans = [part for buffer in group.buffers for part in (buffer.plan, buffer.layout)]
-    gathers = [each for buffer in group.buffers for each in (buffer.gather_group, buffer.few_ranks)]
-    return [*meshes, *plans, *gathers, *group.groups]

@@ -130,20 +130,6 @@ class UnitOptions:
     place: Callable[[nn.Parameter], Any] | None = None
 
 
-class Settings(NamedTuple):
-    """What the user has said about the passes to come.
-
-    With ``is_last_microbatch`` strategies that reduce once an iteration do it, and every strategy
-    reduces over the outer axis of its mesh, unless ``requires_all_reduce`` says not yet.
-    """
-
-    requires_gradient_sync: bool = True
-    is_last_microbatch: bool = True
-    requires_all_reduce: bool = True
-    reshard_after_forward: bool | int | None = True
-    reshard_after_backward: bool = True
-
-
 class ShardGroup:
     """The buffers and parameters of one unit.
 

@@ -94,7 +94,7 @@ class FSDPModule(TorchModule):
             recurse: Also the units below.
         """
         for unit in units_in(self, recurse=recurse):
-            unit.set(requires_gradient_sync=requires_gradient_sync)
+            unit.requires_gradient_sync = requires_gradient_sync
 
     def set_is_last_microbatch(self, is_last: bool) -> None:
         """Tell all units below whether the coming backward pass ends the iteration.
@@ -103,7 +103,7 @@ class FSDPModule(TorchModule):
         every strategy reduces over that axis only then, and ``.grad`` is bound only then.
         """
         for unit in units_in(self):
-            unit.set(is_last_microbatch=is_last)
+            unit.is_last_microbatch = is_last
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
         """FSDP2's word for ``set_is_last_microbatch``."""
@@ -161,7 +161,7 @@ class FSDPModule(TorchModule):
             recurse: Also the units below.
         """
         for unit in units_in(self, recurse=recurse):
-            unit.set(requires_all_reduce=requires_all_reduce)
+            unit.requires_all_reduce = requires_all_reduce
 
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
         """Drop whole weights between forward and backward, or keep them."""
@@ -170,7 +170,7 @@ class FSDPModule(TorchModule):
                 f"reshard_after_forward must be True or False, got {reshard_after_forward!r}"
             )
         for unit in units_in(self, recurse=recurse):
-            unit.set(reshard_after_forward=reshard_after_forward)
+            unit.reshard_after_forward = reshard_after_forward
 
     def set_reshard_after_backward(
         self, reshard_after_backward: bool, *, recurse: bool = True
@@ -185,7 +185,7 @@ class FSDPModule(TorchModule):
             recurse: Also the units below.
         """
         for unit in units_in(self, recurse=recurse):
-            unit.set(reshard_after_backward=reshard_after_backward)
+            unit.reshard_after_backward = reshard_after_backward
 
     def set_gradient_divide_factor(self, factor: float) -> None:
         """Divide the sum of the ranks' gradients of this unit by a number of one's own.
@@ -251,13 +251,13 @@ class FSDPModule(TorchModule):
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Accumulate gradients without communication while the body runs."""
-        before = [(unit, unit.settings.requires_gradient_sync) for unit in units_in(self)]
+        before = [(unit, unit.requires_gradient_sync) for unit in units_in(self)]
         self.set_requires_gradient_sync(False)
         try:
             yield
         finally:
             for unit, value in before:
-                unit.set(requires_gradient_sync=value)
+                unit.requires_gradient_sync = value
 
     def main_grads(self) -> dict[nn.Parameter, MainGrad]:
         """Return where the gradient of each trainable parameter lies, units below included."""

@@ -126,11 +126,6 @@ class _Reduction(NamedTuple):
         if self.done is not None:
             self.done()
 
-    def abandon(self) -> None:
-        for each in self.gradients:
-            with suppress(RuntimeError):  # see Schedule.abandon
-                each.abandon_reduce()
-
 
 class Schedule:
     """Prefetch and reductions of all units under one root.
@@ -270,15 +265,17 @@ class Schedule:
             order.begin()
         self.iteration_is_over = True
         self.packed.forget()
-        while self._prefetched:
+        under_way = [buffer.drop_prefetched for buffer in self._prefetched]
+        for reduction in chain.from_iterable(self._reductions):
+            under_way += [each.abandon_reduce for each in reduction.gradients]
+        self._prefetched.clear()
+        self._waiting.clear()
+        self._reductions.clear()
+        for wait in under_way:
             # Another rank may be gone: then its group is of no use any more, and whoever abandons
             # the iteration has an error to tell already.
             with suppress(RuntimeError):
-                self._prefetched.pop().drop_prefetched()
-        self._waiting.clear()
-        while self._reductions:
-            for reduction in self._reductions.popleft():
-                reduction.abandon()
+                wait()
 
     def queue_up(self, buffer: ShardBuffer) -> None:
         """Let a gather on the current stream have its turn; see Note [Collectives in a graph]."""

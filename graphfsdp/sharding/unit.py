@@ -49,7 +49,7 @@ from graphfsdp.config import ShardingStrategy
 from graphfsdp.errors import ConfigError, GraphFSDPError, PhaseError
 from graphfsdp.sharding.buffer import ShardBuffer, version_of
 from graphfsdp.sharding.gradients import Gradients, How
-from graphfsdp.sharding.group import ManagedParameter, Settings, ShardGroup
+from graphfsdp.sharding.group import ManagedParameter, ShardGroup
 from graphfsdp.sharding.schedule import Schedule
 
 
@@ -84,7 +84,14 @@ class Unit:
         self.group = group
         self.is_root = False
         self.schedule = Schedule()
-        self.settings = Settings(reshard_after_forward=group.options.reshard_after_forward)
+        # What the user has said about the passes to come. In the last microbatch strategies that
+        # reduce once an iteration do it, and every strategy reduces over the outer axis of its
+        # mesh, unless ``requires_all_reduce`` says not yet.
+        self.requires_gradient_sync = True
+        self.is_last_microbatch = True
+        self.requires_all_reduce = True
+        self.reshard_after_forward = group.options.reshard_after_forward
+        self.reshard_after_backward = True
         self.in_forward = False
         self._num_within = 0  # calls of its modules inside of its own forward pass
         self.pinned = False
@@ -107,9 +114,6 @@ class Unit:
     @property
     def name(self) -> str:
         return self.group.name
-
-    def set(self, **settings: bool) -> None:
-        self.settings = self.settings._replace(**settings)
 
     @property
     def is_whole(self) -> bool:
@@ -143,7 +147,7 @@ class Unit:
     @property
     def _reshards_after_forward(self) -> bool:
         """As FSDP2 has it, where nobody has said anything: all units but the root."""
-        asked = self.settings.reshard_after_forward
+        asked = self.reshard_after_forward
         return self._frees and (not self.is_root if asked is None else bool(asked))
 
     def enter_forward(self, module: nn.Module) -> None:
@@ -218,7 +222,7 @@ class Unit:
     def _drop_after_forward(self) -> None:
         self._kept = []
         if self._reshards_after_forward or (self._frees and not torch.is_grad_enabled()):
-            num_few = int(self.settings.reshard_after_forward or 0)
+            num_few = int(self.reshard_after_forward or 0)
             to_few = torch.is_grad_enabled() and num_few > 1
             outside = not torch.is_grad_enabled() and not self._is_fresh
             self._drop_weights(outside=outside, to_few=to_few)
@@ -263,8 +267,7 @@ class Unit:
         self.schedule.finish_reduction(self)  # of an earlier use in the same backward pass
         accumulate = self.group.has_main_grads()
         trained = {item.buffer for item in grads}
-        settings = self.settings
-        outside = settings.is_last_microbatch and settings.requires_all_reduce
+        outside = self.is_last_microbatch and self.requires_all_reduce
         self.schedule.make_room()
         added = []
         for buffer in self.group.buffers:
@@ -273,10 +276,10 @@ class Unit:
                 found = [grads.get(item) for item in self.group.managed if item.buffer is buffer]
                 gradients.add(found, accumulate=accumulate)
                 added.append(gradients)
-        reduces = self._reduces_each_time or settings.is_last_microbatch
-        if reduces and settings.requires_gradient_sync:
+        reduces = self._reduces_each_time or self.is_last_microbatch
+        if reduces and self.requires_gradient_sync:
             self._reduce(added, accumulate=accumulate, outside=outside)
-        self._is_fresh = not (settings.requires_gradient_sync and settings.is_last_microbatch)
+        self._is_fresh = not (self.requires_gradient_sync and self.is_last_microbatch)
         self._end_backward()
 
     def _reduce(self, gradients: Sequence[Gradients], *, accumulate: bool, outside: bool) -> None:
@@ -292,7 +295,7 @@ class Unit:
         if self.phase is not Phase.AT_REST and not self.is_whole:
             self.group.install_shards()
         self.phase = Phase.AT_REST
-        if self._frees and self.settings.reshard_after_backward and not self.is_whole:
+        if self._frees and self.reshard_after_backward and not self.is_whole:
             self._drop_weights(outside=not self._is_fresh)
 
     def leave_backward(self) -> None:
@@ -303,10 +306,10 @@ class Unit:
         """
         if self.in_forward:
             return  # a backward pass inside a forward pass
-        if self.pinned and self.settings.reshard_after_backward:
+        if self.pinned and self.reshard_after_backward:
             self.reshard()
-        if self.settings.requires_gradient_sync and self.settings.is_last_microbatch:
-            self.end_iteration(outside=self.settings.requires_all_reduce)
+        if self.requires_gradient_sync and self.is_last_microbatch:
+            self.end_iteration(outside=self.requires_all_reduce)
 
     @torch.no_grad()
     def end_iteration(self, *, outside: bool = True) -> None:
