@@ -234,7 +234,9 @@ class _Materialization:
         device: torch.device,
     ) -> None:
         self._together = [units_with(root) for root in sharded_roots(model)]
-        self._units = _units_of(model)
+        self._units = units_in(model)
+        for unit in self._units:
+            unit.refuse_busy("materialised")
         self._device = device
         self._agreement = RankAgreement(_groups(self._units), "materialize")
         self._plain: dict[int, _Entry] = {}
@@ -278,11 +280,10 @@ class _Materialization:
                 self._check()
                 self._give_memory()
             for stop in self._stops:
-                with self._told():
-                    for unit in stop.opens:
-                        self._make_whole(unit)
                 name = f"{stop.name or '(root)'} ({class_name(stop.module)})"
                 with self._told(f"the initialisation of {name}"):
+                    for unit in stop.opens:
+                        self._make_whole(unit)
                     self._initialize(stop)
                 for unit in stop.closes:
                     self._shard(unit)
@@ -434,13 +435,6 @@ def _device_within(group: dist.ProcessGroup, device: torch.device) -> torch.devi
     """Return where a group can send what lies on a device: NCCL sends nothing from a CPU."""
     kinds = [each.type for each in group._device_types]  # none of a group written in Python
     return device if not kinds or device.type in kinds else torch.device(kinds[0])
-
-
-def _units_of(model: nn.Module) -> list[Unit]:
-    units = units_in(model)
-    for unit in units:
-        unit.refuse_busy("materialised")
-    return units
 
 
 def _target_device(device: torch.device | str | None, units: Sequence[Unit]) -> torch.device:
