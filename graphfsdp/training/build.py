@@ -13,14 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import graphfsdp
 from graphfsdp.checkpoint import AsyncSaver, load, save
 from graphfsdp.command_line import flag_name
-from graphfsdp.data import (
-    BYTES_VOCAB_SIZE,
-    Corpus,
-    Feed,
-    TokenBatches,
-    is_token_file,
-    load_corpus,
-)
+from graphfsdp.data import BYTES_VOCAB_SIZE, Feed, TokenBatches, is_token_file, load_corpus
 from graphfsdp.errors import ConfigError
 from graphfsdp.optim import FusedAdam
 from graphfsdp.training.config import DeviceChoice, TrainConfig
@@ -81,11 +74,12 @@ class TrainingRun:
 
     def _load_data(self) -> None:
         config, ranks = self.config, self.ranks
-
-        def load_batches() -> tuple[Corpus, TokenBatches]:
-            corpus = load_corpus(config.data, held_out_percent=config.held_out_percent)
-            batches = TokenBatches(
-                corpus,
+        self.corpus = ranks.members.together(
+            lambda: load_corpus(config.data, held_out_percent=config.held_out_percent)
+        )
+        self.batches = ranks.members.together(
+            lambda: TokenBatches(
+                self.corpus,
                 seq_length=config.seq_length,
                 batch_size=self.batch.num_sequences,
                 seed=config.seed,
@@ -93,9 +87,7 @@ class TrainingRun:
                 num_ranks=ranks.size,
                 vocab_size=self._vocab_size,
             )
-            return corpus, batches
-
-        self.corpus, self.batches = ranks.members.together(load_batches)
+        )
         self.feed = Feed(self.batches, self.device)
         held_out = zlib.crc32(self.corpus.validation[:_CHECKED_NUMEL].tobytes())
         facts = {

@@ -71,14 +71,9 @@ def find_ranks() -> Ranks:
     needed = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
     missing = [name for name in needed if name not in environment]
     if not missing:
-        local_size = environment.get("LOCAL_WORLD_SIZE", environment["WORLD_SIZE"])
-        return Ranks(
-            rank=int(environment["RANK"]),
-            size=int(environment["WORLD_SIZE"]),
-            local_rank=int(environment["LOCAL_RANK"]),
-            local_size=int(local_size),
-            launched=True,
-        )
+        rank, size, local_rank = (int(environment[name]) for name in needed[:3])
+        local_size = int(environment.get("LOCAL_WORLD_SIZE", size))
+        return Ranks(rank, size, local_rank, local_size, launched=True)
     num_processes = environment.get("WORLD_SIZE", "1")
     if num_processes != "1":
         raise ConfigError(
