@@ -152,6 +152,9 @@ def load_on_ranks(paths: list[Path], setup: Setup) -> list[dict[str, str]]:
     for path in paths:
         graphfsdp.load(path, model, optimizer)
         found.append(digests(contents(model, optimizer)))
+        for param, states in optimizer.state.items():
+            main = _whole(states.get("master_param", param))
+            assert torch.equal(_whole(param), main.to(param.dtype))
     assert addresses(model, optimizer).items() >= before.items()
     train_plainly(model, optimizer, 1)
     return found
