@@ -82,15 +82,12 @@ class Engine:
         self._make_iteration = make_iteration
         self._take_gradients()
         self.full = options.scope is Scope.FULL_ITERATION
-        self._undoes = options.undo is Undo.AUTO
+        self._options = options
         self.refuse: Refuse = raised
         self.grad_norm: Tensor | None = None
         self.replayed: Recording | None = None
         self._has_iterated = False
         self._has_stepped = False
-        self._captures = options.scope is not Scope.NONE
-        # Else other kinds of batches have graphs of their own, which may step.
-        self._has_one_graph = options.on_change is not OnChange.RECAPTURE
         self._compiled = [each for each in compiles if not has_compiled_regions(each)]
         for each in self._compiled:
             each.compile(options=dict(_COMPILE_OPTIONS))
@@ -188,7 +185,7 @@ class Engine:
         """
         if not self._has_stepped:
             self._has_stepped = True
-            self.backend.give_back_memory(workspaces=self._captures)
+            self.backend.give_back_memory(workspaces=self._options.scope is not Scope.NONE)
 
     def unpack(self, form: Results, results: list[Tensor]) -> object:
         """Return what the user's function returned, and keep the gradient norm."""
@@ -281,7 +278,7 @@ class Engine:
         """Return None if a capture was undone, and all ranks are to warm up in place of it."""
         on_cpu, trains = self.backend.device.type == "cpu", recording.trains
         # CUDA rule: a capture runs nothing. On a CPU it is an iteration that may be repeated.
-        copies = self._undoes or not trains or (captures and on_cpu)
+        copies = self._options.undo is Undo.AUTO or not trains or (captures and on_cpu)
         attempt = self.attempt(copies=copies)
         grad_norm = self.grad_norm
         # On a GPU the kernels of compiled functions are captured.
@@ -342,7 +339,8 @@ class Engine:
             self.optimizer.optimizers if self.steps_inside and trains else (),
             has_run=self._has_iterated and trains,
             lands_in=self.gradients.storages() if watches else (),
-            names_idle=self._has_one_graph,
+            # Else other kinds of batches have graphs of their own, which may step.
+            names_idle=self._options.on_change is not OnChange.RECAPTURE,
             refuse=self.refuse,
         )
 

@@ -156,8 +156,7 @@ class Runner:
         # A replay writes the parameters behind autograd's back. With this, a backward pass
         # through a graph that was made before the replay is an error, as it is in eager mode.
         torch.autograd.graph.increment_version(engine.trained)
-        if not engine.full:
-            engine.step_outside()
+        engine.step_outside()
 
     def _run_python(self, recording: Recording, *, eagerly: bool = False) -> Any:
         """Warm up, capture, or run ``eagerly``, as what has no graph to come does."""

@@ -159,8 +159,8 @@ class StretchGraph:
         if not isinstance(item, Value):
             return item
         entry = self._entries[id(item)]
-        makes_more = any(_numel(value) > 1 for value in node.made)
-        if item.storage.external or _numel(item) > 1 or not makes_more:
+        makes_more = any(value.numel > 1 for value in node.made)
+        if item.storage.external or item.numel > 1 or not makes_more:
             return entry
         # Note [Scalars]: a compiler computes a number where it is used, for each element anew
         # (Adam's powers of beta). What is looked at by strides, it computes once and keeps.
@@ -205,10 +205,6 @@ def _end(geometry: Geometry) -> int:
     """Return how many elements lie from the start of the storage to the end."""
     length = span(geometry[1], geometry[2])
     return geometry[0] + length if length else 0
-
-
-def _numel(value: Value) -> int:
-    return torch.Size(value.geometry[1]).numel()
 
 
 def _constants(nodes: Sequence[Node]) -> list[Tensor]:

@@ -137,7 +137,7 @@ class ReplayUndo:
                 and id(value) not in kept
                 and key_of(value.storage.get()) not in free
             }
-            num_bytes += sum(map(_num_bytes, found.values()))
+            num_bytes += sum(value.numel * value.geometry[3].itemsize for value in found.values())
             if found and (num_bytes > _MAX_KEPT_BYTES or len(kept) + len(found) > max_kept):
                 # None of what it writes is kept: a part of it could not undo it.
                 self.node = index
@@ -359,11 +359,6 @@ def _drawn_from(call: OpCall) -> list[torch.Generator]:
     items = (*call.args, *call.kwargs.values())
     given = [item for item in items if isinstance(item, torch.Generator)]
     return given or [torch.default_generator]
-
-
-def _num_bytes(value: Value) -> int:
-    _, shape, _, dtype, *_ = value.geometry
-    return torch.Size(shape).numel() * dtype.itemsize
 
 
 def _byte_range(tensor: Tensor) -> tuple[int, int]:

@@ -182,6 +182,10 @@ class Value:
     geometry: Geometry
     node: int | None
 
+    @property
+    def numel(self) -> int:
+        return math.prod(self.geometry[1])
+
 
 @dataclass(eq=False, slots=True)
 class Node:
@@ -300,8 +304,7 @@ def places(value: Value) -> tuple[int, int]:
 
 def is_whole(value: Value, num_bytes: int) -> bool:
     """Tell whether a value is all of its storage, without gaps, conjugation or negation."""
-    _, shape, _, dtype, *_ = value.geometry
-    return is_plain(value) and 0 < math.prod(shape) * dtype.itemsize == num_bytes
+    return is_plain(value) and 0 < value.numel * value.geometry[3].itemsize == num_bytes
 
 
 def is_plain(value: Value) -> bool:

@@ -151,15 +151,3 @@ def test_old_graphs_of_the_default_stream_are_refused_with_a_remedy() -> None:
     for _ in range(6):
         step(*ZOO["gpt"].batch(generator).to(CUDA).args)
     assert step.report().num_captures == 1
-
-
-def test_the_current_stream_is_the_same_after_every_call() -> None:
-    step, *_, next_batch = make_step(CUDA, "gpt")
-    side = torch.cuda.Stream()
-    for _ in range(6):
-        batch = next_batch()
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
-            step(*batch)
-            assert torch.cuda.current_stream() == side
-        torch.cuda.current_stream().wait_stream(side)

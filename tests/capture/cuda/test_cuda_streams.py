@@ -187,6 +187,7 @@ def test_the_memory_of_a_result_goes_to_another_stream_when_it_was_read(scope: s
             for stream, step, total in found:
                 with torch.cuda.stream(stream):
                     total += step(x)
+                    assert torch.cuda.current_stream() == stream
         torch.cuda.synchronize()
         return [total for *_, total in found]
 
