@@ -96,7 +96,8 @@ def speed_summary(results: pathlib.Path) -> str:
         columns = SUMMARY.values()
         cases = [case for case in result.cases if all(result.ratios(case, key) for key in columns)]
         means = speedups(result, cases)
-        rows.append((f"{len(cases)} {what}", *(f"{means[key]:.2f}x" for key in columns)))
+        if cases:
+            rows.append((f"{len(cases)} {what}", *(f"{means[key]:.2f}x" for key in columns)))
     heading = ("times as fast as our eager code, geometric mean, on a CPU", *SUMMARY)
     return Table("", heading, rows).markdown()
 
