@@ -4,9 +4,8 @@ import dataclasses
 import datetime
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Annotated
 
 import torch
@@ -59,9 +58,6 @@ is the limit: measure both kinds. Sizes and batch sizes are a sweep:
   torchrun --nproc-per-node 2 -m graphfsdp bench --workload gpt-tiny
   graphfsdp bench --mlperf --help                               time to a target, as MLPerf has it
 """
-
-
-_SECTIONS: Mapping[str, str] = MappingProxyType({"suite": "what to measure", "seconds": "how"})
 
 
 @dataclass(frozen=True)
@@ -123,14 +119,6 @@ class BenchOptions:
 
 
 def parse_bench_arguments(arguments: Sequence[str]) -> BenchOptions:
-    given = vars(make_parser().parse_args(arguments))
-    for name, value in given.items():
-        if isinstance(value, list):
-            given[name] = tuple(value)
-    return BenchOptions(**given)
-
-
-def make_parser() -> Parser:
     sizes = "".join(f"\n  {each.name:<21} {each.description}" for each in workloads())
     names = "".join(f"\n  {spec.name:<23} {spec.description}" for spec in CONTENDERS)
     parser = Parser(
@@ -138,8 +126,12 @@ def make_parser() -> Parser:
         description=_ABOUT,
         epilog=f"workloads:{sizes}\n\ncontenders:{names}",
     )
-    add_flags(parser, BenchOptions, _SECTIONS)
-    return parser
+    add_flags(parser, BenchOptions, {"suite": "what to measure", "seconds": "how"})
+    given = vars(parser.parse_args(arguments))
+    for name, value in given.items():
+        if isinstance(value, list):
+            given[name] = tuple(value)
+    return BenchOptions(**given)
 
 
 _WIDTH = 160  # of a file or a pipe, whose tables would be narrow

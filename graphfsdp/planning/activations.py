@@ -178,25 +178,11 @@ class _Iteration(OperatorMode):
             self._whole.pop((index, "grads"), None)
 
 
-class _FusedRMSNorm(torch.autograd.Function):
-    """RMSNorm as one kernel sees it: nothing of the input's size is kept but the input."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
-        scales = x.new_empty((*x.shape[:-1], 1), dtype=torch.float32)
-        ctx.save_for_backward(x, weight, scales)
-        return torch.empty_like(x)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
-        x, weight, _ = ctx.saved_tensors
-        return torch.empty_like(x), torch.empty_like(weight)
-
-
 class _FusedKernels(TorchFunctionMode):
     """Where torch has one kernel on a GPU, and on the meta device what keeps far more.
 
-    Attention keeps all scores there, and RMSNorm float32 copies of its input.
+    Attention keeps all scores there, and RMSNorm float32 copies of its input: LayerNorm is one
+    kernel, and keeps as much as a fused RMSNorm but for one number of each row.
     """
 
     def __torch_function__(
@@ -208,7 +194,6 @@ class _FusedKernels(TorchFunctionMode):
     ) -> Any:
         if func is nn.functional.scaled_dot_product_attention:
             return torch.ops.aten._scaled_dot_product_flash_attention(*args[:3])[0]
-        weight = (kwargs or {}).get("weight")
-        if func is nn.functional.rms_norm and weight is not None:
-            return _FusedRMSNorm.apply(args[0], weight)  # type: ignore[no-untyped-call]
+        if func is nn.functional.rms_norm:
+            return nn.functional.layer_norm(args[0], args[1], (kwargs or {})["weight"])
         return func(*args, **(kwargs or {}))
