@@ -1,6 +1,8 @@
 """The CUDA backend: the iteration as one torch.cuda.CUDAGraph."""
 
 import gc
+import logging
+import os
 import threading
 import warnings
 import weakref
@@ -10,14 +12,18 @@ from functools import cache
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from graphfsdp._capture.cuda.driver import find_driver
 from graphfsdp._capture.cuda.errors import explain
 from graphfsdp._capture.cuda.host_copies import HostCopies, PinnedMemory
 from graphfsdp._capture.cuda.recorder import CudaRecorder, UnwatchedRecorder
-from graphfsdp._capture.ranks.group_ends import close_before_groups_end, issued_collectives
-from graphfsdp._capture.ranks.nccl_settings import prepare_nccl
+from graphfsdp._capture.ranks.group_ends import (
+    backends_of,
+    close_before_groups_end,
+    issued_collectives,
+)
 from graphfsdp._capture.rules.watcher import Watcher
 from graphfsdp._capture.trace.backend import Check, Effect, Graph, GraphFacts, Iterate
 from graphfsdp._capture.trace.source import has_compiled_regions, module_of, user_line_of
@@ -27,7 +33,8 @@ from graphfsdp.base.collector import without_collector
 from graphfsdp.base.dtensors import local_part
 from graphfsdp.base.hazards import HazardKind
 from graphfsdp.base.streams import collecting_kept, forked, in_turn, keep_for_current
-from graphfsdp.errors import CaptureError
+from graphfsdp.base.torch_internals import all_groups
+from graphfsdp.errors import CaptureError, ConfigError
 
 # Torch 2.14 and newer: a graph registers generators at their first draw, reset() brings allocator
 # and generators out of a capture that could not be ended, and names that a model gives to its
@@ -36,6 +43,13 @@ _TORCH_ENDS_BROKEN_CAPTURES = hasattr(torch.cuda.CUDAGraph, "pools")
 # From torch 2.15 on its compiler refuses by itself to compile anew below the watcher.
 _COMPILES_IN_CAPTURE = "torch.compile cannot JIT compile during CUDA graph capture"
 _OPTIONS: dict[str, Any] = {"enable_annotations": True} if _TORCH_ENDS_BROKEN_CAPTURES else {}
+_LOG = logging.getLogger("graphfsdp")
+# Settings of NCCL and torch, by their variables.
+_REGISTER = "NCCL_GRAPH_REGISTER"
+_BLOCKING = ("TORCH_NCCL_BLOCKING_WAIT", "NCCL_BLOCKING_WAIT")
+_ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+_OFF = ("", "0", "n", "no", "f", "false")
+_REGISTERS_SEGMENTS = (10, 0)  # compute capability from which on expandable segments are safe
 
 
 class CudaGraph:
@@ -126,7 +140,7 @@ class CudaGraphBackend:
     def __init__(self, device: torch.device) -> None:
         index = torch.cuda.current_device() if device.index is None else device.index
         self.device = torch.device("cuda", index)
-        prepare_nccl(self.device)
+        _prepare_nccl(self.device)
         # CUDA rule: a capture cannot run on the default stream, and autograd nodes remember the
         # stream that they were made on; so warm-up and capture share this one.
         self._stream = _capture_stream(index)
@@ -417,3 +431,64 @@ def _streams_unremarked() -> Iterator[None]:
         yield
     finally:
         torch.autograd.graph.set_warn_on_accumulate_grad_stream_mismatch(True)
+
+
+def _prepare_nccl(device: torch.device) -> None:
+    """Choose what nobody has chosen; ConfigError for what captured collectives cannot have.
+
+    Note [Registered buffers]: in captures alone NCCL registers the buffers of collectives
+    (NCCL_GRAPH_REGISTER is 1 by default). That is where captured collectives hang and eager ones do
+    not: with expandable segments below compute capability 10 (pytorch/pytorch#158029,
+    pytorch/torchtitan#3306), over a network where a small collective comes before a large one on
+    the same connection (NVIDIA/nccl#2389), and on machines with an NVSwitch in the registration
+    itself, which waits on the host for all local ranks without a look at the abort flag. What it
+    brings is a copy less where NCCL could read and write the buffers directly. So it is turned off
+    where nobody has chosen. NCCL reads the variable when the first collective of the process is
+    captured.
+    """
+    if not (dist.is_available() and dist.is_initialized() and _has_nccl_ranks()):
+        return
+    blocking = next((name for name in _BLOCKING if _is_on(name)), None)
+    if blocking is not None:
+        raise ConfigError(
+            f"{blocking}={os.environ[blocking]}: every collective would ask on the host whether it "
+            "has run, which is an error 907 in a capture. Remedy: unset it; a rank that is lost is "
+            "found without it, by torch's watchdog and in replays by graphfsdp's"
+        )
+    chosen = os.environ.get(_REGISTER)
+    if chosen is None:
+        os.environ[_REGISTER] = "0"
+        _LOG.info(
+            "%s=0 is set: registered buffers are where captured collectives of NCCL hang; set it "
+            "yourself to choose (docs/scale.md)",
+            _REGISTER,
+        )
+    elif chosen != "0" and _has_expandable_segments() and _capability(device) < _REGISTERS_SEGMENTS:
+        raise ConfigError(
+            f"{_REGISTER}={chosen} with expandable_segments:True on compute capability "
+            f"{'.'.join(map(str, _capability(device)))}: NCCL would register memory that cannot be "
+            "registered, and hang or read elsewhere (pytorch/pytorch#158029). Remedy: unset "
+            f"{_REGISTER}, or leave expandable_segments out of {' and '.join(_ALLOCATOR)}"
+        )
+
+
+def _has_nccl_ranks() -> bool:
+    return any(
+        "nccl" in backend.name()  # torch 2.15 calls it nccl2
+        for group in all_groups()
+        if group.size() > 1
+        for backend in backends_of(group)
+    )
+
+
+def _is_on(name: str) -> bool:
+    return os.environ.get(name, "").lower() not in _OFF
+
+
+def _has_expandable_segments() -> bool:
+    settings = ",".join(os.environ.get(name, "") for name in _ALLOCATOR)
+    return "expandable_segments:true" in settings.replace(" ", "").lower()
+
+
+def _capability(device: torch.device) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(device)

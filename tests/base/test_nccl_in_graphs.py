@@ -1,7 +1,7 @@
 """NCCL's collectives in a CUDA graph equal those that are issued eagerly, bit for bit.
 
 With buffers that NCCL registers in captures and without: captures alone register, and that is where
-they hang (capture/ranks/nccl_settings.py). Each rank is a process of its own, each test a job.
+they hang (capture/cuda/graph.py). Each rank is a process of its own, each test a job.
 """
 
 from collections.abc import Callable

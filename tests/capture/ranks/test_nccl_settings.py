@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 
 from graphfsdp import ConfigError
-from graphfsdp._capture.ranks import nccl_settings
-from graphfsdp._capture.ranks.nccl_settings import prepare_nccl
+from graphfsdp._capture.cuda import graph
+from graphfsdp._capture.cuda.graph import _prepare_nccl as prepare_nccl
 
 CUDA = torch.device("cuda", 0)
 NAMES = ("NCCL_GRAPH_REGISTER", "TORCH_NCCL_BLOCKING_WAIT", "NCCL_BLOCKING_WAIT")
@@ -22,8 +22,8 @@ def _on_hoppers(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv(name, "")  # so that what is set here is taken back
         monkeypatch.delenv(name)
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
-    monkeypatch.setattr(nccl_settings, "_has_nccl_ranks", lambda: True)
-    monkeypatch.setattr(nccl_settings, "_capability", lambda device: (9, 0))
+    monkeypatch.setattr(graph, "_has_nccl_ranks", lambda: True)
+    monkeypatch.setattr(graph, "_capability", lambda device: (9, 0))
 
 
 def test_registration_is_turned_off_once_where_nobody_has_chosen(
@@ -62,14 +62,14 @@ def test_who_has_chosen_is_left_alone_or_refused(
 ) -> None:
     for name, value in settings.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr(nccl_settings, "_capability", lambda device: capability)
+    monkeypatch.setattr(graph, "_capability", lambda device: capability)
     with pytest.raises(ConfigError, match=refused) if refused else nullcontext():
         prepare_nccl(CUDA)
     assert {name: os.environ[name] for name in settings} == settings
 
 
 def test_one_rank_chooses_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(nccl_settings, "_has_nccl_ranks", lambda: False)
+    monkeypatch.setattr(graph, "_has_nccl_ranks", lambda: False)
     monkeypatch.setenv("TORCH_NCCL_BLOCKING_WAIT", "1")
     prepare_nccl(CUDA)
     assert "NCCL_GRAPH_REGISTER" not in os.environ
