@@ -6,7 +6,7 @@ import os
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -25,6 +25,7 @@ from graphfsdp._capture.undo.host_state import save_random_states
 from graphfsdp._capture.verify import Verifier
 from graphfsdp.base.capturable import Restartable
 from graphfsdp.base.changes import Change, ChangeKind, refuse
+from graphfsdp.base.progress import shown_when_slow
 from graphfsdp.base.sharded import put_back, sharded_roots
 from graphfsdp.base.streams import nvtx_range
 from graphfsdp.config import CaptureOptions, OnChange, Scope
@@ -371,12 +372,13 @@ class Runner:
             self.phase = Phase.CAPTURE
             _LOG.info("capturing the iteration")
         try:
-            results = self._engine.attempt_on(
-                recording,
-                self._recordings,
-                captures=captures,
-                notes=is_last or self._engine.steps_inside,
-            )
+            with shown_when_slow("capturing the iteration") if captures else nullcontext():
+                results = self._engine.attempt_on(
+                    recording,
+                    self._recordings,
+                    captures=captures,
+                    notes=is_last or self._engine.steps_inside,
+                )
         finally:
             self.phase = Phase.REPLAY if self._recordings.num_graphs else Phase.WARMUP
             self._break(self._engine.torn)

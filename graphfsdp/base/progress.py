@@ -1,0 +1,40 @@
+"""What goes on where a call takes long, for whoever sits at a terminal."""
+
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch.distributed as dist
+
+
+@contextmanager
+def shown_when_slow(text: str, after_s: float = 2.0) -> Iterator[None]:
+    """Show that the body goes on, and for how long, where errors go to the first rank's terminal.
+
+    What it shows is gone when the body is over.
+    """
+    if not sys.stderr.isatty() or (dist.is_initialized() and dist.get_rank()):
+        yield
+        return
+    from rich.console import Console
+    from rich.progress import Progress, SpinnerColumn, TimeElapsedColumn
+
+    shown = Progress(
+        SpinnerColumn(),
+        "{task.description}",
+        TimeElapsedColumn(),
+        console=Console(stderr=True),
+        transient=True,
+    )
+    shown.add_task(text)
+    # torch's modes and Python's profile hook belong to a thread each: those of this have none.
+    beginning = threading.Timer(after_s, shown.start)
+    beginning.daemon = True
+    beginning.start()
+    try:
+        yield
+    finally:
+        beginning.cancel()
+        beginning.join()
+        shown.stop()
