@@ -43,7 +43,10 @@ _GPT2 = MappingProxyType(
         "ffn.down": "mlp.c_proj",
     }
 )
-_KEPT = ("config.json", "generation_config.json", "tokenizer*", "special_tokens_map.json")
+_KEPT = (
+    *("config.json", "generation_config.json", "chat_template*"),
+    *("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt"),
+)
 
 
 def shape_of(folder: str) -> dict[str, Any]:
