@@ -1,9 +1,11 @@
-"""Our collectives as operators, and how many of them an iteration issues."""
+"""Our collectives as operators, how many of them an iteration issues; the norm on one rank."""
+
+import math
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 import graphfsdp
 from graphfsdp.base.collectives import (
@@ -102,3 +104,24 @@ def test_every_forward_after_a_step_gathers_once() -> None:
         model(*batch)
     num_sharded = sum(buffer.sharded for buffer in buffers(model))
     assert seen.names.count("graphfsdp.all_gather_.default") == 3 * num_sharded
+
+
+@pytest.mark.parametrize("size", [0.0, 1.0, 6e4], ids=["nothing", "usual", "squares overflow"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
+def test_whole_gradients_have_torchs_norm(size: float, dtype: torch.dtype) -> None:
+    shapes: list[tuple[int, ...]] = [(5, 3), (7,), (), (0, 2)]
+    model = nn.ParameterList(torch.zeros(shape, dtype=dtype) for shape in shapes)
+    for param in model.parameters():
+        param.grad = torch.randn(param.shape).clamp(-1, 1).mul(size).to(dtype) if size else None
+    squares = [param.grad.double().square().sum() for param in model if param.grad is not None]
+    got = graphfsdp.clip_grad_norm_(model, 1e9)
+    assert got.dtype == torch.float32
+    assert got.shape == ()
+    assert got.item() == pytest.approx(math.sqrt(sum(map(float, squares))), rel=2e-6)
+
+
+def test_clipping_refuses_a_limit_that_is_not_positive_and_a_list() -> None:
+    with pytest.raises(graphfsdp.ConfigError, match="max_norm must be a positive number, got 0"):
+        graphfsdp.clip_grad_norm_(nn.Linear(2, 2), 0.0)
+    with pytest.raises(graphfsdp.ConfigError, match=r"got list.*clip_grad_norm_\(model"):
+        graphfsdp.clip_grad_norm_([*nn.Linear(2, 2).parameters()], 1.0)  # type: ignore[arg-type]

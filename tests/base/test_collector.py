@@ -1,9 +1,10 @@
-"""The garbage collector at work in the middle of everything: nothing of it is recorded or lost."""
+"""The collector and imports in the middle of everything: nothing is recorded or lost."""
 
 import gc
 import sys
 import weakref
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import graphfsdp
+from cpu_recording import record
 from graphfsdp.optim import FusedAdam
 from helpers import assert_same_state, snapshot
 from hidden_count import Unseen
@@ -83,3 +85,28 @@ def test_finalisers_run_between_operators_and_never_in_a_recording(
     assert calls < 8
     assert_same_state(states[0], states[1])
     assert len(eager_collector) >= 16
+
+
+LIBRARY = """
+import random
+SEED = random.random()
+def scale(x):
+    return x * 2
+def draw():
+    return random.random()
+"""
+
+
+def test_a_module_may_draw_numbers_while_it_is_imported_and_its_functions_may_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name = "library_that_draws_when_it_is_imported"
+    (tmp_path / f"{name}.py").write_text(LIBRARY)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, name, raising=False)
+    x = torch.ones(3)
+    graph, _ = record(lambda: [__import__(name).scale(x)])
+    assert torch.equal(graph.replay()[0], 2 * x)
+    monkeypatch.delitem(sys.modules, name)
+    with pytest.raises(graphfsdp.CaptureError, match=r"random\.Random\.random"):
+        record(lambda: [x * __import__(name).draw()])

@@ -178,7 +178,7 @@ def lstm_cell(
     take, forget, give = (gates[index].sigmoid() for index in (0, 1, 3))
     new = gates[2].tanh()
     next_cell = forget * cell + take * new
-    return [give * next_cell.tanh(), next_cell, torch.cat([take, forget, new, give], 1)]
+    return [give * next_cell.tanh(), next_cell, total]
 
 
 def lstm_cell_backward(
@@ -186,22 +186,14 @@ def lstm_cell_backward(
     grad_cell: Tensor | None,
     cell: Tensor,
     next_cell: Tensor,
-    workspace: Tensor,  # [N, 4 H] the gates
+    workspace: Tensor,  # [N, 4 H] the gates before their functions
     has_bias: bool,
 ) -> list[Tensor]:
-    take, forget, new, give = workspace.chunk(4, 1)
-    bent = next_cell.tanh()
-    grad_hidden = torch.zeros_like(cell) if grad_hidden is None else grad_hidden
-    inner = grad_hidden * give * (1 - bent * bent)
-    inner = inner if grad_cell is None else inner + grad_cell
-    gates = [
-        inner * new * (1 - take) * take,
-        inner * cell * (1 - forget) * forget,
-        inner * take * (1 - new * new),
-        grad_hidden * bent * (1 - give) * give,
-    ]
-    grad_gates = torch.cat(gates, 1)
-    return [grad_gates, inner * forget, *([grad_gates.sum(0)] if has_bias else [])]
+    grad_gates, _, grad_of_cell, *_ = torch.ops.aten._thnn_differentiable_lstm_cell_backward(
+        *(grad_hidden, grad_cell, workspace, torch.zeros_like(workspace), None, None),
+        *(cell, next_cell),
+    )
+    return [grad_gates, grad_of_cell, *([grad_gates.sum(0)] if has_bias else [])]
 
 
 def gru_cell(

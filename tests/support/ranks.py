@@ -302,14 +302,8 @@ def _attempt(function: Callable[..., Any], *args: Any) -> _Answer:
         return _Answer(text)
 
 
-@functools.cache
-def _pool(num_ranks: int, device_type: str, joins: bool) -> RankPool:
-    """Return the session's pool of that size; its processes start with the first call."""
-    return RankPool(num_ranks, device_type, joins=joins)
-
-
 def _session(num_ranks: int, device_type: str = "cpu", *, joins: bool = True) -> Iterator[RankPool]:
-    pool = _pool(num_ranks, device_type, joins)
+    pool = RankPool(num_ranks, device_type, joins=joins)
     yield pool
     pool.close()
 

@@ -1,17 +1,23 @@
-"""Interval colouring, and the fixed memory that a CPU program computes in."""
+"""Memory: interval colouring, where a CPU program computes, flat buffers, what the host has."""
 
 import functools
+import mmap
+import pathlib
 from collections.abc import Callable
 from itertools import pairwise
 
-import hypothesis
 import pytest
 import torch
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from cpu_recording import PoisoningBackend, record
-from graphfsdp.base.memory_plan import ALIGNMENT_BYTES, Lifetime, plan_memory
+from cuda_stand_in import library
+from graphfsdp._capture.cpu.memory import Arena
+from graphfsdp.base.flat_buffer import FlatBuffer, copy_all, is_dense
+from graphfsdp.base.host_memory import advise_huge_pages, available_bytes, zeros_flat
+from graphfsdp.base.memory_plan import ALIGNMENT_BYTES, VECTOR_BYTES, Lifetime, plan_memory
 
 CPU = torch.device("cpu")
 
@@ -25,7 +31,7 @@ def lifetimes(draw: st.DrawFn) -> list[Lifetime]:
     return found
 
 
-@hypothesis.given(lifetimes())
+@given(lifetimes())
 def test_buffers_that_live_at_a_time_do_not_overlap(buffers: list[Lifetime]) -> None:
     plan = plan_memory(buffers)
     for step in range(45):
@@ -190,3 +196,132 @@ def test_programs_of_one_backend_share_their_memory() -> None:
         graph.close()
     del graph, graphs
     assert backend.arena.num_bytes == 0, "closed programs hold memory"
+
+
+DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
+shapes = st.lists(st.integers(0, 4), max_size=4).map(tuple)
+
+
+@given(st.lists(shapes, max_size=6), st.sampled_from(DTYPES))
+def test_views_lie_apart_aligned_and_inside(
+    wanted: list[tuple[int, ...]], dtype: torch.dtype
+) -> None:
+    buffer = FlatBuffer([torch.empty(shape) for shape in wanted], dtype=dtype, device=CPU)
+    assert [tuple(view.shape) for view in buffer.views] == wanted
+    taken: set[int] = set()
+    for view in buffer.views:
+        offset = int(view.storage_offset())
+        places = set(range(offset, offset + view.numel()))
+        assert not places & taken
+        taken |= places
+        assert offset * dtype.itemsize % VECTOR_BYTES == 0
+        assert view.dtype == dtype
+        assert view.untyped_storage().data_ptr() == buffer.flat.untyped_storage().data_ptr()
+    assert max(taken, default=-1) < buffer.flat.numel()
+    padding = buffer.flat.numel() - len(taken)
+    assert padding * dtype.itemsize < VECTOR_BYTES * max(len(wanted), 1)
+    assert buffer.num_bytes == buffer.flat.numel() * dtype.itemsize
+
+
+@given(shapes, st.randoms(use_true_random=False), st.sampled_from([1, 2, 0]))
+def test_dense_strides_are_kept_and_others_become_contiguous(
+    shape: tuple[int, ...], random: object, step: int
+) -> None:
+    """Permuted; with gaps, or over each other."""
+    order = list(range(len(shape)))
+    random.shuffle(order)  # type: ignore[attr-defined]
+    permuted = torch.empty(shape).permute(order)
+    strides = [step * stride for stride in permuted.stride()]
+    places = torch.arange(1000).as_strided(permuted.shape, strides)
+    fills = sorted(places.flatten().tolist()) == list(range(places.numel()))
+    is_kept = is_dense(places.shape, places.stride())
+    assert is_kept == fills or not places.numel()
+    (view,) = FlatBuffer([places], dtype=torch.float32, device=CPU).views
+    assert view.shape == places.shape
+    assert view.stride() == places.stride() if is_kept else view.is_contiguous()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not library.is_below(), reason="launches are counted by the stand-in")
+def test_small_tensors_are_copied_by_one_kernel_and_large_ones_by_one_each() -> None:
+    """With others a large one would take several launches of the kernel for many."""
+    numels = (7, 30_000_000, 300, 44_000_000)
+    sources = [torch.randn(numel, device="cuda").bfloat16() for numel in numels]
+    targets = [torch.zeros(numel, device="cuda") for numel in numels]
+    before = library.counts()
+    copy_all(targets, sources)
+    assert library.counts().since(before).launches == 3
+    for target, source in zip(targets, sources, strict=True):
+        assert torch.equal(target, source.float())
+
+
+LARGE = 5 * 2**20
+
+
+@pytest.mark.parametrize("lacks", ["the advice", "huge pages"])
+def test_without_huge_pages_memory_is_torch_s(monkeypatch: pytest.MonkeyPatch, lacks: str) -> None:
+    if lacks == "the advice":
+        monkeypatch.delattr(mmap, "MADV_HUGEPAGE", raising=False)
+    else:
+        monkeypatch.setattr(mmap, "MADV_HUGEPAGE", 9999, raising=False)
+    assert not zeros_flat(LARGE, torch.float32, torch.device("cpu")).any()
+    advise_huge_pages(torch.empty(LARGE).untyped_storage())
+
+
+def is_advised(address: int) -> bool:
+    """Tell from what Linux says of this process whether huge pages were asked for there."""
+    mapped = False
+    for line in pathlib.Path("/proc/self/smaps").read_text().splitlines():
+        first = line.split()[0]
+        if "-" in first and not first.endswith(":"):
+            start, end = (int(part, 16) for part in first.split("-"))
+            mapped = start <= address < end
+        elif mapped and first == "VmFlags:":
+            return "hg" in line.split()
+    return False
+
+
+@pytest.mark.skipif(
+    not pathlib.Path("/sys/kernel/mm/transparent_hugepage").exists(),
+    reason="this system has no huge pages to share out",
+)
+def test_large_memory_is_advised_also_when_a_programs_pool_has_grown() -> None:
+    zeros = zeros_flat(LARGE, torch.float32, torch.device("cpu"))
+    assert is_advised(zeros.data_ptr() + (8 << 20))
+    arena = Arena()
+    for num_bytes in (48 << 20, 160 << 20):
+        pool = arena.reserve(num_bytes)
+        assert is_advised(pool.data_ptr() + num_bytes // 2)
+    small = torch.zeros(16)
+    advise_huge_pages(small.untyped_storage())
+    assert small.sum() == 0
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_the_least_that_machine_and_control_groups_leave_is_shared_by_ranks(
+    version: int, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    assert available_bytes(tmp_path) is None
+    assert (available_bytes() or 1) > 0
+    limit, used, cached = {
+        1: ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+        2: ("memory.max", "memory.current", "inactive_file"),
+    }[version]
+    line, base = {
+        1: ("4:memory:/jobs/one", tmp_path / "sys" / "fs" / "cgroup" / "memory"),
+        2: ("0::/jobs/one", tmp_path / "sys" / "fs" / "cgroup"),
+    }[version]
+    (tmp_path / "proc" / "self").mkdir(parents=True)
+    (tmp_path / "proc" / "meminfo").write_text("MemTotal: 2000 kB\nMemAvailable: 1000 kB\n")
+    assert available_bytes(tmp_path) == 1000 << 10
+    (tmp_path / "proc" / "self" / "cgroup").write_text(f"7:cpu:/other\n{line}\n")
+    (base / "jobs" / "one").mkdir(parents=True)
+    (base / "jobs" / "one" / limit).write_text("max" if version == 2 else str(1 << 62))
+    (base / "jobs" / "one" / used).write_text("5")
+    (base / "jobs" / limit).write_text("900000")
+    (base / "jobs" / used).write_text("500000")
+    (base / "jobs" / "memory.stat").write_text(f"anon 3\n{cached} 100000\n")
+    assert available_bytes(tmp_path) == 500_000
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    assert available_bytes(tmp_path) == 125_000
