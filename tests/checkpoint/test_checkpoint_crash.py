@@ -4,13 +4,14 @@ And saves in the background: what happens there meanwhile is training.
 """
 
 import contextlib
-import json
 import os
 import random
 import re
 import shutil
+import signal
 import tempfile
 import threading
+import time
 import unittest.mock
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -19,17 +20,19 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
-import forked_programs
 import graphfsdp
 from checkpoint_helpers import Holding, Setup, contents, digests, make, train_plainly
 from cuda_stand_in import library
 from cuda_stand_in.orders import chosen
-from kill_saves import UNFINISHED, is_all, loaded_step, model_of, numbers
+from forked_programs import forked
+from graphfsdp.optim import FusedAdam
 from ranks import on_ranks
+from time_limits import until
 
 NUM_KILLS = 52
+UNFINISHED = ".unfinished-"
 
 
 @pytest.fixture
@@ -43,15 +46,67 @@ def fast_folder(tmp_path: Path) -> Iterator[Path]:
         yield Path(folder)
 
 
+def model_of(step: int) -> tuple[nn.Module, FusedAdam]:
+    """Return a model whose every number says which step it is of."""
+    model = nn.Linear(64, 32)
+    optimizer = FusedAdam(model.parameters(), lr=0.1)
+    model(torch.zeros(1, 64)).sum().backward()
+    optimizer.step()
+    with torch.no_grad():
+        for tensor in numbers(model, optimizer):
+            tensor.fill_(step)
+    return model, optimizer
+
+
+def numbers(model: nn.Module, optimizer: FusedAdam) -> list[Tensor]:
+    states = [state for param in optimizer.state.values() for state in param.values()]
+    return [*model.parameters(), *states]
+
+
+def is_all(step: int, model: nn.Module, optimizer: FusedAdam) -> bool:
+    return all(bool((tensor == step).all()) for tensor in numbers(model, optimizer))
+
+
+def loaded_step(root: Path) -> int:
+    """Load the latest checkpoint and check that it is all of one step."""
+    model, optimizer = model_of(-1)
+    step = graphfsdp.load(root, model, optimizer).step
+    assert is_all(step, model, optimizer)
+    return step
+
+
+def kill_saves(root: Path, seed: int) -> None:
+    """Kill a process that saves, again and again at random moments.
+
+    It forks, so it runs in a process of its own: one thread, and everything imported before.
+    """
+    random.seed(seed)
+    torch.set_num_threads(1)
+    graphfsdp.save(root, *model_of(1), step=1)
+    latest, step, advances, interrupted = root / "latest", 1, 0, 0
+    for _ in range(NUM_KILLS):
+        written_ns = latest.stat().st_mtime_ns
+        child = os.fork()
+        while child == 0:
+            step += 1
+            graphfsdp.save(root, *model_of(step), step=step, keep_last=2)
+        until(lambda before=written_ns: latest.stat().st_mtime_ns != before, 30)  # type: ignore[misc]
+        time.sleep(random.random() * 0.03)
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        interrupted += any(path.name.startswith(UNFINISHED) for path in root.iterdir())
+        now = loaded_step(root)
+        assert now >= step, f"step {step} was complete, now {now} is the latest"
+        advances += now > step
+        step = now
+    assert advances > NUM_KILLS // 2
+    assert interrupted > 0  # some kills did fall into a save
+
+
 def test_a_kill_at_any_moment_leaves_the_last_complete_checkpoint(fast_folder: Path) -> None:
-    program = Path(__file__).parents[1] / "support" / "kill_saves.py"
-    seed = str(random.randrange(1000))
-    result = forked_programs.run_file(program, str(fast_folder), str(NUM_KILLS), seed)
-    assert result.returncode == 0, result.stderr
-    found = json.loads(result.stdout)
-    assert found["advances"] > NUM_KILLS // 2
-    assert found["interrupted"] > 0  # some kills did fall into a save
-    assert loaded_step(fast_folder) == found["step"]
+    with forked(kill_saves, fast_folder, random.randrange(1000)) as process:
+        done = process.ended()
+    assert done.returncode == 0, done.stderr
 
 
 class Stop(BaseException):

@@ -9,7 +9,7 @@ import torch
 from graphfsdp.cli import main
 from ranks import RankPool
 from train_on_ranks import FORKS, torchrun, train_both
-from training_helpers import DROPOUT, ROOT, SMALL, assert_same_run, lines_of, started
+from training_helpers import DROPOUT, SMALL, assert_same_run, lines_of, started
 from training_helpers import numbers as numbers_of
 
 # All that a resumed run must take up: dropout, warm-up and decay, clipping, micro-batches.
@@ -109,6 +109,22 @@ def test_what_cannot_be_resumed_is_said(
     assert not (tmp_path / "d").exists()
 
 
+# Rank 1 ends in its first attempt, while a batch is made ready, as if its machine were gone.
+KILLED_ONCE = """
+import os, signal, sys
+from graphfsdp.cli import main
+from graphfsdp.data import TokenBatches
+original = TokenBatches.batch
+def batch(batches, sample):
+    if sample >= 4 * 16:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return original(batches, sample)
+if (os.environ["RANK"], os.environ["TORCHELASTIC_RESTART_COUNT"]) == ("1", "0"):
+    TokenBatches.batch = batch
+sys.exit(main(sys.argv[1:]))
+"""
+
+
 def test_torchrun_restarts_a_run_whose_rank_was_killed(tmp_path: Path, launched2: RankPool) -> None:
     """docs/scale.md: from the last good checkpoint on, with the bits of an undisturbed run."""
     common = ["train", *RUN, "--device", "cpu", "--train-iters", "20", "--save-interval", "6"]
@@ -119,9 +135,10 @@ def test_torchrun_restarts_a_run_whose_rank_was_killed(tmp_path: Path, launched2
         return [*common, "--out", str(tmp_path / name), "--save", folder, "--load", folder]
 
     train_both(launched2, {"undisturbed": flags("undisturbed")})
-    program = [str(ROOT / "tests" / "support" / "kill_once.py"), str(4 * 16), *flags("killed")]
+    program = tmp_path / "killed_once.py"
+    program.write_text(KILLED_ONCE)
     options = ("--max-restarts=1", "--monitor-interval=0.1", *FORKS)
-    with torchrun(*options, *program) as launcher:
+    with torchrun(*options, str(program), *flags("killed")) as launcher:
         done = launcher.ended()
     assert done.returncode == 0, done.stderr
     assert "resumed from" in done.stdout

@@ -22,12 +22,6 @@ finally:
 """
 )
 NEIGHBOUR = "def loss_fn(model, x):\n    return model(x).square().mean()\n"
-BAD_NEIGHBOUR = """
-def loss_fn(model, x):
-    loss = model(x).square().mean()
-    print("loss", float(loss.detach()))  # read
-    return loss
-"""
 HARDCODED = HEAD + (
     """
 device = torch.device("cuda")

@@ -121,7 +121,7 @@ def test_ranks_train_as_one_and_replay_as_eager(
 def test_parallel_modules_train_as_one_rank_and_replay_as_eager(
     sequence: bool, strategy: str, outer: str | None, microbatches: int
 ) -> None:
-    """Ranks that have other experts are in moe/test_moe_ranks.py."""
+    """Ranks that have other experts are in moe/test_moe.py."""
     num_steps = num_steps_of((strategy, outer), ("optim_grads_params", None))
     mesh = hybrid_mesh((2, 2), TP_AXES)
     assert len({param.device_mesh for param in tensor_parallel().parameters()}) > 1

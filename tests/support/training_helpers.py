@@ -11,7 +11,6 @@ from typing import Any
 import torch
 
 import forked_programs
-from forked_programs import ROOT as ROOT
 from graphfsdp.cli import main
 from time_limits import until
 
