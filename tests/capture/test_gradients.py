@@ -67,6 +67,12 @@ def backward_by_hand(model: nn.Module, optim: torch.optim.Optimizer) -> None:
     torch.stack([param.float().sum() for param in model.parameters()]).sum().backward()
 
 
+def moves_gradients(model: nn.Module, optim: torch.optim.Optimizer) -> None:
+    for grad in (param.grad for param in model.parameters()):
+        if grad is not None:
+            grad.data = torch.full_like(grad, 7.0)
+
+
 FORMS: dict[str, Disturb] = {
     "set_to_none": lambda model, optim: optim.zero_grad(set_to_none=True),
     "set_to_zero": lambda model, optim: optim.zero_grad(set_to_none=False),
@@ -76,6 +82,7 @@ FORMS: dict[str, Disturb] = {
     "overwritten": for_each_gradient(
         lambda param: None if param.grad is None else param.grad.fill_(float("nan"))
     ),
+    "moved": moves_gradients,
     "backward_by_hand": backward_by_hand,
 }
 

@@ -90,10 +90,6 @@ def net_with(change: Callable[[Any], object]) -> Callable[[], nn.Module]:
     return make
 
 
-def plain_net() -> nn.Module:
-    return Net(plain)
-
-
 class SharedStorage(nn.Module):
     """Two parameters are views of one storage, and so is a buffer."""
 
@@ -108,50 +104,6 @@ class SharedStorage(nn.Module):
         assert isinstance(self.rest, Tensor)
         self.rest.add_(0.01)
         return mean_square(x * self.low + self.high * self.rest)
-
-
-class Wrapped(torch.Tensor):
-    """A tensor subclass that handles operators itself, as DTensor does."""
-
-    inner: Any
-
-    @staticmethod
-    def __new__(cls, inner: Tensor) -> "Wrapped":
-        wrapped: Wrapped = torch.Tensor._make_wrapper_subclass(
-            cls, inner.shape, dtype=inner.dtype, device=inner.device
-        )
-        wrapped.inner = inner
-        return wrapped
-
-    @classmethod
-    def __torch_dispatch__(  # type: ignore[override]
-        cls, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        def unwrap(value: Any) -> Any:
-            return value.inner if isinstance(value, Wrapped) else value
-
-        result = func(*(unwrap(arg) for arg in args), **(kwargs or {}))
-        return Wrapped(result) if isinstance(result, Tensor) else result
-
-
-class WithWrapper(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(WIDTH, WIDTH)
-        self.scale = Wrapped(torch.linspace(0.5, 1.5, WIDTH))
-
-    def forward(self, x: Tensor) -> Tensor:
-        hidden = self.layer(x).detach() * self.scale
-        assert isinstance(hidden, Wrapped)
-        loss: Tensor = (self.layer(x) * hidden.inner).square().mean()
-        self.scale.inner.mul_(1.01)
-        return loss
-
-
-def aliasing_outputs(model: Any, x: Tensor) -> Any:
-    h = model.first(x)
-    loss = mean_square(model.second(h))
-    return loss, (h, h[0], h.t(), model.first.weight, x, loss, h.expand(2, *h.shape))
 
 
 def of_sequences(generator: torch.Generator) -> Batch:
@@ -212,17 +164,6 @@ def step_hooks(net: nn.Module, optim: torch.optim.Optimizer) -> None:
     optim.register_step_post_hook(bound)
 
 
-def noisy_weights(net: nn.Module, optim: torch.optim.Optimizer) -> Callable[[], object]:
-    """Somebody writes the weights in place between two calls."""
-
-    def disturb() -> None:
-        with torch.no_grad():
-            for param in net.parameters():
-                param.add_(torch.randn_like(param), alpha=0.01)
-
-    return disturb
-
-
 def symmetric(net: Any) -> None:
     class Symmetric(nn.Module):
         def forward(self, weight: Tensor) -> Tensor:
@@ -246,14 +187,11 @@ CATALOGUE: dict[str, Case] = {
         )
     },
     "shared_storage": Case(SharedStorage, default_batch),
-    "wrapper_subclass": Case(WithWrapper, default_batch),
     "ctc": Case(lambda: nn.Linear(6, 5), of_sequences, ctc_loss),
     "packed": Case(PackedLSTM, of_sequences),
-    "aliasing_outputs": Case(plain_net, default_batch, aliasing_outputs),
     "hooks_on_modules": Case(net_with(hooks_on_modules), default_batch),
     "hooks_on_parameters": Case(net_with(hooks_on_parameters), default_batch),
-    "step_hooks": Case(plain_net, default_batch, setup=step_hooks),
-    "written_weights": Case(plain_net, default_batch, setup=noisy_weights),
+    "step_hooks": Case(partial(Net, plain), default_batch, setup=step_hooks),
     "cached_parametrization": Case(net_with(symmetric), default_batch, cached_parametrization),
     "old_spectral_norm": Case(
         net_with(lambda net: nn.utils.spectral_norm(net.second)), default_batch

@@ -38,6 +38,21 @@ def mean_square(model: nn.Module, x: Tensor) -> Tensor:
     return loss
 
 
+def start(
+    loss_fn: Any = mean_square,
+    model: nn.Module | None = None,
+    *,
+    device: str | torch.device = "cpu",
+    lr: float = 0.0,
+    **options: Any,
+) -> tuple[graphfsdp.CapturedStep, Any]:
+    """Return a step whose weights do not move unless lr says so, and its model."""
+    torch.manual_seed(0)
+    model = (nn.Linear(4, 4) if model is None else model).to(device)
+    optim = FusedAdam(model.parameters(), lr=lr)
+    return graphfsdp.capture(model, optim, loss_fn=loss_fn, **options), model
+
+
 def refusal_of(loss_fn: Any, model: nn.Module | None = None) -> CaptureError:
     """Train until the capture refuses, and see that nothing has come of that call."""
     torch.manual_seed(0)

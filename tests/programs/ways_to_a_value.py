@@ -40,12 +40,14 @@ class Way:
         put: Makes it another number; it is 1 at first.
         named: How a change is named.
         count: Makes it one more and returns it, where that is not done by ``put``.
+        model: Which is captured, where that is what has the value.
     """
 
     read: Read
     put: Callable[[int], object]
     named: str = WEIGHT
     count: Read | None = None
+    model: nn.Module | None = None
 
     def counted(self) -> Any:
         """Make it one more, and return it."""

@@ -167,24 +167,6 @@ def test_what_is_kept_to_be_looked_at_is_that_of_the_last_call(
     assert torch.equal(*runs)
 
 
-def test_results_may_be_the_next_batch(device: torch.device) -> None:
-    def loss_fn(model: nn.Module, x: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        out = model(x + hidden)
-        return out.square().mean(), out
-
-    runs = []
-    for scope in ("none", "full_iteration"):
-        _, _, step = start(lambda _: loss_fn, device, scope=scope)
-        hidden = torch.zeros(2, 4, device=device)
-        losses = []
-        for _ in range(14):
-            loss, hidden = step(torch.randn(2, 4, device=device), hidden)
-            losses.append(loss)
-        runs.append(torch.stack(losses))
-        step.close()
-    assert torch.equal(*runs)
-
-
 @pytest.mark.parametrize("always", [False, True])
 @on_ranks("ranks2")
 def test_what_one_rank_replaces_costs_all_a_warm_up_and_is_refused_on_all_in_each_call(

@@ -1,21 +1,25 @@
 """Whatever way code goes to a value: a change of it is named, and one of its own is refused."""
 
+import copy
 import functools
 import types
 from collections.abc import Callable
+from contextlib import nullcontext
+from dis import get_instructions
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._dynamo import utils as dynamo_utils
 
 import graphfsdp
-from counting_net import refusal_of
-from footgun_net import inputs, start
+from counting_net import mean_square, refusal_of, start
 from graphfsdp import HazardKind
+from helpers import same_bits
 from ways_to_a_value import WAYS, Told, Way
 
-CPU = torch.device("cpu")
+X = torch.ones(3, 4)
 
 
 def one() -> int:
@@ -94,6 +98,41 @@ def of_tensor() -> Way:
     return Way(lambda: state.weight, lambda n: setattr(state, "weight", tensors[n]), named)
 
 
+class Model(nn.Linear):
+    """Has numbers, of which a private one is told as well."""
+
+    def __init__(self) -> None:
+        super().__init__(4, 4)
+        self.number, self._private, self.epoch = 1, 1, 0
+
+    @property
+    def told(self) -> int:
+        return self._private
+
+
+def behind_another(model: Any) -> Any:
+    one = 1
+    return model.number * one
+
+
+def of_model(read: Callable[[Any], Any], name: str = "number") -> Way:
+    """Return the way to a number of the model, however it is read, and to none beside it."""
+    model = Model()
+
+    def put(n: int) -> None:
+        setattr(model, name, n)
+        model.epoch += 1
+
+    return Way(lambda: read(model), put, f"attribute '{name}' was 1 .* now 2", model=model)
+
+
+def of_hook() -> Way:
+    way = of_model(lambda model: 1)
+    model: Any = way.model
+    model.register_forward_hook(lambda layer, args, out: out * model.number)
+    return way
+
+
 # What is replaced, and no iteration counts in.
 REPLACED: dict[str, Callable[[], Way]] = {
     "function": of_helper,
@@ -105,22 +144,51 @@ REPLACED: dict[str, Callable[[], Way]] = {
     "absent_attribute_of_a_class": lambda: of_absent(type("Settings", (), {})),
     "memory_of_a_tensor": of_memory,
     "tensor": of_tensor,
+    "model_behind_another_variable": lambda: of_model(behind_another),
+    "dict_of_the_model": lambda: of_model(lambda model: model.__dict__["number"]),
+    "copy_of_the_model": lambda: of_model(lambda model: vars(copy.copy(model))["number"]),
+    "property_of_the_model": lambda: of_model(lambda model: model.told, "_private"),
+    "hasattr_alone": lambda: of_model(lambda model: 1 if hasattr(model, "number") else 2),
+    "hook": of_hook,
 }
 
 
-@pytest.mark.parametrize("name", [*WAYS, *REPLACED])
-def test_a_value_that_has_changed_is_named_until_it_is_put_back(name: str) -> None:
+def merged(code: Any) -> list[Any]:
+    """Return instructions as Python 3.13 has them, where two variables are loaded by one."""
+    found: list[Any] = []
+    for each in get_instructions(code):
+        before = found[-1] if found else None
+        if each.opname == "LOAD_FAST" and before and before.opname in ("LOAD_FAST", "STORE_FAST"):
+            names = before.argval, each.argval
+            found[-1] = types.SimpleNamespace(opname=f"{before.opname}_LOAD_FAST", argval=names)
+        else:
+            found.append(each)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("name", "instructions"),
+    [
+        *((name, get_instructions) for name in (*WAYS, *REPLACED)),
+        *((name, merged) for name in REPLACED if "model" in name),
+    ],
+)
+def test_a_value_that_has_changed_is_named_until_it_is_put_back(
+    name: str, instructions: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("dis.get_instructions", instructions)
     way = (WAYS | REPLACED)[name]()
     way.put(1)
-    step, *_ = start(CPU, lambda model, x: model(x) * way.read(), warmup_steps=1)
+    loss_fn = lambda model, x: mean_square(model, x) * way.read()  # noqa: E731
+    step, _ = start(loss_fn, way.model, warmup_steps=1)
     for _ in range(3):
-        before = step(inputs(CPU))
+        before = step(X)
     way.put(2)
     with pytest.raises(graphfsdp.GuardError, match=way.named) as caught:
-        step(inputs(CPU))
+        step(X)
     assert "Remedy:" in str(caught.value)
     way.put(1)
-    assert torch.equal(step(inputs(CPU)), before)
+    assert torch.equal(step(X), before)
     assert step.report().num_captures == 1
 
 
@@ -138,3 +206,37 @@ def test_a_count_that_one_day_decides_is_refused_at_once(name: str) -> None:
     assert "reads it for more" in str(error)
     assert " -> " in str(error)
     assert error.kind is HazardKind.BAKED_NUMBER
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["no compile", "after torch.compile"])
+def test_what_is_compiled_reads_below_python_so_each_public_number_counts(
+    compiled: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Anything that torch.compile has compiled in this process hides reads.
+    monkeypatch.setattr(dynamo_utils, "counters", {"frames": {"ok": 1}} if compiled else {})
+    step, model = start(mean_square, Model(), warmup_steps=1)
+    for _ in range(3):
+        step(X)
+    model._private = 4
+    step(X)
+    model.epoch = 3
+    with pytest.raises(graphfsdp.GuardError, match="'epoch'") if compiled else nullcontext():
+        step(X)
+
+
+def test_an_evaluation_follows_what_its_own_forward_pass_reads(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level("INFO", logger="graphfsdp")
+    read: Any = lambda model: model.number if model.training else model.epoch + 1.0  # noqa: E731
+    step, model = start(lambda model, x: mean_square(model, x) * read(model), Model())
+    for _ in range(5):
+        step(X)
+    losses = [step.evaluate(X) for _ in range(3)]
+    model.num_seen = 3  # which nothing names
+    losses.append(step.evaluate(X))
+    assert all(same_bits(loss, losses[0]) for loss in losses)
+    assert "another graph" not in caplog.text
+    model.epoch = 1
+    assert float(step.evaluate(X)) == pytest.approx(2 * float(losses[0]))
+    assert "another graph, attribute 'epoch' was 0" in caplog.text
