@@ -41,7 +41,7 @@ from graphfsdp.base.dtensors import EXTENSION, local_part
 from graphfsdp.base.memory_plan import alignment_numel, round_up
 from graphfsdp.base.torch_internals import parameters_of
 from graphfsdp.config import GatherFormat, MixedPrecisionPolicy, ShardingStrategy
-from graphfsdp.eight_bit.formats import BLOCK
+from graphfsdp.eight_bit.cast import BLOCK
 from graphfsdp.errors import ConfigError
 
 MERGE_PERCENT = 1

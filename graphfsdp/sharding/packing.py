@@ -20,8 +20,15 @@ from torch import Tensor
 
 from graphfsdp.base.collectives import all_reduce_
 from graphfsdp.config import GatherFormat
-from graphfsdp.eight_bit.cast import Cast, Stretch
-from graphfsdp.eight_bit.formats import NUMBER, from_float8, from_mxfp8, packed_numel, scales_of
+from graphfsdp.eight_bit.cast import (
+    NUMBER,
+    Cast,
+    Stretch,
+    from_float8,
+    from_mxfp8,
+    packed_numel,
+    scales_of,
+)
 from graphfsdp.sharding.layout import BufferPlan, Slot
 from graphfsdp.sharding.mesh import UnitMesh
 

@@ -16,11 +16,13 @@ from torch import Tensor
 
 from graphfsdp.config import GatherFormat
 from graphfsdp.eight_bit import cast
-from graphfsdp.eight_bit.cast import Cast, Stretch, make_tables
-from graphfsdp.eight_bit.formats import (
+from graphfsdp.eight_bit.cast import (
     NUMBER,
+    Cast,
+    Stretch,
     from_float8,
     from_mxfp8,
+    make_tables,
     packed_numel,
     scales_of,
     to_float8,

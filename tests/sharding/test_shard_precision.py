@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import graphfsdp
 from graphfsdp import MixedPrecisionPolicy
-from graphfsdp.eight_bit.formats import from_float8, from_mxfp8, scales_of, to_float8, to_mxfp8
+from graphfsdp.eight_bit.cast import from_float8, from_mxfp8, scales_of, to_float8, to_mxfp8
 from overlap_helpers import Stack, Watch
 from ranks import on_ranks, rank_device
 from sharding_helpers import (
