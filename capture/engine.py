@@ -21,18 +21,16 @@ from graphfsdp._capture.ranks.ranks import Ranks, WarmUpAgainError
 from graphfsdp._capture.recording import Recording, Recordings, Results
 from graphfsdp._capture.rules.constants import ConstantWatch
 from graphfsdp._capture.trace.backend import GraphBackend
-from graphfsdp._capture.trace.ran import Ran
-from graphfsdp._capture.trace.source import has_compiled_regions
+from graphfsdp._capture.trace.source import Ran, has_compiled_regions
 from graphfsdp._capture.undo.host_state import Attempt
 from graphfsdp._capture.undo.interrupts import deliver_waiting
 from graphfsdp.base.capturable import CapturableOptimizer
-from graphfsdp.base.changes import Change
 from graphfsdp.base.op_tensors import as_written
 from graphfsdp.base.recomputation import torchs_checkpoints_as_ours
 from graphfsdp.base.sharded import main_grads_of, sharded_roots, units_of
 from graphfsdp.base.streams import in_turn, nvtx_range
 from graphfsdp.config import CaptureOptions, MixedPrecisionPolicy, OnChange, Scope, Undo
-from graphfsdp.errors import CaptureError, GuardError, Refuse, raised
+from graphfsdp.errors import CaptureError, Change, GuardError, Refuse, raised
 
 _LOG = logging.getLogger("graphfsdp")
 # Not Inductor's own graphs, since one graph is to hold all; and the generators' numbers of eager

@@ -24,14 +24,21 @@ from graphfsdp._capture.trees import copied
 from graphfsdp._capture.undo.host_state import save_random_states
 from graphfsdp._capture.verify import Verifier
 from graphfsdp.base.capturable import Restartable
-from graphfsdp.base.changes import Change, ChangeKind, refuse
 from graphfsdp.base.progress import shown_when_slow
 from graphfsdp.base.sharded import put_back, sharded_roots
 from graphfsdp.base.streams import nvtx_range
 from graphfsdp.config import CaptureOptions, OnChange, Scope
-from graphfsdp.errors import GuardError, PhaseError, VerificationError, split_remedy
+from graphfsdp.errors import (
+    Change,
+    ChangeKind,
+    GuardError,
+    PhaseError,
+    VerificationError,
+    split_remedy,
+)
 
 _LOG = logging.getLogger("graphfsdp")
+_MAX_SHOWN = 8  # changes in a message
 _Slots = dict[str, Any]  # what an optimizer keeps of a parameter
 # After such a change there are other gradients to keep.
 _REBUILT = (
@@ -283,7 +290,7 @@ class Runner:
                 f"there is no graph to verify in phase {self.phase.value}. Remedy: call the step "
                 f"until it has captured ({self._options.warmup_steps + 1} calls)"
             )
-        refuse(self._engine.changes(recording.guards))
+        _refuse(self._engine.changes(recording.guards))
         grad_norm = self._engine.grad_norm
         try:
             with self._together("verification"), self._verifier.undone(recording):
@@ -342,7 +349,7 @@ class Runner:
     def _after_changes(self, changes: Sequence[Change]) -> bool:
         """Do what ``on_change`` says; return whether graphs are kept, and this call has none."""
         if self._options.on_change is OnChange.RAISE:
-            refuse(changes)
+            _refuse(changes)
         rebuilds = any(change.kind in _REBUILT for change in changes)
         what = "; ".join(str(change) for change in changes)
         if self._options.on_change is OnChange.EAGER and not rebuilds:
@@ -430,6 +437,22 @@ def _named_tensors(
         yield Role.STATE, name, state
     for name, tensor in () if inputs is None else inputs.named_tensors():
         yield Role.INPUT, name, tensor
+
+
+def _refuse(changes: Sequence[Change]) -> None:
+    """Raise a GuardError that names and holds all changes, if there are any."""
+    if not changes:
+        return
+    remedies = "; ".join(dict.fromkeys(change.remedy for change in changes[:_MAX_SHOWN]))
+    lines = [str(change) for change in changes[:_MAX_SHOWN]]
+    if len(changes) > _MAX_SHOWN:
+        lines.append(f"and {len(changes) - _MAX_SHOWN} more")
+    text = f" {lines[0]}. " if len(lines) == 1 else "".join(f"\n  {line}" for line in lines) + "\n"
+    raise GuardError(
+        f"a replay would not see this, so it was not run:{text}Remedy: {remedies}; or capture "
+        "again, as on_change='recapture' does",
+        changes,
+    )
 
 
 class FirstStates:

@@ -7,7 +7,6 @@ from graphfsdp._capture.report.report import CaptureReport as CaptureReport
 from graphfsdp._capture.runner import Phase as Phase
 from graphfsdp._capture.step import CapturedStep as CapturedStep
 from graphfsdp.api import capture as capture
-from graphfsdp.base.changes import ChangeKind as ChangeKind
 from graphfsdp.base.hazards import Hazard as Hazard
 from graphfsdp.base.hazards import HazardKind as HazardKind
 from graphfsdp.base.norms import clip_grad_norm_ as clip_grad_norm_
@@ -18,6 +17,7 @@ from graphfsdp.config import Scope as Scope
 from graphfsdp.config import ShardingStrategy as ShardingStrategy
 from graphfsdp.errors import BatchMismatchError as BatchMismatchError
 from graphfsdp.errors import CaptureError as CaptureError
+from graphfsdp.errors import ChangeKind as ChangeKind
 from graphfsdp.errors import CheckpointDamagedError as CheckpointDamagedError
 from graphfsdp.errors import CheckpointError as CheckpointError
 from graphfsdp.errors import CheckpointMismatchError as CheckpointMismatchError

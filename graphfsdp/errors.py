@@ -1,6 +1,8 @@
 """Exceptions of graphfsdp: each says what is wrong, expected, got, and the remedy."""
 
+import enum
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from graphfsdp.base.hazards import Hazard, HazardKind
 from graphfsdp.base.hazards import SourceLine as SourceLine
@@ -22,14 +24,44 @@ class BatchMismatchError(GraphFSDPError, ValueError):
     """A batch differs from the one the graph was made for; the message names the leaf."""
 
 
+class ChangeKind(enum.Enum):
+    """What sort of change a ``GuardError`` tells of."""
+
+    ADDRESS = "address"  # a tensor lies in other memory, or is another object
+    LAYOUT = "layout"  # same memory, other shape, strides or dtype
+    REQUIRES_GRAD = "requires_grad"
+    STRUCTURE = "structure"  # a module, parameter or buffer was added, removed or replaced
+    MODE = "mode"  # train or eval
+    HOOK = "hook"
+    ATTRIBUTE = "attribute"  # a number, string or generator that a module holds
+    OPTIMIZER_STATE = "optimizer_state"
+    GROUPS = "groups"  # the optimizer's parameter groups
+    BAKED_VALUE = "baked_value"  # a number in a parameter group
+    SETTING = "setting"  # a switch of torch, such as autocast
+
+
+@dataclass(frozen=True)
+class Change:
+    """What is not as it was when captured; ``remedy`` is what to do other than capture again."""
+
+    kind: ChangeKind
+    name: str
+    old: str
+    new: str
+    remedy: str
+
+    def __str__(self) -> str:
+        return f"{self.name} was {self.old} when the iteration was captured, and is now {self.new}"
+
+
 class GuardError(GraphFSDPError, RuntimeError):
     """Something that the graph has baked in was changed between two replays.
 
     Attributes:
-        changes: Every change (``graphfsdp.base.changes.Change``), in the order of the message.
+        changes: Every change (``graphfsdp.errors.Change``), in the order of the message.
     """
 
-    def __init__(self, message: str, changes: Sequence[object] = ()) -> None:
+    def __init__(self, message: str, changes: Sequence[Change] = ()) -> None:
         super().__init__(message)
         self.changes = tuple(changes)
 

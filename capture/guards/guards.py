@@ -25,11 +25,10 @@ from graphfsdp._capture.guards.names import ReadNames
 from graphfsdp._capture.guards.places import Asked, Place, Places, differing, hold, in_words, same
 from graphfsdp._capture.guards.uses import refuse_deciding
 from graphfsdp._capture.guards.walk import Walk
-from graphfsdp._capture.trace.ran import Ran
-from graphfsdp.base.changes import Change, ChangeKind
+from graphfsdp._capture.trace.source import Ran
 from graphfsdp.base.dtensors import local_part
 from graphfsdp.base.sharded import ShardedUnit, units_of
-from graphfsdp.errors import Refuse, raised
+from graphfsdp.errors import Change, ChangeKind, Refuse, raised
 
 # What a pass reduces; when weights are dropped is nothing that a graph depends on.
 _HEEDED = ("requires_gradient_sync", "is_last_microbatch", "requires_all_reduce")

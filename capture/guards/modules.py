@@ -14,8 +14,8 @@ from torch.optim import optimizer as torch_optimizer
 from torch.utils.hooks import RemovableHandle
 
 from graphfsdp._capture.guards.places import MISSING, Ask, Place, are_empty, change_of, differing
-from graphfsdp.base.changes import Change, ChangeKind
 from graphfsdp.base.torch_internals import buffers_of, parameters_of
+from graphfsdp.errors import Change, ChangeKind
 
 _TABLES = (("_parameters", "parameter"), ("_buffers", "buffer"), ("_modules", "module"))
 NamedModules = Sequence[tuple[str, nn.Module]]

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from graphfsdp._capture.guards.places import MISSING, Place, asks_of, change_of, same, state_of
 from graphfsdp._capture.guards.walk import Walk
-from graphfsdp.base.changes import Change
+from graphfsdp.errors import Change
 
 _CONTAINERS = (list, tuple, dict, deque)
 _MAX_DEPTH = 6

@@ -15,8 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from graphfsdp._capture.trace.ran import Ran
-from graphfsdp._capture.trace.source import is_installed_file
+from graphfsdp._capture.trace.source import Ran, is_installed_file
 
 # With one of these in it, code may look up by strings what it reads.
 INDIRECT = frozenset(

@@ -20,8 +20,8 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from graphfsdp.base.changes import Change, ChangeKind
 from graphfsdp.base.torch_internals import dict_version, pop_function_mode, push_function_mode
+from graphfsdp.errors import Change, ChangeKind
 
 MISSING = object()
 _SCALARS = (

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from graphfsdp._capture.guards.moves import Move
 from graphfsdp._capture.guards.names import functions_of
 from graphfsdp._capture.guards.places import CONTAINERS, Place
-from graphfsdp._capture.trace.ran import Ran
+from graphfsdp._capture.trace.source import Ran
 from graphfsdp.base.hazards import HazardKind, SourceLine
 from graphfsdp.errors import CaptureError, Refuse, raised
 

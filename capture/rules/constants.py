@@ -19,8 +19,8 @@ from graphfsdp._capture.rules.looks import Instead, one_hot
 from graphfsdp._capture.rules.refusals import Refusal, running_optimizer
 from graphfsdp._capture.rules.watcher import Watcher, noting_code, watcher_here
 from graphfsdp._capture.trace.landing import Redirection, Trace
-from graphfsdp._capture.trace.ran import Ran
 from graphfsdp._capture.trace.source import (
+    Ran,
     SiteTable,
     has_compiled,
     has_compiled_regions,

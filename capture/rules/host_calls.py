@@ -28,8 +28,7 @@ from graphfsdp._capture.rules.refusals import (
     Judged,
     Refusal,
 )
-from graphfsdp._capture.trace.ran import Ran
-from graphfsdp._capture.trace.source import frames, is_users_file
+from graphfsdp._capture.trace.source import Ran, frames, is_users_file
 from graphfsdp.base.hazards import SourceLine
 
 _ENGINE_FILE = "autograd/graph.py"

@@ -25,9 +25,9 @@ from graphfsdp._capture.rules.refusals import (
     running_optimizer,
 )
 from graphfsdp._capture.rules.streams import StreamWatch
-from graphfsdp._capture.trace.ran import Ran
 from graphfsdp._capture.trace.source import (
     ModuleTracker,
+    Ran,
     SiteTable,
     called_function,
     user_source_line,

@@ -11,8 +11,8 @@ from typing import Protocol, runtime_checkable
 import torch
 from torch import Tensor, nn
 
-from graphfsdp.base.changes import Change
 from graphfsdp.config import MixedPrecisionPolicy, Scope
+from graphfsdp.errors import Change
 
 
 class CapturableOptimizer(Protocol):

@@ -19,7 +19,7 @@ from torch.autograd.graph import GradientEdge, Node
 
 from graphfsdp._capture.rules.watcher import noting_code
 from graphfsdp._capture.trace.backend import Graph, GraphBackend
-from graphfsdp._capture.trace.ran import Ran
+from graphfsdp._capture.trace.source import Ran
 from graphfsdp.base.torch_internals import functorch_level, is_batched_for_engine
 from graphfsdp.in_place.part_recording import NotAPartError, has_own_memory, recorded
 

@@ -8,9 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from graphfsdp.base.capturable import CapturableOptimizer
-from graphfsdp.base.changes import Change
 from graphfsdp.config import MixedPrecisionPolicy, Scope
-from graphfsdp.errors import ConfigError
+from graphfsdp.errors import Change, ConfigError
 from graphfsdp.optim.adapters.as_made import TorchAdapter, is_as_made
 from graphfsdp.optim.adapters.baked import Adapter, BakedAdapter
 from graphfsdp.optim.adapters.foreign import TransformerEngineAdapter, is_transformer_engines

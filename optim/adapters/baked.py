@@ -9,12 +9,11 @@ import torch
 from torch import Tensor, nn
 
 from graphfsdp.base.capturable import CapturableOptimizer
-from graphfsdp.base.changes import Change, ChangeKind
 from graphfsdp.base.dtensors import local_part, num_meshes
 from graphfsdp.base.op_tensors import as_written
 from graphfsdp.base.torch_internals import foreach_mul_
 from graphfsdp.config import MixedPrecisionPolicy, Scope
-from graphfsdp.errors import ConfigError
+from graphfsdp.errors import Change, ChangeKind, ConfigError
 from graphfsdp.optim.adapters.precision import OptimizerFacts, check_precision, main_grad_dtype
 
 _NOT_VALUES = frozenset({"params", "param_names"})
