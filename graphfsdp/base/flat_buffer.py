@@ -1,16 +1,34 @@
 """One 1-D storage and the views into it that stay at their addresses for ever."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
 
 from graphfsdp.base.host_memory import zeros_flat
-from graphfsdp.base.memory_plan import neighbour_starts
 from graphfsdp.base.torch_internals import foreach_copy_
 
+VECTOR_BYTES = 16  # widest vector load of a GPU thread
 # torch launches its kernel for many tensors anew behind 320 pieces of 65,536 elements each.
 _NUMEL_OF_LAUNCH = 320 * 65536
+
+
+def round_up(number: int, multiple: int) -> int:
+    return -(-number // multiple) * multiple
+
+
+def alignment_numel(itemsize: int) -> int:
+    """Return how many elements of ``itemsize`` bytes lie between two 16-byte borders."""
+    return VECTOR_BYTES // itemsize
+
+
+def neighbour_starts(numels: Iterable[int], itemsize: int) -> list[int]:
+    """Where pieces start in one storage, on 16-byte borders, and the last one ends, in elements."""
+    step = alignment_numel(itemsize)
+    starts = [0]
+    for numel in numels:
+        starts.append(round_up(starts[-1] + numel, step))
+    return starts
 
 
 def is_dense(shape: Sequence[int], stride: Sequence[int]) -> bool:
