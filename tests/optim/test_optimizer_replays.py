@@ -159,7 +159,7 @@ def assert_alive(found: list[dict[str, Tensor]], weight: str) -> None:
 def test_a_replay_equals_the_eager_step(
     device: torch.device, name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    installed = "graphfsdp.optim.adapters.foreign.installed_version"
+    installed = "graphfsdp.optim.adapters.backends.installed_version"
     monkeypatch.setattr(installed, lambda _: tuple(CONTRACT["version"]))
     expected = train(name, "none", device.type, dtype, False)
     scope = "forward_backward" if name in OUTSIDE else "full_iteration"

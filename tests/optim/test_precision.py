@@ -146,7 +146,7 @@ Make = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 
 
 def set_version(monkeypatch: pytest.MonkeyPatch, *version: int) -> None:
-    where = "graphfsdp.optim.adapters.foreign.installed_version"
+    where = "graphfsdp.optim.adapters.backends.installed_version"
     monkeypatch.setattr(where, lambda _: version)
 
 

@@ -18,7 +18,7 @@ from foreign_adams import CONTRACT, make_stand_in
 from graphfsdp import MixedPrecisionPolicy
 from graphfsdp.errors import ConfigError, GuardError
 from graphfsdp.optim import FusedAdam, Muon
-from graphfsdp.optim.adapters.foreign import _Steering
+from graphfsdp.optim.adapters.backends import _Steering
 
 COMPLEX = torch.zeros(2, dtype=torch.complex64)
 HERE, THERE = torch.zeros(4, 3), torch.empty(2, device="meta")
@@ -122,7 +122,7 @@ def test_a_refused_group_is_not_kept(group: dict[str, Any], words: str) -> None:
 @pytest.fixture(autouse=True)
 def newest(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
-        "graphfsdp.optim.adapters.foreign.installed_version", lambda _: tuple(CONTRACT["version"])
+        "graphfsdp.optim.adapters.backends.installed_version", lambda _: tuple(CONTRACT["version"])
     )
 
 
