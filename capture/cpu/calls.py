@@ -1,6 +1,6 @@
 """How a program calls an operator: for its result, or into memory that is already there.
 
-Into memory that is there go what trace/out_forms.py lists, and operators that are plain fills and
+Into memory that is there go what trace/landing.py lists, and operators that are plain fills and
 copies. Every result is bit for bit what the operator would have returned.
 """
 
@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from graphfsdp._capture.trace.out_forms import COPIES, WITH_OUT, out_overload, short_name
+from graphfsdp._capture.trace.landing import COPIES, WITH_OUT, out_overload, short_name
 from graphfsdp.base.op_tensors import is_empty
 from graphfsdp.base.torch_internals import (
     OpOverload,
