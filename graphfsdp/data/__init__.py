@@ -3,8 +3,15 @@
 Imports nothing of ours but errors. ``Feed`` takes any loader; the rest makes batches of tokens.
 """
 
-from graphfsdp.data.batches import IGNORED_TARGET, Batch, TokenBatches
-from graphfsdp.data.corpus import BYTES_VOCAB_SIZE, Corpus, is_token_file, load_corpus
+from graphfsdp.data.batches import (
+    BYTES_VOCAB_SIZE,
+    IGNORED_TARGET,
+    Batch,
+    Corpus,
+    TokenBatches,
+    is_token_file,
+    load_corpus,
+)
 from graphfsdp.data.feed import Feed
 
 __all__ = [
