@@ -43,7 +43,7 @@ from graphfsdp.base.torch_internals import (
     tree_map_only,
 )
 from graphfsdp.errors import ConfigError
-from graphfsdp.sharding.placement import RowShard
+from graphfsdp.sharding.mesh import RowShard
 
 # On a tensor: the hook that keeps its gradient cut by rows.
 _KEEPS_ROWS = "_graphfsdp_keeps_rows"

@@ -20,7 +20,7 @@ from torch.utils import _pytree as pytree
 import graphfsdp
 from graphfsdp.base.torch_internals import ASKS_SUBCLASSES
 from graphfsdp.errors import ConfigError
-from graphfsdp.sharding.placement import RowShard
+from graphfsdp.sharding.mesh import RowShard
 from graphfsdp.sharding.rows import make_dtensor
 from ranks import on_ranks, rank_device
 from sharding_helpers import raises_on_rank

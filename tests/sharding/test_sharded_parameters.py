@@ -17,7 +17,7 @@ from counting_net import mean_square
 from everyday_scripts import Adapted, whole_model
 from graphfsdp import ConfigError, PhaseError
 from graphfsdp.optim import FusedAdam
-from graphfsdp.sharding.placement import RowShard
+from graphfsdp.sharding.mesh import RowShard
 from parallel_models import TP_AXES, part_of_axis, tensor_parallel, whole_batches
 from ranks import on_ranks, rank_device
 from sharding_helpers import (
