@@ -3,11 +3,12 @@ import math
 import multiprocessing
 import os
 import pathlib
+import re
 import signal
 import time
 from collections.abc import Callable
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -17,8 +18,18 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import forked_programs
+from bench_results import CASE, ENVIRONMENT, contender, result
 from graphfsdp.bench import measure
-from graphfsdp.bench.contenders import Contender, ContenderSpec, Setting, find_contenders
+from graphfsdp.bench.command import BenchOptions, parse_bench_arguments
+from graphfsdp.bench.contenders import (
+    Contender,
+    ContenderSpec,
+    Setting,
+    find_contenders,
+    initial_model,
+    learning_rate,
+    own_contender,
+)
 from graphfsdp.bench.measure import (
     MIN_ROUNDS,
     NUM_WARMUP_STEPS,
@@ -29,8 +40,17 @@ from graphfsdp.bench.measure import (
     run_case,
     time_window,
 )
-from graphfsdp.bench.results import REFERENCE, Result, Row
-from graphfsdp.bench.workloads import Case
+from graphfsdp.bench.results import REFERENCE, Result, Row, Table, case_table, overview
+from graphfsdp.bench.workloads import (
+    SUITES,
+    BatchSource,
+    Case,
+    DtypeName,
+    SuiteName,
+    batch_source,
+    workloads,
+)
+from graphfsdp.config import Scope
 from graphfsdp.data import Batch
 from graphfsdp.errors import ConfigError
 from graphfsdp.training.ranks import Ranks
@@ -67,15 +87,7 @@ def faulty(name: str, contender: Callable[[Setting], Contender]) -> ContenderSpe
     return ContenderSpec(name, "fails", contender)
 
 
-Measured = tuple[list[Row], list[Faulty]]
-
-
-def ran(rows: list[Row]) -> list[Row]:
-    return [row for row in rows if "step_ms" in row]
-
-
-@pytest.fixture(scope="module")
-def measured() -> Measured:
+def test_windows_of_contenders_are_pairs_and_who_cannot_run_is_listed_with_the_reason() -> None:
     broken = [Faulty(2), Faulty(NUM_WARMUP_STEPS + 3)]
 
     def refuse(setting: Setting) -> Contender:
@@ -87,28 +99,19 @@ def measured() -> Measured:
         faulty("in warm-up", broken[0].contender),
         faulty("in a window", broken[1].contender),
     ]
-    return measure_case(setting_on(torch.device("cpu")), specs=specs), broken
-
-
-def test_whatever_cannot_run_is_listed_with_its_reason(measured: Measured) -> None:
-    rows, broken = measured
-    assert [row["contender"] for row in ran(rows)] == ["eager", "pytorch", "full_iteration"]
+    rows = measure_case(setting_on(torch.device("cpu")), specs=specs)
     assert {row["contender"]: row["reason"] for row in rows if "reason" in row} == {
         "never": "ConfigError: not here.",
         "in warm-up": "RuntimeError: broken on purpose",
         "in a window": "RuntimeError: broken on purpose",
     }
     assert [contender.closed for contender in broken] == [True, True]
-
-
-def test_the_windows_of_all_contenders_are_pairs(measured: Measured) -> None:
-    rows = ran(measured[0])
-    shapes = {tuple(len(window) for window in row["step_ms"]) for row in rows}
-    assert len(shapes) == 1
-    (windows,) = shapes
+    ran = [row for row in rows if "step_ms" in row]
+    assert [row["contender"] for row in ran] == ["eager", "pytorch", "full_iteration"]
+    assert ran[-1]["bit_exact"], "captured, and not the losses of eager"
+    (windows,) = {tuple(len(window) for window in row["step_ms"]) for row in ran}
     assert len(windows) >= MIN_ROUNDS
-    assert rows[-1]["bit_exact"], "captured, and not the losses of eager"
-    for row in rows:
+    for row in ran:
         assert all(step > 0 for window in row["step_ms"] for step in window)
         assert len(row["cpu_ms"]) == len(windows)
         assert row["num_steps"] == NUM_WARMUP_STEPS + 2 + sum(windows)
@@ -265,3 +268,148 @@ def test_the_command_measures_in_a_child_and_keeps_a_directory(tmp_path: pathlib
     assert result.head["options"]["seconds"] == 0.3
     assert str(tmp_path) not in (out / "result.jsonl").read_text()
     assert "full_iteration" in done.stdout
+
+
+def test_a_result_file_reads_back_as_it_was(tmp_path: pathlib.Path) -> None:
+    result().write(tmp_path / "result.jsonl")
+    assert Result.read(tmp_path) == Result.read(tmp_path / "result.jsonl") == result()
+    assert [path.name for path in tmp_path.iterdir()] == ["result.jsonl"]
+
+
+def test_a_result_of_another_version_is_refused(tmp_path: pathlib.Path) -> None:
+    (tmp_path / "result.jsonl").write_text('{"kind": "graphfsdp_bench", "version": 2}')
+    with pytest.raises(ConfigError, match="of version 2, not 3"):
+        Result.read(tmp_path)
+
+
+def cell(table: Table, row: str, column: str) -> str:
+    (cells,) = (cells for cells in table.rows if cells[0] == row)
+    return cells[table.heading.index(column)]
+
+
+def test_the_tables_show_the_numbers_of_the_lines() -> None:
+    table = case_table(result(), CASE)
+    assert cell(table, "full_iteration", "ms/step") == "1.500"
+    assert cell(table, "full_iteration", "times as fast as eager") == "2.50 (2.00 to 3.00)"
+    assert cell(table, "eager", "losses against eager") == "reference"
+    assert cell(table, "eager", "tokens/s") == "25,600"
+    assert cell(table, "eager", "init s") == "0.02"
+    table = overview(result())
+    assert table.heading == ("workload", "eager", "full_iteration")
+    assert table.rows == (("gpt-tiny fp32, 4 x 32 tokens", "5.00", "1.50 (2.50x)"),)
+
+
+def test_a_contender_beside_nobody_has_no_ratio() -> None:
+    alone = Result({"environment": ENVIRONMENT}, [contender("compile", (1.0,))])
+    assert alone.ratios(CASE, "compile") == []
+    assert alone.left_out == {}
+    assert result().left_out == {"moe": "no time"}
+    assert result().reasons() == {"compile": "no compiler"}
+
+
+def test_flags_make_the_product_of_workloads_precisions_and_batch_sizes() -> None:
+    flags = "--workload gpt-tiny llama-tiny --dtype fp32 bf16 --batch-size 1 4"
+    options = parse_bench_arguments(flags.split())
+    planned = options.cases("cpu")
+    assert [each.key for each in planned][:4] == [
+        *("gpt-tiny fp32 x1", "gpt-tiny fp32 x4", "gpt-tiny bf16 x1", "gpt-tiny bf16 x4")
+    ]
+    assert len(planned) == 8
+    own_size = parse_bench_arguments(["--workload", "gpt-3m"]).cases("cpu")
+    assert [each.batch_size for each in own_size] == [8]
+
+
+def test_without_workloads_the_device_chooses_the_suite() -> None:
+    assert BenchOptions().cases("cpu") == SUITES["cpu"]
+    assert BenchOptions().cases("cuda") == SUITES["gpu"]
+    assert BenchOptions(suite="quick", contender=("compile",)).cases("cpu")[0].contenders == (
+        "compile",
+    )
+    for name in get_args(SuiteName):
+        assert len({each.key for each in SUITES[name]}) == len(SUITES[name]) > 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("--suite", "expected one argument; 'graphfsdp bench --help'"),
+        ("--workload nothing", "no workload 'nothing'"),
+        ("--contender nothing", "no contender 'nothing'"),
+        ("--seconds 0", "--seconds must be greater than 0"),
+        ("--seconds inf", "--seconds must be greater than 0"),
+        ("--budget nan", "--budget must be greater than 0"),
+        ("--workload gpt-tiny --batch-size 0", "--batch-size must be at least 1"),
+        ("--suite cpu --workload gpt-tiny", "give one of them"),
+        ("--dtype fp8", "invalid choice"),
+        ("--batch-size 4", "goes with --workload"),
+        ("--suite quick --dtype bf16", "goes with --workload"),
+    ],
+)
+def test_flags_that_cannot_work_are_refused_by_name(arguments: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        parse_bench_arguments(arguments.split()).cases("cpu")
+
+
+TINY = ("gpt-tiny", "llama-tiny", "zoo-encoder", "zoo-conv")
+NUM_STEPS = 14
+
+
+def source_of(
+    name: str, device: torch.device, *, dtype: DtypeName = "fp32", ranks: Ranks | None = None
+) -> tuple[Setting, BatchSource]:
+    setting = Setting(Case(name, dtype, 2), device, ranks=ranks or Ranks())
+    return setting, batch_source(setting.case, device, setting.ranks)
+
+
+def losses_of(name: str, dtype: DtypeName, scope: Scope, device: torch.device) -> Tensor:
+    setting, source = source_of(name, device, dtype=dtype)
+    contender = own_contender(setting, scope)
+    try:
+        batches = source.take(0, NUM_STEPS)
+        losses = [contender(batch, step) for step, batch in enumerate(batches)]
+        assert contender.optimizer.param_groups[0]["lr"] == learning_rate(NUM_STEPS - 1)
+        return torch.stack(losses)
+    finally:
+        contender.close()
+
+
+# The twelve architectures are in tests/capture/test_model_zoo.py.
+@pytest.mark.parametrize("name", TINY[:2])
+def test_every_kind_of_workload_replays_bit_for_bit(name: str, device: torch.device) -> None:
+    dtype: DtypeName = "bf16" if name == "llama-tiny" else "fp32"
+    eager = losses_of(name, dtype, Scope.NONE, device)
+    assert eager.isfinite().all()
+    assert eager.unique().numel() == NUM_STEPS
+    assert torch.equal(losses_of(name, dtype, Scope.FULL_ITERATION, device), eager)
+
+
+@pytest.mark.parametrize("name", TINY)
+def test_batches_depend_on_step_and_ranks_alone(name: str, device: torch.device) -> None:
+    _, source = source_of(name, device, ranks=Ranks(rank=0, size=2))
+    _, other_rank = source_of(name, device, ranks=Ranks(rank=1, size=2))
+    first, second = source.take(5, 2)
+    (again,) = source.take(5, 1)
+    (elsewhere,) = other_rank.take(5, 1)
+    assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
+    assert not torch.equal(first[0], second[0])
+    assert not torch.equal(first[0], elsewhere[0])
+    assert all(tensor.device.type == device.type for tensor in first)
+
+
+def test_names_say_how_large_the_models_are() -> None:
+    for workload in workloads():
+        size = workload.name.rpartition("-")[2]
+        if size[-1] in "mb" and size[:-1].isdigit():
+            millions = float(size[:-1]) * (1000 if size[-1] == "b" else 1)
+            with torch.device("meta"):
+                params = workload.make().parameters()
+            counted = sum(param.numel() for param in params) / 1e6
+            # A round name; Llama 1b is 1.26 billion with its vocabulary of 32,000 twice.
+            assert counted == pytest.approx(millions, rel=0.3), workload.name
+
+
+def test_weights_of_a_bf16_case_begin_with_values_that_bf16_has() -> None:
+    model = initial_model(Setting(Case("gpt-tiny", "bf16", 1), torch.device("cpu")))
+    for param in model.parameters():
+        assert param.dtype == torch.float32
+        assert torch.equal(param, param.bfloat16().float())

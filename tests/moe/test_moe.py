@@ -288,18 +288,9 @@ NUM_CALLS = 14  # 4 that are not replays
 TOLERANCE = NUM_CALLS * learning_rate(0) * 2**-24
 
 
-def plain(**options: Any) -> Any:
-    torch.manual_seed(0)
-    return MixedModel(**options).double().to(rank_device())
-
-
-def batches(count: int) -> list[tuple[Tensor, Tensor]]:
-    generator = torch.Generator().manual_seed(1)
-    return [tokens_of(12, generator) for _ in range(count)]
-
-
 def trained(model: Any, *, whole: bool = False, **options: Any) -> Training:
-    data = batches(NUM_CALLS)
+    generator = torch.Generator().manual_seed(1)
+    data = [tokens_of(12, generator) for _ in range(NUM_CALLS)]
     parts = [
         [part.to(rank_device()) for part in batch] if whole else my_part(batch) for batch in data
     ]
@@ -340,7 +331,9 @@ def test_experts_on_ranks_train_as_in_one_process(
         assert overflow > 0
         return
     assert overflow == 0
-    alone = trained(plain(**options), whole=True, scope="none", microbatches=microbatches)
+    torch.manual_seed(0)
+    model = MixedModel(**options).double().to(rank_device())
+    alone = trained(model, whole=True, scope="none", microbatches=microbatches)
     for mine, expected in zip(runs[1].losses, alone.losses, strict=True):
         dist.all_reduce(mine, op=dist.ReduceOp.AVG)
         torch.testing.assert_close(mine, expected, rtol=0, atol=TOLERANCE)

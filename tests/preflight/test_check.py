@@ -21,7 +21,7 @@ from graphfsdp import HazardKind
 from graphfsdp.cli import main
 from graphfsdp.optim import FusedAdam
 from helpers import assert_same_state, line_of, make_optimizer, quick_garbage_collection, snapshot
-from iterations import Optimizer, gan
+from iterations import Optimizer, gan, make_trained
 from loops import LOOPS
 from mid_forward import Inner, Probe, batches
 from ranks import on_ranks
@@ -169,18 +169,15 @@ def reading_gan(models: Sequence[nn.Module], optimizers: Sequence[Optimizer], re
     return losses
 
 
-def make_pair(device: torch.device) -> tuple[list[nn.Module], list[Optimizer]]:
-    torch.manual_seed(0)
-    net = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.2), nn.Linear(8, 6)).to(device)
-    critic = nn.Linear(6, 1).to(device)
-    momentum = torch.optim.SGD(critic.parameters(), lr=torch.tensor(0.1, device=device), fused=True)
-    return [net, critic], [FusedAdam(net.parameters(), lr=0.1), momentum]
-
-
 def test_an_iteration_with_two_optimizers_is_checked_and_nothing_changes(
     device: torch.device,
 ) -> None:
-    models, optimizers = make_pair(device)
+    models, optimizers = make_trained(
+        *("gan", device, lambda net: FusedAdam(net.parameters(), lr=0.1)),
+        lambda critic: torch.optim.SGD(
+            critic.parameters(), lr=torch.tensor(0.1, device=device), fused=True
+        ),
+    )
     real = torch.randn(8, 6, generator=torch.Generator().manual_seed(1)).to(device)
     with unchanged(models[0], optimizers[0]), unchanged(models[1], optimizers[1]):
         report = graphfsdp.check(models, optimizers, real, iteration=gan)
@@ -236,9 +233,6 @@ def test_every_collective_that_cannot_be_recorded_is_listed_on_every_rank() -> N
     called = [f"dist.{name}" for name in ("all_reduce", "all_gather_object", "barrier")]
     assert [line.partition("(")[0] for line in lines] == called
     assert report.hazards[1].op == "torch.distributed.all_gather_object"
-
-
-ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture

@@ -3,7 +3,6 @@
 import argparse
 import contextlib
 import json
-import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -58,10 +57,3 @@ def started(arguments: list[str], is_ready: Callable[[], bool]) -> Iterator[fork
         assert until(is_ready_or_over, 100)
         assert process.is_alive(), process.ended()
         yield process
-
-
-def ended(process: forked_programs.Forked, number: signal.Signals) -> tuple[int, str]:
-    """End a process by a signal; return its exit code and what it complained of."""
-    process.send_signal(number)
-    done = process.ended()
-    return done.returncode, done.stderr

@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import pathlib
 import re
 from pathlib import Path
 
@@ -19,7 +18,7 @@ from graphfsdp.training.config import (
 )
 
 RECORDED = json.loads(
-    (pathlib.Path(__file__).parents[1] / "references" / "megatron_schedules.json").read_text()
+    (Path(__file__).parents[1] / "references" / "megatron_schedules.json").read_text()
 )
 
 
@@ -144,7 +143,9 @@ def test_bf16_keeps_main_weights_and_gradients_in_float32() -> None:
         ("--data-parallel-sharding-strategy 4", "argument --data-parallel-sharding-strategy: inv"),
         ("--outer-dp-sharding-strategy optim", "add --num-distributed-optimizer-instances"),
         ("--num-layer 3", "unrecognized arguments: --num-layer 3"),
+        ("--save-interval 3", "--save-interval needs --save DIR"),
         ("--async-save", "--async-save needs --save DIR"),
+        ("--keep-last 2", "--keep-last needs --save DIR"),
         ("--tensorboard", "--tensorboard needs --out DIR"),
         ("--split 95", "--split 95 must be two numbers greater than 0"),
         ("--split 90,5,5", "which is Megatron's test data, must be 0"),
