@@ -21,13 +21,14 @@ from torch.optim.optimizer import ParamsT
 from graphfsdp.base.collectives import all_gather_
 from graphfsdp.base.dtensors import is_dtensor, local_part, wrap_like
 from graphfsdp.errors import ConfigError
-from graphfsdp.optim.fused.hyper_table import (
+from graphfsdp.optim.fused.live_optimizer import (
+    LiveOptimizer,
     Row,
     Rule,
+    StepControl,
     check_betas,
     check_number,
 )
-from graphfsdp.optim.fused.live_optimizer import LiveOptimizer, StepControl
 from graphfsdp.optim.fused.settings import Flags, check_gradient, parameter_name
 from graphfsdp.optim.fused.state import Saved, State, saved_tensor
 from graphfsdp.optim.fused.update import (

@@ -160,23 +160,20 @@ def keep_for_graph(thing: object, otherwise: list[object]) -> None:
         kept.append(thing)
 
 
-@contextmanager
-def _profiled(name: str) -> Iterator[None]:
-    # Not torch.profiler.record_function, which is an operator: a recording would hold it.
-    with _nvtx(name), _RecordFunctionFast(RANGE_PREFIX + name):
-        yield
-
-
 @cache
 def _has_nvtx() -> bool:
     return torch.cuda.is_available()
 
 
-def _nvtx(name: str) -> AbstractContextManager[object]:
-    # A range costs microseconds even when no profiler listens, and a CPU-only machine has none.
-    return torch.cuda.nvtx.range(RANGE_PREFIX + name) if _has_nvtx() else _NO_RANGE
-
-
 def nvtx_range(name: str) -> AbstractContextManager[object]:
     """Capture: host side only; inside a recording it marks the host's time, not the kernels'."""
-    return _profiled(name) if profiler_is_on() else _nvtx(name)
+    # A range costs microseconds even when no profiler listens, and a CPU-only machine has none.
+    nvtx = torch.cuda.nvtx.range(RANGE_PREFIX + name) if _has_nvtx() else _NO_RANGE
+    return _profiled(name, nvtx) if profiler_is_on() else nvtx
+
+
+@contextmanager
+def _profiled(name: str, nvtx: AbstractContextManager[object]) -> Iterator[None]:
+    # Not torch.profiler.record_function, which is an operator: a recording would hold it.
+    with nvtx, _RecordFunctionFast(RANGE_PREFIX + name):
+        yield

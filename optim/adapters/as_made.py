@@ -25,7 +25,7 @@ from graphfsdp.config import Scope
 from graphfsdp.errors import ConfigError
 from graphfsdp.optim.adapters.baked import BakedAdapter, Word
 from graphfsdp.optim.adapters.grouped_step import GroupedStep, is_torchs_step
-from graphfsdp.optim.fused.hyper_table import LiveMemory
+from graphfsdp.optim.fused.live_optimizer import LiveMemory
 
 # Note [Flags]: what is turned on for a step, where a group has the flag:
 #

@@ -4,7 +4,6 @@ import importlib.metadata
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -67,11 +66,15 @@ class NativeAdapter(Adapter):
     def step(self, grad_scale: Tensor | None, found_inf: Tensor | None = None) -> None:
         self._native.step(grad_scale=grad_scale, found_inf=found_inf)
 
-    def _baked_part(self, group: Mapping[str, Any]) -> Mapping[str, Any]:
-        return {}  # all that may change is uploaded
+    def bake(self) -> None:
+        """Do nothing: all that may change is uploaded."""
+
+    def changes(self) -> list[Change]:
+        return []
 
     def before_replay(self) -> None:
-        super().before_replay()
+        # Schedulers warn when they have not seen a step, and a replay calls none.
+        self._native._opt_called = True  # type: ignore[attr-defined]
         self._native.upload_hyperparameters()
 
     def state_tensors(self) -> Iterator[tuple[str, Tensor]]:

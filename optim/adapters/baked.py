@@ -30,7 +30,6 @@ class Adapter(CapturableOptimizer):
         self.use_decoupled_grad = facts.use_decoupled_grad
         self._facts = facts
         self._name = facts.name
-        self._baked: BakedValues | None = None
 
     def main_grad_dtype(self, param: nn.Parameter, policy: MixedPrecisionPolicy) -> torch.dtype:
         return main_grad_dtype(param, policy, self._facts)
@@ -46,23 +45,6 @@ class Adapter(CapturableOptimizer):
     def stepping(self) -> AbstractContextManager[None]:
         """Run a body that calls the optimizer's own ``step``."""
         return nullcontext()
-
-    def bake(self) -> None:
-        self._baked = BakedValues(map(self._baked_part, self.optimizer.param_groups))
-
-    def changes(self) -> list[Change]:
-        if self._baked is None:
-            return []
-        groups = map(self._baked_part, self.optimizer.param_groups)
-        return self._baked.changes(groups, self._name)
-
-    def _baked_part(self, group: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Return of a group what a change of makes a recording useless."""
-        return group
-
-    def before_replay(self) -> None:
-        # Schedulers warn when they have not seen a step, and a replay calls none.
-        self.optimizer._opt_called = True  # type: ignore[attr-defined]
 
     def state_tensors(self) -> Iterator[tuple[str, Tensor]]:
         for row, group in enumerate(self.optimizer.param_groups):
@@ -89,6 +71,7 @@ class BakedAdapter(Adapter):
         )
         self._skipped: Tensor | None = None  # [] float32
         self._skips_itself = False
+        self._baked: BakedValues | None = None
 
     def check(
         self,
@@ -129,6 +112,23 @@ class BakedAdapter(Adapter):
             return step(*args, **kwargs)
         with as_written():
             return step(*args, **kwargs)
+
+    def bake(self) -> None:
+        self._baked = BakedValues(map(self._baked_part, self.optimizer.param_groups))
+
+    def changes(self) -> list[Change]:
+        if self._baked is None:
+            return []
+        groups = map(self._baked_part, self.optimizer.param_groups)
+        return self._baked.changes(groups, self._name)
+
+    def _baked_part(self, group: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return of a group what a change of makes a recording useless."""
+        return group
+
+    def before_replay(self) -> None:
+        # Schedulers warn when they have not seen a step, and a replay calls none.
+        self.optimizer._opt_called = True  # type: ignore[attr-defined]
 
     def prepare_skipping(self, scope: Scope) -> None:
         self._skips_itself = bool(getattr(self.optimizer, "_step_supports_amp_scaling", False))
