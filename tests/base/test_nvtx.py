@@ -1,10 +1,15 @@
-"""Names that a profiler shows: phases of a step, and nothing of them in a recording."""
+"""What is shown of a run: phases in a profiler, none of them in a recording; what lasts."""
+
+import io
+import sys
 
 import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
 
+from graphfsdp.base.progress import shown_when_slow
 from make_step import make_step
+from time_limits import until
 
 CPU = torch.device("cpu")
 RANGE_PREFIX = "graphfsdp: "
@@ -50,3 +55,24 @@ def test_ranges_are_there_under_a_profiler_alone_and_no_recording_holds_them() -
     seen = {item.name for item in found.events() or () if item.name.startswith(RANGE_PREFIX)}
     phases = {"warm-up", "capture", "forward", "backward", "optimizer", "replay", "copy-in"}
     assert seen >= {RANGE_PREFIX + name for name in phases}
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize(
+    ("stream", "after_s", "is_shown"),
+    [(Terminal(), 0.01, True), (Terminal(), 60.0, False), (io.StringIO(), 0.01, False)],
+    ids=["slow", "quick", "no terminal"],
+)
+def test_what_lasts_is_shown_on_a_terminal(
+    stream: io.StringIO, after_s: float, is_shown: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "stderr", stream)
+    monkeypatch.setenv("TERM", "xterm")
+    with shown_when_slow("recording", after_s):
+        if is_shown:
+            until(lambda: "recording" in stream.getvalue(), 30)
+    assert ("recording" in stream.getvalue()) is is_shown

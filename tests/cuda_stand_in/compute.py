@@ -84,10 +84,20 @@ class _Op:
 
     def with_tensors(self, args: Any) -> Any:
         """Make tensors of numbers again, which torch has unwrapped for Python."""
-        for index in self.tensor_positions:
-            if index < len(args) and isinstance(args[index], int | float | complex):
-                return _with_tensors(args, self.tensor_positions)
-        return args
+        numbers = [
+            index
+            for index in self.tensor_positions
+            if index < len(args) and isinstance(args[index], int | float | complex)
+        ]
+        if not numbers:
+            return args
+        like = next((value for value in args if isinstance(value, Tensor)), None)
+        changed = list(args)
+        with _below_torch():
+            for index in numbers:
+                dtype = None if like is None else torch.result_type(like, args[index])
+                changed[index] = torch.tensor(args[index], dtype=dtype)
+        return tuple(changed)
 
     def touched(self, args: Any, kwargs: Any, result: Any) -> Iterator[tuple[Tensor, bool]]:
         """Yield the tensors of a call, and whether each is written."""
@@ -387,18 +397,6 @@ def _device_of(args: Any, kwargs: Any) -> int:
     device = kwargs.get("device")
     index = device.index if isinstance(device, torch.device) else None
     return torch.cuda.current_device() if index is None else index
-
-
-def _with_tensors(args: Any, positions: tuple[int, ...]) -> tuple[Any, ...]:
-    """Make tensors of numbers again, which torch has unwrapped for Python."""
-    like = next((value for value in args if isinstance(value, Tensor)), None)
-    changed = list(args)
-    with _below_torch():
-        for index in positions:
-            if index < len(args) and isinstance(args[index], int | float | complex):
-                dtype = None if like is None else torch.result_type(like, args[index])
-                changed[index] = torch.tensor(args[index], dtype=dtype)
-    return tuple(changed)
 
 
 @functools.cache

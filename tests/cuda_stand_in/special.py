@@ -106,17 +106,11 @@ def efficient_attention_backward(
     key: Tensor,
     value: Tensor,
     bias: Tensor | None,
-    output: Tensor,
-    log_sums: Tensor,
-    seed: Tensor,
-    offset: Tensor,
-    dropout_p: float,
-    wanted: list[bool],
-    is_causal: bool = False,
-    *,
+    *rest: Any,  # output, sums, seed, offset, dropout, which gradients are wanted, is causal
     scale: float | None = None,
     draw: Draw | None = None,  # torch says that it draws; it draws again what the forward drew
 ) -> list[Tensor]:
+    _, _, seed, offset, dropout_p, wanted, is_causal = (*rest, False)[:7]
     drawn = Draw(int(seed), int(offset))
     found = _Attention(query, key, value, bias, dropout_p, is_causal, scale, drawn)
     gradients = found.gradients(grad)
@@ -145,20 +139,11 @@ def flash_attention_backward(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    output: Tensor,
-    log_sums: Tensor,
-    lengths_of_queries: Tensor | None,
-    lengths_of_keys: Tensor | None,
-    longest_query: int,
-    longest_key: int,
-    dropout_p: float,
-    is_causal: bool,
-    state: Tensor,
-    unused: Tensor,
-    *,
+    *rest: Any,  # output, sums, four of lengths, dropout, is causal, state, nothing
     scale: float | None = None,
     draw: Draw | None = None,  # as above
 ) -> list[Tensor]:
+    *_, dropout_p, is_causal, state, _ = rest
     drawn = Draw(*state.tolist())
     found = _Attention(query, key, value, None, dropout_p, is_causal, scale, drawn)
     return list(found.gradients(grad)[:3])

@@ -41,7 +41,7 @@ def test_a_kernel_that_nobody_computes_is_refused(capfd: pytest.CaptureFixture[s
     assert "nobody computes the kernel lonely_kernel" in capfd.readouterr().err
 
 
-def test_memory_beside_what_was_allocated_is_an_illegal_address() -> None:
+def test_more_memory_than_a_device_has_is_refused() -> None:
     runtime = torch.cuda.cudart()
     assert int(runtime.cudaMemGetInfo(0)[1]) > 0
     with pytest.raises(RuntimeError, match="out of memory"):

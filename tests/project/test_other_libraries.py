@@ -1,4 +1,4 @@
-"""Loops of Accelerate, Lightning Fabric and Hugging Face: captured, their numbers stay.
+"""Loops of Accelerate and Lightning Fabric: captured, their numbers stay.
 
 Each is compared with the library's own uncaptured loop. They run where the library is installed.
 """
@@ -99,60 +99,6 @@ def test_a_loop_of_a_library(
                 losses.append(run(*batch))
                 scheduler.step()
         return losses, net, inner
-
-    assert_same_training(train)
-
-
-def make_llama() -> nn.Module:
-    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
-    config = transformers.LlamaConfig(
-        vocab_size=32,
-        hidden_size=16,
-        intermediate_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        max_position_embeddings=16,
-        attention_dropout=0.2,
-        use_cache=False,
-    )
-    torch.manual_seed(0)
-    model: nn.Module = transformers.LlamaForCausalLM(config)
-    return model.train()
-
-
-def recompute_activations(model: nn.Module) -> None:
-    # The second is the name before version 5.
-    names = ("activation_checkpointing_enable", "gradient_checkpointing_enable")
-    enable: Any = next(getattr(model, name) for name in names if hasattr(model, name))
-    enable(
-        {
-            "use_reentrant": False,
-            "preserve_rng_state": False,
-            "context_fn": graphfsdp.recompute_contexts,
-        }
-    )
-
-
-def test_a_hugging_face_model() -> None:
-    """Recomputed activations in the captured loop only: the numbers are those without."""
-
-    def train(captured: bool) -> tuple[list[Tensor], nn.Module, torch.optim.Optimizer]:
-        model = make_llama()
-        if captured:
-            recompute_activations(model)
-        optimizer = FusedAdam(model.parameters(), lr=1e-3)
-        ids = [torch.randint(0, 32, (2, 16)) for _ in range(NUM_STEPS)]
-        if captured:
-            with graphfsdp.capture(model, optimizer) as step:
-                return [step(input_ids=i, labels=i) for i in ids], model, optimizer
-        losses = []
-        for batch in ids:
-            optimizer.zero_grad()
-            loss = model(input_ids=batch, labels=batch).loss
-            loss.backward()
-            optimizer.step()
-            losses.append(loss.detach())
-        return losses, model, optimizer
 
     assert_same_training(train)
 
