@@ -17,11 +17,11 @@ from graphfsdp.optim import FusedAdam
 from helpers import OPTIMIZERS, Case, assert_same_run, assert_same_state, run, snapshot
 from make_step import make_step
 from zoo import features
-from zoo_models import WIDTH, Squared, UnusedParameter
+from zoo_models import WIDTH, UnusedParameter
 
 
-def addresses(model: nn.Module, kind: str = "grad") -> dict[str, int]:
-    found = {name: getattr(param, kind, None) for name, param in model.named_parameters()}
+def addresses(model: nn.Module) -> dict[str, int]:
+    found = {name: param.grad for name, param in model.named_parameters()}
     return {name: grad.data_ptr() for name, grad in found.items() if grad is not None}
 
 
@@ -161,32 +161,6 @@ def test_a_gradient_made_with_create_graph_lands_too(device: torch.device) -> No
             assert model.weight.grad is not None
             torch.testing.assert_close(model.weight.grad, 3 * expected)
         assert len(set(addresses(model).values())) == 2
-
-
-@pytest.mark.parametrize(
-    ("scope", "microbatches"), [("none", 3), ("forward_backward", 1), ("full_iteration", 3)]
-)
-def test_a_decoupled_gradient_leaves_grad_alone(
-    scope: str, microbatches: int, device: torch.device
-) -> None:
-    torch.manual_seed(0)
-    model = Squared(nn.Linear(WIDTH, 3)).to(device, torch.bfloat16)
-    optim = FusedAdam(model.parameters(), lr=0.01, use_decoupled_grad=True)
-    policy = MixedPrecisionPolicy(main_grads_dtype=torch.float32, use_decoupled_grad=True)
-    step = graphfsdp.capture(
-        model, optim, scope=scope, mp_policy=policy, microbatches=microbatches, max_grad_norm=0.1
-    )
-    kinds = []
-    for index in range(8):
-        if index % 2:
-            optim.zero_grad()
-        step(torch.randn(12, WIDTH, device=device).bfloat16())
-        assert addresses(model, "grad") == {}
-        kinds.append(addresses(model, "decoupled_grad"))
-        for param in model.parameters():
-            assert param.decoupled_grad.dtype == torch.float32  # type: ignore[attr-defined]
-    assert len(kinds[0]) == 2
-    assert all(kind == kinds[0] for kind in kinds)
 
 
 def test_microbatches_add_up_in_the_gradients_dtype(device: torch.device) -> None:

@@ -34,7 +34,7 @@ CANNOT: Mapping[str, str] = MappingProxyType(
         "test_evaluation.py::test_a_number_may_change_once": _COMPARES_NOTHING,
         **{
             f"{_KEPT}[cuda-{name}-1]": _COMPARES_NOTHING
-            for name in ("of_a_list", "of_a_long_queue", "of_the_one_before_last")
+            for name in ("of_a_list", "of_a_long_queue")
         },
     }
 )

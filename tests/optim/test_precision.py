@@ -79,6 +79,7 @@ def test_accepted_precisions_replay_as_eager_runs(
         assert step.grad_norm is not None
         assert step.grad_norm.dtype == FP32
         assert all(getattr(param, kind).dtype == grad_dtype for param in model.parameters())
+        assert kind == "grad" or all(param.grad is None for param in model.parameters())
         num_bytes = grad_dtype.itemsize * sum(param.numel() for param in model.parameters())
         assert step.report().gradient_bytes >= num_bytes
 

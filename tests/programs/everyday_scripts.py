@@ -15,10 +15,8 @@ from torch import Tensor, nn
 from torch.distributed._composable.replicate import replicate
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import (
-    CPUOffloadPolicy,
     FSDPModule,
     MixedPrecisionPolicy,
-    OffloadPolicy,
     fully_shard,
     register_fsdp_forward_method,
     share_comm_ctx,
@@ -314,33 +312,6 @@ def ignored_parameters() -> None:
     train(model, foreach=False)
 
 
-def offloading() -> None:
-    for policy in (OffloadPolicy(), CPUOffloadPolicy(pin_memory=False)):
-        model = train(sharded(whole_model(), offload_policy=policy))
-        show({param.device.type for param in model.parameters()})
-
-
-class Encoder(nn.Linear):
-    """Has a forward pass by another name."""
-
-    def encode(self, x: Tensor, *, scale: float = 1.0) -> Tensor:
-        return scale * torch.tanh(super().forward(x))
-
-
-def other_forward_methods() -> None:
-    torch.manual_seed(0)
-    model: Any = Encoder(8, 3)
-    register_fsdp_forward_method(model, "encode")
-    fully_shard(model)
-    register_fsdp_forward_method(model, "encode")
-    model.encode(batch(0), scale=2.0).square().mean().backward()
-    show(*(param.grad for param in model.parameters()))
-    try:
-        register_fsdp_forward_method(model, "decode")
-    except ValueError:
-        show("refused")
-
-
 def divided_by_a_number() -> None:
     model = sharded(whole_model())
     for module in model.modules():
@@ -460,8 +431,8 @@ class Generating(nn.Module):
         out: Tensor = torch.tanh(self.layer(x))
         return self(out) if again else out
 
-    def generate(self, x: Tensor) -> Tensor:
-        out: Tensor = self(self(x, again=True)) + self.layer(x)
+    def generate(self, x: Tensor, *, scale: float = 1.0) -> Tensor:
+        out: Tensor = scale * self(self(x, again=True)) + self.layer(x)
         return out
 
 
@@ -469,7 +440,7 @@ def units_inside_their_own_forward_pass() -> None:
     torch.manual_seed(0)
     model: Any = fully_shard(Generating())
     register_fsdp_forward_method(model, "generate")
-    mean = model.generate(batch(0)).square().mean()
+    mean = model.generate(batch(0), scale=2.0).square().mean()
     (mean + model(batch(1), again=True).sum()).backward()
     show(*(param.grad for param in model.parameters()))
 

@@ -112,10 +112,6 @@ misbehaves_silently = partial(misbehaves, by="check")
 on_recording = partial(Refused, cpu_only=True, by="capture")
 
 
-def draws(program: Program, op: str) -> Refused:
-    return misbehaves(program, BAKED, op, "draws from a generator of Python", "torch.rand")
-
-
 def copies(program: Program, op: str) -> Refused:
     """Return a program that copies what lies in host memory to a GPU."""
     why, fix = "pageable host memory", "make it on the device"
@@ -306,10 +302,6 @@ REFUSED: dict[str, Refused] = {
     "to_cpu": reads(
         lambda self, h, x: h * h.detach().to("cpu").max().to(h.device), r"Tensor.to\('cpu'\)"
     ),
-    "to_device_keyword": reads(
-        lambda self, h, x: h * h.detach().to(device="cpu").max().to(h.device),
-        r"Tensor.to\('cpu'\)",
-    ),
     "to_numpy": reads(lambda self, h, x: h * float(x.numpy()[0, 0]), "Tensor.numpy", cpu_only=True),
     "numpy_function": reads(
         lambda self, h, x: h * float(numpy.asarray(x)[0, 0]), "Tensor.__array__", cpu_only=True
@@ -371,15 +363,9 @@ REFUSED: dict[str, Refused] = {
         dropout_that_is_recomputed,
         *(HazardKind.RECOMPUTE, r"aten\.bernoulli_?\..*", "second draw", "graphfsdp.recompute"),
     ),
-    "layer_drop": draws(
-        lambda self, h, x: h * 2 if random.random() < 0.5 else h, "random.Random.random"
-    ),
-    "shuffled_by_python": draws(
-        lambda self, h, x: h * random.Random(3).choice([1, 2]), "random.Random.getrandbits"
-    ),
-    "numpy_randomness": draws(
-        lambda self, h, x: h * float(numpy.random.default_rng().random()),
-        "os.urandom",
+    "layer_drop": misbehaves(
+        lambda self, h, x: h * 2 if random.random() < 0.5 else h,
+        *(BAKED, "random.Random.random", "draws from a generator of Python", "torch.rand"),
     ),
     "number_drawn_in_host_memory": misbehaves_silently(
         lambda self, h, x: h * torch.rand(()), BAKED, "aten.mul.Tensor", "drawn in host", "device="

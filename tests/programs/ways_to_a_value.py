@@ -146,12 +146,6 @@ def imported() -> Any:
     return settings_around.FACTOR
 
 
-def imported_function() -> Any:
-    from settings_around import scale
-
-    return scale()
-
-
 def held_by_a_module(owner: Any, read: Read, named: str) -> Way:
     SETTINGS.held = owner  # type: ignore[attr-defined]
     return of(owner, read, named)
@@ -239,21 +233,6 @@ class Special:
         return f"{self.weight} in epoch {self.epoch}"
 
 
-class Meter:
-    """Counts by a method."""
-
-    weight = 1
-
-    def update(self) -> int:
-        self.weight += 1
-        return self.weight
-
-
-def of_method() -> Way:
-    meter = Meter()
-    return dataclasses.replace(of(meter), count=meter.update)
-
-
 def of_made_up() -> Way:
     content = {"inner": {"weight": 1}}
     config = Made(content)
@@ -332,7 +311,6 @@ WAYS: dict[str, Callable[[], Way]] = {
         lambda: sys.modules["settings_around"].FACTOR, "module 'settings_around'"
     ),
     "imported_module": lambda: of_module(imported, "module 'settings_around'"),
-    "imported_function": lambda: of_module(imported_function, "settings_around"),
     "function_of_a_module": lambda: of_module(lambda: SETTINGS.scale(), "settings_around"),
     "object_of_a_module": lambda: held_by_a_module(
         Data(), lambda: SETTINGS.held.weight, "'weight' of 'held' of global variable 'SETTINGS'"
@@ -348,7 +326,6 @@ WAYS: dict[str, Callable[[], Way]] = {
     "class": lambda: of(type("Mine", (Told,), {}), None, r"Mine\.weight"),
     "class_method": lambda: of(Told, lambda: Told.by_class(), r"Told\.weight"),
     "made_up": of_made_up,
-    "method": of_method,
     "length": lambda: by(len, Special()),
     "vars": lambda: by(lambda owner: owner.__dict__["weight"], Data()),
     "asdict": lambda: by(lambda owner: dataclasses.asdict(owner)["weight"], Data()),

@@ -190,13 +190,15 @@ def divided() -> Any:
 
 def renamed() -> Any:
     torch.manual_seed(0)
-    model = graphfsdp.fully_shard(everyday_scripts.Encoder(8, 3))
-    graphfsdp.register_fsdp_forward_method(model, "encode")
+    model = everyday_scripts.Generating()
+    graphfsdp.register_fsdp_forward_method(model, "generate")
+    graphfsdp.fully_shard(model)
+    graphfsdp.register_fsdp_forward_method(model, "generate")
     return model
 
 
-def encoded(model: Any, x: Tensor) -> Tensor:
-    loss: Tensor = model.encode(x, scale=2.0).square().mean()
+def generated(model: Any, x: Tensor) -> Tensor:
+    loss: Tensor = model.generate(x, scale=2.0).square().mean()
     return loss
 
 
@@ -216,7 +218,7 @@ MADE = (in_one_unit, divided, renamed, ignoring, casted)
 @on_ranks("ranks2")
 def test_a_graph_trains_what_the_words_have_made(make: Callable[[], Any]) -> None:
     data = [(everyday_scripts.batch(index),) for index in range(FEW_STEPS)]
-    loss_fn = encoded if make is renamed else mean_square
+    loss_fn = generated if make is renamed else mean_square
     replayed_as_eager(make, num_steps=FEW_STEPS, data=data, loss_fn=loss_fn)
 
 

@@ -37,18 +37,6 @@ def of_a_long_queue(device: torch.device) -> Loss:
     return reads_the_last(collections.deque([torch.zeros(2, 4, device=device)] * 30, maxlen=30))
 
 
-def of_the_one_before_last(device: torch.device) -> Loss:
-    kept = dict.fromkeys(("last", "older"), torch.zeros(2, 4, device=device))
-
-    def loss_fn(model: nn.Module, x: Tensor) -> Tensor:
-        out = model(x)
-        loss: Tensor = (out - kept["last"]).square().mean()  # reads what was kept
-        kept["older"], kept["last"] = kept["last"], out.detach()
-        return loss
-
-    return loss_fn
-
-
 def weighted(weights: dict[str, Tensor]) -> Loss:
     def loss_fn(model: nn.Module, x: Tensor) -> Tensor:
         loss: Tensor = (model(x).square() * weights["classes"]).mean()
@@ -67,7 +55,7 @@ def start(
 
 
 @pytest.mark.parametrize("warmup_steps", [1, 3])
-@pytest.mark.parametrize("make", [of_a_list, of_a_long_queue, of_the_one_before_last])
+@pytest.mark.parametrize("make", [of_a_list, of_a_long_queue])
 def test_a_tensor_that_is_kept_for_the_next_iteration_is_refused(
     device: torch.device, make: Callable[[torch.device], Loss], warmup_steps: int
 ) -> None:
