@@ -17,7 +17,7 @@ NEWEST_TORCH ?= 2.15.0
 # What .ci/run asks of each torch beside the one that constraints.txt pins.
 CORE = $(addprefix tests/,capture/test_capture.py capture/test_on_change.py \
   capture/test_verification.py capture/test_model_zoo.py capture/cpu/test_cpu_graph.py \
-  optim/test_fused_adam.py optim/test_as_made.py optim/test_skipped_steps.py \
+  optim/test_fused_adam.py optim/test_as_made.py optim/test_adam_state.py \
   sharding/test_fully_shard.py sharding/test_trains_like_one_rank.py sharding/test_fsdp2_scripts.py \
   sharding/test_row_arithmetic.py checkpoint/test_checkpoint.py in_place/test_in_place.py in_place/test_parts.py \
   in_place/test_grouped_step.py)

@@ -16,7 +16,7 @@ _COMPARES_NOTHING = (
 _KEPT = "test_kept_tensors.py::test_a_tensor_that_is_kept_for_the_next_iteration_is_refused"
 CANNOT: Mapping[str, str] = MappingProxyType(
     {
-        "test_adam_kernel.py::test_kernel_on_the_gpu_equals_the_tensor_code": _LAUNCHES_TRITON,
+        "test_fused_adam.py::test_kernel_on_the_gpu_equals_the_tensor_code": _LAUNCHES_TRITON,
         "test_refused.py::test_capture_refuses_by_name_and_rolls_back[cuda-sparse]": (
             "kernels of sparse tensors are not computed"
         ),

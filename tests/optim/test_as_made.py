@@ -45,6 +45,7 @@ MAKERS: dict[str, Make] = {
     ),
     "SGD, fused": lambda params, lr: OPTIM.SGD(params, lr, momentum=0.9, fused=True),
     "SGD, foreach": lambda params, lr: OPTIM.SGD(params, lr, momentum=0.9, foreach=True),
+    "FusedAdam": FusedAdam,
     "Adadelta": lambda params, lr: OPTIM.Adadelta(params, 10 * lr, weight_decay=0.1),
     "Adagrad": lambda params, lr: OPTIM.Adagrad(params, lr, lr_decay=0.1),
     "Adagrad, not fused": lambda params, lr: OPTIM.Adagrad(params, lr, fused=False),
@@ -191,7 +192,9 @@ def steps_by_a_closure(
     return None if loss is None else loss.detach()
 
 
-@pytest.mark.parametrize("name", ["AdamW", "SGD, nesterov", "Adagrad", "NAdam", "Muon"])
+@pytest.mark.parametrize(
+    "name", ["AdamW", "SGD, nesterov", "Adagrad", "NAdam", "Muon", "FusedAdam"]
+)
 def test_a_step_by_a_closure_is_the_same(name: str, device: torch.device) -> None:
     as_eager(name, device, iteration=steps_by_a_closure)
 

@@ -22,7 +22,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.optim import lr_scheduler
-from torch.optim.lr_scheduler import LRScheduler
 
 import graphfsdp
 from adam_helpers import Net, make_muon
@@ -34,9 +33,9 @@ from helpers import (
     assert_same_states,
     check_against_eager,
     local_part,
-    quick_garbage_collection,
+    run,
     run_as_eager,
-    snapshot,
+    set_lr,
 )
 from ranks import on_ranks, rank_device
 from sharding_helpers import make_net, replayed_as_eager
@@ -45,8 +44,7 @@ from zoo_models import WIDTH, mlp
 NUM_STEPS, BAD_STEP = 14, 7  # 3 warm-up, 1 capture, 10 replays
 
 
-def torch_optimizer(kind: Any, model: nn.Module) -> torch.optim.Optimizer:
-    params = list(model.parameters())
+def torch_optimizer(kind: Any, params: list[nn.Parameter]) -> torch.optim.Optimizer:
     settings: dict[str, Any] = {}
     if kind is torch.optim.SGD:  # with momentum it is refused in narrow dtypes on a CPU
         settings["momentum"] = 0.9 if params[0].dtype == torch.float32 else 0.0
@@ -57,10 +55,10 @@ def torch_optimizer(kind: Any, model: nn.Module) -> torch.optim.Optimizer:
     return made
 
 
-def make_foreign(model: nn.Module) -> torch.optim.Optimizer:
+def make_foreign(params: list[nn.Parameter]) -> torch.optim.Optimizer:
     """Return what clips, skips and counts inside its kernel, and scales the gradients in place."""
     made: Any = make_stand_in(CONTRACT)
-    optimizer: torch.optim.Optimizer = made(model.parameters(), lr=0.05, capturable=True)
+    optimizer: torch.optim.Optimizer = made(params, lr=0.05, capturable=True)
     return optimizer
 
 
@@ -76,81 +74,72 @@ MODES: dict[str, dict[str, Any]] = {
 OWN: dict[str, dict[str, Any]] = {"own norm": {"max_grad_norm": 0.1, "skip_nonfinite": True}}
 
 
-def make_adam(settings: dict[str, Any]) -> Callable[[nn.Module], FusedAdam]:
-    return lambda model: FusedAdam(model.parameters(), lr=0.05, **settings)
-
-
-Make = Callable[[nn.Module], torch.optim.Optimizer]
+Make = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 OURS: Mapping[str, Make] = MappingProxyType(
     {
-        "adam": lambda m: FusedAdam(m.parameters(), lr=0.05, master_weights=True),
-        "muon": lambda m: make_muon(m.parameters(), lr=0.05),
+        "adam": partial(FusedAdam, lr=0.05, master_weights=True),
+        "muon": partial(make_muon, lr=0.05),
     }
 )
 THEIRS: Mapping[str, Make] = MappingProxyType(
     {
-        "torch adam": lambda m: torch_optimizer(torch.optim.Adam, m),
-        "torch adamw": lambda m: torch_optimizer(torch.optim.AdamW, m),
-        "torch sgd": lambda m: torch_optimizer(torch.optim.SGD, m),
+        "torch adam": partial(torch_optimizer, torch.optim.Adam),
+        "torch adamw": partial(torch_optimizer, torch.optim.AdamW),
+        "torch sgd": partial(torch_optimizer, torch.optim.SGD),
         "transformer engine": make_foreign,
     }
 )
 # Of which the step is behind the graph.
 OUTSIDE: Mapping[str, Make] = MappingProxyType(
-    {"torch rmsprop": lambda m: torch.optim.RMSprop(m.parameters(), lr=0.05)}
+    {"torch rmsprop": partial(torch.optim.RMSprop, lr=0.05)}
 )
-ADAMS = {name: make_adam(settings) for name, settings in {**MODES, **OWN}.items()}
-ALL = {**OURS, **THEIRS, **OUTSIDE, **ADAMS}
+ADAMS = {
+    name: partial(FusedAdam, lr=0.05, **settings) for name, settings in {**MODES, **OWN}.items()
+}
+ALL: Mapping[str, Make] = {**OURS, **THEIRS, **OUTSIDE, **ADAMS}
 
 
 def train(
-    name: str, scope: str, device: str, dtype: torch.dtype, sharded: bool
+    name: str, scope: str, device: torch.device, make: Callable[[], nn.Module]
 ) -> list[dict[str, Tensor]]:
-    quick_garbage_collection()
-    torch.manual_seed(0)
-    model = Net().to(device, dtype)
-    if sharded:
-        graphfsdp.fully_shard(model.first)
-        graphfsdp.fully_shard(model)
-    optimizer = ALL[name](model)
-    highest = float(optimizer.param_groups[0]["lr"])
+    """Return weights, gradients and states after each call; ranks have other batches."""
     rank = dist.get_rank() if dist.is_initialized() else 0
-    generator = torch.Generator().manual_seed(rank)
-    found = []
+    indices = itertools.count()
+
+    def batch(generator: torch.Generator) -> Batch:
+        x = torch.randn(5, 6, generator=generator) * (1 + rank)
+        return Batch((x * math.inf if next(indices) == BAD_STEP and rank == 0 else x,))
+
+    def start(model: nn.Module, optimizer: torch.optim.Optimizer) -> Callable[[], None]:
+        highest = float(optimizer.param_groups[0]["lr"])
+        calls = itertools.count()
+
+        def after_call() -> None:
+            index = next(calls)
+            set_lr(optimizer, highest / (index + 1))
+            for group in optimizer.param_groups if name not in THEIRS else ():
+                group["weight_decay"] = 0.01 * index
+
+        return after_call
+
+    def look(step: Any, model: nn.Module, index: int) -> None:
+        assert step.skipped_steps.item() == (index >= BAD_STEP)
+
+    def loss_fn(model: nn.Module, x: Tensor) -> Tensor:
+        loss: Tensor = model(x.to(next(model.parameters()).dtype))
+        return loss
+
     options: dict[str, Any] = {"max_grad_norm": 0.5, "skip_nonfinite": True}
-    if name in OWN:
-        options = {}
-    with graphfsdp.capture(model, optimizer, scope=scope, **options) as step:
-        for index in range(NUM_STEPS):
-            x = torch.randn(5, 6, generator=generator).to(device, dtype)
-            step(x * math.inf if index == BAD_STEP and rank == 0 else x)
-            for group in optimizer.param_groups:
-                if name in THEIRS:
-                    group["lr"].fill_(highest / (index + 1))
-                else:
-                    group["lr"], group["weight_decay"] = highest / (index + 1), 0.01 * index
-            if sharded:
-                # This rank's rows; the state that belongs to them moves them.
-                named = model.named_parameters()
-                found.append({k: local_part(p.detach()).clone() for k, p in named})
-            else:
-                found.append(snapshot(model, optimizer))
-                numbers = optimizer.param_groups[0].items()
-                found[-1] |= {n: value.clone() for n, value in numbers if isinstance(value, Tensor)}
-                if isinstance(optimizer, FusedAdam):
-                    found[-1] |= {n: t.clone() for n, t in optimizer.control.tensors()}
-        assert step.skipped_steps is not None
-        assert step.skipped_steps.item() == 1
-    return found
+    options = {"between": look, **({} if name in OWN else options)}
+    case = Case(make, batch, loss_fn, start)
+    return run(case, scope, device, optimizer=ALL[name], **options).snapshots
 
 
-def assert_alive(found: list[dict[str, Tensor]], weight: str) -> None:
+def assert_alive(found: list[dict[str, Tensor]], weight: str = "parameter first.weight") -> None:
     """All steps but the skipped one move the weights, to finite values."""
-    assert all(state[weight].isfinite().all() for state in found)
-    moved = [
-        not torch.equal(before[weight], after[weight])
-        for before, after in itertools.pairwise(found)
-    ]
+    weights = [local_part(state[weight]) for state in found]
+    assert all(each.isfinite().all() for each in weights)
+    moved = [not torch.equal(before, after) for before, after in itertools.pairwise(weights)]
     assert [index for index, is_other in enumerate(moved, start=1) if not is_other] == [BAD_STEP]
 
 
@@ -161,24 +150,30 @@ def test_a_replay_equals_the_eager_step(
 ) -> None:
     installed = "graphfsdp.optim.adapters.backends.installed_version"
     monkeypatch.setattr(installed, lambda _: tuple(CONTRACT["version"]))
-    expected = train(name, "none", device.type, dtype, False)
     scope = "forward_backward" if name in OUTSIDE else "full_iteration"
-    found = train(name, scope, device.type, dtype, False)
+    expected, found = (
+        train(name, each, device, lambda: Net().to(dtype)) for each in ("none", scope)
+    )
     assert_same_states(expected, found)
     if dtype == torch.float32:
-        assert_alive(found, "parameter first.weight")
+        assert_alive(found)
 
 
-# torch's fused SGD knows no DTensors, and is refused; see test_precision.py.
+def sharded() -> nn.Module:
+    model = Net().to(rank_device())
+    graphfsdp.fully_shard(model.first)
+    return graphfsdp.fully_shard(model)
+
+
+# torch's fused SGD knows no DTensors, and is refused; see test_refused_settings.py.
 @pytest.mark.parametrize("name", ["adam", "amsgrad", "muon", "torch adamw"])
 @on_ranks("ranks2")
 def test_a_sharded_replay_equals_the_eager_step(name: str) -> None:
     expected, found = (
-        train(name, scope, rank_device().type, torch.float32, True)
-        for scope in ("none", "full_iteration")
+        train(name, scope, rank_device(), sharded) for scope in ("none", "full_iteration")
     )
     assert_same_states(expected, found)
-    assert_alive(found, "first.weight")
+    assert_alive(found)
 
 
 @on_ranks("ranks2")
@@ -231,7 +226,7 @@ def test_steps_are_those_of_the_reference(device: torch.device, name: str) -> No
             torch.testing.assert_close(weight, wanted, rtol=0, atol=bound)
 
 
-Schedule = Callable[[torch.optim.Optimizer], LRScheduler]
+Schedule = Callable[[torch.optim.Optimizer], Any]
 
 SCHEDULERS: MappingProxyType[str, Schedule] = MappingProxyType(
     {
@@ -260,29 +255,21 @@ SCHEDULERS: MappingProxyType[str, Schedule] = MappingProxyType(
 )
 
 
-def advance(scheduler: LRScheduler) -> None:
-    if isinstance(scheduler, lr_scheduler.ReduceLROnPlateau):
-        scheduler.step(1.0)  # a loss that does not fall
-    else:
-        scheduler.step()
+ALL_SCHEDULERS = [
+    name
+    for name in lr_scheduler.__all__
+    if inspect.isclass(getattr(lr_scheduler, name)) and name != "LRScheduler"
+]
 
 
-def test_every_scheduler_of_torch_is_here() -> None:
-    classes = {
-        name
-        for name in lr_scheduler.__all__
-        if inspect.isclass(getattr(lr_scheduler, name)) and name != "LRScheduler"
-    }
-    assert classes == set(SCHEDULERS)
-
-
-@pytest.mark.parametrize("name", SCHEDULERS)
+@pytest.mark.parametrize("name", ALL_SCHEDULERS)
 def test_a_replay_follows_the_scheduler(device: torch.device, name: str) -> None:
     def make(params: list[nn.Parameter]) -> FusedAdam:
         return FusedAdam(params, lr=0.1, weight_decay=0.5)
 
     def start(model: nn.Module, optimizer: torch.optim.Optimizer) -> Callable[[], None]:
-        return partial(advance, SCHEDULERS[name](optimizer))
+        loss = [1.0] if name == "ReduceLROnPlateau" else []  # which does not fall
+        return partial(SCHEDULERS[name](optimizer).step, *loss)
 
     case = Case(mlp, lambda g: Batch((torch.randn(2, WIDTH, generator=g),)), setup=start)
     check_against_eager(case, device, optimizer=make)

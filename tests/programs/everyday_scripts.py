@@ -23,9 +23,13 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.fsdp._fully_shard._fsdp_state import _get_module_fsdp_state
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
-from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.experimental import implicit_replication
-from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
 
 NUM_STEPS = 3
 
@@ -507,3 +511,42 @@ def uneven_tensor_parallelism() -> None:
         model = whole_model(hidden=hidden)
         parallelize_module(model, mesh["tp"], {"0.0": columns, "1.0": columns})
         train(sharded(model, mesh=mesh["dp"]), backward, foreach=False)
+
+
+def parallelized() -> Any:
+    """Cut by tensor parallelism as well: between body and head each rank has some of the rows."""
+    shape = (dist.get_world_size() // 2, 2)
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("dp", "tp"))
+    torch.manual_seed(0)
+    model: Any = Head()
+    plan = {
+        "body": ColwiseParallel(output_layouts=Shard(0), use_local_output=False),
+        "norm": SequenceParallel(sequence_dim=0),
+        "head": ColwiseParallel(input_layouts=Shard(0), output_layouts=Replicate()),
+    }
+    parallelize_module(model, mesh["tp"], plan)
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    options: dict[str, Any] = {"mesh": mesh["dp"], "mp_policy": policy}
+    fully_shard(model.body, reshard_after_forward=True, **options)
+    fully_shard([model.norm, model.head], reshard_after_forward=False, **options)
+    return fully_shard(model, **options)
+
+
+def the_loop_of_torchtitan() -> None:
+    model = parallelized()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=False, foreach=True)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / 5))
+    for index in range(2 * NUM_STEPS):
+        optimizer.zero_grad()
+        for half in range(2):
+            model.set_requires_gradient_sync(half == 1)
+            loss = model(batch(2 * index + half, dist.get_rank() // 2)).square().mean() / 2
+            loss.backward()
+            show(loss)
+        gradients = [param.grad for param in model.parameters()]
+        norm: Any = nn.utils.get_total_norm(gradients, foreach=True)
+        norm = norm.full_tensor()
+        nn.utils.clip_grads_with_norm_(model.parameters(), 0.1, norm, foreach=True)
+        show(norm)
+        optimizer.step()
+        scheduler.step()

@@ -2,6 +2,7 @@
 
 import importlib.util
 import warnings
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -123,20 +124,17 @@ def test_scales_are_computed_ahead_at_the_beginning_of_an_iteration() -> None:
     """
     from torchao.float8 import precompute_float8_dynamic_scale_for_fsdp
 
-    def first(model: Any, optimizer: Any, x: Tensor) -> Tensor:
-        precompute_float8_dynamic_scale_for_fsdp(model)
+    def iterate(model: Any, optimizer: Any, x: Tensor, *, at_first: bool) -> Tensor:
+        if at_first:
+            precompute_float8_dynamic_scale_for_fsdp(model)
         loss: Tensor = model(x)
         loss.backward()
         optimizer.step()
+        if not at_first:
+            precompute_float8_dynamic_scale_for_fsdp(model)
         return loss.detach()
 
-    def last(model: Any, optimizer: Any, x: Tensor) -> Tensor:
-        loss: Tensor = model(x)
-        loss.backward()
-        optimizer.step()
-        precompute_float8_dynamic_scale_for_fsdp(model)
-        return loss.detach()
-
+    first, last = (partial(iterate, at_first=at_first) for at_first in (True, False))
     runs = [
         trained(make(), "full_iteration"),
         *(trained(make(), scope, iteration=first) for scope in ("none", "full_iteration")),

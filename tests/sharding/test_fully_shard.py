@@ -1,22 +1,38 @@
-"""The loops, methods and parameters that FSDP2 users know, eagerly and in a captured iteration."""
+"""The loops, methods and parameters that FSDP2 users know, eagerly and in a captured iteration.
 
-from collections.abc import Callable, Iterator
+And what torch has beside it: torch.compile of units, before or after; context parallelism, where
+each rank has a part of each sequence, and which torch has on GPUs only.
+"""
+
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 from unittest.mock import Mock
 
 import pytest
 import torch
-from torch import Tensor
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.experimental import context_parallel
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import graphfsdp
 from counting_net import mean_square
 from everyday_scripts import Tower
+from graphfsdp import GuardError
+from graphfsdp.optim import FusedAdam
+from graphfsdp.training.gpt import GPT, GPTConfig
 from ranks import on_ranks, rank_device
 from recomputing_models import Recomputing
 from sharding_helpers import (
     ATOL,
     RTOL,
+    VOCABULARY,
+    Net,
     Training,
     adam,
     assert_equal_tensors,
@@ -24,12 +40,15 @@ from sharding_helpers import (
     batches,
     full_gradients,
     full_parameters,
+    hybrid_mesh,
     make_net,
     my_part,
+    raises_on_rank,
     replayed_as_eager,
     shard,
     train,
 )
+from stand_in_compilers import compiling_models_by
 
 NUM_STEPS = 5
 
@@ -261,3 +280,153 @@ def test_what_comes_waits_for_an_optimizer_that_steps_elsewhere() -> None:
     event = Mock(spec=torch.Event)
     tower("optim").set_post_optim_event(event)
     event.wait.assert_called_once_with()
+
+
+def trained(model: nn.Module) -> Training:
+    with warnings.catch_warnings():
+        # torch.compile hides its own, which does not help where warnings are errors.
+        warnings.simplefilter("ignore")
+        return train(model, adam(model), scope="none", num_steps=4)
+
+
+# torch 2.15 traces hooks of modules, ends at those of a unit, and compiles its forward in pieces.
+ONE_GRAPH = torch.torch_version.TorchVersion(torch.__version__) < "2.15"
+
+
+class Tracer:
+    """Runs what torch.compile has traced as it is."""
+
+    def __init__(self) -> None:
+        self.sizes: list[int] = []  # of each graph, in operators
+
+    def __call__(self, traced: torch.fx.GraphModule, example: list[Tensor]) -> Any:
+        calls = ("call_function", "call_method", "call_module")
+        self.sizes.append(sum(node.op in calls for node in traced.graph.nodes))
+        return torch._dynamo.lookup_backend("aot_eager")(traced, example)
+
+
+def compiled_net(strategy: str, when: str, backend: Any, *, recompute: bool = False) -> nn.Module:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # on a GPU it imports Inductor, of which torch warns
+        torch._dynamo.reset()
+    torch.manual_seed(0)
+    model = Net()
+    if recompute:
+        model.blocks = nn.ModuleList(map(checkpoint_wrapper, model.blocks))
+    for block in model.blocks if when == "before" else ():
+        block.compile(backend=backend)
+    shard(model, strategy)
+    for module in {"after": [*model.blocks], "the model": [model]}.get(when, []):
+        module.compile(backend=backend)
+    return model
+
+
+@pytest.mark.parametrize(
+    ("strategy", "when", "recompute"),
+    [
+        ("optim", "after", False),
+        ("optim_grads_params", "before", False),
+        ("optim_grads_params", "the model", False),
+        ("optim_grads_params", "before", True),
+    ],
+)
+@on_ranks("ranks2")
+def test_compiled_units_train_as_eager_ones_do(strategy: str, when: str, recompute: bool) -> None:
+    """A unit's own forward is one graph, whatever gathers and frees its weights around it."""
+    tracer = Tracer()
+    expected, got = (
+        trained(compiled_net(strategy, each, tracer, recompute=recompute))
+        for each in ("never", when)
+    )
+    assert_same_training(expected, got)
+    if ONE_GRAPH and not recompute:
+        assert [size for size in tracer.sizes if size > 3] == [6, 5], tracer.sizes
+
+
+@pytest.mark.gpu
+@on_ranks("gpu_ranks")
+def test_a_captured_step_compiles_units_and_gathers_around_them() -> None:
+    tracer = Tracer()
+    with compiling_models_by(tracer), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch._dynamo.reset()
+        for strategy in ("optim", "optim_grads_params"):
+            replayed_as_eager(lambda: make_net(strategy, dropout=0.2), compile=True)  # noqa: B023
+    if ONE_GRAPH:
+        assert [size for size in tracer.sizes if size > 3] == [6, 5] * 2
+
+
+NUM_PARTED, LENGTH = 7, 16
+SHAPE = GPTConfig(
+    vocab_size=VOCABULARY, seq_length=LENGTH, num_layers=2, hidden_size=32, num_attention_heads=2
+)
+
+
+def parted_model(mesh: DeviceMesh) -> tuple[nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    # Half precision: attention's kernels.
+    model: Any = GPT(SHAPE).to(rank_device(), torch.bfloat16)
+    for module in (*model.blocks, model):
+        graphfsdp.fully_shard(module, mesh)
+    return model, FusedAdam(model.parameters(), lr=1e-2)
+
+
+def sequences() -> list[list[Tensor]]:
+    generator = torch.Generator().manual_seed(1)
+    drawn = torch.randint(VOCABULARY, (NUM_PARTED, 2, 2, LENGTH), generator=generator)
+    return [[tokens.clone().to(rank_device()) for tokens in batch] for batch in drawn]
+
+
+@contextmanager
+def parted(mesh: DeviceMesh, batch: Sequence[Tensor]) -> Iterator[None]:
+    kernels = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION]
+    cut = context_parallel(
+        mesh, buffers=list(batch), buffer_seq_dims=[1] * len(batch), no_restore_buffers={*batch}
+    )
+    with cut, sdpa_kernel(kernels):
+        yield
+
+
+@pytest.mark.gpu
+@pytest.mark.multi_gpu
+@on_ranks("gpu_ranks")
+def test_captured_parts_of_sequences_train_as_a_plain_loop() -> None:
+    mesh = hybrid_mesh((dist.get_world_size(),), ("cp",))
+    model, optimizer = parted_model(mesh)
+    cut, losses = [], []
+    for batch in sequences():
+        with parted(mesh, batch):
+            loss = model(*batch)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        losses.append(loss.detach())
+        cut.append(batch)
+    expected = full_parameters(model)
+    for scope in ("none", "full_iteration"):
+        model, optimizer = parted_model(mesh)
+        # Entered once: whoever enters replaces torch's attention by a new function.
+        with (
+            parted(mesh, [torch.zeros(1, LENGTH, device=rank_device())]),
+            graphfsdp.capture(model, optimizer, scope=scope) as step,
+        ):
+            got = [step(*batch) for batch in cut]
+            assert step.phase.value == ("eager" if scope == "none" else "replay")
+        assert all(torch.equal(a, b) for a, b in zip(got, losses, strict=True))
+        for name, weight in full_parameters(model).items():
+            assert torch.equal(weight, expected[name]), name
+
+
+@pytest.mark.gpu
+@pytest.mark.multi_gpu
+@on_ranks("gpu_ranks")
+def test_attention_that_is_replaced_in_each_iteration_is_refused() -> None:
+    mesh = hybrid_mesh((dist.get_world_size(),), ("cp",))
+    model, optimizer = parted_model(mesh)
+    with graphfsdp.capture(model, optimizer) as step:
+        *first, last = sequences()
+        for batch in first[:4]:
+            with parted(mesh, batch):
+                step(*batch)
+        with parted(mesh, last), raises_on_rank(GuardError, "scaled_dot_product_attention"):
+            step(*last)

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from test_compiled_units import Tracer, compiled_net
+from test_fully_shard import Tracer, compiled_net
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.device_mesh import DeviceMesh

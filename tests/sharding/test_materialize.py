@@ -447,33 +447,6 @@ def test_misuses_are_named() -> None:
     assert keeper() is not None
 
 
-@pytest.mark.parametrize("root_is_unit", [True, False])
-@on_ranks("ranks2")
-def test_to_empty_works_as_in_fsdp2(root_is_unit: bool) -> None:
-    """``to_empty``, then values by hand, as torch's own fully_shard wants it."""
-    with torch.device("meta"):  # also around fully_shard
-        model: Any = Around("right")
-        for block in model.blocks:
-            graphfsdp.fully_shard(block)
-        if root_is_unit:
-            graphfsdp.fully_shard(model)
-    model.blocks[1].weight.tag = 3
-    held = [id(param) for param in model.blocks.parameters()]
-    model.to_empty(device=rank_device())
-    assert held == [id(param) for param in model.blocks.parameters()]
-    optim = adam(model)
-    assert model.blocks[1].weight.tag == 3
-    assert all(bool(param.to_local().isnan().all()) for param in model.blocks.parameters())
-    with torch.no_grad():
-        for param in model.parameters():
-            param.fill_(0.25)
-        model.plain.zero_()
-    model(torch.full((2, 4), 1.0, device=rank_device())).sum().backward()
-    optim.step()
-    for name, value in full_parameters(model).items():
-        assert not torch.equal(value, torch.full_like(value, 0.25)), name
-
-
 class Tabled(nn.Module):
     """A model with a table that no checkpoint holds, and a buffer that one does."""
 
@@ -504,11 +477,6 @@ def batch(index: int) -> Tensor:
     return torch.randn(4, 8, generator=generator).to(rank_device())
 
 
-def run(model: nn.Module, optim: torch.optim.Optimizer, first: int, num_steps: int) -> list[Tensor]:
-    with graphfsdp.capture(model, optim) as step:
-        return [step(batch(index)) for index in range(first, first + num_steps)]
-
-
 @pytest.mark.parametrize("strategy", ["optim", "optim_grads_params"])
 @on_ranks("ranks2")
 def test_a_run_goes_on_in_a_model_from_meta(tmp_path: Path, strategy: str) -> None:
@@ -516,7 +484,7 @@ def test_a_run_goes_on_in_a_model_from_meta(tmp_path: Path, strategy: str) -> No
     torch.manual_seed(0)
     first: Any = shard(Tabled().to(rank_device()), "optim_grads_params")
     optim = adam(first)
-    run(first, optim, 0, 2)
+    train(first, optim, data=[(batch(0),), (batch(1),)])
     graphfsdp.save(tmp_path, first, optim, step=2)
     runs, generators = [], []
     for meta in (False, True):
@@ -531,26 +499,16 @@ def test_a_run_goes_on_in_a_model_from_meta(tmp_path: Path, strategy: str) -> No
         assert held == list(map(id, model.parameters()))
         assert torch.equal(model.table, torch.arange(8.0, device=rank_device()))
         assert int(model.steps) == 5
-        runs.append(run(model, optim, 2, 6) + list(full_parameters(model).values()))
+        runs.append(train(model, optim, data=[(batch(index),) for index in range(2, 8)]))
     assert torch.equal(*generators)
-    for index, (left, right) in enumerate(zip(*runs, strict=True)):
-        assert torch.equal(left, right), (index, float((left - right).abs().max()))
+    assert_same_training(*runs)
     model = on_meta(Tabled)  # whole; no unit
     with rank_device():
         graphfsdp.load(tmp_path, model)
-    for name, value in full_parameters(first).items():
-        assert torch.equal(value, dict(model.named_parameters())[name].detach()), name
-
-
-@on_ranks("ranks2")
-def test_what_a_checkpoint_lacks_is_named_and_the_model_still_awaits_values(tmp_path: Path) -> None:
-    folder = str(tmp_path)
-    torch.manual_seed(0)
-    saved = shard(Tabled().to(rank_device()), "optim_grads_params")
-    graphfsdp.save(folder, saved, step=1)
-    model: Any = shard(on_meta(lambda: Tabled(bias=True)), "optim_grads_params")
+    assert_equal_tensors(full_parameters(first), full_parameters(model))
+    model = shard(on_meta(lambda: Tabled(bias=True)), strategy)
     with raises_on_rank(graphfsdp.CheckpointMismatchError, "'head.bias' is missing"):
-        graphfsdp.load(folder, model)
+        graphfsdp.load(tmp_path, model)
     with raises_on_rank(graphfsdp.ConfigError, "has no values yet"):
         model(batch(0))
     assert model.steps.is_meta

@@ -70,6 +70,7 @@ def clamp_a_part(weight: Tensor) -> object:
 
 @on_ranks("ranks2")
 def test_writes_into_whole_weights_are_refused() -> None:
+    """An embedding that bounds its rows is one of them; what is no copy may be written."""
     said = "forward pass of unit '(root)' writes into its weights in place", "Remedy"
     x = torch.ones(2, WIDTH, device=rank_device())
     for strategy in ("optim", "optim_grads_params"):
@@ -81,23 +82,14 @@ def test_writes_into_whole_weights_are_refused() -> None:
                     model(x)
                 model.write = None
                 model(x).backward()  # the model is as before
-
-
-@on_ranks("ranks2")
-def test_an_embedding_that_bounds_its_rows_is_refused_as_any_write() -> None:
-    model = nn.Sequential(nn.Embedding(4, 2, max_norm=0.1)).to(rank_device())
-    graphfsdp.fully_shard(model)
-    with torch.no_grad(), raises_on_rank(PhaseError, "writes into its weights in place"):
-        model(torch.tensor([1, 2], device=rank_device()))
-
-
-@on_ranks("ranks2")
-def test_writes_into_weights_that_are_no_copies_stay() -> None:
-    model = Writing(clamp, trains=False).to(rank_device())
-    graphfsdp.fully_shard(model, strategy="no_shard")
-    model(torch.ones(2, WIDTH, device=rank_device())).backward()
-    whole: Any = model.frozen.weight
-    assert float(whole.full_tensor().abs().max()) < 0.11
+    bounded = nn.Sequential(nn.Embedding(4, 2, max_norm=0.1)).to(rank_device())
+    graphfsdp.fully_shard(bounded)
+    with torch.no_grad(), raises_on_rank(PhaseError, *said):
+        bounded(torch.tensor([1, 2], device=rank_device()))
+    unsharded: Any = Writing(clamp, trains=False).to(rank_device())
+    graphfsdp.fully_shard(unsharded, strategy="no_shard")
+    unsharded(x).backward()
+    assert float(unsharded.frozen.weight.full_tensor().abs().max()) < 0.11
 
 
 @on_ranks("ranks2")
@@ -348,17 +340,23 @@ def assert_apart(model: Any, twin: Any) -> None:
     check_slices(twin)
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
-@on_ranks("ranks2")
-def test_a_copy_trains_as_the_original_would(strategy: str) -> None:
+@pytest.mark.parametrize(
+    ("ranks", "strategy", "outer"),
+    [
+        *(("ranks2", strategy, None) for strategy in STRATEGIES),
+        *(("ranks4", "optim_grads_params", outer) for outer in ("no_shard", "optim")),
+    ],
+)
+@on_ranks()
+def test_a_copy_trains_as_the_original_would(strategy: str, outer: str | None) -> None:
     """Copied before the first forward pass, after it, and with gradients; both then go on alone."""
     for steps_before in (0, 2):
-        model = make_net(strategy)
+        model: Any = make_net(strategy) if outer is None else hybrid_net(strategy, outer)
         if steps_before:
             train(model, adam(model), num_steps=steps_before, scope="none")
             model(*my_part(batches(1)[0])).backward()
         twin = copy.deepcopy(model)
-        assert isinstance(twin, graphfsdp.FSDPModule)
+        assert type(twin) is type(model)
         assert_apart(model, twin)
         pairs: Any = zip(model.parameters(), twin.parameters(), strict=True)
         for mine, other in pairs:
@@ -373,6 +371,10 @@ def test_a_copy_trains_as_the_original_would(strategy: str) -> None:
         runs.append(train(twin, adam(twin)))
         assert_equal_tensors(*(run.tensors() for run in runs))
         assert_apart(model, twin)
+    block = copy.deepcopy(model.blocks[0])  # which is a root of its own
+    x = torch.ones(2, 8, device=rank_device())
+    assert torch.equal(block(x), model.blocks[0](x))
+    assert len(buffers(block)) == len(buffers(model.blocks[0]))
 
 
 @on_ranks("ranks2")
@@ -390,29 +392,17 @@ def test_a_method_that_is_a_forward_pass_is_that_of_the_copy() -> None:
     assert not torch.equal(model.logits(tokens), plain.logits(tokens))
 
 
-@on_ranks("ranks4")
-def test_copies_on_two_axes_and_of_parts() -> None:
-    for outer in ("no_shard", "optim"):
-        model = hybrid_net("optim_grads_params", outer)
-        twin = copy.deepcopy(model)
-        runs = [train(each, adam(each)) for each in (model, twin)]
-        assert_equal_tensors(*(run.tensors() for run in runs))
-    block = copy.deepcopy(model.blocks[0])  # which is a root of its own
-    x = torch.ones(2, 8, device=rank_device())
-    assert torch.equal(block(x), model.blocks[0](x))
-    assert len(buffers(block)) == len(buffers(model.blocks[0]))
-
-
 @on_ranks("ranks2")
 def test_copies_without_values_and_what_is_refused() -> None:
     model = shard(on_meta(Net), "optim_grads_params")
-    twin = copy.deepcopy(model)
+    twin: Any = copy.deepcopy(model)
     for each in (model, twin):
         torch.manual_seed(0)
         with raises_on_rank(graphfsdp.ConfigError, "has no values yet"):
             each(*my_part(batches(1)[0]))
-    twin.to_empty(device=rank_device())
+    nn.Sequential(twin).to_empty(device=rank_device())
     assert all(param.is_meta for param in model.parameters())
+    assert all(bool(param.to_local().isnan().all()) for param in twin.parameters())
     wide: Any = graphfsdp.fully_shard(nn.Linear(4, 4).to(rank_device()))
     wide.unshard()
     with raises_on_rank(graphfsdp.NotCopyableError, "unit '(root)' cannot be copied", "unsharded"):

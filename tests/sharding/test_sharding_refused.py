@@ -246,24 +246,24 @@ def test_what_is_put_in_the_place_of_shards() -> None:
 
 
 @on_ranks("ranks2")
-def test_a_weight_that_is_tied_after_it_was_sharded() -> None:
-    model: Any = nn.Sequential(graphfsdp.fully_shard(nn.Linear(4, 4)), nn.Linear(4, 4))
+def test_modules_that_their_units_do_not_expect() -> None:
+    """Called outside of their unit; tied after it was sharded; busy when they get a parent."""
+    x = torch.ones(2, 4)
+    model: Any = graphfsdp.fully_shard(nn.Sequential(nn.Linear(4, 4), nn.ReLU()))
+    model(x)
+    with raises_on_rank(Exception, "unit", "outside"):
+        model[0](x)
+    model(x).sum().backward()
+    model = nn.Sequential(graphfsdp.fully_shard(nn.Linear(4, 4)), nn.Linear(4, 4))
     model[1].weight = model[0].weight
     graphfsdp.fully_shard(model)
     with raises_on_rank(ConfigError, "is not done on a sharded parameter"):
-        model(torch.ones(2, 4))
-
-
-@on_ranks("ranks2")
-def test_a_parent_over_a_busy_child() -> None:
+        model(x)
     model = nn.Sequential(nn.Linear(4, 4), graphfsdp.fully_shard(nn.Linear(4, 4)))
-    child = model[1]
-    assert isinstance(child, graphfsdp.FSDPModule)
-    with child.no_sync():
-        child(torch.ones(2, 4)).sum().backward()
+    with model[1].no_sync():
+        model[1](x).sum().backward()
     with raises_on_rank(ConfigError, "unit '1'", "wait for their reduction"):
-        graphfsdp.fully_shard(model)
-        model(torch.ones(2, 4))
+        graphfsdp.fully_shard(model)(x)
 
 
 @pytest.mark.parametrize("what", ["shape", "dtype", "frozen", "missing", "strategy"])
@@ -283,16 +283,6 @@ def test_a_rank_that_differs(what: str) -> None:
         wrapped = graphfsdp.fully_shard(model, strategy=strategy)
         assert isinstance(wrapped, graphfsdp.FSDPModule)
         wrapped.prepare_shards()
-
-
-@on_ranks("ranks2")
-def test_a_module_called_outside_its_unit() -> None:
-    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
-    graphfsdp.fully_shard(model)
-    model(torch.ones(2, 4))
-    with raises_on_rank(Exception, "unit", "outside"):
-        model[0](torch.ones(2, 4))
-    model(torch.ones(2, 4)).sum().backward()
 
 
 @on_ranks("ranks4")

@@ -48,7 +48,6 @@ from sharding_helpers import (
     assert_trains_as_whole,
     batches,
     full_gradients,
-    full_parameters,
     hybrid_mesh,
     make_net,
     my_part,
@@ -133,33 +132,6 @@ def test_parallel_modules_train_as_one_rank_and_replay_as_eager(
     )
     whole = plain_model().to(rank_device())
     assert_trains_as_whole(got, whole=whole, group=mesh.get_group("dp"))
-
-
-@pytest.mark.parametrize("strategy", ["optim", "optim_grads_params"])
-@on_ranks("ranks2")
-def test_evaluation_between_captured_steps(strategy: str) -> None:
-    """Evaluation passes between training steps see the newest weights and disturb nothing."""
-    num_steps = num_steps_of(strategy, "optim_grads_params")
-    runs = []
-    for evaluates in (False, True):
-        model = make_net(strategy)
-        optim = adam(model)
-        losses = []
-        with graphfsdp.capture(model, optim, max_grad_norm=1.0) as step:
-            for index, batch in enumerate(batches(num_steps)):
-                if evaluates:
-                    with_grad = index % 2 == 1  # and nobody calls backward
-                    plain = make_net(None)
-                    plain.load_state_dict(full_parameters(model), strict=False)  # head is tied
-                    with torch.set_grad_enabled(with_grad):
-                        got, expected = model(*my_part(batch)), plain(*my_part(batch))
-                    assert torch.equal(got, expected), f"before call {index}"
-                    assert got.requires_grad == with_grad
-                    del got, expected
-                losses.append(step(*my_part(batch)))
-        runs.append((losses, full_parameters(model)))
-    for before, after in zip(*runs, strict=True):
-        assert_equal_tensors(before, after)
 
 
 @on_ranks("ranks4")
