@@ -174,11 +174,6 @@ def test_parameters_of_16_bits_have_the_bits_of_the_plain_loop(
     as_eager(name, torch.device("cpu"), beside="plain", dtype=dtype)
 
 
-@pytest.mark.parametrize("name", ["AdamW", "SGD"])
-def test_a_step_inside_an_own_iteration_is_the_same(name: str, device: torch.device) -> None:
-    as_eager(name, device, iteration=steps_once())
-
-
 def steps_by_a_closure(
     model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor
 ) -> Tensor | None:
@@ -193,10 +188,19 @@ def steps_by_a_closure(
 
 
 @pytest.mark.parametrize(
-    "name", ["AdamW", "SGD, nesterov", "Adagrad", "NAdam", "Muon", "FusedAdam"]
+    ("name", "iteration"),
+    [
+        *((name, steps_once()) for name in ("AdamW", "SGD")),
+        *(
+            (name, steps_by_a_closure)
+            for name in ("AdamW", "SGD, nesterov", "Adagrad", "NAdam", "Muon", "FusedAdam")
+        ),
+    ],
 )
-def test_a_step_by_a_closure_is_the_same(name: str, device: torch.device) -> None:
-    as_eager(name, device, iteration=steps_by_a_closure)
+def test_a_step_inside_an_own_iteration_or_by_a_closure_is_the_same(
+    name: str, iteration: Callable[..., Any], device: torch.device
+) -> None:
+    as_eager(name, device, iteration=iteration)
 
 
 def loads(at: int) -> Setup:

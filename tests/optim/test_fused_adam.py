@@ -157,7 +157,7 @@ STEPS = st.integers(0, NUM_STEPS - 1)
     master_weights=st.booleans(),
     scale=st.sampled_from([None, 0.5, 1.0]),
     skips=st.sets(STEPS),
-    bad=st.sampled_from([None, math.nan, math.inf, -math.inf]),
+    bad=st.sampled_from([None, math.nan, math.inf, -math.inf, 1e25]),
     event=st.sampled_from([None, "joined", "moved", "replaced", "cleared"]),
     chunk=st.sampled_from([64, 1 << 17]),
 )
@@ -182,7 +182,8 @@ def test_steps_are_those_of_torch(
     """Whatever shapes, dtypes, layouts, groups and numbers, with steps that are left out.
 
     A narrow weight takes the steps of a wide one, which begins each as the narrow one where no main
-    weight is kept. A step is left out by a flag, or where a gradient is ``bad``.
+    weight is kept. A step is left out by a flag, or where a gradient is ``bad``: not finite, or its
+    norm is beyond the range of float32, as the document says.
     """
     decoupled = grad_dtype is not None
     attribute = "decoupled_grad" if decoupled else "grad"

@@ -507,10 +507,11 @@ def uneven_tensor_parallelism() -> None:
     def backward(model: Any, index: int) -> None:
         model(batch(index, mesh["dp"].get_local_rank())).square().mean().backward()
 
-    for hidden in (3, 5, 17):
+    for hidden in (3, 5, 17, 4):
         model = whole_model(hidden=hidden)
         parallelize_module(model, mesh["tp"], {"0.0": columns, "1.0": columns})
-        train(sharded(model, mesh=mesh["dp"]), backward, foreach=False)
+        place = (lambda param: Shard(param.dim() - 1)) if hidden == 4 else None
+        train(sharded(model, mesh=mesh["dp"], shard_placement_fn=place), backward, foreach=False)
 
 
 def parallelized() -> Any:

@@ -25,7 +25,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.distributed.fsdp._fully_shard import _fsdp_common as torchs_common
 from torch.distributed.tensor import Shard, distribute_tensor
-from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import forked_programs
@@ -452,23 +451,3 @@ def test_parameters_with_a_mesh_of_their_own() -> None:
             outer_strategy="optim",
             shard_placement_fn=lambda _: elsewhere,
         )
-
-
-@on_ranks("ranks4")
-def test_beside_tensor_parallelism() -> None:
-    """Cut by rows over one axis, by columns over the other."""
-    mesh = hybrid_mesh((2, 2), ("dp", "tp"))
-    results = []
-    for apply in (torch_fully_shard, graphfsdp.fully_shard):
-        torch.manual_seed(0)
-        model: Any = nn.Sequential(nn.Linear(SIZE, 4), nn.Tanh()).to(rank_device())
-        parallelize_module(model[0], mesh["tp"], ColwiseParallel())
-        apply(model, mesh=mesh["dp"], shard_placement_fn=lambda p: Shard(p.dim() - 1))
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        for (x,) in data(torch.float32):
-            model(x).square().mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        results.append(list(full_parameters(model).values()))
-    for theirs, mine in zip(*results, strict=True):
-        torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-6)

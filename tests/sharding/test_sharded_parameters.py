@@ -5,6 +5,7 @@ import io
 import math
 import pickle
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -224,27 +225,21 @@ def test_parameters_keep_what_their_owner_put_on_them() -> None:
     assert not model.frozen.requires_grad
 
 
-def of_tensors() -> Any:
-    return tensor_parallel(sequence=True)
-
-
-def repeated() -> Any:
-    return hybrid_net("optim_grads_params", "no_shard")
-
-
-def cut_twice() -> Any:
-    return hybrid_net("optim_grads_params", "optim")
-
-
-@pytest.mark.parametrize("make", [of_tensors, repeated, cut_twice])
+@pytest.mark.parametrize(
+    "make",
+    [
+        partial(tensor_parallel, sequence=True),
+        *(partial(hybrid_net, "optim_grads_params", outer) for outer in ("no_shard", "optim")),
+    ],
+)
 @on_ranks("ranks4")
 def test_norms_and_counts_are_those_of_whole_parameters_and_gradients(
-    make: Callable[[], Any],
+    make: partial[Any],
 ) -> None:
     """On two axes; on one, scripts of FSDP2 print them."""
     model = make()
     (batch,) = whole_batches()[:1]
-    if make is of_tensors:
+    if make.func is tensor_parallel:
         model(*part_of_axis(batch, hybrid_mesh((2, 2), TP_AXES), "dp")).backward()
     else:
         model(*my_part(batch)).backward()

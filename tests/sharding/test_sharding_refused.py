@@ -269,18 +269,12 @@ def test_modules_that_their_units_do_not_expect() -> None:
 @pytest.mark.parametrize("what", ["shape", "dtype", "frozen", "missing", "strategy"])
 @on_ranks("ranks2")
 def test_a_rank_that_differs(what: str) -> None:
-    odd = dist.get_rank() == 1
-    width = 6 if odd and what == "shape" else 4
-    model = nn.Sequential(nn.Linear(4, width), nn.ReLU())
-    if odd and what == "dtype":
-        model.double()
-    if odd and what == "frozen":
-        model.requires_grad_(False)
-    if odd and what == "missing":
-        model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.ReLU())
-    strategy = "optim" if odd and what == "strategy" else "optim_grads"
+    mine = what if dist.get_rank() == 1 else ""
+    layer = nn.Linear(4, 6 if mine == "shape" else 4, bias=mine != "missing")
+    layer.to(torch.float64 if mine == "dtype" else FP32).requires_grad_(mine != "frozen")
+    strategy = "optim" if mine == "strategy" else "optim_grads"
     with raises_on_rank(ConfigError, "rank"):
-        wrapped = graphfsdp.fully_shard(model, strategy=strategy)
+        wrapped = graphfsdp.fully_shard(nn.Sequential(layer), strategy=strategy)
         assert isinstance(wrapped, graphfsdp.FSDPModule)
         wrapped.prepare_shards()
 

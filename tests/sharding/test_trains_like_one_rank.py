@@ -20,7 +20,6 @@ from torch import Tensor, nn
 import graphfsdp
 from graphfsdp.optim import FusedAdam
 from helpers import (
-    assert_same_state,
     assert_same_states,
     local_part,
     quick_garbage_collection,
@@ -48,6 +47,7 @@ from sharding_helpers import (
     assert_trains_as_whole,
     batches,
     full_gradients,
+    full_parameters,
     hybrid_mesh,
     make_net,
     my_part,
@@ -429,11 +429,6 @@ def make(name: str, **options: Any) -> tuple[list[nn.Module], Any]:
     return make_trained(name, rank_device(), adam, adam, shard=shard)
 
 
-def whole(tensor: Any) -> Tensor:
-    full: Tensor = getattr(tensor, "full_tensor", tensor.detach)()
-    return full.detach().clone()
-
-
 def iterated(
     name: str, scope: str | None, num_steps: int, *, apart: bool, options: dict[str, Any]
 ) -> list[dict[str, Tensor]]:
@@ -448,11 +443,12 @@ def iterated(
     generator = torch.Generator().manual_seed(20 + rank)
 
     def state_of() -> dict[str, Tensor]:
-        return {
-            f"{key} of model {at}": local_part(param).detach().clone() if apart else whole(param)
-            for at, model in enumerate(models)
-            for key, param in model.named_parameters()
-        }
+        found = {}
+        for at, model in enumerate(models):
+            parts = {key: local_part(p).detach().clone() for key, p in model.named_parameters()}
+            for key, weight in (parts if apart else full_parameters(model)).items():
+                found[f"{key} of model {at}"] = weight
+        return found
 
     data = (torch.randn(8, 6, generator=generator).to(rank_device()) for _ in range(num_steps))
     return train_by(name, models, optimizers, data, scope, state_of)
@@ -535,6 +531,5 @@ def test_a_sharded_iteration_is_captured_ahead_of_time() -> None:
             generator = torch.Generator().manual_seed(dist.get_rank())
             for _ in range(7):
                 step(torch.randn(8, 6, generator=generator).to(rank_device()))
-        params = [p for model in models for p in model.parameters()]
-        runs.append({str(at): whole(param) for at, param in enumerate(params)})
-    assert_same_state(runs[0], runs[1])
+        runs.append([weight for model in models for weight in full_parameters(model).values()])
+    assert_equal_tensors(*runs)

@@ -303,23 +303,6 @@ def replayed_as_eager(
     return runs[1]
 
 
-def assert_trains_as_one(got: Training, plain: Training, group: dist.ProcessGroup) -> None:
-    """Compare with the unsharded run; the mean loss of ``group`` is that of the whole batch."""
-    for mine, whole in zip(got.losses, plain.losses, strict=True):
-        mean = mine.clone()
-        dist.all_reduce(mean, op=dist.ReduceOp.AVG, group=group)
-        torch.testing.assert_close(mean, whole, rtol=RTOL, atol=ATOL)
-    for mine, whole in zip(got.norms, plain.norms, strict=True):
-        torch.testing.assert_close(mine, whole, rtol=1e-6, atol=0.0)  # a float32
-    assert list(got.params) == list(plain.params)
-    for name, whole in plain.params.items():
-        assert got.params[name].shape == whole.shape, name
-        if whole.numel():
-            difference = float((got.params[name] - whole).abs().max())
-            assert difference <= ATOL + RTOL * float(whole.abs().max()), f"{name}: {difference}"
-    torch.testing.assert_close(got.buffers, plain.buffers, rtol=RTOL, atol=ATOL)
-
-
 def assert_trains_as_whole(
     got: Training,
     optimizer: str = "fused_adam",
@@ -336,8 +319,20 @@ def assert_trains_as_whole(
     whole = make_net(None, dtype=torch.float64) if whole is None else whole
     batches_of_all = data or batches(len(got.losses))
     on_device = [tuple(part.to(rank_device()) for part in batch) for batch in batches_of_all]
-    expected = train(whole, adam(whole, optimizer), data=on_device, scope="none", **options)
-    assert_trains_as_one(got, expected, group or world_group())
+    plain = train(whole, adam(whole, optimizer), data=on_device, scope="none", **options)
+    for mine, theirs in zip(got.losses, plain.losses, strict=True):
+        mean = mine.clone()
+        dist.all_reduce(mean, op=dist.ReduceOp.AVG, group=group or world_group())
+        torch.testing.assert_close(mean, theirs, rtol=RTOL, atol=ATOL)
+    for mine, theirs in zip(got.norms, plain.norms, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-6, atol=0.0)  # a float32
+    assert list(got.params) == list(plain.params)
+    for name, theirs in plain.params.items():
+        assert got.params[name].shape == theirs.shape, name
+        if theirs.numel():
+            difference = float((got.params[name] - theirs).abs().max())
+            assert difference <= ATOL + RTOL * float(theirs.abs().max()), f"{name}: {difference}"
+    torch.testing.assert_close(got.buffers, plain.buffers, rtol=RTOL, atol=ATOL)
 
 
 @contextmanager
