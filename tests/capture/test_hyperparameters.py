@@ -26,7 +26,6 @@ def train(
     device: torch.device,
     change: Change,
     groups: tuple[int, ...] = BOTH,
-    optimizer: str = "fused_adam",
 ) -> Trace:
     """Train two groups: matrices, and the rest without weight decay."""
 
@@ -45,7 +44,7 @@ def train(
         return tick
 
     case = Case(ZOO["mlp"].make, ZOO["mlp"].batch, setup=setup)
-    return run(case, scope, device, optimizer=optimizer, max_grad_norm=0.1)
+    return run(case, scope, device, max_grad_norm=0.1)
 
 
 @functools.cache
@@ -75,14 +74,6 @@ def test_a_change_by_hand_takes_effect_in_the_next_replay(name: str, device: tor
         assert_same_run(expected, train(scope, device, *CHANGES[name]))
     before = unchanged(device)
     assert not torch.equal(before, expected.snapshots[-1][WEIGHT]), "the change had no effect"
-
-
-def test_baked_values_are_free_while_the_optimizer_is_eager(device: torch.device) -> None:
-    def change(index: int) -> dict[str, Any]:
-        return {"lr": 0.1 / (index + 1), "weight_decay": 0.1 * index}
-
-    runs = [train(scope, device, change, SECOND, "adamw") for scope in ("none", "forward_backward")]
-    assert_same_run(*runs)
 
 
 REFUSED = graphfsdp.ConfigError, graphfsdp.GuardError

@@ -315,6 +315,7 @@ def test_the_optimizer_is_free_where_it_stays_eager() -> None:
     guarded = start("adamw", scope="forward_backward")
     guarded.optim.load_state_dict(copy.deepcopy(guarded.optim.state_dict()))
     guarded.optim.register_step_post_hook(lambda *args: None)
+    guarded.optim.param_groups[0]["weight_decay"] = 0.5  # which a graph would hold
     guarded.step(guarded.batch())
     assert guarded.step.report().num_calls["replay"] == 2
 
