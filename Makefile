@@ -25,8 +25,7 @@ CORE = $(addprefix tests/,capture/test_capture.py capture/test_on_change.py \
 VENV_LIBRARIES ?= .venv-libraries
 LIBRARIES = $(addprefix tests/,integrations project/test_other_libraries.py \
   project/test_porting.py project/test_examples.py training/test_hugging_face_weights.py \
-  training/test_training_run_directory.py capture/test_libraries_inside.py \
-  capture/test_masks_of_transformers.py)
+  training/test_training_run_directory.py capture/test_libraries_inside.py)
 # The environment of `make docs`, without torch, and where the site goes.
 VENV_DOCS ?= .venv-docs
 SITE ?= build/site

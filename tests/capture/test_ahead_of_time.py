@@ -1,6 +1,7 @@
 """example_batch: a graph before the first batch, and training as if it had not been."""
 
 import itertools
+from functools import partial
 from typing import Any
 
 import pytest
@@ -8,8 +9,9 @@ import torch
 from torch import Tensor, nn
 
 import graphfsdp
+from adam_helpers import make_muon
 from graphfsdp import Phase
-from graphfsdp.optim import FusedAdam, Muon
+from graphfsdp.optim import FusedAdam
 from helpers import (
     NUM_STEPS,
     Batch,
@@ -23,6 +25,7 @@ from zoo import ROWS, features
 from zoo_models import Statistical
 
 Params = list[nn.Parameter]
+MUON = partial(make_muon, lr=1e-2)
 EXAMPLE = torch.full((ROWS, 5), 7.0)
 
 
@@ -47,12 +50,6 @@ def fused_adam(params: Params) -> torch.optim.Optimizer:
     return FusedAdam(params, weight_decay=0.1, amsgrad=True, skip_nonfinite=True)
 
 
-def muon(params: Params) -> torch.optim.Optimizer:
-    matrices, others = ([p for p in params if (p.dim() == 2) is kind] for kind in (True, False))
-    groups: list[dict[str, Any]] = [{"params": matrices}, {"params": others, "use_muon": False}]
-    return Muon(groups, lr=1e-2)
-
-
 def sgd(params: Params) -> torch.optim.Optimizer:
     """Return one whose first step is not one from a momentum of zero."""
     lr = torch.tensor(1e-2, device=params[0].device)
@@ -70,7 +67,7 @@ def trained_before(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
 
 @pytest.mark.parametrize(
     ("optimizer", "setup"),
-    [*itertools.product([fused_adam, "adamw", sgd], [None, trained_before]), (muon, None)],
+    [*itertools.product([fused_adam, "adamw", sgd], [None, trained_before]), (MUON, None)],
 )
 def test_training_is_the_one_that_captured_on_its_way(
     optimizer: Any, setup: Any, device: torch.device
@@ -81,7 +78,7 @@ def test_training_is_the_one_that_captured_on_its_way(
     got = run(case, "full_iteration", device, example_batch=(EXAMPLE.to(device),), **options)
     assert_same_run(expected, got)
     assert got.report.num_captures == 1
-    eager = 0 if setup or optimizer in (fused_adam, muon) else 1
+    eager = 0 if setup or optimizer in (fused_adam, MUON) else 1
     assert got.report.num_calls.get("eager", 0) == eager
     assert got.report.num_calls["replay"] == NUM_STEPS - eager
 

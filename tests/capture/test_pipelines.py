@@ -37,10 +37,10 @@ from sharding_helpers import ADAM_EPS, assert_equal_tensors, learning_rate
 NUM_STEPS = 14
 
 
-def given(optim: torch.optim.Optimizer, num_steps: int = NUM_STEPS) -> Iterator[Any]:
+def given(optim: torch.optim.Optimizer) -> Iterator[Any]:
     """Yield batches with their numbers; the learning rate changes with each."""
     torch.manual_seed(7)
-    for index in range(num_steps):
+    for index in range(NUM_STEPS):
         set_lr(optim, learning_rate(index))
         yield index, *batch(index)
 

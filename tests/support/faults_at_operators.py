@@ -3,7 +3,7 @@
 import enum
 import random
 import signal
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy
@@ -98,28 +98,6 @@ class World:
             assert name in before, f"{when}: {name} is new"
             assert name in now, f"{when}: {name} is gone"
             assert before[name] == now[name], f"{when}: {name} was {before[name]}, is {now[name]}"
-
-    def put_back(self) -> Callable[[], None]:
-        """Return a function that writes the present values back in place, as a checkpoint does."""
-        state = [
-            (value, value.detach().clone())
-            for value in (
-                *self._model.parameters(),
-                *self._model.buffers(),
-                *(v for s in self._optimizer.state.values() for v in s.values()),
-            )
-        ]
-        generators = [torch.default_generator, *self._generators]
-        random_states = [(generator, generator.get_state()) for generator in generators]
-
-        def restore() -> None:
-            with torch.no_grad():
-                for value, old in state:
-                    value.copy_(old)
-            for generator, random_state in random_states:
-                generator.set_state(random_state)
-
-        return restore
 
     def _tensors(self) -> dict[str, Tensor]:
         values = snapshot(self._model, self._optimizer)

@@ -185,15 +185,6 @@ def chosen(places: dict[Place, list[int]], num: int = NUM_TRIED) -> Iterator[int
     return iter(all_of_them[:: max(1, len(all_of_them) // num)])
 
 
-def test_a_warm_up_that_is_interrupted_anywhere_leaves_nothing_or_all_of_it() -> None:
-    training = Interrupted(3 * NUM_TRIED, warmup_steps=10**6)
-    training.train()
-    indices = [*chosen(training.places(training.train))]
-    assert sum(training.interrupt(training.train, index) != "" for index in indices) > NUM_TRIED / 2
-    assert training.num_done < len(indices) / 2 + 2  # most are undone
-    training.step.close()
-
-
 def about_to_capture() -> Interrupted:
     training = Interrupted(4, warmup_steps=1)
     training.train()
@@ -228,18 +219,21 @@ def replaying(num_iterations: int) -> Interrupted:
     return training
 
 
-def test_a_replay_that_is_interrupted_anywhere_is_complete_or_has_not_begun() -> None:
-    training = replaying(20 * NUM_TRIED)
-    places = training.places(training.train)
-    fired = [training.interrupt(training.train, index) for index in chosen(places)]
-    assert sum(where != "" for where in fired) > NUM_TRIED / 2
+@pytest.mark.parametrize("replays", [False, True], ids=["warm-up", "replay"])
+def test_an_iteration_that_is_interrupted_anywhere_leaves_nothing_or_all_of_it(
+    replays: bool,
+) -> None:
+    num_iterations = 3 * NUM_TRIED
+    training = (
+        replaying(num_iterations)
+        if replays
+        else Interrupted(num_iterations, warmup_steps=num_iterations)
+    )
+    training.train()
+    indices = [*chosen(training.places(training.train))]
+    assert sum(training.interrupt(training.train, index) != "" for index in indices) > NUM_TRIED / 2
+    assert replays or training.num_done < len(indices) / 2 + 2  # most are undone
     training.step.close()
-
-
-CALLS: dict[str, Callable[[graphfsdp.CapturedStep], object]] = {
-    "evaluate": lambda step: step.evaluate(batch(0)),
-    "verify": lambda step: step.verify(1),
-}
 
 
 @pytest.mark.parametrize(("name", "num_before"), [("evaluate", 0), ("evaluate", 2), ("verify", 0)])
@@ -249,7 +243,10 @@ def test_other_calls_that_are_interrupted_anywhere_leave_no_trace(
     training = replaying(6)
 
     def call() -> object:
-        return CALLS[name](training.step)
+        if name == "evaluate":
+            return training.step.evaluate(batch(0))
+        training.step.verify(1)
+        return None
 
     expected, places = call(), training.places(call)
     for _ in range(num_before):

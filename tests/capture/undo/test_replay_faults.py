@@ -1,5 +1,6 @@
 """A fault at every operator of a warm-up, a capture, a replay: how far it is undone, and then."""
 
+import copy
 import itertools
 import random
 from collections.abc import Callable
@@ -14,7 +15,19 @@ import graphfsdp
 from faults_at_operators import FAULTS, Fault, FaultMode, World
 from graphfsdp import CapturedStep, Phase
 from graphfsdp.optim import FusedAdam
-from helpers import assert_same_state, make_optimizer, quick_garbage_collection, set_lr, snapshot
+from helpers import (
+    Case,
+    assert_same_state,
+    assert_same_states,
+    check_against_eager,
+    line_of,
+    make_optimizer,
+    quick_garbage_collection,
+    run,
+    set_lr,
+    snapshot,
+)
+from zoo import ZOO, features
 from zoo_models import WIDTH, Squared, UnusedParameter
 
 NUM_CALLS = 7
@@ -95,9 +108,11 @@ class Training:
         vars(self.model)["draws"] = index < 2
         return torch.randn(4, WIDTH, generator=generator)
 
+    def generators(self) -> list[torch.Generator]:
+        return [self.model.generator] if isinstance(self.model, Net) else []
+
     def world(self) -> World:
-        generator = getattr(self.model, "generator", None)
-        return World(self.model, self.optim, [] if generator is None else [generator])
+        return World(self.model, self.optim, self.generators())
 
 
 def expected(name: str) -> list[tuple[Tensor, dict[str, Tensor]]]:
@@ -114,24 +129,17 @@ def without_kept(state: dict[str, Tensor]) -> dict[str, Tensor]:
     return {name: value for name, value in state.items() if name != "attribute .kept"}
 
 
-def fail_everywhere(
-    training: Training,
-    index: int,
-    stride: int = 1,
-    ways: tuple[tuple[Fault, bool], ...] = WAYS,
-    *,
-    gradients: bool = True,
-) -> tuple[Tensor, int]:
+def fail_everywhere(training: Training, index: int, stride: int) -> tuple[Tensor, int]:
     """Call the step, every time with a fault at the next operator, until none is left.
 
-    Until then the state must not change, with ``gradients`` these neither. Returns what the call
-    without a fault has returned, and the number of faults.
+    Until then the state must not change. Returns what the call without a fault has returned, and
+    the number of faults.
     """
     batch = training.batch(index)
     world, phase = training.world(), training.step.phase
     for count in itertools.count():
         position = index % stride + count * stride
-        fault, after = ways[(count + index) % len(ways)]
+        fault, after = WAYS[(count + index) % len(WAYS)]
         quick_garbage_collection()
         mode = FaultMode(position, fault, after=after)
         calls = training.step.report().num_calls
@@ -140,7 +148,7 @@ def fail_everywhere(
                 loss = training.step(batch)
         except FAULTS:
             when = f"call {index}, {fault.value} {'after' if after else 'in'} {mode.fired}"
-            world.assert_unchanged(f"{when} at {position}", without_gradients=not gradients)
+            world.assert_unchanged(f"{when} at {position}")
             assert training.step.phase is phase, when
             assert training.step.report().num_calls == calls, when
         else:
@@ -186,7 +194,9 @@ def test_a_replay_is_undone_up_to_the_optimizer_and_refused_after_it(name: str) 
     counting = FaultMode(-1, Fault.ERROR, after=False)
     with counting:
         training.step(training.batch(4))
-    put_back = training.world().put_back()
+    model, optimizer = copy.deepcopy((training.model.state_dict(), training.optim.state_dict()))
+    generators = [torch.default_generator, *training.generators()]
+    drawn = [generator.get_state() for generator in generators]
     num_undone = fail_replay_everywhere(training, 5)
     if name == "eager_optimizer":
         assert num_undone > 15
@@ -197,7 +207,10 @@ def test_a_replay_is_undone_up_to_the_optimizer_and_refused_after_it(name: str) 
     with pytest.raises(graphfsdp.PhaseError, match=r"broken: .*load model and optimizer"):
         training.step(training.batch(5))
     training.step.close()
-    put_back()
+    training.model.load_state_dict(model)
+    training.optim.load_state_dict(optimizer)
+    for generator, state in zip(generators, drawn, strict=True):
+        generator.set_state(state)
     training.step = graphfsdp.capture(training.model, training.optim, **training.options)
     for index in (5, 6):
         assert torch.equal(training.step(training.batch(index)), reference[index][0])
@@ -222,3 +235,130 @@ def test_a_fault_at_any_operator_of_warm_up_and_capture_leaves_no_trace(name: st
     assert min(num_faults) >= 8, num_faults
     assert training.step.report().num_captures == 1
     training.step.close()
+
+
+Switch = dict[str, bool]
+
+
+def make(
+    device: torch.device, switch: Switch, undo: str
+) -> tuple[CapturedStep, nn.Module, FusedAdam]:
+    torch.manual_seed(0)
+    model = Squared(nn.Linear(WIDTH, 8), nn.Dropout(0.1), nn.Linear(8, WIDTH)).to(device)
+
+    def loss_fn(model: nn.Module, x: Tensor) -> Tensor:
+        loss: Tensor = model(x)
+        if switch["on"]:
+            raise ValueError("a mistake")
+        return loss
+
+    optimizer = FusedAdam(model.parameters(), lr=0.01)
+    return graphfsdp.capture(model, optimizer, loss_fn=loss_fn, undo=undo), model, optimizer
+
+
+def test_training_is_the_same_without_copies(device: torch.device) -> None:
+    check_against_eager(ZOO["mlp"], device, undo="none")
+
+
+def test_a_warm_up_that_fails_breaks_the_step(device: torch.device) -> None:
+    switch = {"on": False}
+    step, _, _ = make(device, switch, "none")
+    x = torch.randn(6, WIDTH, device=device)
+    step(x)
+    switch["on"] = True
+    with pytest.raises(ValueError, match="a mistake"):
+        step(x)
+    assert step.phase is Phase.BROKEN
+    switch["on"] = False
+    with pytest.raises(graphfsdp.PhaseError, match="undo='none'"):
+        step(x)
+    step.close()
+
+
+def test_a_capture_that_fails_leaves_no_trace_all_the_same(device: torch.device) -> None:
+    """On a GPU nothing of it has run; on a CPU copies are kept for this one iteration."""
+    switch = {"on": False}
+    step, model, optimizer = make(device, switch, "none")
+    for _ in range(3):
+        step(torch.randn(6, WIDTH, device=device))
+    x = torch.randn(6, WIDTH, device=device)
+    before = snapshot(model, optimizer)
+    switch["on"] = True
+    with pytest.raises(ValueError, match="a mistake"):
+        step(x)
+    switch["on"] = False
+    assert_same_states([before], [snapshot(model, optimizer)])
+    for _ in range(3):
+        step(torch.randn(6, WIDTH, device=device))
+    assert step.phase is Phase.REPLAY
+    step.close()
+
+
+@pytest.mark.gpu
+def test_copies_that_the_machine_has_no_room_for_are_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Before the system would kill the process for them."""
+    path = "graphfsdp._capture.cuda.host_copies.available_bytes"
+    monkeypatch.setattr(path, lambda: 1000)
+    step, model, optimizer = make(torch.device("cuda"), {"on": False}, "auto")
+    x = torch.randn(6, WIDTH, device="cuda")
+    before = snapshot(model, optimizer)
+    with pytest.raises(graphfsdp.CaptureError, match=r"memory of the host.*undo='none'"):
+        step(x)
+    assert_same_states([before], [snapshot(model, optimizer)])
+    step.close()
+    step, _, _ = make(torch.device("cuda"), {"on": False}, "none")
+    for _ in range(6):
+        step(x)
+    assert step.phase is Phase.REPLAY
+    step.close()
+
+
+class Spiking(nn.Module):
+    """Its potential begins as a number, as those of spiking nets do when they are reset."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self.potential: float | Tensor = 0.0
+
+    def forward(self, x: Tensor) -> Tensor:  # its forward
+        spikes = torch.zeros_like(x)
+        for _ in range(3):
+            potential = self.potential * 0.5 + self.layer(x)
+            spike = torch.sigmoid(potential - 1)
+            self.potential = potential - spike.detach()
+            spikes = spikes + spike
+        return spikes.square().mean()
+
+
+def rest(model: nn.Module) -> None:
+    model.potential = 0.0  # type: ignore[assignment]
+
+
+def from_rest(model: nn.Module, x: Tensor) -> Tensor:
+    rest(model)
+    loss: Tensor = model(x)
+    return loss
+
+
+def test_a_number_that_becomes_a_tensor_is_refused_and_a_reset_at_the_beginning_captured() -> None:
+    def resets(model: nn.Module, optimizer: object) -> Callable[[], object]:
+        return lambda: rest(model)
+
+    behind = Case(Spiking, features(4), setup=resets)
+    with pytest.raises(graphfsdp.CaptureError, match=r"'potential', which was 0\.0") as caught:
+        run(behind, "full_iteration", torch.device("cpu"))
+    assert "beginning of the iteration" in str(caught.value)
+    assert caught.value.source is not None
+    assert caught.value.source.line == line_of(Spiking, "# its forward")
+    at_first = Case(Spiking, features(4), from_rest, setup=lambda model, optimizer: None)
+    expected, got = (
+        run(behind, "none", torch.device("cpu")),
+        run(at_first, "full_iteration", torch.device("cpu")),
+    )
+    assert got.report.num_calls["replay"] == 10
+    for (one,), (other,) in zip(expected.outputs, got.outputs, strict=True):
+        assert torch.equal(one, other)
+    assert isinstance(got.snapshots[-1]["attribute .potential"], Tensor)
