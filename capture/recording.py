@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from graphfsdp._capture.gradients import Landed
 from graphfsdp._capture.guards.guards import Guards
@@ -23,12 +23,6 @@ from graphfsdp.config import OnChange
 from graphfsdp.errors import BatchMismatchError, split_remedy
 
 _LOG = logging.getLogger("graphfsdp")
-
-
-def kept_by(model: nn.Module) -> list[Tensor]:
-    """Return the tensors that modules keep as plain attributes."""
-    held = (value for module in model.modules() for value in vars(module).values())
-    return [value for value in held if isinstance(value, Tensor)]
 
 
 class Results:

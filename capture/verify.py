@@ -10,7 +10,14 @@ from types import MappingProxyType
 import torch
 from torch import Tensor
 
-from graphfsdp._capture.compiled.bounds import allowances, beyond, is_rounded, is_weight, wide
+from graphfsdp._capture.compiled.bounds import (
+    allowances,
+    beyond,
+    is_rounded,
+    is_weight,
+    largest,
+    wide,
+)
 from graphfsdp._capture.engine import Engine
 from graphfsdp._capture.ranks.ranks import Ranks
 from graphfsdp._capture.recording import Recording
@@ -160,20 +167,14 @@ class _Noise:
         rounded = {name: each for name, each in self._expected.items() if is_rounded(each)}
         # An optimizer makes a step of full size of a gradient that is noise alone.
         steps = {name for name in self._expected if is_weight(name) or name.startswith(_STATE)}
-        largest = {name: _largest(each) for name, each in rounded.items() if name not in steps}
-        ratios = (self.gaps[name] / largest[name] for name in self.gaps if largest.get(name))
+        sizes = {name: largest(each) for name, each in rounded.items() if name not in steps}
+        ratios = (self.gaps[name] / sizes[name] for name in self.gaps if sizes.get(name))
         ratio = max(ratios, default=0.0)
         allowed = {name: _TIMES * gap for name, gap in self.gaps.items()}
-        for name, size in largest.items():
+        for name, size in sizes.items():
             least = _TIMES * size * max(ratio, torch.finfo(rounded[name].dtype).eps)
             allowed[name] = max(allowed.get(name, 0.0), least)
         return {**allowed, **dict.fromkeys(steps, math.inf)}
-
-
-def _largest(tensor: Tensor) -> float:
-    """Return the largest magnitude that is finite, 0 for none."""
-    magnitudes = wide(tensor).abs()
-    return float(magnitudes[magnitudes.isfinite()].max()) if magnitudes.isfinite().any() else 0.0
 
 
 def _state_of(engine: Engine, results: Sequence[Tensor]) -> dict[str, Tensor]:

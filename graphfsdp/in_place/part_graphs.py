@@ -29,7 +29,6 @@ from torch import Tensor, nn
 from torch.autograd.graph import Node, get_gradient_edge, saved_tensors_hooks
 
 from graphfsdp._capture.inputs import Handed
-from graphfsdp._capture.recording import kept_by
 from graphfsdp._capture.rules.constants import ConstantWatch
 from graphfsdp._capture.trace.backend import Effect, GraphBackend
 from graphfsdp._capture.trees import flatten
@@ -147,13 +146,16 @@ class PartGraphs:
         # Leaves, and those that autocast finds in its cache for the stand-ins.
         self._static += [cast.detach_().requires_grad_() for cast in own]
         self._load([*leaves, *casts.weights])  # a cast of the block's here could change an order
+        # Tensors that modules keep as plain attributes.
+        attributes = (value for each in module.modules() for value in vars(each).values())
+        kept = [value for value in attributes if isinstance(value, Tensor)]
         try:
             self._graph, self.first, self.guards = recorded(
                 module,
                 self._backend,
                 constants.ran,
                 partial(self._forward, constants),
-                state=[*module.parameters(), *module.buffers(), *kept_by(module)],
+                state=[*module.parameters(), *module.buffers(), *kept],
                 given=self._inputs(),
                 refuse_more=constants.check_memory,
             )

@@ -129,11 +129,7 @@ def match_entries(saved: Saved, settings: StepSettings) -> State:
     for key in keys:
         found[key] = saved_tensor(entries, key, param.shape, name)
         dtype = found[key].dtype
-        if (
-            "_".join((key, "scale")) in entries
-            or dtype.itemsize == 1
-            or not dtype.is_floating_point
-        ):
+        if f"{key}_scale" in entries or dtype.itemsize == 1 or not dtype.is_floating_point:
             raise ConfigError(
                 f"the saved {key!r} of {name} is in {dtype} with scales, or without the bits that "
                 "its weight has, which no optimizer of this version knows; expected torch.float32 "
