@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 
 from graphfsdp._capture.trees import attributes_of, flatten, is_open, opened
-from graphfsdp.base.hazards import HazardKind
 from graphfsdp.base.op_tensors import storage_key
 from graphfsdp.base.torch_internals import (
     keystr,
@@ -20,7 +19,7 @@ from graphfsdp.base.torch_internals import (
     tree_unflatten,
     without_modes,
 )
-from graphfsdp.errors import CaptureError, ConfigError
+from graphfsdp.errors import CaptureError, ConfigError, HazardKind
 
 Batch = tuple[tuple[Any, ...], dict[str, Any]]  # the arguments of a call
 _NUM_STAGES = 2  # batches that may be on their way to the GPU before the host waits

@@ -7,8 +7,6 @@ from graphfsdp._capture.report.report import CaptureReport as CaptureReport
 from graphfsdp._capture.runner import Phase as Phase
 from graphfsdp._capture.step import CapturedStep as CapturedStep
 from graphfsdp.api import capture as capture
-from graphfsdp.base.hazards import Hazard as Hazard
-from graphfsdp.base.hazards import HazardKind as HazardKind
 from graphfsdp.base.norms import clip_grad_norm_ as clip_grad_norm_
 from graphfsdp.base.recomputation import recompute as recompute
 from graphfsdp.base.recomputation import recompute_contexts as recompute_contexts
@@ -24,6 +22,8 @@ from graphfsdp.errors import CheckpointMismatchError as CheckpointMismatchError
 from graphfsdp.errors import ConfigError as ConfigError
 from graphfsdp.errors import GraphFSDPError as GraphFSDPError
 from graphfsdp.errors import GuardError as GuardError
+from graphfsdp.errors import Hazard as Hazard
+from graphfsdp.errors import HazardKind as HazardKind
 from graphfsdp.errors import InvalidLossError as InvalidLossError
 from graphfsdp.errors import NotCopyableError as NotCopyableError
 from graphfsdp.errors import PhaseError as PhaseError

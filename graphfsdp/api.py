@@ -15,9 +15,8 @@ from graphfsdp._capture.engine import Engine
 from graphfsdp._capture.step import CapturedStep, ExampleBatch
 from graphfsdp._capture.trace.backend import GraphBackend
 from graphfsdp._capture.undo.interrupts import DeferredInterrupts
-from graphfsdp.base.hazards import HazardKind
 from graphfsdp.config import CaptureOptions, Compile, MixedPrecisionPolicy, OnChange, Scope, Undo
-from graphfsdp.errors import ConfigError
+from graphfsdp.errors import ConfigError, HazardKind
 from graphfsdp.preconditions import (
     Noting,
     Program,

@@ -17,10 +17,9 @@ from graphfsdp._capture.iteration import CustomIteration, Iteration, default_los
 from graphfsdp._capture.pipelines import Pipeline, PipelineIteration, pipeline_of
 from graphfsdp._capture.trace.source import compiled_modules
 from graphfsdp.base.capturable import CapturableOptimizer
-from graphfsdp.base.hazards import HazardKind
 from graphfsdp.base.sharded import IGNORED, put_back, sharded_roots, units_of
 from graphfsdp.config import CaptureOptions, MixedPrecisionPolicy, Scope
-from graphfsdp.errors import ConfigError, PrecisionError
+from graphfsdp.errors import ConfigError, HazardKind, PrecisionError
 from graphfsdp.optim.adapters.backends import JointOptimizer, UnsteppedOptimizer, adapt
 from graphfsdp.optim.adapters.baked import BakedAdapter
 from graphfsdp.optim.fused.adam import FusedAdam

@@ -17,9 +17,9 @@ from graphfsdp._capture.trace.values import (
     geometry_of,
     storage_of,
 )
-from graphfsdp.base.hazards import HazardKind
 from graphfsdp.base.op_tensors import OpCall, is_empty
 from graphfsdp.base.torch_internals import OpOverload, key_of
+from graphfsdp.errors import HazardKind
 
 
 class Recorder(Watcher):

@@ -3,7 +3,7 @@
 import re
 from dataclasses import dataclass
 
-from graphfsdp.base.hazards import HazardKind
+from graphfsdp.errors import HazardKind
 
 
 @dataclass(frozen=True)

@@ -31,10 +31,9 @@ from graphfsdp._capture.trace.values import refuse_dropped_tensors
 from graphfsdp._capture.undo.host_state import generators_of
 from graphfsdp.base.collector import without_collector
 from graphfsdp.base.dtensors import local_part
-from graphfsdp.base.hazards import HazardKind
 from graphfsdp.base.streams import collecting_kept, forked, in_turn, keep_for_current
 from graphfsdp.base.torch_internals import all_groups
-from graphfsdp.errors import CaptureError, ConfigError
+from graphfsdp.errors import CaptureError, ConfigError, HazardKind
 
 # Torch 2.14 and newer: a graph registers generators at their first draw, reset() brings allocator
 # and generators out of a capture that could not be ended, and names that a model gives to its

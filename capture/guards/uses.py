@@ -16,8 +16,7 @@ from graphfsdp._capture.guards.moves import Move
 from graphfsdp._capture.guards.names import functions_of
 from graphfsdp._capture.guards.places import CONTAINERS, Place
 from graphfsdp._capture.trace.source import Ran
-from graphfsdp.base.hazards import HazardKind, SourceLine
-from graphfsdp.errors import CaptureError, Refuse, raised
+from graphfsdp.errors import CaptureError, HazardKind, Refuse, SourceLine, raised
 
 _LOG = logging.getLogger("graphfsdp")
 _MOST_TOLD = 8

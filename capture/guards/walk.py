@@ -33,8 +33,7 @@ from graphfsdp._capture.guards.places import (
     words_for,
 )
 from graphfsdp._capture.trace.source import file_of, has_compiled, is_installed_file, is_users_file
-from graphfsdp.base.hazards import HazardKind
-from graphfsdp.errors import CaptureError
+from graphfsdp.errors import CaptureError, HazardKind
 
 _MAX_ITEMS = 10_000  # longer containers are not looked at
 _MAX_OBJECTS = 1_000  # in one container

@@ -25,10 +25,9 @@ from graphfsdp._capture.trace.source import (
     has_compiled,
     has_compiled_regions,
 )
-from graphfsdp.base.hazards import HazardKind
 from graphfsdp.base.op_tensors import OpCall, OperatorMode, storage_key
 from graphfsdp.base.torch_internals import backward_node, without_modes
-from graphfsdp.errors import CaptureError, Refuse, raised
+from graphfsdp.errors import CaptureError, HazardKind, Refuse, raised
 
 _LOG = logging.getLogger("graphfsdp")
 _LITERAL_BYTES = 1 << 20  # contents beyond this are not compared

@@ -29,7 +29,7 @@ from graphfsdp._capture.rules.refusals import (
     Refusal,
 )
 from graphfsdp._capture.trace.source import Ran, frames, is_users_file
-from graphfsdp.base.hazards import SourceLine
+from graphfsdp.errors import SourceLine
 
 _ENGINE_FILE = "autograd/graph.py"
 _STREAMS_FILE = "torch/cuda/streams.py"

@@ -16,9 +16,9 @@ from torch import Tensor
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from graphfsdp._capture.trace.source import called_by_user, frames
-from graphfsdp.base.hazards import HazardKind
 from graphfsdp.base.op_tensors import OpCall, flat_tensors
 from graphfsdp.base.torch_internals import CUMPROD_READS, OpOverload, is_in_backward, schema_of
+from graphfsdp.errors import HazardKind
 
 Varies = Callable[[Tensor], bool]  # whether its contents differ from replay to replay
 

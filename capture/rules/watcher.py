@@ -34,10 +34,9 @@ from graphfsdp._capture.trace.source import (
     user_source_line,
 )
 from graphfsdp._capture.trace.values import StorageInfo, StorageTable
-from graphfsdp.base.hazards import HazardKind, HazardLog, SourceLine
 from graphfsdp.base.op_tensors import OpCall, OperatorMode, operator_modes, storage_key
 from graphfsdp.base.torch_internals import backward_node, dispatch_mode_stack, is_in_backward
-from graphfsdp.errors import CaptureError
+from graphfsdp.errors import CaptureError, HazardKind, HazardLog, SourceLine
 
 _Clock = dict[int, int]  # by stream: how many of its operators are known to be over
 

@@ -40,10 +40,9 @@ from graphfsdp._capture.trace.values import (
     span_bytes,
     touches_of,
 )
-from graphfsdp.base.hazards import HazardKind
 from graphfsdp.base.op_tensors import OpCall, flat_tensors, is_empty, storage_key
 from graphfsdp.base.torch_internals import OpOverload, has_kernel, key_of, schema_of, without_modes
-from graphfsdp.errors import CaptureError
+from graphfsdp.errors import CaptureError, HazardKind
 
 _POINTWISE = (
     *("abs", "acos", "acosh", "add.Tensor", "addcdiv", "addcmul", "angle", "asin", "asinh", "atan"),

@@ -22,13 +22,13 @@ from torch import nn
 from torch.nn.modules import module as torch_module
 
 from graphfsdp import errors
-from graphfsdp.base.hazards import SourceLine
 from graphfsdp.base.torch_internals import (
     COMPILED_CALL,
     backward_node,
     dispatch_mode_stack,
     sequence_number,
 )
+from graphfsdp.errors import SourceLine
 
 _TORCH = str(Path(torch.__file__).parent)
 _PACKAGE = Path(inspect.getfile(errors)).parent

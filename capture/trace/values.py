@@ -11,10 +11,9 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from graphfsdp.base.hazards import HazardKind
 from graphfsdp.base.op_tensors import OpCall, is_empty, storage_key
 from graphfsdp.base.torch_internals import OpOverload, key_of, storage_behind
-from graphfsdp.errors import CaptureError, Refuse, SourceLine, raised
+from graphfsdp.errors import CaptureError, HazardKind, Refuse, SourceLine, raised
 
 _NUM_FREED = 64  # at the most, before they are let go of
 

@@ -13,10 +13,9 @@ from torch import Tensor, nn
 from graphfsdp._capture.guards.modules import join
 from graphfsdp._capture.trace.backend import MemoryUndo
 from graphfsdp._capture.trace.source import definition_of
-from graphfsdp.base.hazards import HazardKind
 from graphfsdp.base.sharded import sharded_roots
 from graphfsdp.base.torch_internals import buffers_of, is_functorch_wrapped, key_of, parameters_of
-from graphfsdp.errors import CaptureError, Refuse, raised
+from graphfsdp.errors import CaptureError, HazardKind, Refuse, raised
 
 _IN_PLACE = "Remedy: update it in place (copy_, mul_, add_, lerp_)"
 

@@ -19,7 +19,6 @@ from graphfsdp._capture.rules.constants import ConstantWatch
 from graphfsdp._capture.trace.backend import GraphBackend
 from graphfsdp._capture.trees import flatten
 from graphfsdp._capture.undo.host_state import generators_of
-from graphfsdp.base.hazards import Hazard, HazardKind
 from graphfsdp.base.host_memory import available_bytes
 from graphfsdp.base.torch_internals import (
     COMPILED_CALL,
@@ -32,6 +31,7 @@ from graphfsdp.base.torch_internals import (
     num_function_modes,
     tracing_state,
 )
+from graphfsdp.errors import Hazard, HazardKind
 from graphfsdp.in_place.casts import Casts, UnseenCasts, casts_behind
 from graphfsdp.in_place.part_graphs import AsWritten, PartGraphs, PartResults
 from graphfsdp.in_place.part_recording import NotAPartError, guards_of, has_own_memory

@@ -11,9 +11,8 @@ from graphfsdp._capture.guards.guards import Guards
 from graphfsdp._capture.trace.backend import Graph, GraphBackend, Iterate
 from graphfsdp._capture.trace.source import Ran
 from graphfsdp._capture.undo.host_state import Attempt
-from graphfsdp.base.hazards import Hazard
 from graphfsdp.base.op_tensors import as_written
-from graphfsdp.errors import CaptureError
+from graphfsdp.errors import CaptureError, Hazard
 
 
 class NotAPartError(Exception):

@@ -27,7 +27,6 @@ from graphfsdp._capture.cpu.graph import CpuGraphBackend
 from graphfsdp._capture.cuda.graph import CudaGraphBackend
 from graphfsdp._capture.runner import Phase
 from graphfsdp._capture.trace.backend import GraphBackend
-from graphfsdp.base.hazards import Hazard
 from graphfsdp.base.sharded import units_of
 from graphfsdp.base.torch_internals import (
     COMPILED_CALL,
@@ -35,6 +34,7 @@ from graphfsdp.base.torch_internals import (
     num_dispatch_modes,
     num_function_modes,
 )
+from graphfsdp.errors import Hazard
 from graphfsdp.in_place.module_part import SLOW, ModulePart, PartState
 from graphfsdp.optim.adapters.grouped_step import GroupedStep, is_torchs_step
 

@@ -22,7 +22,6 @@ from graphfsdp._capture.trace.source import user_line_of
 from graphfsdp._capture.trace.values import refuse_dropped_tensors
 from graphfsdp._capture.trees import copied
 from graphfsdp.api import make_engine
-from graphfsdp.base.hazards import Hazard, HazardKind, HazardLog
 from graphfsdp.base.op_tensors import as_written
 from graphfsdp.base.sharded import pipeline_stages
 from graphfsdp.base.torch_internals import parameters_of
@@ -31,6 +30,9 @@ from graphfsdp.errors import (
     CaptureError,
     ConfigError,
     GraphFSDPError,
+    Hazard,
+    HazardKind,
+    HazardLog,
     InvalidLossError,
     PhaseError,
     PrecisionError,

@@ -11,8 +11,8 @@ from torch.utils import _device as torch_device
 from graphfsdp._capture.rules.refusals import UNSUPPORTED, Refusal
 from graphfsdp._capture.rules.watcher import Watcher
 from graphfsdp._capture.trace.values import StorageInfo
-from graphfsdp.base.hazards import HazardKind, HazardLog
 from graphfsdp.base.op_tensors import OpCall, flat_tensors, storage_key
+from graphfsdp.errors import HazardKind, HazardLog
 
 _PAGEABLE = Refusal(
     "{}; on a GPU that is a copy from pageable host memory inside the iteration, which a capture "

@@ -24,11 +24,10 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from graphfsdp import in_place
 from graphfsdp._capture.step import CapturedStep
 from graphfsdp.api import answering, make_engine
-from graphfsdp.base.hazards import HazardKind
 from graphfsdp.base.op_tensors import as_written
 from graphfsdp.base.torch_internals import is_in_backward
 from graphfsdp.config import Compile, Scope
-from graphfsdp.errors import ConfigError
+from graphfsdp.errors import ConfigError, HazardKind
 from graphfsdp.in_place.module_part import PartState
 from graphfsdp.in_place.parts import Parts
 from graphfsdp.optim.adapters.backends import adapt

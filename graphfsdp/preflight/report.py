@@ -7,8 +7,7 @@ from collections.abc import Collection
 from dataclasses import dataclass, replace
 from typing import Any
 
-from graphfsdp.base.hazards import Hazard, HazardKind
-from graphfsdp.errors import CaptureError
+from graphfsdp.errors import CaptureError, Hazard, HazardKind
 from graphfsdp.in_place.parts import PartsReport
 
 _INDENT = "    "

@@ -22,10 +22,9 @@ from rich.console import Console
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from graphfsdp.base.hazards import HazardKind
 from graphfsdp.base.torch_internals import num_function_modes
 from graphfsdp.command_line import Parser, require
-from graphfsdp.errors import ConfigError, first_line
+from graphfsdp.errors import ConfigError, HazardKind, first_line
 from graphfsdp.in_place import module_part
 from graphfsdp.preflight.loop import ScriptRun
 from graphfsdp.preflight.no_writes import nothing_written
