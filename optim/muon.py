@@ -29,8 +29,14 @@ from graphfsdp.optim.fused.live_optimizer import (
     check_betas,
     check_number,
 )
-from graphfsdp.optim.fused.settings import Flags, check_gradient, parameter_name
-from graphfsdp.optim.fused.state import Saved, State, saved_tensor
+from graphfsdp.optim.fused.state import (
+    Flags,
+    Saved,
+    State,
+    check_gradient,
+    parameter_name,
+    saved_tensor,
+)
 from graphfsdp.optim.fused.update import (
     StepTensors,
     adam_coefficients,

@@ -146,10 +146,10 @@ class PartGraphs:
         # Leaves, and those that autocast finds in its cache for the stand-ins.
         self._static += [cast.detach_().requires_grad_() for cast in own]
         self._load([*leaves, *casts.weights])  # a cast of the block's here could change an order
-        # Tensors that modules keep as plain attributes.
-        attributes = (value for each in module.modules() for value in vars(each).values())
-        kept = [value for value in attributes if isinstance(value, Tensor)]
         try:
+            # Tensors that modules keep as plain attributes.
+            attributes = (value for each in module.modules() for value in vars(each).values())
+            kept = [value for value in attributes if isinstance(value, Tensor)]
             self._graph, self.first, self.guards = recorded(
                 module,
                 self._backend,

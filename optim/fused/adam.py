@@ -16,10 +16,12 @@ from graphfsdp.base.streams import keep_for_graph
 from graphfsdp.base.torch_internals import without_modes
 from graphfsdp.optim.fused.live_optimizer import LiveOptimizer, StepControl
 from graphfsdp.optim.fused.plan import Plan, find_stepped, gradients_of
-from graphfsdp.optim.fused.settings import Flags, StepSettings, check_main_dtype
 from graphfsdp.optim.fused.state import (
+    Flags,
     Saved,
     State,
+    StepSettings,
+    check_main_dtype,
     check_saved_group,
     create_states,
     match_entries,

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from graphfsdp.optim.fused.settings import Flags
+from graphfsdp.optim.fused.state import Flags
 from graphfsdp.optim.fused.update import AdamCoefficients, Columns, Dtypes, StepTensors
 
 # Elements that one program of the kernel updates; 8 for each of 128 threads, which is one access

@@ -21,8 +21,15 @@ from graphfsdp.base.norms import HeldByGroups, clip_coefficient, global_norm
 from graphfsdp.base.streams import is_capturing
 from graphfsdp.base.torch_internals import without_modes
 from graphfsdp.errors import CaptureError, ConfigError, NotCopyableError
-from graphfsdp.optim.fused.settings import check_parameter, parameter_name
-from graphfsdp.optim.fused.state import Loaded, Saved, State, copy_states, load_groups
+from graphfsdp.optim.fused.state import (
+    Loaded,
+    Saved,
+    State,
+    check_parameter,
+    copy_states,
+    load_groups,
+    parameter_name,
+)
 
 HYPER_COLUMNS = ("lr", "beta1", "beta2", "eps", "weight_decay")
 

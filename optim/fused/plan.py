@@ -18,8 +18,7 @@ from graphfsdp.base.dtensors import is_dtensor, local_part
 from graphfsdp.base.flat_buffer import is_dense
 from graphfsdp.errors import ConfigError
 from graphfsdp.optim.fused import kernel
-from graphfsdp.optim.fused.settings import Flags, StepSettings, check_gradient, parameter_name
-from graphfsdp.optim.fused.state import State
+from graphfsdp.optim.fused.state import Flags, State, StepSettings, check_gradient, parameter_name
 from graphfsdp.optim.fused.step import fused_adam_
 from graphfsdp.optim.fused.update import (
     Columns,

@@ -15,7 +15,7 @@ from torch._utils import _unflatten_dense_tensors
 
 from graphfsdp.base.torch_internals import foreach_add_, foreach_copy_, key_of
 from graphfsdp.optim.fused import kernel
-from graphfsdp.optim.fused.settings import Flags
+from graphfsdp.optim.fused.state import Flags
 from graphfsdp.optim.fused.update import (
     Columns,
     adam_coefficients,

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from graphfsdp.base.torch_internals import foreach_copy_
-from graphfsdp.optim.fused.settings import Flags
+from graphfsdp.optim.fused.state import Flags
 
 
 class StepTensors(NamedTuple):

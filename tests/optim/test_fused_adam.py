@@ -36,7 +36,7 @@ from adam_helpers import (
 from graphfsdp.errors import CaptureError
 from graphfsdp.optim import FusedAdam
 from graphfsdp.optim.fused import kernel as step_kernel
-from graphfsdp.optim.fused.settings import Flags
+from graphfsdp.optim.fused.state import Flags
 from graphfsdp.optim.fused.update import Dtypes
 from helpers import OpNames
 from triton_helpers import (
