@@ -16,8 +16,8 @@ from graphfsdp._capture.guards.moves import Kept
 from graphfsdp._capture.inputs import StaticInputs
 from graphfsdp._capture.rules.constants import ConstantLog, ConstantWatch
 from graphfsdp._capture.trace.backend import Graph
-from graphfsdp.base.collector import YOUNG, without_collector
 from graphfsdp.base.dtensors import Wrapping
+from graphfsdp.base.streams import YOUNG, without_collector
 from graphfsdp.base.torch_internals import TreeSpec, tree_flatten, tree_unflatten
 from graphfsdp.config import OnChange
 from graphfsdp.errors import BatchMismatchError, split_remedy

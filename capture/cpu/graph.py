@@ -28,8 +28,8 @@ from graphfsdp._capture.trace.values import (
     span,
     storage_of,
 )
-from graphfsdp.base.collector import YOUNG, without_collector
 from graphfsdp.base.op_tensors import OpCall, OperatorMode, storage_key
+from graphfsdp.base.streams import YOUNG, without_collector
 from graphfsdp.base.torch_internals import (
     below_autograd,
     foreach_copy_,

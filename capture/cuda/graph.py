@@ -29,9 +29,14 @@ from graphfsdp._capture.trace.backend import Check, Effect, Graph, GraphFacts, I
 from graphfsdp._capture.trace.source import has_compiled_regions, module_of, user_line_of
 from graphfsdp._capture.trace.values import refuse_dropped_tensors
 from graphfsdp._capture.undo.host_state import generators_of
-from graphfsdp.base.collector import without_collector
 from graphfsdp.base.dtensors import local_part
-from graphfsdp.base.streams import collecting_kept, forked, in_turn, keep_for_current
+from graphfsdp.base.streams import (
+    collecting_kept,
+    forked,
+    in_turn,
+    keep_for_current,
+    without_collector,
+)
 from graphfsdp.base.torch_internals import all_groups
 from graphfsdp.errors import CaptureError, ConfigError, HazardKind
 

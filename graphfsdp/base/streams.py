@@ -1,8 +1,9 @@
-"""Streams and captures of a GPU, and ranges that profilers show of the host's time.
+"""Streams and captures of a GPU, ranges that profilers show, and the garbage collector kept out.
 
 Without a stream, on a CPU, nothing happens; ranges are shown in torch's profiler there.
 """
 
+import gc
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -20,6 +21,7 @@ from graphfsdp.errors import PhaseError
 
 _TURN_LIMIT_S = 600.0
 _SLICE_S = 0.1
+YOUNG = 1  # generation: what was made since the last long look at everything
 _kept: ContextVar[list[object] | None] = ContextVar("kept", default=None)
 # Before each name in torch's profiler, where operators are events like any other.
 RANGE_PREFIX = "graphfsdp: "
@@ -177,3 +179,23 @@ def _profiled(name: str, nvtx: AbstractContextManager[object]) -> Iterator[None]
     # Not torch.profiler.record_function, which is an operator: a recording would hold it.
     with nvtx, _RecordFunctionFast(RANGE_PREFIX + name):
         yield
+
+
+@contextmanager
+def without_collector(generation: int = 2) -> Iterator[None]:
+    """Collect now, up to a generation, and then not before the body is over.
+
+    Whatever a finaliser does in the middle of a recording would become a part of the graph: an
+    operator of a user's ``__del__`` would run in every replay, and freeing CUDA memory is not
+    permitted in a capture. Into a measurement it would come at any time.
+
+    A whole collection walks over all that torch has imported: a tenth of a second.
+    """
+    gc.collect(generation)
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from graphfsdp.base.collector import without_collector
+from graphfsdp.base.streams import without_collector
 from graphfsdp.bench.contenders import (
     Contender,
     ContenderSpec,
