@@ -24,10 +24,9 @@ from graphfsdp._capture.trace.backend import GraphBackend
 from graphfsdp._capture.trace.source import Ran, has_compiled_regions
 from graphfsdp._capture.undo.host_state import Attempt
 from graphfsdp._capture.undo.interrupts import deliver_waiting
-from graphfsdp.base.capturable import CapturableOptimizer
 from graphfsdp.base.op_tensors import as_written
+from graphfsdp.base.protocols import CapturableOptimizer, main_grads_of, sharded_roots, units_of
 from graphfsdp.base.recomputation import torchs_checkpoints_as_ours
-from graphfsdp.base.sharded import main_grads_of, sharded_roots, units_of
 from graphfsdp.base.streams import in_turn, nvtx_range
 from graphfsdp.config import CaptureOptions, MixedPrecisionPolicy, OnChange, Scope, Undo
 from graphfsdp.errors import CaptureError, Change, GuardError, Refuse, raised

@@ -15,7 +15,7 @@ from graphfsdp.base.dtensors import RankGroups, local_part, sharding_groups, wra
 from graphfsdp.base.flat_buffer import FlatBuffer, copy_all
 from graphfsdp.base.norms import HeldByGroups, by_groups
 from graphfsdp.base.op_tensors import in_same_memory
-from graphfsdp.base.sharded import MainGrad
+from graphfsdp.base.protocols import MainGrad
 from graphfsdp.errors import CaptureError
 
 # Gradients that wait to be copied together take memory beside their buffers, this much at most:

@@ -12,10 +12,9 @@ from graphfsdp._capture.inputs import StaticInputs
 from graphfsdp._capture.rules.looks import without_looks
 from graphfsdp._capture.trace.source import definition_of
 from graphfsdp._capture.undo.interrupts import interruptible
-from graphfsdp.base.capturable import CapturableOptimizer, IterationPart
 from graphfsdp.base.dtensors import RankGroups
 from graphfsdp.base.norms import clip_coefficient, global_norm
-from graphfsdp.base.sharded import sharded_roots
+from graphfsdp.base.protocols import CapturableOptimizer, IterationPart, sharded_roots
 from graphfsdp.base.streams import nvtx_range
 from graphfsdp.base.torch_internals import tree_leaves, tree_map, tree_structure, tree_unflatten
 from graphfsdp.errors import InvalidLossError, SourceLine

@@ -15,9 +15,8 @@ from graphfsdp._capture.inputs import StaticInputs
 from graphfsdp._capture.iteration import Iteration, clear_autocast_cache, own
 from graphfsdp._capture.rules.looks import without_looks
 from graphfsdp._capture.undo.interrupts import interruptible
-from graphfsdp.base.capturable import CapturableOptimizer
 from graphfsdp.base.collectives import broadcast_
-from graphfsdp.base.sharded import pipeline_stages
+from graphfsdp.base.protocols import CapturableOptimizer, pipeline_stages
 from graphfsdp.base.streams import nvtx_range
 from graphfsdp.base.torch_internals import tree_flatten, tree_map
 from graphfsdp.errors import ConfigError

@@ -23,9 +23,8 @@ from graphfsdp._capture.trace.program_facts import Role
 from graphfsdp._capture.trees import copied
 from graphfsdp._capture.undo.host_state import save_random_states
 from graphfsdp._capture.verify import Verifier
-from graphfsdp.base.capturable import Restartable
 from graphfsdp.base.progress import shown_when_slow
-from graphfsdp.base.sharded import put_back, sharded_roots
+from graphfsdp.base.protocols import Restartable, put_back, sharded_roots
 from graphfsdp.base.streams import nvtx_range
 from graphfsdp.config import CaptureOptions, OnChange, Scope
 from graphfsdp.errors import (

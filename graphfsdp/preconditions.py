@@ -16,8 +16,7 @@ from graphfsdp._capture.gradients import PersistentGradients
 from graphfsdp._capture.iteration import CustomIteration, Iteration, default_loss
 from graphfsdp._capture.pipelines import Pipeline, PipelineIteration, pipeline_of
 from graphfsdp._capture.trace.source import compiled_modules
-from graphfsdp.base.capturable import CapturableOptimizer
-from graphfsdp.base.sharded import IGNORED, put_back, sharded_roots, units_of
+from graphfsdp.base.protocols import IGNORED, CapturableOptimizer, put_back, sharded_roots, units_of
 from graphfsdp.config import CaptureOptions, MixedPrecisionPolicy, Scope
 from graphfsdp.errors import ConfigError, HazardKind, PrecisionError
 from graphfsdp.optim.adapters.backends import JointOptimizer, UnsteppedOptimizer, adapt

@@ -27,7 +27,7 @@ from graphfsdp._capture.guards.uses import refuse_deciding
 from graphfsdp._capture.guards.walk import Walk
 from graphfsdp._capture.trace.source import Ran
 from graphfsdp.base.dtensors import local_part
-from graphfsdp.base.sharded import ShardedUnit, units_of
+from graphfsdp.base.protocols import ShardedUnit, units_of
 from graphfsdp.errors import Change, ChangeKind, Refuse, raised
 
 # What a pass reduces; when weights are dropped is nothing that a graph depends on.

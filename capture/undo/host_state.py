@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from graphfsdp._capture.guards.modules import join
 from graphfsdp._capture.trace.backend import MemoryUndo
 from graphfsdp._capture.trace.source import definition_of
-from graphfsdp.base.sharded import sharded_roots
+from graphfsdp.base.protocols import sharded_roots
 from graphfsdp.base.torch_internals import buffers_of, is_functorch_wrapped, key_of, parameters_of
 from graphfsdp.errors import CaptureError, HazardKind, Refuse, raised
 

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from graphfsdp.base.collectives import all_reduce_
 from graphfsdp.base.dtensors import RankGroups, local_part, sharding_groups
-from graphfsdp.base.sharded import MainGrad, sharded_roots
+from graphfsdp.base.protocols import MainGrad, sharded_roots
 from graphfsdp.base.torch_internals import foreach_mul_
 from graphfsdp.errors import ConfigError
 

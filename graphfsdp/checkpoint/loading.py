@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 from torch.distributed.checkpoint.stateful import Stateful
 
 from graphfsdp.base.dtensors import local_part, wrap_like
-from graphfsdp.base.sharded import units_of
+from graphfsdp.base.protocols import units_of
 from graphfsdp.checkpoint.folder import Json, check_files, read_manifest, resolve
 from graphfsdp.checkpoint.members import Members
 from graphfsdp.checkpoint.state import (

@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.stateful import Stateful
 
 from graphfsdp.base.dtensors import is_dtensor, local_part, wrap_like
 from graphfsdp.base.op_tensors import storage_key
-from graphfsdp.base.sharded import pipeline_stages, put_back, units_of
+from graphfsdp.base.protocols import pipeline_stages, put_back, units_of
 from graphfsdp.checkpoint.folder import Json
 from graphfsdp.errors import CheckpointError, ConfigError
 

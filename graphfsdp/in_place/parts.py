@@ -27,7 +27,7 @@ from graphfsdp._capture.cpu.graph import CpuGraphBackend
 from graphfsdp._capture.cuda.graph import CudaGraphBackend
 from graphfsdp._capture.runner import Phase
 from graphfsdp._capture.trace.backend import GraphBackend
-from graphfsdp.base.sharded import units_of
+from graphfsdp.base.protocols import units_of
 from graphfsdp.base.torch_internals import (
     COMPILED_CALL,
     hide_compiled_calls,

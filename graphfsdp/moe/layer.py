@@ -10,8 +10,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 
-from graphfsdp.base.capturable import IterationPart
 from graphfsdp.base.collectives import all_reduce_
+from graphfsdp.base.protocols import IterationPart
 from graphfsdp.base.torch_internals import is_in_backward
 from graphfsdp.config import at_least
 from graphfsdp.errors import ConfigError

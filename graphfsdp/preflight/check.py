@@ -23,7 +23,7 @@ from graphfsdp._capture.trace.values import refuse_dropped_tensors
 from graphfsdp._capture.trees import copied
 from graphfsdp.api import make_engine
 from graphfsdp.base.op_tensors import as_written
-from graphfsdp.base.sharded import pipeline_stages
+from graphfsdp.base.protocols import pipeline_stages
 from graphfsdp.base.torch_internals import parameters_of
 from graphfsdp.config import CaptureOptions, MixedPrecisionPolicy, Scope
 from graphfsdp.errors import (

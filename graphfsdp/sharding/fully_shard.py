@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import _global_optimizer_pre_hooks, register_optimizer_step_pre_hook
 
 from graphfsdp.base.dtensors import can_be_copied, local_part, recut
-from graphfsdp.base.sharded import IGNORED, refuse_old_parameters
+from graphfsdp.base.protocols import IGNORED, refuse_old_parameters
 from graphfsdp.config import MixedPrecisionPolicy, ShardingStrategy
 from graphfsdp.errors import ConfigError, NotCopyableError
 from graphfsdp.sharding.group import ShardGroup, UnitOptions

@@ -14,7 +14,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_common import _is_composable_with
 from torch.distributed.tensor import DTensor
 
 from graphfsdp.base.dtensors import local_part, unwrapped
-from graphfsdp.base.sharded import TAKEN_AS
+from graphfsdp.base.protocols import TAKEN_AS
 from graphfsdp.base.torch_internals import key_of, local_tensor_of, parameters_of
 from graphfsdp.config import MixedPrecisionPolicy, ShardingStrategy
 from graphfsdp.errors import ConfigError

@@ -19,8 +19,8 @@ from torch import Tensor, nn
 
 from graphfsdp.base.collectives import broadcast_
 from graphfsdp.base.dtensors import local_part
+from graphfsdp.base.protocols import sharded_roots
 from graphfsdp.base.rank_agreement import RankAgreement
-from graphfsdp.base.sharded import sharded_roots
 from graphfsdp.base.torch_internals import buffers_of, parameters_of
 from graphfsdp.errors import ConfigError, GraphFSDPError
 from graphfsdp.sharding.group import ManagedParameter

@@ -11,7 +11,7 @@ from torch.distributed.fsdp import FSDPModule as TorchModule
 from torch.distributed.fsdp import UnshardHandle as TorchHandle
 from torch.distributed.tensor import DTensor
 
-from graphfsdp.base.sharded import MainGrad
+from graphfsdp.base.protocols import MainGrad
 from graphfsdp.base.torch_internals import (
     not_traced,
     parameters_of,

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from graphfsdp.base.capturable import CapturableOptimizer
+from graphfsdp.base.protocols import CapturableOptimizer
 from graphfsdp.config import MixedPrecisionPolicy, Scope
 from graphfsdp.errors import Change, ConfigError, PrecisionError
 from graphfsdp.optim.adapters.as_made import TorchAdapter, is_as_made

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from graphfsdp.base.capturable import CapturableOptimizer
 from graphfsdp.base.dtensors import local_part, num_meshes
 from graphfsdp.base.op_tensors import as_written
+from graphfsdp.base.protocols import CapturableOptimizer
 from graphfsdp.base.torch_internals import foreach_mul_
 from graphfsdp.config import MixedPrecisionPolicy, Scope
 from graphfsdp.errors import Change, ChangeKind, ConfigError

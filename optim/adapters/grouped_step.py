@@ -22,7 +22,7 @@ from torch.optim.optimizer import (
     _global_optimizer_pre_hooks,
 )
 
-from graphfsdp.base.sharded import refuse_old_parameters
+from graphfsdp.base.protocols import refuse_old_parameters
 from graphfsdp.base.torch_internals import profiler_is_on
 
 _PLAIN = (Tensor, nn.Parameter)
