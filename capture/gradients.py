@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from graphfsdp.base.dtensors import RankGroups, local_part, sharding_groups, wrap_like
-from graphfsdp.base.flat_buffer import FlatBuffer, copy_all
+from graphfsdp.base.memory import FlatBuffer, copy_all
 from graphfsdp.base.norms import HeldByGroups, by_groups
 from graphfsdp.base.op_tensors import in_same_memory
 from graphfsdp.base.protocols import MainGrad

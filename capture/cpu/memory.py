@@ -22,8 +22,7 @@ from graphfsdp._capture.trace.values import (
     span_bytes,
     touches_of,
 )
-from graphfsdp.base.flat_buffer import round_up
-from graphfsdp.base.host_memory import advise_huge_pages
+from graphfsdp.base.memory import advise_huge_pages, round_up
 from graphfsdp.base.op_tensors import is_empty
 from graphfsdp.base.torch_internals import key_of, storage_behind
 

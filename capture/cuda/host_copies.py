@@ -8,7 +8,7 @@ from torch import Tensor
 
 from graphfsdp._capture.trace.values import as_bytes
 from graphfsdp.base.dtensors import local_part
-from graphfsdp.base.host_memory import available_bytes
+from graphfsdp.base.memory import available_bytes
 from graphfsdp.errors import CaptureError
 
 # torch rounds page-locked memory up to a power of two.

@@ -19,7 +19,7 @@ from graphfsdp._capture.rules.constants import ConstantWatch
 from graphfsdp._capture.trace.backend import GraphBackend
 from graphfsdp._capture.trees import flatten
 from graphfsdp._capture.undo.host_state import generators_of
-from graphfsdp.base.host_memory import available_bytes
+from graphfsdp.base.memory import available_bytes
 from graphfsdp.base.torch_internals import (
     COMPILED_CALL,
     TreeSpec,

@@ -15,7 +15,7 @@ from typing import Annotated, Any, Literal, NamedTuple, get_args
 import torch
 from rich.console import Console
 
-from graphfsdp.base.flat_buffer import neighbour_starts
+from graphfsdp.base.memory import neighbour_starts
 from graphfsdp.command_line import Parser, add_flags, print_line, require
 from graphfsdp.data import BYTES_VOCAB_SIZE
 from graphfsdp.planning.activations import Activations, Unit, run_without_numbers, whole_bytes

@@ -19,9 +19,8 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy
 
 from graphfsdp.base.collectives import Transfer, all_reduce_, reduce_scatter_
-from graphfsdp.base.flat_buffer import copy_all
-from graphfsdp.base.host_memory import zeros_flat
 from graphfsdp.base.joined import JoinedReduceScatter, joined
+from graphfsdp.base.memory import copy_all, zeros_flat
 from graphfsdp.base.streams import Lane
 from graphfsdp.errors import ConfigError
 from graphfsdp.sharding.layout import BufferLayout, BufferPlan, Slot

@@ -38,7 +38,7 @@ import torch
 from torch import nn
 
 from graphfsdp.base.dtensors import EXTENSION, local_part
-from graphfsdp.base.flat_buffer import alignment_numel, round_up
+from graphfsdp.base.memory import alignment_numel, round_up
 from graphfsdp.base.torch_internals import parameters_of
 from graphfsdp.config import GatherFormat, MixedPrecisionPolicy, ShardingStrategy
 from graphfsdp.eight_bit.cast import BLOCK

@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from graphfsdp.base.collectives import all_gather_
-from graphfsdp.base.flat_buffer import contiguous_stride
+from graphfsdp.base.memory import contiguous_stride
 from graphfsdp.base.torch_internals import part_and_offset
 from graphfsdp.errors import ConfigError
 from graphfsdp.sharding.extension import is_extended

@@ -30,7 +30,7 @@ from torch.distributed.tensor.placement_types import Placement
 from torch.optim.optimizer import _foreach_supported_types as _optim_types
 from torch.utils._foreach_utils import _foreach_supported_types as _util_types
 
-from graphfsdp.base.flat_buffer import contiguous_stride
+from graphfsdp.base.memory import contiguous_stride
 from graphfsdp.base.op_tensors import OpCall, flat_tensors
 from graphfsdp.base.torch_internals import (
     ASKS_SUBCLASSES,

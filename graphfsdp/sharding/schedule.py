@@ -37,8 +37,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from graphfsdp.base.dtensors import unwrapped
-from graphfsdp.base.flat_buffer import neighbour_starts
 from graphfsdp.base.joined import is_short
+from graphfsdp.base.memory import neighbour_starts
 from graphfsdp.base.rank_agreement import timeout_of
 from graphfsdp.base.streams import Lane, is_capturing
 from graphfsdp.base.torch_internals import (

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from graphfsdp.base.dtensors import is_dtensor, local_part
-from graphfsdp.base.flat_buffer import is_dense
+from graphfsdp.base.memory import is_dense
 from graphfsdp.errors import ConfigError
 from graphfsdp.optim.fused import kernel
 from graphfsdp.optim.fused.state import Flags, State, StepSettings, check_gradient, parameter_name

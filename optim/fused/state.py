@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from graphfsdp.base.dtensors import local_part, wrap_like
-from graphfsdp.base.flat_buffer import FlatBuffer
+from graphfsdp.base.memory import FlatBuffer
 from graphfsdp.errors import ConfigError
 
 _LOW_PRECISION = (torch.bfloat16, torch.float16)

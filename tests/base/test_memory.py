@@ -15,8 +15,15 @@ from torch import Tensor, nn
 from cpu_recording import PoisoningBackend, record
 from cuda_stand_in import library
 from graphfsdp._capture.cpu.memory import ALIGNMENT_BYTES, Arena, Lifetime, plan_memory
-from graphfsdp.base.flat_buffer import VECTOR_BYTES, FlatBuffer, copy_all, is_dense
-from graphfsdp.base.host_memory import advise_huge_pages, available_bytes, zeros_flat
+from graphfsdp.base.memory import (
+    VECTOR_BYTES,
+    FlatBuffer,
+    advise_huge_pages,
+    available_bytes,
+    copy_all,
+    is_dense,
+    zeros_flat,
+)
 
 CPU = torch.device("cpu")
 
