@@ -13,15 +13,18 @@ from torch import Tensor, nn
 import graphfsdp
 from graphfsdp.cli import main
 from graphfsdp.optim import FusedAdam
-from graphfsdp.planning.activations import Activations, Lives, Unit, run_without_numbers
 from graphfsdp.planning.plan import (
     CALL_S,
     DEVICES,
     NODE_S,
+    Activations,
     Bound,
     Collective,
+    Lives,
     TrainingPlan,
+    Unit,
     plan_training,
+    run_without_numbers,
 )
 from graphfsdp.training.build import shard_model
 from graphfsdp.training.config import TrainConfig, parse_train_arguments
