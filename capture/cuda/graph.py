@@ -15,10 +15,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from graphfsdp._capture.cuda.driver import find_driver
 from graphfsdp._capture.cuda.errors import explain
 from graphfsdp._capture.cuda.host_copies import HostCopies, PinnedMemory
-from graphfsdp._capture.cuda.recorder import CudaRecorder, UnwatchedRecorder
+from graphfsdp._capture.cuda.recorder import CudaRecorder, UnwatchedRecorder, find_driver
 from graphfsdp._capture.ranks.group_ends import (
     backends_of,
     close_before_groups_end,

@@ -82,7 +82,7 @@ def test_what_is_computed_in_float64_is_what_a_cpu_computes() -> None:
 COMPILED = """
 import torch
 import graphfsdp
-from graphfsdp._capture.cuda.driver import find_driver
+from graphfsdp._capture.cuda.recorder import find_driver
 from graphfsdp.optim import FusedAdam
 
 class Model(torch.nn.Module):

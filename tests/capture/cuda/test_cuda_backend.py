@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 import graphfsdp
 from graphfsdp import CaptureError, Phase
-from graphfsdp._capture.cuda import driver as cuda_driver
 from graphfsdp._capture.cuda import host_copies
+from graphfsdp._capture.cuda import recorder as cuda_driver
 from graphfsdp._capture.cuda.host_copies import HostCopies, PinnedMemory
 from graphfsdp.optim import FusedAdam
 from zoo_models import WIDTH, Squared
