@@ -57,10 +57,9 @@ def copies_of(params: list[nn.Parameter]) -> list[nn.Parameter]:
 
 def make_twins(
     shapes: list[tuple[int, ...]] | None = None,
-    dtype: torch.dtype = torch.float32,
     device: torch.device | str = "cpu",
 ) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
-    params = make_params(shapes, dtype, device)
+    params = make_params(shapes, device=device)
     return params, copies_of(params)
 
 

@@ -18,7 +18,6 @@ from graphfsdp.optim import FusedAdam
 from helpers import (
     Case,
     assert_same_state,
-    assert_same_states,
     check_against_eager,
     line_of,
     make_optimizer,
@@ -237,11 +236,8 @@ def test_a_fault_at_any_operator_of_warm_up_and_capture_leaves_no_trace(name: st
     training.step.close()
 
 
-Switch = dict[str, bool]
-
-
 def make(
-    device: torch.device, switch: Switch, undo: str
+    device: torch.device, switch: dict[str, bool], undo: str
 ) -> tuple[CapturedStep, nn.Module, FusedAdam]:
     torch.manual_seed(0)
     model = Squared(nn.Linear(WIDTH, 8), nn.Dropout(0.1), nn.Linear(8, WIDTH)).to(device)
@@ -287,7 +283,7 @@ def test_a_capture_that_fails_leaves_no_trace_all_the_same(device: torch.device)
     with pytest.raises(ValueError, match="a mistake"):
         step(x)
     switch["on"] = False
-    assert_same_states([before], [snapshot(model, optimizer)])
+    assert_same_state(before, snapshot(model, optimizer))
     for _ in range(3):
         step(torch.randn(6, WIDTH, device=device))
     assert step.phase is Phase.REPLAY
@@ -306,7 +302,7 @@ def test_copies_that_the_machine_has_no_room_for_are_refused(
     before = snapshot(model, optimizer)
     with pytest.raises(graphfsdp.CaptureError, match=r"memory of the host.*undo='none'"):
         step(x)
-    assert_same_states([before], [snapshot(model, optimizer)])
+    assert_same_state(before, snapshot(model, optimizer))
     step.close()
     step, _, _ = make(torch.device("cuda"), {"on": False}, "none")
     for _ in range(6):
