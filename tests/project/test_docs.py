@@ -84,14 +84,11 @@ def test_the_reference_has_each_public_name() -> None:
     assert public - shown - short == set()
 
 
-def test_every_public_name_is_there_and_is_documented() -> None:
+def test_every_public_name_is_there_and_is_documented_and_dir_shows_no_other() -> None:
     page = (DOCS / "api.md").read_text()
     for name in graphfsdp.__all__:
         assert inspect.getdoc(getattr(graphfsdp, name)), name
         assert f"`{name}" in page, f"{name} is not in docs/api.md"
-
-
-def test_dir_shows_the_public_names_alone() -> None:
     shown = set(dir(graphfsdp))
     assert set(graphfsdp.__all__) <= shown
     assert not {"TYPE_CHECKING", "Any"} & shown

@@ -321,18 +321,27 @@ def count_forwards(model: nn.Module) -> Callable[[], int]:
     return lambda: forwards.num_calls
 
 
-class OpNames(TorchDispatchMode):
-    """Collects the names of the operators that run inside it."""
+class Operators(TorchDispatchMode):
+    """Tells somebody of each operator that has run inside it: its name and its arguments."""
 
-    def __init__(self) -> None:
+    def __init__(self, note: Callable[[str, Any], object]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.names: list[str] = []
+        self._note = note
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        self.names.append(str(func))
-        return func(*args, **(kwargs or {}))
+        result = func(*args, **(kwargs or {}))
+        self._note(str(func), args)
+        return result
+
+
+class OpNames(Operators):
+    """Collects the names of the operators that run inside it."""
+
+    def __init__(self) -> None:
+        self.names: list[str] = []
+        super().__init__(lambda name, args: self.names.append(name))
 
 
 @contextmanager

@@ -8,8 +8,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from helpers import Operators
 from ranks import rank_device
 from recomputing_models import again
 from sharding_helpers import Block, shard, units
@@ -56,12 +56,11 @@ def inputs(num: int) -> list[Tensor]:
     return [torch.randn(6, WIDTH, generator=generator).to(rank_device()) for _ in range(num)]
 
 
-class Journal(TorchDispatchMode):
+class Journal(Operators):
     """Notes collectives with the name of the buffer's unit, and what is alive meanwhile."""
 
     def __init__(self, model: nn.Module) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.model = model
+        super().__init__(self._line)
         self.lines: list[str] = []
         self._names: dict[int, str] = {}  # of shards of weights and gradients, by address
         for unit in units(model):
@@ -71,32 +70,19 @@ class Journal(TorchDispatchMode):
                 if buffer.grad is not None:
                     self._names[buffer.grad.data_ptr()] = name
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        result = func(*args, **(kwargs or {}))
-        kind = str(func).removeprefix("graphfsdp.").partition("_.")[0]
+    def _line(self, op: str, args: Any) -> None:
+        kind = op.removeprefix("graphfsdp.").partition("_.")[0]
         if kind in ("all_gather", "reduce_scatter", "wait"):
             found = [self._names.get(tensor.data_ptr()) for tensor in args[:2]]
             name = next((name for name in found if name is not None), "several")
             ticket = args[-1] if kind != "wait" else None
             begun = isinstance(ticket, Tensor)
             self.lines.append(f"{'begin ' if begun else ''}{kind} {name}")
-        return result
 
 
-class Watch(TorchDispatchMode):
+class Watch(Operators):
     """Tells somebody of each collective of a kind: its output and its input."""
 
     def __init__(self, kind: str, note: Callable[[Tensor, Tensor], None]) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.kind = kind
-        self.note = note
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        result = func(*args, **(kwargs or {}))
-        if str(func).startswith(f"graphfsdp.{self.kind}_."):
-            self.note(*args[:2])
-        return result
+        name = f"graphfsdp.{kind}_."
+        super().__init__(lambda op, args: note(*args[:2]) if op.startswith(name) else None)
