@@ -55,11 +55,6 @@ def _default(device: torch.device | None) -> Iterator[None]:
         torch.set_default_device(None)  # a device by name is a mode, and would stay on
 
 
-def _elsewhere(device: torch.device) -> torch.device:
-    """On a GPU the habit; on a CPU what holds no numbers, so that whatever lies there is seen."""
-    return device if device.type == "cuda" else torch.device("meta")
-
-
 @pytest.mark.parametrize(
     ("make", "options"),
     [
@@ -104,5 +99,7 @@ def test_a_default_device_changes_no_bit(
         return [*seen, *(param.detach() for param in model.parameters())]
 
     expected = trained(None, tmp_path / "expected")
-    got = trained(_elsewhere(device), tmp_path / "got")
+    # On a GPU the habit; on a CPU what holds no numbers, so that whatever lies there is seen.
+    elsewhere = device if device.type == "cuda" else torch.device("meta")
+    got = trained(elsewhere, tmp_path / "got")
     assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))

@@ -2,6 +2,7 @@
 
 import pathlib
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -148,11 +149,11 @@ def test_it_trains_as_one_process(name: str) -> None:
     optim = FusedAdam(model.parameters(), lr=0.02, eps=ADAM_EPS)
     norm = NormByRanks([name for name, _ in model.named_parameters()], by_rank)
     alone = {}
+    options: dict[str, Any] = {"scope": "none", "microbatches": count, "max_grad_norm": 0.5}
+    options["loss_fn"] = lambda model, x, target: loss_of(model(x), target)
     with (
         mock.patch("graphfsdp._capture.iteration.global_norm", norm),
-        graphfsdp.capture(
-            model, optim, scope="none", loss_fn=_whole_loss, microbatches=count, max_grad_norm=0.5
-        ) as step,
+        graphfsdp.capture(model, optim, **options) as step,
     ):
         for index, x, target in given(optim):
             alone[f"loss {index}"] = step(x, target)
@@ -166,10 +167,6 @@ def test_it_trains_as_one_process(name: str) -> None:
         assert torch.equal(seen[0], model.seen)
     assert all(each.isfinite().all() for each in seen)
     assert_equal_tensors(alone, got)
-
-
-def _whole_loss(model: nn.Module, x: Tensor, target: Tensor) -> Tensor:
-    return loss_of(model(x), target)
 
 
 FINDING_OUT = pytest.mark.skipif(
@@ -270,10 +267,6 @@ def save() -> None:
     graphfsdp.save("nowhere", pipelining.ScheduleGPipe(stage, 2, loss_of))
 
 
-def unsharded(module: nn.Module) -> None:
-    graphfsdp.fully_shard(module, strategy="no_shard")
-
-
 IN_OPTIMIZER = "max_grad_norm and skip_nonfinite of graphfsdp"
 UNLIKE = "Remedy: Schedule1F1B"  # zero bubbles take gradients that they find
 REFUSED: dict[str, tuple[Callable[[], object], str]] = {
@@ -286,7 +279,10 @@ REFUSED: dict[str, tuple[Callable[[], object], str]] = {
     "clips": (lambda: captured(optimizer={"max_grad_norm": 1.0}), IN_OPTIMIZER),
     "skips": (lambda: captured(optimizer={"skip_nonfinite": True}), IN_OPTIMIZER),
     "decoupled": (lambda: captured("zero bubble", {"use_decoupled_grad": True}), UNLIKE),
-    "sharded": (lambda: captured("zero bubble", shard=unsharded), UNLIKE),
+    "sharded": (
+        lambda: captured("zero bubble", shard=partial(graphfsdp.fully_shard, strategy="no_shard")),
+        UNLIKE,
+    ),
     "clip_grad_norm_": (clip, "a pipeline's schedule, max_grad_norm of"),
     "check": (check, "check a stage's module with a loss of its own; or capt"),
     "save": (save, "two stages of the pipeline call a part 'bias'"),
