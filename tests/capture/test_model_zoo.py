@@ -20,6 +20,9 @@ from helpers import check_against_eager
 from stand_in_compilers import compiling_by
 from zoo import ZOO
 
+# Torch's own optimizers fail then where the default device is "meta", in plain loops too.
+COUNTS_ELSEWHERE = torch.torch_version.TorchVersion(torch.__version__) < "2.13"
+
 
 @pytest.mark.parametrize("name", ZOO)
 def test_replay_equals_the_plain_loop_and_nothing_is_warned_of(
@@ -61,8 +64,8 @@ def _default(device: torch.device | None) -> Iterator[None]:
         (lambda params: FusedAdam(params), {"max_grad_norm": 1.0, "skip_nonfinite": True}),
         (lambda params: FusedAdam(params, bias_correction=False), {"microbatches": 2}),
         (lambda params: Muon([{"params": params}], lr=0.1), {"evaluates": True}),
-        (lambda params: torch.optim.AdamW(params), {"max_grad_norm": 1.0}),
-        (lambda params: torch.optim.AdamW(params), {"compile": True}),
+        (torch.optim.AdamW, {"max_grad_norm": 1.0}),
+        (torch.optim.AdamW, {"compile": True}),
     ],
     ids=["adam", "no correction", "muon", "torch", "compiled"],
 )
@@ -72,6 +75,8 @@ def test_a_default_device_changes_no_bit(
     options: dict[str, Any],
     tmp_path: Path,
 ) -> None:
+    if COUNTS_ELSEWHERE and device.type == "cpu" and make is torch.optim.AdamW:
+        pytest.skip("its step counts would be on the default device, and hold no numbers")
     options = dict(options)
     evaluates = options.pop("evaluates", False)
     options["compile"] = "compile" in options and device.type == "cpu"
