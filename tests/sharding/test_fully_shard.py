@@ -289,8 +289,8 @@ def trained(model: nn.Module) -> Training:
         return train(model, adam(model), scope="none", num_steps=4)
 
 
-# torch 2.15 traces hooks of modules, ends at those of a unit, and compiles its forward in pieces.
-ONE_GRAPH = torch.torch_version.TorchVersion(torch.__version__) < "2.15"
+# torch 2.14 traces hooks of modules, ends at those of a unit, and compiles its forward in pieces.
+ONE_GRAPH = torch.torch_version.TorchVersion(torch.__version__) < "2.14"
 
 
 class Tracer:
