@@ -310,10 +310,10 @@ class FSDPModule(TorchModule):
     reset_iter_state = abandon_iteration  # FSDP2's word
 
     def __getattr__(self, name: str) -> Any:
-        parent: Any = super()
-        found = parent.__getattr__(name)
+        # Both times the call itself: torch.compile traces no super() that is kept.
+        found = super().__getattr__(name)  # type: ignore[misc]
         if isinstance(found, DTensor) and unit_of(self).install_if_recomputing():
-            found = parent.__getattr__(name)
+            found = super().__getattr__(name)  # type: ignore[misc]
         return found
 
     def to_empty(self, *, device: torch.device | str | int, recurse: bool = True) -> Any:
@@ -401,10 +401,16 @@ def _refuse_custom(name: str) -> ConfigError:
 
 
 def attach(module: nn.Module, unit: Unit, methods: dict[str, Any]) -> None:
-    """Make a module an ``FSDPModule`` with a unit, and with methods that know more of units."""
+    """Make a module an ``FSDPModule`` with a unit, and with methods that know more of units.
+
+    Modules of one class stay so: torch.compile compiles anew for another class, eight times at
+    most, and runs the other blocks as they are.
+    """
     setattr(module, _UNIT, unit)
     kind = type(module)
-    module.__class__ = type(f"FSDP{kind.__name__}", (FSDPModule, kind), methods)
+    bases = (FSDPModule, kind)
+    made = (each for each in kind.__subclasses__() if each.__bases__ == bases)
+    module.__class__ = next(made, None) or type(f"FSDP{kind.__name__}", bases, methods)
 
 
 def unit_of(module: object) -> Unit:

@@ -42,6 +42,7 @@ from graphfsdp.base.torch_internals import (
     apart_from_checkpoints,
     backward_id,
     key_of,
+    not_compiled,
     not_traced,
     when_backward_ends,
 )
@@ -548,6 +549,7 @@ class _SavedPlaces:
         }
         self._moments = [buffer.moment() for buffer in group.buffers]
 
+    @not_compiled
     def pack(self, tensor: Tensor) -> Any:
         wrapping, inside = Wrapping.take_apart(tensor)
         if wrapping is not None:
@@ -563,6 +565,7 @@ class _SavedPlaces:
             index, tensor.shape, tensor.stride(), tensor.storage_offset(), tensor.dtype
         )
 
+    @not_compiled
     def unpack(self, saved: Any) -> Tensor:
         if isinstance(saved, _Wrapped):
             return saved.wrapping.around(self.unpack(part) for part in saved.parts)

@@ -289,10 +289,6 @@ def trained(model: nn.Module) -> Training:
         return train(model, adam(model), scope="none", num_steps=4)
 
 
-# torch 2.14 traces hooks of modules, ends at those of a unit, and compiles its forward in pieces.
-ONE_GRAPH = torch.torch_version.TorchVersion(torch.__version__) < "2.14"
-
-
 class Tracer:
     """Runs what torch.compile has traced as it is."""
 
@@ -339,8 +335,29 @@ def test_compiled_units_train_as_eager_ones_do(strategy: str, when: str, recompu
         for each in ("never", when)
     )
     assert_same_training(expected, got)
-    if ONE_GRAPH and not recompute:
+    if not recompute:
         assert [size for size in tracer.sizes if size > 3] == [6, 5], tracer.sizes
+
+
+class Residual(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return x + super().forward(x).relu()
+
+
+@on_ranks("ranks1")
+def test_equal_blocks_are_one_graph() -> None:
+    """Torch.compile runs blocks as they are once it has compiled their forward eight times."""
+    tracer = Tracer()
+    model = nn.Sequential(*(Residual(4, 4) for _ in range(12)))
+    for block in model:
+        block.compile(backend=tracer)
+        graphfsdp.fully_shard(block)
+    graphfsdp.fully_shard(model)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # as in trained()
+        model(torch.randn(2, 4, requires_grad=True)).sum().backward()
+    assert tracer.sizes == [3]
+    assert all(type(block) is type(model[0]) for block in model)
 
 
 @pytest.mark.gpu
@@ -352,8 +369,7 @@ def test_a_captured_step_compiles_units_and_gathers_around_them() -> None:
         torch._dynamo.reset()
         for strategy in ("optim", "optim_grads_params"):
             replayed_as_eager(lambda: make_net(strategy, dropout=0.2), compile=True)  # noqa: B023
-    if ONE_GRAPH:
-        assert [size for size in tracer.sizes if size > 3] == [6, 5] * 2
+    assert [size for size in tracer.sizes if size > 3] == [6, 5]  # both strategies by the same
 
 
 NUM_PARTED, LENGTH = 7, 16
