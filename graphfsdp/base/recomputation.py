@@ -59,10 +59,16 @@ def recompute(function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
         backward pass.
     Source: Chen et al. 2016 (arXiv:1604.06174) for recomputation.
     """
+    return _recompute(recompute_contexts, function, *args, **kwargs)
+
+
+def _recompute(
+    contexts: Callable[[], object], function: Callable[P, R], *args: P.args, **kwargs: P.kwargs
+) -> R:
     from torch.utils.checkpoint import checkpoint
 
     call = cast("Callable[..., R]", checkpoint)
-    options = {"preserve_rng_state": False, "context_fn": recompute_contexts}
+    options = {"preserve_rng_state": False, "context_fn": contexts}
     return call(function, *args, use_reentrant=False, **options, **kwargs)
 
 
@@ -85,6 +91,11 @@ def recompute_contexts() -> tuple[TorchDispatchMode, TorchDispatchMode]:
     return _Keep(drawn), _Repeat(drawn)
 
 
+def _writing_twice() -> tuple[TorchDispatchMode, TorchDispatchMode]:
+    drawn: list[_Drawn] = []
+    return _Keep(drawn), _Repeat(drawn, leaves_alone=False)
+
+
 # What torch's checkpoint without reentrance runs around the function, by version.
 _AROUND = (
     "_checkpoint_without_reentrant_generator",
@@ -98,7 +109,8 @@ def torchs_checkpoints_as_ours() -> Iterator[None]:
 
     As it is written by default, it stores the state of the generators in the forward pass and sets
     it in the backward pass, which no graph can. ``recompute`` draws nothing twice, and comes to the
-    same bits. Left alone is who has said otherwise (``preserve_rng_state=False``, ``context_fn``).
+    same bits: what the function writes (running statistics) it writes in both calls here, as with
+    torch's. Left alone is who has said otherwise (``preserve_rng_state=False``, ``context_fn``).
     """
     module = sys.modules.get("torch.utils.checkpoint")
     if module is None:
@@ -123,9 +135,9 @@ def _keeping(around: Callable[..., Any], plain: Callable[..., Any]) -> Callable[
     def call(*args: Any, **kwargs: Any) -> Any:
         if "preserve_rng_state" in kwargs:  # torch 2.15
             if kwargs["preserve_rng_state"] and kwargs["context_fn"] is plain:
-                kwargs |= {"preserve_rng_state": False, "context_fn": recompute_contexts}
+                kwargs |= {"preserve_rng_state": False, "context_fn": _writing_twice}
         elif len(args) > 2 and args[1] and args[2] is plain:
-            args = (args[0], False, recompute_contexts, *args[3:])
+            args = (args[0], False, _writing_twice, *args[3:])
         return around(*args, **kwargs)
 
     return call
@@ -141,7 +153,7 @@ class _Reentrant:
         # One that no gradient goes through has none for the function's own weights either.
         trains = any(isinstance(arg, Tensor) and arg.requires_grad for arg in args)
         if preserves and trains:
-            return recompute(function, *args)
+            return _recompute(_writing_twice, function, *args)
         return self._function.apply(function, preserves and trains, *args)
 
 
@@ -176,13 +188,14 @@ def _copied(values: Any, dtype: torch.dtype | None) -> Any:
 
 
 class _Repeat(OperatorMode):
-    """A later call: draws nothing, and leaves the tensors that were there before alone."""
+    """A later call: draws nothing, and ``leaves_alone`` the tensors that were there before."""
 
     recomputes = True
 
-    def __init__(self, drawn: list[_Drawn]) -> None:
+    def __init__(self, drawn: list[_Drawn], *, leaves_alone: bool = True) -> None:
         super().__init__()
         self._drawn = drawn
+        self._leaves_alone = leaves_alone
         self._next = 0
         self._own: set[int] = set()  # storages that this call has made
 
@@ -199,7 +212,7 @@ class _Repeat(OperatorMode):
         elif written and not any(self._is_own(tensor) for tensor in written) and _only_writes(op):
             result = _arguments_of(call)
         else:
-            if schema_of(op).name in SILENT_WRITERS:
+            if self._leaves_alone and schema_of(op).name in SILENT_WRITERS:
                 stats = [None if s is None else s.clone() for s in args[RUNNING_STATISTICS]]
                 before, behind = RUNNING_STATISTICS.start, RUNNING_STATISTICS.stop
                 args = (*args[:before], *stats, *args[behind:])
@@ -218,7 +231,7 @@ class _Repeat(OperatorMode):
         return _copied(drawn.result, call.tensors[0].dtype if is_packed else None)
 
     def _is_own(self, tensor: Tensor) -> bool:
-        return storage_key(tensor) in self._own
+        return not self._leaves_alone or storage_key(tensor) in self._own
 
     def _next_drawn(self, op: OpOverload) -> _Drawn:
         drawn = self._drawn[self._next] if self._next < len(self._drawn) else None

@@ -108,9 +108,11 @@ class Unit:
         self._waiting: set[nn.Module] = set()  # modules that have not run in this forward pass
         self._kept: list[Tensor] = []  # whole weights for them
         self._kept_with_gradients = False
-        for owner in {id(o): o for item in group.managed for o, _ in item.owners}.values():
-            if owner not in modules:
-                owner.register_forward_pre_hook(self._inner_call)
+        owners = {id(owner) for item in group.managed for owner, _ in item.owners}
+        for inner in {id(m): m for module in modules for m in module.modules()}.values():
+            # A module may read weights of one inside it that it does not call.
+            if inner not in modules and owners & {id(each) for each in inner.modules()}:
+                inner.register_forward_pre_hook(self._inner_call)
 
     @property
     def name(self) -> str:
@@ -345,7 +347,8 @@ class Unit:
 
     @not_traced
     def _called_alone(self, inner: nn.Module) -> None:
-        if backward_id() == NO_BACKWARD:
+        owners = (owner for item in self.group.managed for owner, _ in item.owners)
+        if backward_id() == NO_BACKWARD and any(inner is owner for owner in owners):
             raise PhaseError(
                 f"a {type(inner).__name__} of unit {self.group.name!r} was called outside the "
                 "unit's own forward, where its weights are shards. Remedy: call the unit, or "
