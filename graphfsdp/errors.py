@@ -3,6 +3,7 @@
 import dataclasses
 import enum
 import linecache
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -44,6 +45,11 @@ class SourceLine:
 
     def __str__(self) -> str:
         return f"{self.file}:{self.line} in {self.function}"
+
+    @property
+    def shown(self) -> str:
+        """File, as from here, number and text."""
+        return f"{self.file.removeprefix(os.getcwd() + os.sep)}:{self.line} {self.text}"
 
     @property
     def text(self) -> str:

@@ -472,9 +472,11 @@ def for_this_place(refusal: Refusal) -> Refusal:
 
 
 def running_optimizer() -> torch.optim.Optimizer | None:
-    """Return the optimizer whose step is on this thread's stack; for what runs rarely."""
+    """Return the optimizer whose step, and no backward pass in it, runs; for what runs rarely."""
     for frame in frames():
         code = frame.f_code
+        if code.co_name == "_engine_run_backward":
+            break
         is_step = code.co_name == "step" and code.co_argcount
         owner = frame.f_locals.get(code.co_varnames[0]) if is_step else None
         owner = getattr(owner, "steps_for", owner)  # of ours, in place of its own step

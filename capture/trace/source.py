@@ -197,6 +197,14 @@ class ModuleTracker:
         return self._stack[-1] if self._stack else None
 
     @contextmanager
+    def within(self, name: str) -> Iterator[None]:
+        self._stack.append(name)
+        try:
+            yield
+        finally:
+            self._stack.pop()
+
+    @contextmanager
     def tracking(self) -> Iterator[None]:
         def enter(module: nn.Module, args: object) -> None:
             name = self._names.get(id(module))

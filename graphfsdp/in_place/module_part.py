@@ -172,14 +172,28 @@ class ModulePart:
                 return
         self.leave(f"{SLOW} no graph holds any of its last {_MOST_REFUSED} calls")
 
-    def _is_ordinary(self) -> bool:
+    def has_graph_for(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Tell whether such a call would be a replay if there were no mode that only looks on."""
+        leaves, spec = self._flat(args, kwargs)
+        casts = torch.is_autocast_enabled(self._device_type)
+        kind = self._kinds.get(self._key(leaves, spec, casts=casts))
+        is_ordinary = self._is_ordinary(num_watching=1)
+        return self.is_on and is_ordinary and bool(kind and kind.slots and not kind.is_refused)
+
+    @property
+    def goes_back_eagerly(self) -> bool:
+        """Whether no graph holds a backward pass of its graphs."""
+        graphs = [slot.backward.graphs for kind in self._kinds.values() for slot in kind.slots]
+        return any(None in each.values() for each in graphs)
+
+    def _is_ordinary(self, num_watching: int = 0) -> bool:
         """Tell whether the call is one of a loop, and no transform, hook or mode has part in it."""
         return (
             torch.is_grad_enabled()
             and not torch.is_inference_mode_enabled()
             and functorch_level() is None
             and backward_id() == -1  # e.g. recomputation
-            and not num_dispatch_modes()
+            and num_dispatch_modes() == num_watching
             and not num_function_modes()
             and hooks_on_saved(True) is None
             and forward_ad._current_level < 0

@@ -45,7 +45,11 @@ def nodes_behind(results: Sequence[Tensor]) -> Iterator[Node]:
 
 
 class PartBackward:
-    """The backward pass of one recording of a part."""
+    """The backward pass of one recording of a part.
+
+    Attributes:
+        graphs: By form of the gradients; None for one that no graph holds.
+    """
 
     def __init__(
         self,
@@ -75,7 +79,7 @@ class PartBackward:
             for use, (node, index) in enumerate(nodes if len(nodes) > 1 else ()):
                 node.register_hook(partial(_note, self._arrived, (leaf, use), index))
         self._ran = Ran()
-        self._graphs: dict[Any, _Replay | None] = {}  # by form of the gradients
+        self.graphs: dict[Any, _Replay | None] = {}
         self._recorded: list[Graph] = []
         self._num_passes: Counter[Any] = Counter()
 
@@ -87,10 +91,10 @@ class PartBackward:
             return self._as_recorded(grads)
         # torch computes a backward pass that is begun within torch.autocast under that.
         key = (torch.is_autocast_enabled(self._backend.device.type), *map(_form_of, grads))
-        graph = self._graphs.get(key)
+        graph = self.graphs.get(key)
         if graph is not None:
             return graph(grads)
-        if key in self._graphs or len(self._graphs) == _MOST_GRAPHS:
+        if key in self.graphs or len(self.graphs) == _MOST_GRAPHS:
             return self._as_recorded(grads)
         self._num_passes[key] += 1
         if self._num_passes[key] > _NUM_WARM:
@@ -125,7 +129,7 @@ class PartBackward:
         return found
 
     def _record(self, key: Any, grads: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
-        self._graphs[key] = None
+        self.graphs[key] = None
         is_there: list[bool] = []
 
         def refuse_python() -> None:
@@ -163,13 +167,13 @@ class PartBackward:
                 target.copy_(grads[index])
             return spread(graph.replay())
 
-        self._graphs[key] = replay
+        self.graphs[key] = replay
         return spread(made)
 
     def close(self) -> None:
         for graph in self._recorded:
             graph.close()
-        self._graphs.clear()
+        self.graphs.clear()
         self._results, self._leaves = (), ()
 
 

@@ -271,8 +271,11 @@ class Parts:
 
     def _now(self) -> float:
         """Return seconds: on a CPU of this process's work, where a GPU works on, of the clock."""
-        on_cpu = all(device.type == "cpu" for device in self._backends)
-        return time.process_time() if on_cpu else time.perf_counter()
+        return time.process_time() if self._are_on_cpu else time.perf_counter()
+
+    @property
+    def _are_on_cpu(self) -> bool:
+        return all(device.type == "cpu" for device in self._backends)
 
     def _decide(self, trial: _Trial) -> None:
         self._trial = None
@@ -310,17 +313,17 @@ class Parts:
             )
             for part in self._parts.values()
         ]
-        steps = [
-            PartLine(
-                f"optimizer {place}",
-                type(optimizer).__name__,
-                "an operator for each group" if grouped else PartState.AS_WRITTEN.value,
-            )
-            for place, (optimizer, grouped) in enumerate(
-                zip(self._optimizers, self._steps, strict=True)
-            )
-        ]
-        return PartsReport(tuple(lines + steps))
+        return PartsReport((*lines, *map(self.step_of, self._optimizers)))
+
+    def step_of(self, optimizer: Any) -> PartLine:
+        """Return what becomes of an optimizer's step."""
+        place = [*map(id, self._optimizers), id(optimizer)].index(id(optimizer))
+        is_grouped = (*self._steps, None)[place] and self._are_on_cpu
+        state = "an operator for each group" if is_grouped else PartState.AS_WRITTEN.value
+        return PartLine(f"optimizer {place}", type(optimizer).__name__, state)
+
+    def part_of(self, module: nn.Module) -> ModulePart | None:
+        return self._parts.get(id(module))
 
     def hazards(self) -> list[Hazard]:
         """Return what no graph holds of what the modules compute, with their full names."""

@@ -25,7 +25,7 @@ from graphfsdp import in_place
 from graphfsdp._capture.step import CapturedStep
 from graphfsdp.api import answering, make_engine
 from graphfsdp.base.op_tensors import as_written
-from graphfsdp.base.torch_internals import is_in_backward
+from graphfsdp.base.torch_internals import is_in_backward, num_dispatch_modes
 from graphfsdp.config import Compile, Scope
 from graphfsdp.errors import ConfigError, HazardKind
 from graphfsdp.in_place.module_part import PartState
@@ -33,11 +33,14 @@ from graphfsdp.in_place.parts import Parts
 from graphfsdp.optim.adapters.backends import adapt
 from graphfsdp.preconditions import Program
 from graphfsdp.preflight.check import Findings, check_program
+from graphfsdp.preflight.costs import OperatorCount
 from graphfsdp.preflight.report import CheckReport
 
 # Steps of the optimizer that steps first: a critic steps less often than that by itself.
 _LEAST_STEPS, _MOST_STEPS = 8, 16
 _MOST_SECONDS = 60.0
+# Iterations whose operators are counted: a fifth one, in which a generator steps, is among them.
+_NUM_COUNTED = 5
 
 
 class CheckedExit(SystemExit):
@@ -65,6 +68,9 @@ class ScriptRun:
         self._is_theirs = False  # the script calls capture_in_place itself
         self._steps_before = 0
         self._began = 0.0
+        self._count: OperatorCount | None = None
+        self._stack = ExitStack()
+        self._steps_at_call = 0
         self.is_to_end = threading.Event()
 
     def found(self, how: str) -> CheckReport:
@@ -86,12 +92,11 @@ class ScriptRun:
     def following(self) -> Iterator[None]:
         """Run it in the body; CheckedExit once there is a report."""
         call, compile_ = nn.Module.__call__, torch.compile
-        stack = ExitStack()
 
         @wraps(compile_)
         def compile_nothing(*args: Any, **kwargs: Any) -> Any:
             compiled = compile_(*args, **kwargs)
-            stack.enter_context(as_written())  # which may take minutes, and writes files
+            self._stack.enter_context(as_written())  # which may take minutes, and writes files
             return compiled
 
         @wraps(call)
@@ -102,14 +107,17 @@ class ScriptRun:
                 self._on_call(module)
             self._depth += 1
             try:
-                return call(module, *args, **kwargs)
+                if self._count is None:
+                    return call(module, *args, **kwargs)
+                with self._count.calling(module, args, kwargs, is_inner=self._depth > 1):
+                    return call(module, *args, **kwargs)
             finally:
                 self._depth -= 1
 
         self._hook = register_optimizer_step_post_hook(self._on_stepped)
         try:
             with (
-                stack,
+                self._stack,
                 answering(self._capture),
                 warnings.catch_warnings(),
                 mock.patch.object(torch, "compile", compile_nothing),
@@ -137,12 +145,15 @@ class ScriptRun:
         models = self._trained()
         if not models:
             return
+        is_new = self._num_steps != self._steps_at_call
+        self._steps_at_call = self._num_steps
         together = [*map(id, (*models, *self._steps))]
-        if not self._is_theirs and together != self._in_parts:
+        is_joined = together != self._in_parts and self._count is None
+        if is_joined and not self._is_theirs:
             self._close_parts()
             self._in_parts = together
             self._begin(Parts(models, [*self._steps], keeps_all=True))
-        elif self._is_enough():
+        elif self._is_enough() and self._is_counted(is_new=is_new):
             self._look_back()
             self._end()
 
@@ -181,6 +192,16 @@ class ScriptRun:
         is_late = time.monotonic() - self._began > _MOST_SECONDS
         return is_late or (is_settled and num_steps >= _LEAST_STEPS)
 
+    def _is_counted(self, *, is_new: bool) -> bool:
+        """Count operators of whole iterations; tell whether of enough. ``is_new``: one begins."""
+        assert self._parts is not None
+        if self._count is None and is_new and not num_dispatch_modes():
+            self._count = self._stack.enter_context(OperatorCount(self._parts))
+        elif self._count is not None and is_new and num_dispatch_modes() == 1:
+            self._count.end_iteration()
+            return self._count.num_iterations == _NUM_COUNTED
+        return time.monotonic() - self._began > 2 * _MOST_SECONDS
+
     def _capture_in_place(self, models: Any, optimizers: Any, **_: Any) -> Parts:
         """Do what the script wants, with what does not pay, too."""
         self._close_parts()
@@ -216,9 +237,12 @@ class ScriptRun:
         told = {(each.kind, each.source, each.why): each for each in self._parts.hazards()[::-1]}
         for hazard in [*told.values()][::-1]:
             findings.add(hazard)
-        device = next(models[0].parameters()).device
+        device = next(nn.Module.parameters(models[0])).device
         parts = self._parts.report()
-        self.report = CheckReport(tuple(findings), str(device), self._target, parts=parts)
+        costs = () if self._count is None else self._count.costs()
+        self.report = CheckReport(
+            tuple(findings), str(device), self._target, parts=parts, costs=costs
+        )
 
     def _end(self) -> NoReturn:
         """End the script, whose report is made."""

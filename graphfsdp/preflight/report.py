@@ -1,18 +1,22 @@
 """What a check has found: lines for people, JSON for machines, an error for scripts."""
 
 import json
-import os
 import textwrap
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from graphfsdp.errors import CaptureError, Hazard, HazardKind
 from graphfsdp.in_place.parts import PartsReport
+from graphfsdp.preflight.costs import PlaceCost
 
 _INDENT = "    "
 _WIDTH = 96
 _IN_PLACE = "In parts, with this before the loop: graphfsdp.capture_in_place(model, optimizer)"
+_MOST_PLACES = 10
+_LAUNCHED = """\
+As written, an iteration launches {:,.1f} operators in the mean; {:,.1f} ({:.0%}) are captured.
+By place, with the share of operators and that of their processor time:"""
 _ONE_GRAPH = """\
 In one graph, from the model's call to optimizer.step(), by these lines; this check then judges each
 line of iterate (docs/porting.md; graphfsdp.integrations has the Trainer and Lightning):
@@ -33,6 +37,7 @@ class CheckReport:
         num_ignored: Hazards that were left out because their kind was to be ignored.
         parts: What ``capture_in_place`` captures of a script's loop, whose other lines were not
             judged; None where that was not tried.
+        costs: What the places of that loop launch as it is written; empty if it has ended early.
     """
 
     hazards: tuple[Hazard, ...]
@@ -41,6 +46,7 @@ class CheckReport:
     num_ops: int = 0
     num_ignored: int = 0
     parts: PartsReport | None = None
+    costs: tuple[PlaceCost, ...] = ()
 
     @property
     def ok(self) -> bool:
@@ -80,6 +86,7 @@ class CheckReport:
             "num_ops": self.num_ops,
             "num_ignored": self.num_ignored,
             "parts": None if self.parts is None else self.parts.to_json()["parts"],
+            "costs": [cost._asdict() for cost in self.costs],
             "hazards": [dict(hazard.to_json()) for hazard in self.hazards],
         }
 
@@ -107,8 +114,25 @@ class CheckReport:
                 textwrap.fill(line, _WIDTH, initial_indent=_INDENT, subsequent_indent=_INDENT * 2)
                 for line in str(self.parts).splitlines()
             ]
-            paragraphs += ["\n".join([_IN_PLACE, *lines]), _ONE_GRAPH]
+            paragraphs.append("\n".join([_IN_PLACE, *lines]))
+            if self.costs:
+                paragraphs.append(_table_of(self.costs))
+            paragraphs.append(_ONE_GRAPH)
         return "\n\n".join(paragraphs)
+
+
+def _table_of(costs: Sequence[PlaceCost]) -> str:
+    """Return what is captured of a loop, and its places, those that launch most first."""
+    captured = [cost for cost in costs if cost.is_captured]
+    sums = (sum(cost.num_ops for cost in costs), sum(cost.num_ops for cost in captured))
+    lines = [_LAUNCHED.format(*sums, sum(cost.share for cost in captured))]
+    for cost in costs[:_MOST_PLACES]:
+        shares = f"{cost.num_ops:7,.1f} {cost.share:4.0%} {cost.time_share:4.0%}"
+        line = f"{_INDENT}{shares}  {cost.place}{': captured' * cost.is_captured}"
+        lines.append(line if len(line) <= _WIDTH else f"{line[: _WIDTH - 4]} ...")
+    if len(costs) > _MOST_PLACES:
+        lines.append(f"{_INDENT}and {len(costs) - _MOST_PLACES} places that launch less")
+    return "\n".join(lines)
 
 
 def _lines_of(hazard: Hazard) -> str:
@@ -120,8 +144,7 @@ def _lines_of(hazard: Hazard) -> str:
         what.append(f"CUDA error {hazard.cuda_error}")
     lines = [", ".join(what)]
     if hazard.source is not None:
-        file = hazard.source.file.removeprefix(f"{os.getcwd()}{os.sep}")
-        lines.append(f"{file}:{hazard.source.line} {hazard.source.text}")
+        lines.append(hazard.source.shown)
     if hazard.module_path is not None:
         lines.append(f"in module {hazard.module_path or '(root)'}")
     if hazard.op is not None and not hazard.why.startswith(hazard.op):

@@ -204,7 +204,7 @@ def test_gradients_in_one_memory_are_tensors_of_their_own() -> None:
 def backward_graphs(parts: Parts) -> int:
     kinds = [kind for part in parts._parts.values() for kind in part._kinds.values()]
     passes = [slot.backward for kind in kinds for slot in kind.slots]
-    return sum(graph is not None for each in passes for graph in each._graphs.values())
+    return sum(graph is not None for each in passes for graph in each.graphs.values())
 
 
 # What becomes of a model and of its backward pass, where not both are graphs.

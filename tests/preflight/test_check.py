@@ -1,6 +1,8 @@
 """graphfsdp.check: finds every hazard of an iteration, and changes nothing, on no rank either."""
 
 import json
+import re
+import runpy
 import shlex
 import sys
 from collections.abc import Iterator, Sequence
@@ -325,6 +327,20 @@ SAID: dict[str, tuple[int, list[str]]] = {
     "--device cpu asks.py": (0, ["can be captured: "]),
 }
 
+# A row of the costs: operators, their share, the place.
+COST = re.compile(r"^ +([\d.]+) +(\d+)% +\d+%  (.+)$", re.MULTILINE)
+# Of costs.py, counted by hand.
+COSTS = {
+    "model Net": 4,  # twice a product and one of Python's
+    "model Net, backward": 6,  # in which Python runs
+    "model Net, calls that run as written": 2,
+    "costs.py:21 loss = (model(x) - teacher(x)).sum()": 6,  # with the teacher's product
+    "costs.py:22 loss.backward()": 2,
+    "backward(), adding up gradients": 2,  # of two parameters, the second time
+    "optimizer 0 SGD": 2,
+    'costs.py:28 print("trained", model[0].weight.sum().item())': 2,
+}
+
 
 @pytest.mark.parametrize("line", SAID)
 def test_what_a_program_is_told_and_that_it_writes_nothing(
@@ -340,6 +356,36 @@ def test_what_a_program_is_told_and_that_it_writes_nothing(
     for part in parts:
         assert part in out
     assert before == {path: path.stat().st_mtime_ns for path in folder.rglob("*")}
+
+
+def test_the_page_shows_what_places_cost(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "preflight.md").read_text()
+    expected = [row for row in COST.findall(page) if "more" not in row]
+    (folder / "train.py").write_text(PROGRAMS["reads.py"])
+    assert main(["check", "--device", "cpu", "train.py"]) == 1
+    out = capsys.readouterr().out
+    assert COST.findall(out) == expected
+    assert len(expected) == 6
+    assert (headline := "launches 33.0 operators in the mean; 17.0 (52%) are captured") in page
+    assert headline in out
+
+
+def test_costs_are_counted_by_what_a_graph_holds_beside_the_same_bits(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    runpy.run_path("costs.py", run_name="__main__")
+    lines = capsys.readouterr().out.splitlines()
+    assert main(["check", "--json", "costs.py"]) == 0
+    shown = capsys.readouterr()
+    printed = [line for line in shown.err.splitlines() if line.startswith("trained ")]
+    assert printed == lines[: len(printed)]
+    assert len(set(printed)) >= 14
+    costs = json.loads(shown.out)["costs"]
+    assert {each["place"]: each["num_ops"] for each in costs} == COSTS
+    assert sum(each["share"] for each in costs) == pytest.approx(1)
+    assert sum(each["time_share"] for each in costs) == pytest.approx(1)
+    captured = [each["place"] for each in costs if each["is_captured"]]
+    assert sorted(captured) == ["model Net", "optimizer 0 SGD"]
 
 
 @pytest.mark.parametrize("name", LOOPS)

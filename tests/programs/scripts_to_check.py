@@ -101,6 +101,37 @@ for _ in range(100):
     opt_g.step()
     print("trained")
 """
+# What is launched by a part that goes backward in Python, by calls of it that no graph has, by a
+# frozen model, and by the closure of a step.
+COSTS = """
+import torch
+from torch import nn
+class Twice(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x * 2
+    @staticmethod
+    def backward(ctx, grad):
+        return grad * 2
+torch.manual_seed(0)
+class Net(nn.Sequential):
+    def forward(self, x):
+        return Twice.apply(super().forward(x))
+model, teacher = Net(nn.Linear(4, 4)), nn.Linear(4, 4).requires_grad_(False)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+x = torch.ones(2, 4)
+def closure():
+    optimizer.zero_grad()
+    for _ in range(2):
+        loss = (model(x) - teacher(x)).sum()
+        loss.backward()
+    return loss
+for _ in range(40):
+    optimizer.step(closure)
+    with torch.no_grad():
+        model(x)
+    print("trained", model[0].weight.sum().item())
+"""
 LBFGS = (
     HEAD
     + """
@@ -254,6 +285,7 @@ PROGRAMS = {
     "plain.py": PLAIN,
     "nanogpt.py": LIKE_NANOGPT,
     "critic.py": CRITIC,
+    "costs.py": COSTS,
     "lbfgs.py": LBFGS,
     "reads.py": READS,
     "loop.py": LOOP,
