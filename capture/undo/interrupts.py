@@ -2,6 +2,7 @@
 
 import signal
 import threading
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar, Token
@@ -115,3 +116,12 @@ def deliver_waiting() -> None:
     """Call the handlers of signals that wait; for where ranks and threads wait for each other."""
     with interruptible():
         pass
+
+
+def is_of_handler(error: BaseException) -> bool:
+    """Tell whether a signal's handler has raised an error, whatever it was that it came into."""
+    handlers = filter(callable, map(signal.getsignal, signal.valid_signals()))
+    functions = [getattr(each, "func", each) for each in handlers]  # of a functools.partial
+    called = [each if hasattr(each, "__code__") else type(each).__call__ for each in functions]
+    codes = {getattr(each, "__code__", None) for each in called}
+    return any(frame.f_code in codes for frame, _ in traceback.walk_tb(error.__traceback__))

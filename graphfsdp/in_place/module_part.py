@@ -31,14 +31,14 @@ from graphfsdp.base.torch_internals import (
     num_function_modes,
     tracing_state,
 )
-from graphfsdp.errors import Hazard, HazardKind
+from graphfsdp.errors import CaptureError, Hazard, HazardKind
 from graphfsdp.in_place.casts import Casts, UnseenCasts, casts_behind
 from graphfsdp.in_place.part_graphs import AsWritten, PartGraphs, PartResults
 from graphfsdp.in_place.part_recording import NotAPartError, guards_of, has_own_memory
 
 _LOG = logging.getLogger("graphfsdp")
 _NUM_WARM_UPS = 2
-_MOST_UNSETTLED = 3  # warm-ups that did what the one before did not, and are repeated
+_MOST_UNSETTLED = 3  # warm-ups that did what the one before did not, and recordings that failed
 _MOST_KINDS = 16  # of calls, by shapes and numbers
 _MOST_SLOTS = 4  # calls that are under way at the same time
 _ROOM = 4  # times what a recording has taken must be free for another one
@@ -238,7 +238,6 @@ class ModulePart:
         self, kind: _Kind, leaves: Sequence[Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         is_first = not kind.num_seen
-        kind.num_seen += 1
         if is_first:
             with self._judging(kind):
                 self._look()
@@ -258,8 +257,9 @@ class ModulePart:
             why = "it gives an input a hook or an attribute"
         if not why and not is_first and told != kind.told:
             why = f"it returns {kind.told}, and returned {told} before"
+        # Only now: a call that has failed tells nothing of what the next ones are under.
+        kind.num_seen += not why
         if why:  # warm up once more: a recording that is given up cannot take all of this back
-            kind.num_seen -= 1
             kind.num_unsettled += 1
         if kind.num_unsettled > _MOST_UNSETTLED:
             with self._judging(kind):
@@ -287,6 +287,11 @@ class ModulePart:
         try:
             yield
         except NotAPartError as error:
+            own = error.__cause__
+            if own is not None and not isinstance(own, CaptureError):  # no fault of a recording's
+                kind.num_unsettled += 1
+                if kind.num_unsettled <= _MOST_UNSETTLED:
+                    return
             kind.is_refused = True
             self.hazards += [] if error.hazard is None else [error.hazard]
             if not any(each.slots for each in self._kinds.values()):

@@ -33,6 +33,7 @@ from graphfsdp._capture.rules.constants import ConstantWatch
 from graphfsdp._capture.trace.backend import Effect, GraphBackend
 from graphfsdp._capture.trees import flatten
 from graphfsdp._capture.undo.host_state import generators_of
+from graphfsdp._capture.undo.interrupts import is_of_handler
 from graphfsdp.base.op_tensors import storage_key
 from graphfsdp.base.torch_internals import (
     TreeSpec,
@@ -375,8 +376,8 @@ class PartGraphs:
         self._load(given)
         try:
             return self._graph.replay()
-        except Exception:
-            if self._graph.effect is not Effect.NONE:
+        except Exception as error:
+            if self._graph.effect is not Effect.NONE or is_of_handler(error):
                 raise
             return None
 

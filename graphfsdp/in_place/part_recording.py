@@ -11,6 +11,7 @@ from graphfsdp._capture.guards.guards import Guards
 from graphfsdp._capture.trace.backend import Graph, GraphBackend, Iterate
 from graphfsdp._capture.trace.source import Ran
 from graphfsdp._capture.undo.host_state import Attempt
+from graphfsdp._capture.undo.interrupts import is_of_handler
 from graphfsdp.base.op_tensors import as_written
 from graphfsdp.errors import CaptureError, Hazard
 
@@ -114,7 +115,10 @@ def recorded(
             graph.close()
         attempt.roll_back()
         guards.put_back()
-        if isinstance(error, (KeyboardInterrupt, SystemExit, NotAPartError)):
+        # What comes from outside is no business of a recording's, and the loop's as ever.
+        if not isinstance(error, Exception) or is_of_handler(error):
+            raise
+        if isinstance(error, NotAPartError):
             raise
         hazard = error.hazard if isinstance(error, CaptureError) else None
         raise NotAPartError(_reason(error), hazard) from error

@@ -1,6 +1,9 @@
 """`capture_in_place`: loops as they are written, with and without it, bit for bit."""
 
 import copy
+import signal
+from collections.abc import Iterator
+from contextlib import nullcontext, suppress
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,8 +13,9 @@ from torch import Tensor, nn
 from torch.overrides import _get_current_function_mode
 
 import graphfsdp
+from hidden_count import Unseen
 from loops import LOOPS, accumulates
-from parts_helpers import Net, check, make_adam, make_net, replays
+from parts_helpers import Net, batches, check, iterates, make_adam, make_net, of_logits, replays
 
 REPLAYED = (
     *("accumulation, clipping", "a closure", "another shape", "autocast, twice"),
@@ -119,3 +123,101 @@ def test_what_hides_names_of_modules_runs_as_written() -> None:
     with check(accumulates, make=Replay) as parts:
         assert replays(parts) >= 4
         assert "Replay.children is not torch's" in str(parts.report())
+
+
+def gathered(logits: Tensor, x: Tensor) -> Tensor:
+    """Fail for some numbers, and not for their shape."""
+    return logits.gather(1, torch.arange(4) + (x[:, :4] > 8).long() * 4)
+
+
+class Gathering(Net):
+    """Fails at its end."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return gathered(super().forward(x), x)
+
+
+@pytest.mark.parametrize(("first", "casts"), [(0, True), (0, False), (1, False), (2, False)])
+def test_a_call_that_fails_leaves_what_it_leaves_without_the_line(first: int, casts: bool) -> None:
+    """In a warm-up, in a recording, in replays."""
+
+    def loop(model: Net, optimizer: torch.optim.Optimizer) -> Iterator[Any]:
+        for index, x, y in batches(30):
+            x[0, 0] = 9 if index % 4 == first else x[0, 0].clamp(max=1)
+            optimizer.zero_grad()
+            try:
+                with torch.autocast("cpu", torch.bfloat16, enabled=casts):
+                    loss = of_logits(model, index, x, y)
+                    if casts:
+                        loss = loss + of_logits(model, index, x * 1.5, y)
+                loss.backward()
+                optimizer.step()
+            except RuntimeError as error:
+                yield str(error).startswith("index 4 is out of bounds")
+            yield model.norm.running_mean
+            yield torch.get_rng_state()
+
+    assert replays(check(loop, Gathering)) >= 10
+
+
+def test_a_second_backward_pass_is_cast_as_its_call_was_though_the_first_call_failed() -> None:
+    class Checked(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return gathered(super().forward(x), x)
+
+    def loop(model: nn.Linear, optimizer: torch.optim.Optimizer) -> Iterator[Any]:
+        for index, x, y in batches(18):
+            x[0, 0] = 9 if index == 0 else x[0, 0]
+            optimizer.zero_grad()
+            with suppress(RuntimeError):
+                with torch.autocast("cpu", torch.bfloat16):
+                    loss = of_logits(model, index, x, y)
+                if index > 14:
+                    (grad,) = torch.autograd.grad(loss, model.weight, create_graph=True)
+                    loss = grad.square().sum()
+                loss.backward()
+                optimizer.step()
+                yield loss
+
+    assert replays(check(loop, lambda: Checked(6, 4))) >= 10
+
+
+RINGS: list[Unseen] = []
+
+
+@torch.library.custom_op("graphfsdp_parts::ring", mutates_args=())
+def ring(x: Tensor) -> Tensor:
+    if next(RINGS[0]):
+        signal.raise_signal(signal.SIGUSR1)
+    return x.clone()
+
+
+ring.register_autograd(lambda ctx, grad: grad)
+
+
+class Ringing(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        logits: Tensor = ring(super().forward(x))
+        return logits
+
+
+@pytest.mark.parametrize("call", range(6))
+def test_what_the_handler_of_a_signal_raises_comes_out_of_the_call(call: int) -> None:
+    """In warm-ups, in a recording, in replays; and the calls behind it are captured."""
+
+    def raise_it(*_: object) -> None:
+        raise TimeoutError
+
+    RINGS[:] = [Unseen(*(index == call for index in range(10)))]
+    before = signal.signal(signal.SIGUSR1, raise_it)
+    try:
+        model = Ringing()
+        optimizer = make_adam(model)
+        with graphfsdp.capture_in_place(model, optimizer, keep="all") as parts:
+            for index, x, y in batches(12):
+                rings = index == call
+                with pytest.raises(TimeoutError) if rings else nullcontext():
+                    iterates(model, optimizer, x, y)
+            assert replays(parts) >= 4
+    finally:
+        signal.signal(signal.SIGUSR1, before)

@@ -333,28 +333,6 @@ def test_a_loop_trains_as_without_it(name: str, device: str) -> None:
         assert states(parts)["model"] == "captured"
 
 
-class Gathering(Net):
-    """Fails in the middle, for some numbers, and not for their shape."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        logits = super().forward(x)
-        return logits.gather(1, (x[:, :4] > 8).long() * 4)
-
-
-def test_a_call_that_fails_leaves_what_it_leaves_without_the_line() -> None:
-    def loop(model: Net, optimizer: torch.optim.Optimizer) -> Iterator[Any]:
-        for index, x, y in batches(30):
-            x[0, 0] += 9 * (index % 4 == 3)
-            try:
-                iterates(model, optimizer, x, y)
-            except RuntimeError as error:
-                yield str(error).startswith("index 4 is out of bounds")
-            yield model.norm.running_mean
-            yield torch.get_rng_state()
-
-    assert replays(check(loop, Gathering)) >= 10
-
-
 @pytest.mark.parametrize(("before", "behind"), [(1, 0), (2, 0), (0, 1), (2, 2)])
 def test_what_comes_of_a_weight_beside_its_cast_is_added_in_the_loop_s_order(
     before: int, behind: int
