@@ -142,9 +142,8 @@ class ModulePart:
         written: Callable[..., Any] = self.module._call_impl
         if self._is_recording or self.state is PartState.AS_WRITTEN or not self._is_ordinary():
             return written(*args, **kwargs)
-        casts = torch.is_autocast_enabled(self._device_type)
         leaves, spec = self._flat(args, kwargs)
-        key = self._key(leaves, spec, casts=casts)
+        key = self._key(leaves, spec)
         kind = None if key is None else self._kinds.get(key)
         if kind is None and key is not None and len(self._kinds) < _MOST_KINDS:
             autocast = torch.autocast(self._device_type, enabled=False)
@@ -175,10 +174,9 @@ class ModulePart:
     def has_graph_for(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Tell whether such a call would be a replay if there were no mode that only looks on."""
         leaves, spec = self._flat(args, kwargs)
-        casts = torch.is_autocast_enabled(self._device_type)
-        kind = self._kinds.get(self._key(leaves, spec, casts=casts))
-        is_ordinary = self._is_ordinary(num_watching=1)
-        return self.is_on and is_ordinary and bool(kind and kind.slots and not kind.is_refused)
+        kind = self._kinds.get(self._key(leaves, spec))
+        has_graph = kind is not None and bool(kind.slots) and not kind.is_refused
+        return self.is_on and has_graph and self._is_ordinary(num_watching=1)
 
     @property
     def goes_back_eagerly(self) -> bool:
@@ -212,7 +210,7 @@ class ModulePart:
             return args, None
         return flatten((args, kwargs))
 
-    def _key(self, leaves: Sequence[Any], spec: TreeSpec | None, *, casts: bool) -> Any:
+    def _key(self, leaves: Sequence[Any], spec: TreeSpec | None) -> Any:
         """Return what tells kinds of calls apart; None for a call that no graph can have.
 
         What somebody has written on a tensor (``x.mask = mask``) is nothing that a graph would see.
@@ -230,7 +228,7 @@ class ModulePart:
                 key.append((type(leaf), repr(leaf) if type(leaf) is float else leaf))
             else:
                 return None
-        if casts:
+        if torch.is_autocast_enabled(self._device_type):
             key += [torch.get_autocast_dtype(self._device_type), torch.is_autocast_cache_enabled()]
         return tuple(key)
 

@@ -45,11 +45,7 @@ def nodes_behind(results: Sequence[Tensor]) -> Iterator[Node]:
 
 
 class PartBackward:
-    """The backward pass of one recording of a part.
-
-    Attributes:
-        graphs: By form of the gradients; None for one that no graph holds.
-    """
+    """The backward pass of one recording of a part."""
 
     def __init__(
         self,
@@ -79,6 +75,7 @@ class PartBackward:
             for use, (node, index) in enumerate(nodes if len(nodes) > 1 else ()):
                 node.register_hook(partial(_note, self._arrived, (leaf, use), index))
         self._ran = Ran()
+        # By form of the gradients; None where no graph holds it.
         self.graphs: dict[Any, _Replay | None] = {}
         self._recorded: list[Graph] = []
         self._num_passes: Counter[Any] = Counter()

@@ -157,6 +157,7 @@ class Parts:
         self._steps: list[GroupedStep | None] = []
         for place, model in enumerate(models):
             self._add(f"model {place}" if len(models) > 1 else "model", model)
+        self._on_cpu = all(device.type == "cpu" for device in self._backends)
         for place in range(len(optimizers)):
             self._take_step(place)
 
@@ -271,11 +272,7 @@ class Parts:
 
     def _now(self) -> float:
         """Return seconds: on a CPU of this process's work, where a GPU works on, of the clock."""
-        return time.process_time() if self._are_on_cpu else time.perf_counter()
-
-    @property
-    def _are_on_cpu(self) -> bool:
-        return all(device.type == "cpu" for device in self._backends)
+        return time.process_time() if self._on_cpu else time.perf_counter()
 
     def _decide(self, trial: _Trial) -> None:
         self._trial = None
@@ -318,7 +315,7 @@ class Parts:
     def step_of(self, optimizer: Any) -> PartLine:
         """Return what becomes of an optimizer's step."""
         place = [*map(id, self._optimizers), id(optimizer)].index(id(optimizer))
-        is_grouped = (*self._steps, None)[place] and self._are_on_cpu
+        is_grouped = (*self._steps, None)[place] and self._on_cpu
         state = "an operator for each group" if is_grouped else PartState.AS_WRITTEN.value
         return PartLine(f"optimizer {place}", type(optimizer).__name__, state)
 

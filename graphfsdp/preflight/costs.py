@@ -11,10 +11,15 @@ from torch import nn
 from graphfsdp._capture.rules.refusals import running_optimizer
 from graphfsdp._capture.trace.source import ModuleTracker, OpPhase, SiteTable, user_source_line
 from graphfsdp.base.op_tensors import OpCall, OperatorMode, is_empty
+from graphfsdp.errors import SourceLine
 from graphfsdp.in_place.module_part import ModulePart, PartState
 from graphfsdp.in_place.parts import Parts
 
 _ADDED_UP = "backward(), adding up gradients"
+
+
+def _shown(line: SourceLine | None) -> str:
+    return _ADDED_UP if line is None else line.shown
 
 
 class PlaceCost(NamedTuple):
@@ -35,24 +40,22 @@ class OperatorCount(OperatorMode):
 
     def __init__(self, parts: Parts) -> None:
         super().__init__()
-        self.num_iterations = 0  # whole ones
+        self.num_iterations = 0
         self._parts = parts
         self._within = ModuleTracker(nn.Module())
         self._sites = SiteTable(nn.Module(), self._within)
         self._captured: dict[str, ModulePart | None] = {}  # by place
         self._launched: list[tuple[str, int]] = []  # place and nanoseconds
-        self._num_whole = 0  # of these, in whole iterations
 
     def calling(
-        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, is_inner: bool
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> AbstractContextManager[None]:
         """Count what a module's call launches for that part, or for the line that calls it."""
-        part = self._parts.part_of(module)
-        if self._within.path in self._captured or (part is None and is_inner):
+        part, outer = self._parts.part_of(module), self._within.path
+        if outer in self._captured or (outer is not None and part is None):
             return nullcontext()
         if part is None:
-            line = user_source_line()
-            return nullcontext() if line is None else self._within.within(line.shown)
+            return self._within.within(_shown(user_source_line()))
         place = f"{part.name} {type(module).__name__}"
         if part.has_graph_for(args, kwargs):
             self._captured[place] = part
@@ -78,30 +81,26 @@ class OperatorCount(OperatorMode):
             return f"{site.module}, backward" if is_eager else site.module
         optimizer = None if torch.is_grad_enabled() else running_optimizer()
         if optimizer is None:
-            return _ADDED_UP if site.source is None else site.source.shown
+            return _shown(site.source)
         step = self._parts.step_of(optimizer)
         place = f"{step.name} {step.kind}"
         if step.state != PartState.AS_WRITTEN.value:
             self._captured[place] = None
         return place
 
-    def end_iteration(self) -> None:
+    def end_iteration(self) -> tuple[PlaceCost, ...]:
+        """Return what places have launched in the mean until here, the most first."""
         self.num_iterations += 1
-        self._num_whole = len(self._launched)
-
-    def costs(self) -> tuple[PlaceCost, ...]:
-        """Return what whole iterations launch, the most first."""
-        num_ops, times = Counter[str](), Counter[str]()
-        for place, nanoseconds in self._launched[: self._num_whole]:
-            num_ops[place] += 1
+        times = Counter[str]()
+        for place, nanoseconds in self._launched:
             times[place] += nanoseconds
         return tuple(
             PlaceCost(
                 place,
-                num / self.num_iterations,
-                num / num_ops.total(),
+                num_ops / self.num_iterations,
+                num_ops / len(self._launched),
                 times[place] / max(1, times.total()),
                 place in self._captured,
             )
-            for place, num in num_ops.most_common()
+            for place, num_ops in Counter(place for place, _ in self._launched).most_common()
         )

@@ -10,7 +10,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from functools import wraps
 from typing import Any, NoReturn
@@ -33,7 +33,7 @@ from graphfsdp.in_place.parts import Parts
 from graphfsdp.optim.adapters.backends import adapt
 from graphfsdp.preconditions import Program
 from graphfsdp.preflight.check import Findings, check_program
-from graphfsdp.preflight.costs import OperatorCount
+from graphfsdp.preflight.costs import OperatorCount, PlaceCost
 from graphfsdp.preflight.report import CheckReport
 
 # Steps of the optimizer that steps first: a critic steps less often than that by itself.
@@ -69,6 +69,7 @@ class ScriptRun:
         self._steps_before = 0
         self._began = 0.0
         self._count: OperatorCount | None = None
+        self._costs: tuple[PlaceCost, ...] = ()
         self._stack = ExitStack()
         self._steps_at_call = 0
         self.is_to_end = threading.Event()
@@ -107,9 +108,7 @@ class ScriptRun:
                 self._on_call(module)
             self._depth += 1
             try:
-                if self._count is None:
-                    return call(module, *args, **kwargs)
-                with self._count.calling(module, args, kwargs, is_inner=self._depth > 1):
+                with self._count.calling(module, args, kwargs) if self._count else nullcontext():
                     return call(module, *args, **kwargs)
             finally:
                 self._depth -= 1
@@ -198,7 +197,7 @@ class ScriptRun:
         if self._count is None and is_new and not num_dispatch_modes():
             self._count = self._stack.enter_context(OperatorCount(self._parts))
         elif self._count is not None and is_new and num_dispatch_modes() == 1:
-            self._count.end_iteration()
+            self._costs = self._count.end_iteration()
             return self._count.num_iterations == _NUM_COUNTED
         return time.monotonic() - self._began > 2 * _MOST_SECONDS
 
@@ -239,9 +238,8 @@ class ScriptRun:
             findings.add(hazard)
         device = next(nn.Module.parameters(models[0])).device
         parts = self._parts.report()
-        costs = () if self._count is None else self._count.costs()
         self.report = CheckReport(
-            tuple(findings), str(device), self._target, parts=parts, costs=costs
+            tuple(findings), str(device), self._target, parts=parts, costs=self._costs
         )
 
     def _end(self) -> NoReturn:

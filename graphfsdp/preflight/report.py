@@ -124,8 +124,9 @@ class CheckReport:
 def _table_of(costs: Sequence[PlaceCost]) -> str:
     """Return what is captured of a loop, and its places, those that launch most first."""
     captured = [cost for cost in costs if cost.is_captured]
-    sums = (sum(cost.num_ops for cost in costs), sum(cost.num_ops for cost in captured))
-    lines = [_LAUNCHED.format(*sums, sum(cost.share for cost in captured))]
+    share = sum(cost.share for cost in captured)
+    num_ops = sum(cost.num_ops for cost in costs)
+    lines = [_LAUNCHED.format(num_ops, share * num_ops, share)]
     for cost in costs[:_MOST_PLACES]:
         shares = f"{cost.num_ops:7,.1f} {cost.share:4.0%} {cost.time_share:4.0%}"
         line = f"{_INDENT}{shares}  {cost.place}{': captured' * cost.is_captured}"

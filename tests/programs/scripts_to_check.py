@@ -130,11 +130,12 @@ for _ in range(40):
     optimizer.step(closure)
     with torch.no_grad():
         model(x)
-    print("trained", model[0].weight.sum().item())
+    print('trained', model[0].weight.sum().item())
 """
 LBFGS = (
     HEAD
     + """
+model.parameters = lambda: [model.weight, model.bias]
 optimizer = torch.optim.LBFGS(model.parameters())
 for _ in range(20):
     optimizer.step(lambda: model(torch.ones(8, 4)).square().mean())
