@@ -48,8 +48,9 @@ class SourceLine:
 
     @property
     def shown(self) -> str:
-        """File, as from here, number and text."""
-        return f"{self.file.removeprefix(os.getcwd() + os.sep)}:{self.line} {self.text}"
+        """File, as from here or from where libraries are, number and text."""
+        file = self.file.rpartition(f"-packages{os.sep}")[2]
+        return f"{file.removeprefix(f'{os.getcwd()}{os.sep}')}:{self.line} {self.text}"
 
     @property
     def text(self) -> str:

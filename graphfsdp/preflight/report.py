@@ -132,7 +132,7 @@ def _table_of(costs: Sequence[PlaceCost]) -> str:
         line = f"{_INDENT}{shares}  {cost.place}{': captured' * cost.is_captured}"
         lines.append(line if len(line) <= _WIDTH else f"{line[: _WIDTH - 4]} ...")
     if len(costs) > _MOST_PLACES:
-        lines.append(f"{_INDENT}and {len(costs) - _MOST_PLACES} places that launch less")
+        lines.append(f"{_INDENT}and {len(costs) - _MOST_PLACES} more, which launch less")
     return "\n".join(lines)
 
 
