@@ -39,6 +39,8 @@ from graphfsdp.errors import (
 _LOG = logging.getLogger("graphfsdp")
 _MAX_SHOWN = 8  # changes in a message
 _Slots = dict[str, Any]  # what an optimizer keeps of a parameter
+# What decides which collectives an iteration has, and in which order, and what becomes of the sums.
+_SAME_ON_ALL_RANKS = ("warmup_steps", "microbatches", "max_grad_norm", "skip_nonfinite", "verify")
 # After such a change there are other gradients to keep.
 _REBUILT = (
     *(ChangeKind.GROUPS, ChangeKind.REQUIRES_GRAD, ChangeKind.STRUCTURE),
@@ -77,6 +79,10 @@ class Runner:
         self._backend = engine.backend
         self._options = options
         self._ranks = engine.ranks
+        self._options_of_all: dict[str, object] = {
+            **{name: getattr(options, name) for name in _SAME_ON_ALL_RANKS},
+            **{"scope": options.scope.value, "example_batch": None},
+        }
         self._pid = os.getpid()
         most = options.max_graphs
         on_change = options.on_change
@@ -95,9 +101,11 @@ class Runner:
         self._first_states: FirstStates | None = None  # until the first iteration has made them
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if self.phase is Phase.EAGER or not self._ranks.is_collective:
+        if not self._ranks.is_collective:
             return self._run(args, kwargs)
-        with self._together("iteration"):
+        is_eager = self.phase is Phase.EAGER
+        with nullcontext() if is_eager else self._together("iteration"):
+            self._ranks.refuse_other_options(self._options_of_all)
             return self._run(args, kwargs)
 
     @contextmanager
@@ -235,6 +243,7 @@ class Runner:
         if self.phase is Phase.EAGER:
             return
         engine = self._engine
+        self._options_of_all["example_batch"] = "a batch"
         states = FirstStates(engine.optimizer.optimizers)
         try:
             with engine.attempt(beside=engine.around()).undone():

@@ -7,7 +7,7 @@ import json
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from pathlib import Path
 
@@ -19,7 +19,7 @@ from graphfsdp._capture.ranks.replay_watch import ReplayWatch
 from graphfsdp.base.collectives import Interruptible, interruptible
 from graphfsdp.base.rank_agreement import RankAgreement, RankStore
 from graphfsdp.base.torch_internals import all_groups
-from graphfsdp.errors import CaptureError, RankFailedError
+from graphfsdp.errors import CaptureError, ConfigError, RankFailedError
 
 _PAUSE_S = 0.05
 _LOOK_S = 0.01
@@ -92,6 +92,7 @@ class Ranks:
         # On a CPU the group's own timeout acts.
         on_gpu = device is not None and device.type == "cuda"
         self._replays = ReplayWatch(self._store, device) if device is not None and on_gpu else None
+        self._has_compared = not self.is_collective
         self._num_settled = 0
         self._num_attempted = self._num_replayed = 0  # the last iteration that was
         self._thread: threading.Thread | None = None
@@ -129,6 +130,26 @@ class Ranks:
         self._ask()
         if self._heard:
             raise RankFailedError(self._heard)
+
+    def refuse_other_options(self, options: Mapping[str, object]) -> None:
+        """ConfigError, in the first call, if the rank that came to it first was given others.
+
+        Nobody waits for anybody: whoever is there already hears of the error in its collective.
+        """
+        if self._has_compared:
+            return
+        mine = {name: repr(value) for name, value in options.items()}
+        first, theirs = json.loads(
+            self._store.put_first("options", json.dumps([dist.get_rank(), mine]))
+        )
+        for name, value in mine.items():
+            if theirs[name] != value:
+                raise ConfigError(
+                    f"{self._me} captures with {name}={value}, and rank {first} with "
+                    f"{name}={theirs[name]}: their collectives or their numbers would not fit "
+                    "together. Remedy: the same arguments of capture on every rank"
+                )
+        self._has_compared = True
 
     def settle(self, *, again: bool = False) -> None:
         """Wait until every rank has come as far as this one.

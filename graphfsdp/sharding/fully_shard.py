@@ -365,7 +365,9 @@ def _deep_copy(module: FSDPModule, memo: dict[int, Any]) -> FSDPModule:
     vars(made).update(copy.deepcopy(vars(module), memo))
     assert isinstance(made, nn.Module)
     give_state(made)
-    copied = unit_of(made).group
+    copied = vars(unit_of(made)).get("group")
+    if copied is None:  # it is copied with another module of its unit, which does the rest
+        return made
     copied.bind_views()
     for old, item in zip(group.managed, copied.managed, strict=True):
         if getattr(old.param, group.grad_attribute, None) is not None:

@@ -347,6 +347,10 @@ def test_a_copy_trains_as_the_original_would(strategy: str, outer: str | None) -
     """Copied before the first forward pass, after it, and with gradients; both then go on alone."""
     for steps_before in (0, 2):
         model: Any = make_net(strategy) if outer is None else hybrid_net(strategy, outer)
+        if outer is None and not steps_before:
+            model = make_net(None)
+            for together in ([*model.blocks], model):  # a unit of two modules
+                graphfsdp.fully_shard(together, strategy=strategy)
         if steps_before:
             train(model, adam(model), num_steps=steps_before, scope="none")
             model(*my_part(batches(1)[0])).backward()

@@ -145,7 +145,8 @@ def on_meta(make: Callable[[], nn.Module]) -> Any:
 
 
 def units(model: nn.Module) -> list[Unit]:
-    return [unit_of(m) for m in model.modules() if isinstance(m, graphfsdp.FSDPModule)]
+    found = (unit_of(m) for m in model.modules() if isinstance(m, graphfsdp.FSDPModule))
+    return list(dict.fromkeys(found))  # some have several modules
 
 
 def buffers(model: nn.Module, *, trainable: bool | None = None) -> list[ShardBuffer]:

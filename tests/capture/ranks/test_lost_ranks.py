@@ -159,6 +159,29 @@ def test_a_rank_that_fails_is_named_at_once(num_ranks: int, case: str, strategy:
         assert name in heard.again
 
 
+def captures_with(options: dict[str, Any]) -> tuple[str, str]:
+    """The last rank captures with other options than the others."""
+    is_last = dist.get_rank() == dist.get_world_size() - 1
+    with pytest.raises(graphfsdp.GraphFSDPError) as caught:  # its constructor may run it, too
+        build("optim_grads_params", "full_iteration", **(options if is_last else {}))[0](batch(0))
+    return caught.type.__name__, str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"max_grad_norm": 0.1}, {"microbatches": 2}, {"example_batch": torch.zeros(4, WIDTH)}],
+    ids=str,
+)
+def test_options_of_capture_that_differ_are_refused_before_the_first_iteration(
+    options: dict[str, Any],
+) -> None:
+    with lost_pool(3) as pool:
+        heard = pool.run(captures_with, options, limit_s=SECONDS)
+    assert sorted(kind for kind, _ in heard) == ["ConfigError", *["RankFailedError"] * 2]
+    for _, text in heard:
+        assert f"captures with {next(iter(options))}=" in text
+
+
 def fails_in_the_optimizer() -> tuple[str, str]:
     """Behind the last collective of a replay: the other rank has stepped, this one has not."""
     step, *_ = build("optim_grads_params", "full_iteration")
