@@ -148,9 +148,14 @@ class Arena:
         give_back_freed_pages()
 
     def _renew(self, storage: torch.UntypedStorage, num_bytes: int) -> None:
+        before = storage.nbytes()
         storage.resize_(0)  # so that old and new memory are never there together
-        storage.resize_(num_bytes)
-        advise_huge_pages(storage)
+        try:
+            storage.resize_(num_bytes)
+        finally:
+            if storage.nbytes() < before:  # no memory for more; programs go on writing into this
+                storage.resize_(before)
+            advise_huge_pages(storage)
 
     def _alive(self) -> torch.UntypedStorage | None:
         if self._storage is None:

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import tracemalloc
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -219,3 +220,38 @@ def test_ten_thousand_replays_neither_grow_nor_drift() -> None:
     with forked(check) as process:
         done = process.ended()
     assert done.returncode == 0, done.stderr
+
+
+def test_a_graph_that_there_is_no_memory_for_leaves_that_of_the_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    resize, sizes, is_short = torch.UntypedStorage.resize_, [0], False
+
+    def resize_(storage: torch.UntypedStorage, size: int) -> Any:
+        if is_short and size > max(sizes):
+            raise RuntimeError("can't allocate memory")
+        sizes.append(size)
+        return resize(storage, size)
+
+    monkeypatch.setattr(torch.UntypedStorage, "resize_", resize_)
+    batches = [torch.randn(num, 64) for num in (*[8] * 6, 512, 512, *[8] * 10, 512, 512, 8)]
+    states = []
+    for scope in ("none", "full_iteration"):
+        torch.manual_seed(0)
+        model = Squared(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 1))
+        optimizer = torch.optim.AdamW(model.parameters())
+        options: dict[str, Any] = {"scope": scope, "on_change": "recapture", "audit": 0}
+        with graphfsdp.capture(model, optimizer, **options) as step:
+            for index, batch in enumerate(batches):
+                if index != 7:
+                    step(batch)
+                    states.append(snapshot(model, optimizer))
+                elif scope != "none":  # where it is captured
+                    is_short = True
+                    with pytest.raises(RuntimeError, match="can't allocate memory"):
+                        step(batch)
+                    is_short = False
+        num = len(batches) - 1
+        assert scope == "none" or step.report().num_calls["replay"] >= 12
+    for expected, got in zip(states[:num], states[num:], strict=True):
+        assert_same_state(expected, got)
