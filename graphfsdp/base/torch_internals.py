@@ -121,6 +121,12 @@ def is_in_backward() -> bool:
     return backward_id() != NO_BACKWARD
 
 
+def is_in_compiled_autograd() -> bool:
+    """Tell whether torch's compiled autograd runs, where ``when_backward_ends`` calls nothing."""
+    module = sys.modules.get("torch._dynamo.compiled_autograd")
+    return getattr(module, "in_compiled_autograd_region", False)
+
+
 def storage_behind(reference: StorageWeakRef) -> torch.UntypedStorage | None:
     """Return the storage, or None if it has been freed."""
     found: torch.UntypedStorage | None = torch.UntypedStorage._new_with_weak_ptr(reference.cdata)

@@ -6,7 +6,7 @@ all-gather, and has after a reduction over that axis. I = S, unless the optimize
 an outer axis as well.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -332,6 +332,11 @@ class ShardBuffer(BufferMemory):
 def version_of(tensor: Tensor) -> int:
     """Return what counts the writes into a tensor, where that is counted."""
     return -1 if tensor.is_inference() else tensor._version
+
+
+def are_written(copies: Iterable[tuple[Tensor, int]]) -> bool:
+    """Tell whether some tensor has been written since it had the version beside it."""
+    return any(version_of(whole) != version for whole, version in copies)
 
 
 def begin_unshard(buffers: Sequence[ShardBuffer], lane: Lane) -> None:

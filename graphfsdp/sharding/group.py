@@ -208,6 +208,7 @@ class ShardGroup:
             local = item.buffer.wrapped_view(item.slot)
             dtensor: Any = item.param
             if dtensor.device == local.device:
+                dtensor.data = item.as_dtensor(local)  # and torch takes its storage offset
                 dtensor._local_tensor = local
             else:  # it was on the meta device
                 self._become(item)

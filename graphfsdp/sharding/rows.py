@@ -62,6 +62,13 @@ class RowTensor(DTensor):
     ) -> Any:
         return run(func, tuple(args), dict(kwargs or {}))
 
+    def data_ptr(self) -> int:
+        """Return 0: by this torch tells that there is no storage to be copied or saved.
+
+        It adds the storage offset of the part, where torch.compile expects that.
+        """
+        return 0
+
     if not ASKS_SUBCLASSES:
 
         @classmethod
@@ -256,7 +263,7 @@ def wrap_rows(
     kind: Any = DTensor if row_axis(placements) is None else RowTensor
     spec = spec_of(mesh, placements, shape, global_stride(local, shape), local.dtype)
     # torch would take the storage offset of the part, and then look for a storage that it copies.
-    at_start = local.new_empty(0) if local.storage_offset() else local
+    at_start = local.new_empty(0) if local.storage_offset() and kind is DTensor else local
     made: DTensor = kind(at_start, spec, requires_grad=False)
     made._local_tensor = local
     return made

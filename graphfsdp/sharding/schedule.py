@@ -46,8 +46,10 @@ from graphfsdp.base.torch_internals import (
     all_groups,
     backward_id,
     backward_node,
+    is_in_compiled_autograd,
     key_of,
     local_tensor_of,
+    not_traced,
     num_users,
     when_backward_ends,
 )
@@ -307,6 +309,13 @@ class Schedule:
 
     def follow_backward(self) -> None:
         """See to it that the backward pass under way leaves nothing behind, and all units know."""
+        if is_in_compiled_autograd():
+            raise ConfigError(
+                "torch's compiled autograd runs a backward pass of sharded units, and does not say "
+                "when it is over, so that gradients would come an iteration late. Remedy: leave "
+                "torch._dynamo.config.compiled_autograd off; modules that are compiled have "
+                "compiled backward passes without it"
+            )
         task = backward_id()
         if task == self._task or backward_node() is None:  # in a last callback, behind ours
             return
@@ -319,6 +328,7 @@ class Schedule:
         self._backward.begin()
         when_backward_ends(partial(self._end_backward, task))
 
+    @not_traced
     def _end_backward(self, task: int) -> None:
         self._backward.end()
         self.settle()

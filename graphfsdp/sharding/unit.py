@@ -48,7 +48,7 @@ from graphfsdp.base.torch_internals import (
 )
 from graphfsdp.config import ShardingStrategy
 from graphfsdp.errors import ConfigError, GraphFSDPError, PhaseError
-from graphfsdp.sharding.buffer import ShardBuffer, version_of
+from graphfsdp.sharding.buffer import ShardBuffer, are_written
 from graphfsdp.sharding.gradients import Gradients, How
 from graphfsdp.sharding.group import ManagedParameter, ShardGroup
 from graphfsdp.sharding.schedule import Schedule
@@ -195,7 +195,7 @@ class Unit:
         if self._num_within:
             self._num_within -= 1
             return
-        written = _are_written(self._whole)
+        written = are_written(self._whole)
         self._whole.clear()
         self._end_forward()
         if written:
@@ -247,7 +247,7 @@ class Unit:
 
     def reshard(self) -> None:
         """PhaseError: the whole weights were written since ``unshard``, which is lost."""
-        written = self.pinned and _are_written(self._unsharded)
+        written = self.pinned and are_written(self._unsharded)
         self.pinned = False
         self._unsharded = []
         self.group.reshard(outside=True)
@@ -261,6 +261,7 @@ class Unit:
                 "whole tensors"
             )
 
+    @not_traced
     def take_gradients(self, grads: Mapping[ManagedParameter, Tensor | None]) -> None:
         """Reduce whole gradients of one backward pass, or keep them.
 
@@ -386,6 +387,7 @@ class Unit:
             leaves.append(leaf)
         return leaves
 
+    @not_traced
     def _take_from_leaf(self, item: ManagedParameter, leaf: Tensor) -> None:
         """Add a gradient that a reentrant checkpoint has computed to those of the unit.
 
@@ -410,6 +412,7 @@ class Unit:
         accumulate = self.group.has_main_grads()
         return item.buffer.gradients.view(item.slot, accumulate=accumulate, by_layer=by_layer)
 
+    @not_traced
     def _finish_backward(self) -> None:
         if self.phase is Phase.REDUCING:
             self.take_gradients({})
@@ -494,10 +497,6 @@ class Unit:
     def _queue_end_of_backward(self) -> None:
         if backward_id() != NO_BACKWARD:
             when_backward_ends(self._finish_backward)
-
-
-def _are_written(copies: Iterable[tuple[Tensor, int]]) -> bool:
-    return any(version_of(whole) != version for whole, version in copies)
 
 
 class Unshard(Function):

@@ -197,6 +197,22 @@ def copies_and_files() -> None:
         show(*model.parameters())
 
 
+def steps_and_iterations_that_torch_compiles() -> None:
+    model = sharded(whole_model())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    step = torch.compile(optimizer.step, backend="eager")
+
+    @torch.compile(backend="eager")
+    def forward_and_backward(data: Tensor) -> None:
+        model(data).square().mean().backward()
+
+    for index in range(NUM_STEPS):
+        forward_and_backward(batch(index))
+        step()
+        optimizer.zero_grad()
+    show(*model.parameters())
+
+
 def slices_and_containers() -> None:
     model = sharded(whole_model())
     part = model[:1]

@@ -49,6 +49,7 @@ ON_FOUR = (
 IN_NEWER = (
     *("gradients_of_functions_of_a_weight", "several_modules_in_one_unit"),
     *("frozen_weights_of_every_dtype_in_one_group", "units_inside_their_own_forward_pass"),
+    "steps_and_iterations_that_torch_compiles",
 )
 TABLE = pathlib.Path(__file__).resolve().parents[2] / "docs" / "fsdp2.md"
 

@@ -360,6 +360,21 @@ def test_equal_blocks_are_one_graph() -> None:
     assert all(type(block) is type(model[0]) for block in model)
 
 
+@on_ranks("ranks1")
+def test_compiled_autograd_is_refused() -> None:
+    """It calls nobody when a backward pass is over: gradients came with those of the next one."""
+    model = graphfsdp.fully_shard(nn.Linear(4, 4))
+    with warnings.catch_warnings(), torch._dynamo.config.patch(compiled_autograd=True):
+        warnings.simplefilter("ignore")  # as in trained()
+
+        @torch.compile(backend="eager")
+        def backward(loss: Tensor) -> None:
+            loss.backward()
+
+        with raises_on_rank(graphfsdp.ConfigError, "compiled autograd", "Remedy"):
+            backward(model(torch.randn(2, 4)).sum())
+
+
 @pytest.mark.gpu
 @on_ranks("gpu_ranks")
 def test_a_captured_step_compiles_units_and_gathers_around_them() -> None:
