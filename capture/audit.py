@@ -59,6 +59,7 @@ class Auditor:
         """
         inputs, log = recording.inputs, ConstantLog()
         backend = self._engine.backend
+        self._engine.go_by(recording.orders)
         with nvtx_range("audit"), self._engine.gradients.shown():
             if backend.device.type == "cpu":
                 backend.give_back_memory()  # activations are in the heap now, or in replays' memory

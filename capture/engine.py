@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import chain
 from types import MappingProxyType
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -312,8 +313,17 @@ class Engine:
                 raise error from first
             raise
 
+    def _orders(self) -> list[Any]:
+        return [root.unit_orders() for root in sharded_roots(self.model)]
+
+    def go_by(self, orders: Sequence[Any]) -> None:
+        """Have units of sharded models gather as in another iteration, not as in the last one."""
+        for root, order in zip(sharded_roots(self.model), orders, strict=True):
+            root.go_by_orders(order)
+
     def _warm_up(self, recording: Recording, *, notes: bool) -> list[Tensor]:
         watch = recording.noting(lambda: self._watch_for(recording)) if notes else nullcontext()
+        recording.orders = self._orders()
         # So that what libraries and optimizers keep of a warm-up never splits what the next needs.
         self.backend.give_back_memory()
         with nvtx_range("warm-up"), self.backend.on_capture_stream() as leaving:
@@ -345,6 +355,9 @@ class Engine:
         self, recording: Recording, attempt: Attempt, own_modes: Callable[[], None]
     ) -> list[Tensor]:
         constants, trains = recording.constants, recording.trains
+        if recording.has_waited:  # for one, since batches before this and the warm-up differ
+            self.go_by(recording.orders)
+        recording.orders = self._orders()
         recording.guards = guards = Guards(
             self.model,
             self._named_params,

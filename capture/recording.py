@@ -94,6 +94,7 @@ class Recording:
         log: What the recorded iteration has done; None if nobody could see.
         guards: What must be as it was when the graph was made; None before that.
         constants: Compares the last warm-up with the capture; None before the last warm-up.
+        orders: In which units of sharded models gather in it.
         has_waited: Its warm-up has begun anew once, for other values than before.
         kept: What the recorded iteration has left in Python; a replay writes into these tensors.
     """
@@ -111,6 +112,7 @@ class Recording:
     guards: Guards | None = None
     constants: ConstantWatch | None = None
     has_waited: bool = False
+    orders: list[Any] = field(default_factory=list)
     landed: Landed = field(default_factory=list)
     kept: list[Kept] = field(default_factory=list)
 

@@ -76,6 +76,11 @@ class ShardedModule(Protocol):
     def is_offloaded(self) -> bool:
         """Tell whether weights and gradients are in the CPU's memory between uses."""
 
+    def unit_orders(self) -> Any:
+        """Return in which order units gather: as in the last iteration, whatever batch it had."""
+
+    def go_by_orders(self, orders: Any) -> None: ...
+
     def process_groups(self) -> Sequence[dist.ProcessGroup]: ...
 
     def main_grads(self) -> Mapping[nn.Parameter, MainGrad]: ...

@@ -291,6 +291,14 @@ class FSDPModule(TorchModule):
         """Return the units here and below, outermost first."""
         return units_in(self)
 
+    def unit_orders(self) -> Any:
+        """Return in which order units gather in the next iteration."""
+        return unit_of(self).schedule.orders()
+
+    def go_by_orders(self, orders: Any) -> None:
+        """Gather in an order that ``unit_orders`` has returned."""
+        unit_of(self).schedule.go_by(orders)
+
     def process_groups(self) -> list[dist.ProcessGroup]:
         """Return the groups of ranks that share the units, each once.
 

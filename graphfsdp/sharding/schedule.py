@@ -25,7 +25,7 @@ Without ``overlap`` each unit is gathered and reduced on its own.
 """
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from itertools import chain, groupby, zip_longest
@@ -163,8 +163,7 @@ class Schedule:
             self._forward = self._forwards.setdefault(key, Order())
             self._forward.begin()
             if self.iteration_is_over:
-                orders = (*self._forwards.values(), self._backward)
-                self._known_before = {order: order.known for order in orders}
+                self._known_before = self.orders()
                 self.packed.forget()
                 self.iteration_is_over = not torch.is_grad_enabled()
         self._inside.append(unit)
@@ -254,6 +253,15 @@ class Schedule:
         while self._reductions:
             self._finish_first()
 
+    def orders(self) -> dict[Order, Sequence[Entry]]:
+        """Return what the next iteration goes by."""
+        return {order: order.known for order in (*self._forwards.values(), self._backward)}
+
+    def go_by(self, known: Mapping[Order, Sequence[Entry]]) -> None:
+        for order in self.orders():
+            order.known = known.get(order, ())
+            order.begin()
+
     def abandon(self) -> None:
         """Forget an iteration that an exception has ended, here or on another rank.
 
@@ -262,9 +270,7 @@ class Schedule:
         self._task = NO_BACKWARD
         self._passes.clear()
         self._inside.clear()
-        for order in (*self._forwards.values(), self._backward):
-            order.known = self._known_before.get(order, ())
-            order.begin()
+        self.go_by(self._known_before)
         self.iteration_is_over = True
         self.packed.forget()
         under_way = [buffer.drop_prefetched for buffer in self._prefetched]
