@@ -217,10 +217,20 @@ class Runner:
             raise
 
     def _audit(self, recording: Recording) -> Any:
-        """Run an iteration as written; GuardError if it is no longer the recorded one."""
-        with self._as_written() as leaving:
-            form, results, difference = self._auditor.run(recording)
-            leaving += results
+        """Run an iteration as written; GuardError if it is no longer the recorded one.
+
+        One that fails is not undone: copies of all that it writes would be most of its memory.
+        """
+        try:
+            with self._as_written() as leaving:
+                form, results, difference = self._auditor.run(recording)
+                leaving += results
+        except BaseException as error:
+            error.add_note(
+                "graphfsdp: this call was audited: it ran as written, and what it has changed "
+                "stays changed, as in a loop without a graph"
+            )
+            raise
         self._num_calls["audit"] += 1
         output = self._engine.unpack(form, results)
         if difference and self._options.on_change is OnChange.RAISE:

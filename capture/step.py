@@ -72,7 +72,8 @@ class CapturedStep:
         Whatever a warm-up or a capture raises, parameters, buffers, gradients, optimizer state
         and generators are as they were before the call. A replay that fails before it has begun
         to update weights is undone too, but for the gradients, which are None then; one that
-        fails later leaves the step broken, and the way back is the last checkpoint.
+        fails later leaves the step broken, and the way back is the last checkpoint. An audited
+        call that fails leaves what a loop without a graph would have left.
 
         Ctrl-C (SIGINT) and SIGTERM wait until a replay is over. In an iteration that runs as
         written, also while it is captured, they come as in any loop: forward and backward end

@@ -289,6 +289,20 @@ def test_what_a_file_decides_is_found_and_named_by_the_next_audit(
     eager.close()
 
 
+def test_an_audit_that_fails_says_that_nothing_is_undone(tmp_path: Path) -> None:
+    loss_fn = OfAFile(tmp_path)
+    model = nn.Linear(4, 4)
+    with graphfsdp.capture(model, FusedAdam(model.parameters()), loss_fn=loss_fn, audit=1) as step:
+        for _ in range(5):
+            step(torch.ones(3, 4))
+        loss_fn.file.unlink()
+        with pytest.raises(FileNotFoundError) as caught:
+            step(torch.ones(3, 4))
+        assert "was audited" in caught.value.__notes__[0]
+        loss_fn.file.write_text("2.0")
+        step(torch.ones(3, 4))
+
+
 @pytest.mark.parametrize("on_change", ["recapture", "eager"])
 def test_training_goes_on_as_on_change_says(tmp_path: Path, on_change: str) -> None:
     case = OfAFile(tmp_path).case(changed_at=12)
