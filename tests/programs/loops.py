@@ -4,13 +4,11 @@ import copy
 import io
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, mse_loss, softplus
-from torch.overrides import _get_current_function_mode
 
 from graphfsdp.optim import FusedAdam
 from parts_helpers import Loop, batches, make_adam, make_net, trains_by
@@ -127,28 +125,6 @@ def copies_the_model(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iter
     yield loaded.eval()(torch.ones(2, 6)).sum()
 
 
-def fails_by_itself(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[Any]:
-    for index, x, y in batches(16):
-        optimizer.zero_grad()
-        try:
-            loss = cross_entropy(model(x), y)
-            if index in (6, 9, 12):
-                raise KeyError("the user's")
-            loss.backward()
-            optimizer.step()
-        except KeyError:
-            if index == 12:
-                yield next(model.parameters()).norm().item()
-        if index in (6, 9):
-            model.eval()
-            with torch.no_grad():
-                yield model(x).sum().item()
-            assert _get_current_function_mode() is None
-            model.train()
-        else:
-            yield loss.item()
-
-
 def casts_twice(model: nn.Module, _: int, x: Tensor, y: Tensor) -> Any:
     with torch.autocast("cpu", torch.bfloat16):
         loss = cross_entropy(model(x), y)
@@ -157,60 +133,6 @@ def casts_twice(model: nn.Module, _: int, x: Tensor, y: Tensor) -> Any:
         loss = loss + cross_entropy(model(x), y)
     with torch.autocast("cpu", torch.bfloat16):
         return loss + cross_entropy(model(x.flip(0)), y)
-
-
-def adds_up(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[Any]:
-    for epoch in range(3):
-        total: Any = 0
-        mean = torch.zeros(2)
-        sign = torch.ones(())
-        for _, x, y in batches(5):
-            loss = cross_entropy(model(x) + sign, y)
-            total += loss.detach()
-            mean[1].add_(loss.detach()).mul_(0.5)
-            if epoch == 2:
-                total /= 2
-            sign.fill_(-1.0)
-            (loss + cross_entropy(model(x) + sign * torch.eye(4)[0], y)).backward()
-            sign.fill_(1.0)
-            optimizer.step()
-            optimizer.zero_grad()
-            yield float(total)
-            yield mean[1].item()
-
-
-@dataclass
-class Pair:
-    first: Tensor
-    second: Tensor
-
-
-class OfPairs(nn.Module):
-    """Takes and returns what torch's trees do not know."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = make_net()
-
-    def forward(self, batch: Pair) -> Pair:
-        logits = self.net(batch.first)
-        return Pair(logits, cross_entropy(logits, batch.second))
-
-
-def make_adam_of_a_factor(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.AdamW([*model.parameters(), nn.Parameter(torch.tensor(1.5))], lr=1e-2)
-
-
-def takes_pairs(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[Any]:
-    factor = optimizer.param_groups[0]["params"][-1]  # of no module
-    for _, x, y in batches():
-        pair = model(Pair(x, y))
-        loss = pair.second * factor.exp()
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        yield loss.item()
-        yield pair.first.sum().item()
 
 
 def make_pair() -> list[nn.Module]:
@@ -272,12 +194,6 @@ def trains_in_turns(
         yield from (loss.item(), gap.item(), *was)
 
 
-def prints_a_gradient(model: nn.Module, _: int, x: Tensor, y: Tensor) -> Tensor:
-    logits = model(x)
-    logits.register_hook(print)  # which autograd calls outside of all lines
-    return cross_entropy(logits, y)
-
-
 def in_a_context(model: nn.Module, _: int, x: Tensor, y: Tensor) -> Tensor:
     with torch.device("cpu"):
         logits = model(x)
@@ -294,10 +210,6 @@ def looks_in_between(model: nn.Module, _: int, x: Tensor, y: Tensor) -> Tensor:
 
 
 LOOPS: dict[str, tuple[Loop, dict[str, Any]]] = {
-    "dataclasses, a parameter of no module": (
-        takes_pairs,
-        {"make": OfPairs, "optim": make_adam_of_a_factor},
-    ),
     "accumulation, clipping": (accumulates, {}),
     "batches that are left over": (leaves_some_over, {}),
     "a closure": (steps_with_a_closure, {}),
@@ -305,16 +217,13 @@ LOOPS: dict[str, tuple[Loop, dict[str, Any]]] = {
     "another shape": (has_other_shapes, {}),
     "gradients by hand, schedule, evaluation": (works_on_gradients, {}),
     "autograd.grad, copies": (copies_the_model, {}),
-    "an exception of the loop": (fails_by_itself, {}),
     "autocast, twice": (trains_by(casts_twice), {}),
-    "running sums": (adds_up, {}),
     "two models and optimizers": (is_adversarial, {"make": make_pair, "optim": make_adams}),
     "frozen in turns": (trains_in_turns, {"make": make_pair, "optim": make_adams}),
     "FusedAdam": (
         has_other_shapes,
         {"optim": lambda model: FusedAdam(model.parameters(), lr=1e-2)},
     ),
-    "a print in a backward pass": (trains_by(prints_a_gradient), {}),
     "a context around the model": (trains_by(in_a_context), {}),
     "another mode in between": (trains_by(looks_in_between), {}),
 }
