@@ -267,6 +267,7 @@ def test_a_change_is_captured_anew_or_runs_eagerly(
     assert report.num_calls == {"warmup": 4, "capture": 2, "replay": NUM_STEPS - 6}
     assert caplog.text.count("all graphs are given up") == 1
     assert " was " in caplog.text  # what it was that has changed
+    assert "Remedy, should it go on changing: " in caplog.text
 
 
 def test_a_change_that_is_undone_leaves_the_graph(device: torch.device) -> None:

@@ -20,7 +20,7 @@ import graphfsdp
 from counting_net import mean_square
 from graphfsdp.errors import CaptureError, ConfigError, GuardError
 from graphfsdp.optim import FusedAdam
-from helpers import NUM_STEPS, Batch, Case, assert_same_run, run
+from helpers import Batch, Case, assert_same_run, run
 from iterations import steps_once
 
 Make = Callable[..., torch.optim.Optimizer]
@@ -248,26 +248,6 @@ def test_a_step_that_was_taken_before_is_refused() -> None:
         pytest.raises(graphfsdp.ConfigError, match=r"taken from .*AdamW before.*optimizer\.step\("),
     ):
         step(torch.ones(2, 6))
-
-
-def decays(every: int) -> Setup:
-    def setup(model: nn.Module, optim: torch.optim.Optimizer) -> Callable[[], None]:
-        calls = itertools.count()
-
-        def tick() -> None:
-            optim.param_groups[0]["weight_decay"] = 0.1 * (next(calls) // every)
-
-        return tick
-
-    return setup
-
-
-def test_a_baked_number_that_changes_makes_another_graph(
-    device: torch.device, caplog: pytest.LogCaptureFixture
-) -> None:
-    as_eager("AdamW", device, setup=decays(NUM_STEPS - 4), on_change="recapture")
-    assert "'weight_decay' of group 0" in caplog.text
-    assert "Remedy, should it go on changing: " in caplog.text
 
 
 def test_a_list_of_numbers_is_the_tuple_that_a_file_has_made_it_of() -> None:

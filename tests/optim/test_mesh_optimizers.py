@@ -5,7 +5,6 @@ And Muon, which needs whole matrices.
 
 import math
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import pytest
@@ -31,6 +30,7 @@ from graphfsdp.errors import ConfigError
 from graphfsdp.optim import FusedAdam, Muon
 from helpers import local_part
 from parallel_models import TP_AXES, part_of_axis, plain_model, tensor_parallel, whole_batches
+from parts_helpers import make_adam
 from ranks import on_ranks, rank_device
 from sharding_helpers import (
     full_parameters,
@@ -146,10 +146,6 @@ def test_a_step_that_is_not_finite_on_one_rank_is_skipped_on_all(kind: str) -> N
         assert step.skipped_steps.item() == 1
 
 
-def as_made(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(model.parameters(), lr=0.01)
-
-
 def partly_cut() -> nn.Module:
     """Return a model with DTensors on a tp axis, and plain parameters beside them."""
     mesh = hybrid_mesh((2, 2), TP_AXES)
@@ -160,13 +156,10 @@ def partly_cut() -> nn.Module:
     return model
 
 
-def iterate(
-    model: nn.Module, optimizer: torch.optim.Optimizer, *batch: Tensor, clips: bool = False
-) -> Tensor:
+def clipping(model: nn.Module, optimizer: torch.optim.Optimizer, *batch: Tensor) -> Tensor:
     loss: Tensor = model(*batch)
     loss.backward()
-    if clips:
-        nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+    nn.utils.clip_grad_norm_(model.parameters(), 0.1)
     optimizer.step()
     return loss.detach()
 
@@ -177,14 +170,14 @@ def test_plain_parameters_beside_cut_ones_work_or_are_refused_with_a_remedy() ->
     data = [part_of_axis(batch, mesh, "dp") for batch in whole_batches()]
     model = partly_cut()
     with (
-        graphfsdp.capture(model, as_made(model), iteration=partial(iterate, clips=True)) as step,
+        graphfsdp.capture(model, make_adam(model), iteration=clipping) as step,
         pytest.raises(RuntimeError, match="DTensor"),  # of torch\'s own clipping
     ):
         step(*data[0])
     lists = torch.optim.AdamW(model.parameters(), fused=True)
     with pytest.raises(ConfigError, match=r"fused=True and parameters on several .*fused=False"):
         graphfsdp.capture(model, lists)
-    got = replayed_as_eager(partly_cut, as_made, data=data, max_grad_norm=0.5)
+    got = replayed_as_eager(partly_cut, make_adam, data=data, max_grad_norm=0.5)
     assert got.losses[-1] < got.losses[0]
 
 

@@ -24,7 +24,7 @@ from torch.nn import functional
 from torch.optim import lr_scheduler
 
 import graphfsdp
-from adam_helpers import Net, make_muon
+from adam_helpers import Net, loss_in_its_dtype, make_muon
 from foreign_adams import CONTRACT, make_stand_in
 from graphfsdp.optim import FusedAdam, Muon
 from helpers import (
@@ -125,13 +125,9 @@ def train(
     def look(step: Any, model: nn.Module, index: int) -> None:
         assert step.skipped_steps.item() == (index >= BAD_STEP)
 
-    def loss_fn(model: nn.Module, x: Tensor) -> Tensor:
-        loss: Tensor = model(x.to(next(model.parameters()).dtype))
-        return loss
-
     options: dict[str, Any] = {"max_grad_norm": 0.5, "skip_nonfinite": True}
     options = {"between": look, **({} if name in OWN else options)}
-    case = Case(make, batch, loss_fn, start)
+    case = Case(make, batch, loss_in_its_dtype, start)
     return run(case, scope, device, optimizer=ALL[name], **options).snapshots
 
 

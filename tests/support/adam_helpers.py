@@ -29,6 +29,11 @@ class Net(nn.Module):
         return hidden.float().square().mean()
 
 
+def loss_in_its_dtype(model: nn.Module, x: Tensor) -> Tensor:
+    loss: Tensor = model(x.to(next(model.parameters()).dtype))
+    return loss
+
+
 def make_groups(*groups: dict[str, Any]) -> list[dict[str, Any]]:
     return list(groups)
 
