@@ -3,7 +3,6 @@
 With example_batch there is a graph before the first batch, and training is as if it had not been.
 """
 
-import functools
 import itertools
 import sys
 from collections.abc import Callable
@@ -237,10 +236,6 @@ def stepped_by(
     return {"model": model, "optimizer": make(model.parameters()), **options}
 
 
-def lbfgs(params: Any) -> torch.optim.Optimizer:
-    return torch.optim.LBFGS(params)
-
-
 def several(*others: Any, **options: Any) -> Arguments:
     """Return arguments of a capture of sequences, to which something is added."""
     model = mlp_of_one()
@@ -292,7 +287,7 @@ REFUSED: list[tuple[Arguments | Callable[[], Arguments], str]] = [
         r"'0\.weight'.*no shape yet.*run the model",
     ),
     *(
-        (functools.partial(stepped_by, lbfgs, scope=scope), "LBFGS")
+        (partial(stepped_by, torch.optim.LBFGS, scope=scope), "LBFGS")
         for scope in ("none", "forward_backward", "full_iteration")
     ),
     ({"iteration": 3}, "iteration must be a function"),

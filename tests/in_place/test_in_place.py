@@ -201,12 +201,15 @@ class Ringing(Net):
         return logits
 
 
+@pytest.mark.parametrize("error", [KeyboardInterrupt, TimeoutError])
 @pytest.mark.parametrize("call", range(6))
-def test_what_the_handler_of_a_signal_raises_comes_out_of_the_call(call: int) -> None:
+def test_what_the_handler_of_a_signal_raises_comes_out_of_the_call(
+    call: int, error: type[BaseException]
+) -> None:
     """In warm-ups, in a recording, in replays; and the calls behind it are captured."""
 
     def raise_it(*_: object) -> None:
-        raise TimeoutError
+        raise error
 
     RINGS[:] = [Unseen(*(index == call for index in range(10)))]
     before = signal.signal(signal.SIGUSR1, raise_it)
@@ -215,9 +218,11 @@ def test_what_the_handler_of_a_signal_raises_comes_out_of_the_call(call: int) ->
         optimizer = make_adam(model)
         with graphfsdp.capture_in_place(model, optimizer, keep="all") as parts:
             for index, x, y in batches(12):
+                weights = copy.deepcopy([*model.parameters()])
                 rings = index == call
-                with pytest.raises(TimeoutError) if rings else nullcontext():
+                with pytest.raises(error) if rings else nullcontext():
                     iterates(model, optimizer, x, y)
+                assert all(map(torch.equal, weights, model.parameters())) == rings
             assert replays(parts) >= 4
     finally:
         signal.signal(signal.SIGUSR1, before)

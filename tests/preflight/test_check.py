@@ -149,20 +149,6 @@ def test_every_hazard_is_found_in_one_run_and_nothing_changes() -> None:
     assert plain["hazards"][0]["cuda_error"] == 900
 
 
-def test_an_exception_of_the_program_is_a_finding_with_its_line() -> None:
-    def program(self: Inner, h: Tensor, x: Tensor) -> Tensor:
-        return h @ torch.ones(3, 3)  # fails
-
-    model = Probe(program)
-    x = batches(torch.device("cpu"), 1)[0]
-    report = graphfsdp.check(model, FusedAdam(model.parameters()), x, target="cpu")
-    (failure,) = report.hazards
-    assert failure.kind is HazardKind.EXCEPTION
-    assert failure.op == "RuntimeError"
-    assert failure.source is not None
-    assert failure.source.line == line_of(program, "# fails")
-
-
 def reading_gan(models: Sequence[nn.Module], optimizers: Sequence[Optimizer], real: Tensor) -> Any:
     """Looks at a loss after the steps."""
     losses = gan(models, optimizers, real)

@@ -406,6 +406,10 @@ REFUSED: dict[str, Refused] = {
         lambda self, h, x: h * torch.from_numpy(numpy.ones(4, dtype=numpy.float32)),
         "aten.mul.Tensor",
     ),
+    "shapes_that_do_not_fit": misbehaves_silently(
+        lambda self, h, x: h @ torch.ones(3, 3),
+        *(HazardKind.EXCEPTION, "RuntimeError", "raises RuntimeError"),
+    ),
     # State that Python moves, and what Python decides.
     "replaced_buffer": replaces(replaced_buffer, "replaced 'body.inner.gate'"),
     "replaced_attribute": replaces(replaced_attribute, "replaced 'body.inner.attribute'"),

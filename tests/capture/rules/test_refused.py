@@ -383,16 +383,6 @@ def test_compiled_functions_and_modules_are_refused_on_a_cpu() -> None:
         assert_refused_in(error, program)
 
 
-def test_an_own_operator_that_draws_random_numbers_is_undone() -> None:
-    def program(self: Inner, h: Tensor, x: Tensor) -> Tensor:
-        noise: Tensor = torch.ops.graphfsdp_rules.noise(x)
-        return h * noise * noise.sum().item()
-
-    step, model, optim = make_probe(program, CPU)
-    model.dropout.p = 0.0  # the operator's draw is the first of the iteration
-    refusal_of(step, model, optim, CPU)
-
-
 def test_what_was_drawn_from_a_generator_of_a_closure_is_undone() -> None:
     generator = torch.Generator()
 
@@ -405,16 +395,6 @@ def test_what_was_drawn_from_a_generator_of_a_closure_is_undone() -> None:
     with pytest.raises(graphfsdp.CaptureError):
         step(batches(CPU, 1)[0])
     assert torch.equal(generator.get_state(), before)
-
-
-@torch.library.custom_op("graphfsdp_rules::noise", mutates_args=())
-def _noise(x: Tensor) -> Tensor:
-    return torch.rand_like(x)
-
-
-@_noise.register_fake
-def _(x: Tensor) -> Tensor:
-    return torch.empty_like(x)
 
 
 def test_numpy_cannot_write_a_constant_behind_the_recording() -> None:
