@@ -34,7 +34,6 @@ def test_keys_of_a_batch_may_come_in_any_order(in_a_dictionary: bool, device: to
 
 
 def test_the_batch_is_moved_to_the_models_device(device: torch.device) -> None:
-    """Batches on the CPU train as batches on the model's device do."""
     case = ZOO["mlp"]
     moved = run(case, "full_iteration", device)
     torch.manual_seed(0)

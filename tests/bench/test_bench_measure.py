@@ -62,8 +62,6 @@ def setting_on(device: torch.device, *contenders: str) -> Setting:
 
 
 class Faulty:
-    """Fails in one of its steps."""
-
     def __init__(self, last_step: int) -> None:
         self.steps_left = last_step
         self.closed = False

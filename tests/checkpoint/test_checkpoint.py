@@ -421,7 +421,6 @@ def test_what_each_rank_has_for_itself_comes_back_to_it(
 
 @on_ranks("ranks4")
 def test_groups_of_ranks_save_apart(tmp_path: Path) -> None:
-    """Two groups of ranks save and load models of their own at the same time."""
     groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     mine, rank = dist.get_rank() // 2, dist.get_rank()
     model, other = (nn.Linear(3, 5) for _ in range(2))

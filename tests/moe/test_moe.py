@@ -7,6 +7,7 @@ import copy
 import itertools
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -31,12 +32,10 @@ from moe_models import (
 )
 from ranks import on_ranks, rank_device
 from sharding_helpers import (
-    Training,
     adam,
-    assert_replayed,
-    assert_same_training,
     learning_rate,
     my_part,
+    replayed_as_eager,
     train,
 )
 
@@ -288,15 +287,6 @@ NUM_CALLS = 14  # 4 that are not replays
 TOLERANCE = NUM_CALLS * learning_rate(0) * 2**-24
 
 
-def trained(model: Any, *, whole: bool = False, **options: Any) -> Training:
-    generator = torch.Generator().manual_seed(1)
-    data = [tokens_of(12, generator) for _ in range(NUM_CALLS)]
-    parts = [
-        [part.to(rank_device()) for part in batch] if whole else my_part(batch) for batch in data
-    ]
-    return train(model, adam(model), data=parts, max_grad_norm=float("inf"), **options)
-
-
 BALANCED = {"aux_loss_coeff": 0.1, "bias_update_rate": 0.01}
 
 
@@ -316,31 +306,27 @@ def test_experts_on_ranks_train_as_in_one_process(
     num_expert_ranks: int, strategy: str, microbatches: int, options: dict[str, Any]
 ) -> None:
     """Captured equals eager bit for bit, and one process up to rounding."""
-    runs = [
-        trained(
-            experts_on_ranks(num_expert_ranks, strategy, **options),
-            scope=scope,
-            microbatches=microbatches,
-        )
-        for scope in ("none", "full_iteration")
-    ]
-    assert_same_training(*runs)
-    assert_replayed(runs[1])
-    overflow = sum(int(b.sum()) for name, b in runs[1].buffers.items() if "overflow" in name)
+    generator = torch.Generator().manual_seed(1)
+    data = [tokens_of(12, generator) for _ in range(NUM_CALLS)]
+    how: dict[str, Any] = {"microbatches": microbatches, "max_grad_norm": float("inf")}
+    make = partial(experts_on_ranks, num_expert_ranks, strategy, **options)
+    got = replayed_as_eager(make, data=list(map(my_part, data)), **how)
+    overflow = sum(int(b.sum()) for name, b in got.buffers.items() if "overflow" in name)
     if options.get("capacity_factor") is not None:  # other ranks leave out other tokens
         assert overflow > 0
         return
     assert overflow == 0
     torch.manual_seed(0)
     model = MixedModel(**options).double().to(rank_device())
-    alone = trained(model, whole=True, scope="none", microbatches=microbatches)
-    for mine, expected in zip(runs[1].losses, alone.losses, strict=True):
+    whole = [[part.to(rank_device()) for part in batch] for batch in data]
+    alone = train(model, adam(model), data=whole, scope="none", **how)
+    for mine, expected in zip(got.losses, alone.losses, strict=True):
         dist.all_reduce(mine, op=dist.ReduceOp.AVG)
         torch.testing.assert_close(mine, expected, rtol=0, atol=TOLERANCE)
     for name, expected in alone.params.items():
-        torch.testing.assert_close(runs[1].params[name], expected, rtol=0, atol=TOLERANCE)
+        torch.testing.assert_close(got.params[name], expected, rtol=0, atol=TOLERANCE)
     for name, expected in alone.buffers.items():
-        counts = runs[1].buffers[name]
+        counts = got.buffers[name]
         if "bias" not in name:
             dist.all_reduce(counts)
         assert torch.equal(counts, expected), name

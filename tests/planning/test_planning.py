@@ -259,14 +259,11 @@ def storage_bytes(tensors: list[Tensor]) -> int:
 
 
 def real_world(config: TrainConfig, expected: int) -> dict[str, Any]:
+    """Train for a few steps, and count; ``expected`` bytes of whole buffers are waited for."""
     torch.manual_seed(0)
     model = GPT(config.gpt(37))
     shard_model(model, config, torch.device("cpu"))
-    return what_is_there(model, config.batch(dist.get_world_size()).num_microbatches, expected)
-
-
-def what_is_there(model: nn.Module, microbatches: int, expected: int) -> dict[str, Any]:
-    """Train for a few steps, and count; ``expected`` bytes of whole buffers are waited for."""
+    microbatches = config.batch(dist.get_world_size()).num_microbatches
     matrices = [param for param in model.parameters() if param.dim() >= 2]
     vectors = [param for param in model.parameters() if param.dim() < 2]
     optimizer = FusedAdam([{"params": matrices}, {"params": vectors}])

@@ -23,32 +23,8 @@ from helpers import assert_same_state, snapshot
 NUM_STEPS = 16
 
 
-def make_training() -> tuple[nn.Module, FusedAdam, Any, DataLoader[Any]]:
-    torch.manual_seed(0)
-    model = nn.Sequential(
-        nn.Linear(4, 16), nn.BatchNorm1d(16), nn.GELU(), nn.Dropout(0.2), nn.Linear(16, 1)
-    )
-    optimizer = FusedAdam(model.parameters(), lr=1e-2)
-    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=NUM_STEPS)
-    x = torch.randn(8 * NUM_STEPS, 4)
-    data = TensorDataset(x, x.sum(dim=1, keepdim=True))
-    return model, optimizer, scheduler, DataLoader(data, batch_size=8, shuffle=True)
-
-
 def loss_fn(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
     return nn.functional.mse_loss(model(x), y)
-
-
-def assert_same_training(
-    train: Callable[[bool], tuple[list[Tensor], nn.Module, torch.optim.Optimizer]],
-) -> None:
-    """Compare the captured loop with the library's own."""
-    expected, model, optimizer = train(False)
-    state = snapshot(model, optimizer)
-    got, model, optimizer = train(True)
-    assert len(got) == NUM_STEPS
-    assert all(torch.equal(a, b) for a, b in zip(expected, got, strict=True))
-    assert_same_state(state, snapshot(model, optimizer))
 
 
 def by_accelerate(precision: str, *training: Any) -> tuple[Any, ...]:
@@ -78,9 +54,19 @@ def by_fabric(precision: str, *training: Any) -> tuple[Any, ...]:
 def test_a_loop_of_a_library(
     prepare: Callable[..., tuple[Any, ...]], precision: str, is_whole: bool
 ) -> None:
-    def train(captured: bool) -> tuple[list[Tensor], nn.Module, torch.optim.Optimizer]:
-        net, inner, *others = make_training()
-        model, optimizer, scheduler, batches, backward = prepare(precision, net, inner, *others)
+    def train(captured: bool) -> tuple[list[Tensor], dict[str, Tensor]]:
+        torch.manual_seed(0)
+        net = nn.Sequential(
+            nn.Linear(4, 16), nn.BatchNorm1d(16), nn.GELU(), nn.Dropout(0.2), nn.Linear(16, 1)
+        )
+        inner = FusedAdam(net.parameters(), lr=1e-2)
+        schedule = torch.optim.lr_scheduler.CosineAnnealingLR(inner, T_max=NUM_STEPS)
+        x = torch.randn(8 * NUM_STEPS, 4)
+        data = TensorDataset(x, x.sum(dim=1, keepdim=True))
+        loader = DataLoader(data, batch_size=8, shuffle=True)
+        model, optimizer, scheduler, batches, backward = prepare(
+            precision, net, inner, schedule, loader
+        )
 
         def iteration(model: nn.Module, optimizer: Any, x: Tensor, y: Tensor) -> Tensor:
             optimizer.zero_grad()
@@ -98,9 +84,13 @@ def test_a_loop_of_a_library(
             for batch in batches:
                 losses.append(run(*batch))
                 scheduler.step()
-        return losses, net, inner
+        return losses, snapshot(net, inner)
 
-    assert_same_training(train)
+    expected, state = train(False)
+    got, same_state = train(True)
+    assert len(got) == NUM_STEPS
+    assert all(torch.equal(a, b) for a, b in zip(expected, got, strict=True))
+    assert_same_state(state, same_state)
 
 
 @pytest.mark.filterwarnings("ignore")  # the libraries' own

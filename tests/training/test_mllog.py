@@ -33,7 +33,6 @@ from graphfsdp.training.mllog import (
     compliance_complaint,
     is_success,
     open_run_log,
-    rules_for,
 )
 from graphfsdp.training.ranks import Ranks
 from training_helpers import SMALL, assert_same_run, lines_of
@@ -415,9 +414,3 @@ def test_what_cannot_be_scored_is_refused_before_any_run(
         assert "without torchrun" in refused(*target, *out)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     assert 'pip install "graphfsdp[mlperf]"' in refused(*target, *out)
-
-
-@needs_mllog
-def test_the_official_rules_judge_the_benchmarks_that_they_know() -> None:
-    assert rules_for("llama31_8b") is None
-    assert rules_for("graphfsdp_gpt") == RULES

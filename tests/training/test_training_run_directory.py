@@ -15,6 +15,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 import training_helpers
+from graphfsdp.data import TokenBatches, load_corpus
 from graphfsdp.errors import ConfigError
 from graphfsdp.training.gpt import GPT, GPTConfig
 from graphfsdp.training.metrics import Metrics, flops_per_token, peak_tflops
@@ -215,9 +216,6 @@ def test_neither_validation_nor_the_log_changes_the_training(
 def test_validation_loss_is_that_of_the_kept_parameters(
     device: torch.device, tmp_path: Path
 ) -> None:
-    from graphfsdp.data import TokenBatches, load_corpus
-    from graphfsdp.training.gpt import GPT, GPTConfig
-
     lines = run(device, tmp_path / "run")
     kept = json.loads((tmp_path / "run" / "config.json").read_text())["resolved"]
     shape = {field.name: kept[field.name] for field in dataclasses.fields(GPTConfig)}
