@@ -51,7 +51,6 @@ from sharding_helpers import (
     batches,
     full_parameters,
     hybrid_mesh,
-    hybrid_net,
     learning_rate,
     make_net,
     my_part,
@@ -150,8 +149,12 @@ MODELS: dict[str, Callable[[], Any]] = {
     "contexts, ZeRO-2": functools.partial(with_contexts, "optim_grads"),
     "contexts, ZeRO-3": functools.partial(with_contexts, "optim_grads_params"),
     "two streams": on_two_streams,
-    "hybrid": functools.partial(hybrid_net, "optim_grads_params", "no_shard", **OVERLAP),
-    "hybrid, both axes cut": functools.partial(hybrid_net, "optim_grads", "optim", **OVERLAP),
+    "hybrid": functools.partial(
+        make_net, "optim_grads_params", outer_strategy="no_shard", **OVERLAP
+    ),
+    "hybrid, both axes cut": functools.partial(
+        make_net, "optim_grads", outer_strategy="optim", **OVERLAP
+    ),
     "tensor parallel": functools.partial(tensor_parallel, "optim_grads"),
     "tensor parallel, cut sequences": functools.partial(tensor_parallel, sequence=True),
     "exchanged tokens": functools.partial(experts_on_ranks, 2, "optim_grads_params", **MOVING),

@@ -35,7 +35,6 @@ from ranks import on_ranks, rank_device
 from sharding_helpers import (
     full_parameters,
     hybrid_mesh,
-    hybrid_net,
     make_net,
     replayed_as_eager,
 )
@@ -101,8 +100,8 @@ def stepped(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Ten
 
 PAIRS: dict[str, Callable[[], tuple[nn.Module, nn.Module]]] = {
     "tensor": lambda: (tensor_parallel(), plain_model()),
-    "repeated": lambda: (hybrid_net("optim_grads_params", "no_shard"), make_net(None)),
-    "cut": lambda: (hybrid_net("optim", "optim"), make_net(None)),
+    "repeated": lambda: (make_net("optim_grads_params", outer_strategy="no_shard"), make_net(None)),
+    "cut": lambda: (make_net("optim", outer_strategy="optim"), make_net(None)),
 }
 
 
@@ -127,7 +126,7 @@ def test_a_step_that_is_not_finite_on_one_rank_is_skipped_on_all(kind: str) -> N
         model = tensor_parallel()
         bad = mesh.get_local_rank("dp") == 1
     else:
-        model = hybrid_net("optim_grads_params", "optim")
+        model = make_net("optim_grads_params", outer_strategy="optim")
         bad = dist.get_rank() == 3
 
     def loss_fn(model: Any, tokens: Tensor, targets: Tensor, factor: Tensor) -> Tensor:

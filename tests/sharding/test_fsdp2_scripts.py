@@ -29,7 +29,6 @@ from sharding_helpers import (
     STRATEGIES,
     assert_equal_tensors,
     batches,
-    hybrid_mesh,
     make_net,
     my_part,
     raises_on_rank,
@@ -247,9 +246,7 @@ def test_what_lies_in_the_cpus_memory_trains_as_it_does_elsewhere(
         graphfsdp.CPUOffloadPolicy(pin_memory=False),
     ):
         options: dict[str, Any] = {} if policy is None else {"offload_policy": policy}
-        if outer is not None:
-            options |= {"mesh": hybrid_mesh(), "outer_strategy": outer}
-        model = make_net(strategy, **options)
+        model = make_net(strategy, outer_strategy=outer, **options)
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, foreach=False)
         losses.append([])
         for batch in batches(6):

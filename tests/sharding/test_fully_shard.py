@@ -121,10 +121,7 @@ CAPTURED = pytest.mark.parametrize("strategy", ["optim", "optim_grads_params"])
 
 def tower(strategy: str) -> Any:
     torch.manual_seed(0)
-    model = Tower().to(rank_device())
-    for block in model.blocks:
-        graphfsdp.fully_shard(block, strategy=strategy)
-    return graphfsdp.fully_shard(model, strategy=strategy)
+    return shard(Tower().to(rank_device()), strategy)
 
 
 def inputs(index: int) -> Tensor:
@@ -413,8 +410,7 @@ def parted_model(mesh: DeviceMesh) -> tuple[nn.Module, torch.optim.Optimizer]:
     torch.manual_seed(0)
     # Half precision: attention's kernels.
     model: Any = GPT(SHAPE).to(rank_device(), torch.bfloat16)
-    for module in (*model.blocks, model):
-        graphfsdp.fully_shard(module, mesh)
+    shard(model, "optim_grads_params", mesh=mesh)
     return model, FusedAdam(model.parameters(), lr=1e-2)
 
 

@@ -23,8 +23,6 @@ from sharding_helpers import (
     buffers,
     full_gradients,
     full_parameters,
-    hybrid_mesh,
-    hybrid_net,
     make_net,
     my_part,
     num_steps_of,
@@ -116,13 +114,10 @@ def test_gradients_accumulate_in_any_order_of_reductions(strategy: str, outer: s
     start = {name: value.clone() for name, value in plain.state_dict().items()}
     # What each rank adds up is the same; the factor of the last reduction is by kind of reduction.
     both = (strategy, outer) in (SUMMED[0], SUMMED[1], SUMMED[-1])
-    axes: dict[str, Any] = {}
-    if outer is not None:
-        axes = {"mesh": hybrid_mesh(), "outer_strategy": outer}
     for reduction in ("mean", "sum") if both else ("mean",):
         model: Any = Sometimes().double()
         model.load_state_dict(start)
-        model = shard(model, strategy, gradient_reduction=reduction, **axes)
+        model = shard(model, strategy, outer_strategy=outer, gradient_reduction=reduction)
         for passes in PASSES:
             model.zero_grad()
             plain.zero_grad()
@@ -148,7 +143,7 @@ def test_gradients_accumulate_in_any_order_of_reductions(strategy: str, outer: s
 @on_ranks("ranks4")
 def test_an_iteration_that_is_given_up_leaves_no_gradient() -> None:
     """set_requires_all_reduce, and an iteration that is given up between two microbatches."""
-    model = hybrid_net("optim_grads_params", "no_shard")
+    model: Any = make_net("optim_grads_params", outer_strategy="no_shard")
     first, second = batches(2)
     model.set_requires_all_reduce(False)
     model(*my_part(first)).backward()
@@ -156,7 +151,7 @@ def test_an_iteration_that_is_given_up_leaves_no_gradient() -> None:
     model.abandon_iteration()
     model.set_requires_all_reduce(True)
     model(*my_part(second)).backward()
-    other = hybrid_net("optim_grads_params", "no_shard")
+    other = make_net("optim_grads_params", outer_strategy="no_shard")
     other(*my_part(second)).backward()
     assert_equal_tensors(full_gradients(model), full_gradients(other))
 
@@ -195,17 +190,18 @@ def hooked_net(strategy: str | None, *, meta: bool = False, **options: Any) -> n
 def test_hooks_see_what_all_ranks_have_reduced(strategy: str, options: dict[str, Any]) -> None:
     """As in one process, where each microbatch is reduced over all ranks, or there is but one."""
     num_steps = num_steps_of(strategy, "optim_grads_params")
-    axes: dict[str, Any] = {"mesh": hybrid_mesh()} if "outer_strategy" in options else {}
     rows = slice(dist.get_rank(), None, dist.get_world_size())  # of each microbatch as many
     data = [[part[rows].to(rank_device()) for part in batch] for batch in batches(num_steps)]
     for microbatches in (1, 3):
         got = replayed_as_eager(
-            partial(hooked_net, strategy, **axes, **options),
+            partial(hooked_net, strategy, **options),
             num_steps=num_steps,
             data=data,
             microbatches=microbatches,
         )
-        if microbatches == 1 or (strategy.startswith("optim_grads") and not axes):
+        if microbatches == 1 or (
+            strategy.startswith("optim_grads") and "outer_strategy" not in options
+        ):
             assert_trains_as_whole(got, whole=hooked_net(None), microbatches=microbatches)
 
 

@@ -94,13 +94,6 @@ class MetaNet(nn.Module):
         return nn.functional.cross_entropy(logits, targets.flatten())
 
 
-def real_net(norm: Callable[[int], nn.Module]) -> Any:
-    """As every rank must get it: with the first rank's random numbers."""
-    torch.manual_seed(0)
-    with rank_device():
-        return MetaNet(norm)
-
-
 def values_of(model: nn.Module) -> dict[str, Tensor]:
     buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
     return full_parameters(model) | buffers
@@ -145,7 +138,9 @@ def test_a_model_from_meta_is_the_model_from_constructors(strategy: str) -> None
             assert model.head.weight is model.embedding.weight
             assert not model.blocks[1].frozen.requires_grad
         else:
-            model = real_net(norm)
+            torch.manual_seed(0)  # as every rank must get it: of the first one's random numbers
+            with rank_device():
+                model = MetaNet(norm)
             shard(model, strategy, mp_policy=policy)
             optim = None
         initial.append(values_of(model))
@@ -480,7 +475,6 @@ def batch(index: int) -> Tensor:
 @pytest.mark.parametrize("strategy", ["optim", "optim_grads_params"])
 @on_ranks("ranks2")
 def test_a_run_goes_on_in_a_model_from_meta(tmp_path: Path, strategy: str) -> None:
-    """A run that goes on from a checkpoint goes on the same, whether its model was on meta."""
     torch.manual_seed(0)
     first: Any = shard(Tabled().to(rank_device()), "optim_grads_params")
     optim = adam(first)

@@ -70,31 +70,28 @@ def _full(value: Any) -> Any:
     return value.full_tensor() if isinstance(value, DTensor) else value
 
 
-def _dense(leaf: Any) -> bool:
-    return not isinstance(leaf, Tensor) or leaf.layout is torch.strided
+def _is_dense(sample: Any) -> bool:
+    leaves = pytree.tree_leaves((sample.input, sample.args, sample.kwargs))
+    layouts = {leaf.layout for leaf in leaves if isinstance(leaf, Tensor)}
+    return isinstance(sample.input, Tensor) and layouts == {torch.strided}
 
 
-def _operators() -> Iterator[Any]:
+def _of_the_database() -> Iterator[tuple[str, Callable[..., Any], Any]]:
     from torch.testing._internal.common_methods_invocations import op_db
 
     for operator in op_db:
         chosen = operator.name in ALWAYS or zlib.crc32(operator.name.encode()) % PART == 0
         has_values = chosen and not any(word in operator.name for word in NO_VALUES)
-        if has_values and torch.float32 in operator.supported_dtypes("cpu"):
-            yield operator
-
-
-def _samples(operator: Any) -> list[Any]:
-    try:
-        found = list(operator.sample_inputs("cpu", torch.float32, requires_grad=False))
-    except Exception:  # the database's own trouble (a library that is not installed)
-        return []
-    return [
-        sample
-        for sample in found
-        if isinstance(sample.input, Tensor)
-        and all(map(_dense, pytree.tree_leaves((sample.input, sample.args, sample.kwargs))))
-    ][:NUM_SAMPLES]
+        if not has_values or torch.float32 not in operator.supported_dtypes("cpu"):
+            continue
+        try:
+            found = list(operator.sample_inputs("cpu", torch.float32, requires_grad=False))
+        except Exception:  # the database's own trouble (a library that is not installed)
+            continue
+        for sample in list(filter(_is_dense, found))[:NUM_SAMPLES]:
+            yield operator.name, operator.op, sample
+            if operator.inplace_variant is not None:
+                yield f"{operator.name} in place", operator.inplace_variant, sample
 
 
 def _outcome(call: Callable[[], Any]) -> tuple[str, Any]:
@@ -161,14 +158,6 @@ def _sweep(calls: Iterator[tuple[str, Callable[..., Any], Any]]) -> dict[str, An
             else:
                 seen["wrong"].append((name, thirds, tuple(sample.input.shape), everyone))
     return seen
-
-
-def _of_the_database() -> Iterator[tuple[str, Callable[..., Any], Any]]:
-    for operator in _operators():
-        for sample in _samples(operator):
-            yield operator.name, operator.op, sample
-            if operator.inplace_variant is not None:
-                yield f"{operator.name} in place", operator.inplace_variant, sample
 
 
 @pytest.mark.time_limit(120)

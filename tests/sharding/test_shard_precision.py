@@ -21,7 +21,6 @@ from ranks import on_ranks, rank_device
 from sharding_helpers import (
     adam,
     assert_equal_tensors,
-    hybrid_mesh,
     make_net,
     num_steps_of,
     replayed_as_eager,
@@ -225,8 +224,6 @@ def test_replays_equal_eager(
     is_long = rank_device().type == "cuda" or (microbatches, options) == (2, {})
     num_steps = num_steps_of(is_long, True)
     options = {"gather_format": gather_format} | options
-    if "outer_strategy" in options:
-        options = options | {"mesh": hybrid_mesh()}
     usual = {key: value for key, value in options.items() if key != "reshard_after_forward"}
     run = replayed_as_eager(
         lambda: make(**options),

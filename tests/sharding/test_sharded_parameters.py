@@ -32,7 +32,6 @@ from sharding_helpers import (
     full_gradients,
     full_parameters,
     hybrid_mesh,
-    hybrid_net,
     make_net,
     my_part,
     on_meta,
@@ -211,25 +210,12 @@ def test_what_has_no_values_is_named_beside_what_has() -> None:
         model(x)
 
 
-@on_ranks("ranks2")
-def test_parameters_keep_what_their_owner_put_on_them() -> None:
-    model = Net()
-    model.scale.tag = "owner"  # type: ignore[attr-defined]
-    model.embedding.weight.is_embedding = True  # type: ignore[attr-defined]
-    shard(model, "optim_grads_params")
-    assert model.scale.tag == "owner"  # type: ignore[attr-defined]
-    assert model.head.weight is model.embedding.weight
-    assert model.head.weight.is_embedding  # type: ignore[attr-defined]
-    assert isinstance(model.scale, nn.Parameter)
-    assert isinstance(model, Net)
-    assert not model.frozen.requires_grad
-
-
 @pytest.mark.parametrize(
     "make",
     [
         partial(tensor_parallel, sequence=True),
-        *(partial(hybrid_net, "optim_grads_params", outer) for outer in ("no_shard", "optim")),
+        partial(make_net, "optim_grads_params", outer_strategy="no_shard"),
+        partial(make_net, "optim_grads_params", outer_strategy="optim"),
     ],
 )
 @on_ranks("ranks4")
@@ -346,7 +332,7 @@ def assert_apart(model: Any, twin: Any) -> None:
 def test_a_copy_trains_as_the_original_would(strategy: str, outer: str | None) -> None:
     """Copied before the first forward pass, after it, and with gradients; both then go on alone."""
     for steps_before in (0, 2):
-        model: Any = make_net(strategy) if outer is None else hybrid_net(strategy, outer)
+        model: Any = make_net(strategy, outer_strategy=outer)
         if outer is None and not steps_before:
             model = make_net(None)
             for together in ([*model.blocks], model):  # a unit of two modules

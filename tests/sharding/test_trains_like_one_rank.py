@@ -89,10 +89,8 @@ def test_ranks_train_as_one_and_replay_as_eager(
     """Captured, with options that change no bit, as an eager run without them."""
     faster = dict(options)
     optimizer = faster.pop("optimizer", "fused_adam")
-    axes = {}
-    if "outer_strategy" in faster:
-        axes = {"mesh": hybrid_mesh(), "outer_strategy": faster.pop("outer_strategy")}
-    make = functools.partial(make_net, strategy, dtype=torch.float64, **axes)
+    outer = faster.pop("outer_strategy", None)
+    make = functools.partial(make_net, strategy, dtype=torch.float64, outer_strategy=outer)
     got = replayed_as_eager(
         functools.partial(make, **faster),
         optimizer,
@@ -171,7 +169,7 @@ WAYS = (("block_reentrant", 0.0), ("segment_ours", 0.3), ("part_ours", 0.3), ("n
 OPTIONS = st.fixed_dictionaries(
     {
         "strategy": st.sampled_from(STRATEGIES),
-        "outer": st.sampled_from(["none", "no_shard", "optim"]),
+        "outer": st.sampled_from([None, "no_shard", "optim"]),
         "policy": st.sampled_from(sorted(POLICIES)),
         "microbatches": st.sampled_from([1, 3]),
         "recomputes": st.sampled_from(WAYS),
@@ -208,10 +206,8 @@ def combined(options: dict[str, Any], *, plain: bool) -> Training:
     faster: dict[str, Any] = {
         "overlap": not plain and options["overlap"],
         "reshard_after_forward": options["reshard_after_forward"],
+        "outer_strategy": options["outer"],
     }
-    if options["outer"] != "none":
-        num_inner = dist.get_world_size() // 2
-        faster |= {"mesh": hybrid_mesh((2, num_inner)), "outer_strategy": options["outer"]}
     shard(model, options["strategy"], mp_policy=policy, **faster)
     if meta:
         graphfsdp.materialize(model)
@@ -484,7 +480,7 @@ def test_iterations_train_sharded_models_as_one_process_and_replay_as_eager(
 ) -> None:
     num_steps = num_steps_of(options["strategy"], "optim_grads_params")
     if "outer_strategy" in options:
-        options = {**options, "mesh": hybrid_mesh((2, dist.get_world_size() // 2))}
+        options = {**options, "mesh": hybrid_mesh()}
     # Ranks that do the same reduce to what one process has, so the plain loop is the reference.
     sharded = iterated(name, None, FEW_STEPS, apart=False, options=options)
     for index, (expected, got) in enumerate(zip(alone(name), sharded, strict=True)):

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import graphfsdp
 from moe_models import MixedModel, experts_on_ranks
 from parallel_models import plain_model, tensor_parallel
-from sharding_helpers import STRATEGIES, Net, adam, batches, hybrid_mesh, my_part, shard
+from sharding_helpers import STRATEGIES, Net, adam, batches, my_part, shard
 
 
 class Setup(NamedTuple):
@@ -67,10 +67,7 @@ def make(setup: Setup, seed: int = 0) -> tuple[nn.Module, torch.optim.Optimizer]
     if setup.strategy is not None:
         dtype = torch.bfloat16 if setup.precision == "bf16" else None
         policy = graphfsdp.MixedPrecisionPolicy(param_dtype=dtype)
-        axes: dict[str, Any] = {}
-        if setup.outer is not None:
-            axes = {"mesh": hybrid_mesh(), "outer_strategy": setup.outer}
-        model = shard(model, setup.strategy, mp_policy=policy, **axes)
+        model = shard(model, setup.strategy, outer_strategy=setup.outer, mp_policy=policy)
     elif setup.precision != "fp32":
         model = model.to(torch.bfloat16)
         options["master_weights"] = True

@@ -111,9 +111,13 @@ def my_part(batch: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     return tuple(part[first : first + length].to(rank_device()) for part in batch)
 
 
-def shard(model: nn.Module, strategy: str, **options: Any) -> nn.Module:
-    """Make every child of ``model.blocks``, then the model, a unit."""
+def shard(
+    model: nn.Module, strategy: str, *, outer_strategy: str | None = None, **options: Any
+) -> nn.Module:
+    """Make every child of ``model.blocks``, then the model, a unit; of two axes with an outer."""
     assert isinstance(model.blocks, nn.ModuleList)
+    if outer_strategy is not None:
+        options |= {"mesh": hybrid_mesh(), "outer_strategy": outer_strategy}
     for block in model.blocks:
         graphfsdp.fully_shard(block, strategy=strategy, **options)
     return graphfsdp.fully_shard(model, strategy=strategy, **options)
@@ -130,13 +134,10 @@ def make_net(
 
 @functools.cache  # every call makes new process groups
 def hybrid_mesh(
-    shape: tuple[int, ...] = (2, 2), names: tuple[str, ...] = HYBRID_AXES
+    shape: tuple[int, ...] | None = None, names: tuple[str, ...] = HYBRID_AXES
 ) -> DeviceMesh:
+    shape = shape or (2, dist.get_world_size() // 2)
     return init_device_mesh(rank_device().type, shape, mesh_dim_names=names)
-
-
-def hybrid_net(strategy: str, outer: str, **options: Any) -> Any:
-    return make_net(strategy, mesh=hybrid_mesh(), outer_strategy=outer, **options)
 
 
 def on_meta(make: Callable[[], nn.Module]) -> Any:
@@ -149,9 +150,8 @@ def units(model: nn.Module) -> list[Unit]:
     return list(dict.fromkeys(found))  # some have several modules
 
 
-def buffers(model: nn.Module, *, trainable: bool | None = None) -> list[ShardBuffer]:
-    found = [buffer for unit in units(model) for buffer in unit.group.buffers]
-    return [b for b in found if trainable is None or b.trainable == trainable]
+def buffers(model: nn.Module) -> list[ShardBuffer]:
+    return [buffer for unit in units(model) for buffer in unit.group.buffers]
 
 
 def check_slices(model: nn.Module) -> None:
