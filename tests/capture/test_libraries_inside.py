@@ -17,7 +17,6 @@ from torch.nn import functional
 from torch.optim import swa_utils
 
 import graphfsdp
-import parts_helpers
 from graphfsdp.optim import FusedAdam
 from helpers import (
     Batch,
@@ -242,11 +241,6 @@ def causal(mask: Tensor) -> Tensor:
     return both_ways(mask) & torch.ones(mask.shape[1], mask.shape[1], dtype=torch.bool).tril()
 
 
-def num_hidden(generator: torch.Generator) -> int:
-    """Return how much of a row is hidden; sometimes nothing is."""
-    return int(torch.randint(3, (), generator=generator))
-
-
 def words(
     shown: Callable[[Tensor], Tensor] = lambda mask: mask,
 ) -> Callable[[torch.Generator], Batch]:
@@ -255,7 +249,7 @@ def words(
     def batch(generator: torch.Generator) -> Batch:
         ids = torch.randint(3, 50, SHAPE, generator=generator)
         mask = torch.ones(SHAPE, dtype=torch.long)
-        if hidden := num_hidden(generator):
+        if hidden := int(torch.randint(3, (), generator=generator)):  # of a row; or nothing is
             mask[0, 5:] = mask[1, 8 - hidden :] = 0
         return Batch(kwargs={"input_ids": ids, "labels": ids % 2, "attention_mask": shown(mask)})
 
@@ -421,11 +415,7 @@ def plainly(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[Tens
 
 
 def check_in_place(make: Make, make_optimizer: MakeOptimizer = adam) -> None:
-    def seeded() -> nn.Module:
-        torch.manual_seed(5)
-        return make()
-
-    parts_helpers.check(plainly, seeded, lambda model: make_optimizer(model.parameters()))
+    check(plainly, make, lambda model: make_optimizer(model.parameters()))
 
 
 def check_captured(make: Make, make_optimizer: MakeOptimizer = adam, **options: Any) -> None:

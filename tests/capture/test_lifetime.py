@@ -8,9 +8,8 @@ import pathlib
 import pickle
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -36,15 +35,6 @@ def train(step: CapturedStep, next_batch: Callable[[], tuple[Any, ...]], num_cal
         step(*next_batch())
 
 
-@contextmanager
-def no_collector() -> Iterator[None]:
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.enable()
-
-
 def memory_of(step: CapturedStep) -> list[Callable[[], bool]]:
     """Return what tells of the step's inputs and its graph, by and by, whether they are gone."""
     recording = step._runner._recordings.latest
@@ -61,7 +51,8 @@ def test_a_step_that_ends_is_freed_at_once_without_the_collector(
     num_calls: int, ends: str, device: torch.device
 ) -> None:
     step, model, _, next_batch = make_step(device, "gpt", max_grad_norm=1.0)
-    with no_collector():
+    gc.disable()
+    try:
         train(step, next_batch, num_calls)
         gone = memory_of(step)
         if ends == "closed":
@@ -75,6 +66,8 @@ def test_a_step_that_ends_is_freed_at_once_without_the_collector(
             del step
             assert [reference() for reference in held] == [None] * len(held)
         assert all(is_gone() for is_gone in gone)
+    finally:
+        gc.enable()
     assert not any(param._post_accumulate_grad_hooks for param in model.parameters())
 
 
@@ -383,24 +376,18 @@ def test_our_optimizers_are_not_copied(way: str) -> None:
             WAYS[way](optim)
 
 
-def captured_on_ranks(make_optim: Any) -> tuple[Any, torch.optim.Optimizer, Any]:
-    """Return a sharded model and its optimizer that have been replayed."""
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(4, 5), nn.Linear(5, 1))
-    graphfsdp.fully_shard(model[0])
-    graphfsdp.fully_shard(model)
-    optim = make_optim(model.parameters(), lr=0.01)
-    step = capture(model, optim)
-    for _ in range(5):
-        step(torch.ones(5, 4))
-    return model, optim, step
-
-
 @on_ranks("ranks2")
 def test_the_state_of_a_sharded_run_is_saved_and_copied_by_torch(tmp_path: pathlib.Path) -> None:
     """torch.save on each rank, as people do who keep the world's size."""
+    torch.manual_seed(0)
     for make_optim in (FusedAdam, make_muon, partial(torch.optim.AdamW, fused=True)):
-        model, optim, step = captured_on_ranks(make_optim)
+        model = nn.Sequential(nn.Linear(4, 5), nn.Linear(5, 1))
+        graphfsdp.fully_shard(model[0])
+        graphfsdp.fully_shard(model)
+        optim: torch.optim.Optimizer = make_optim(model.parameters(), lr=0.01)
+        step = capture(model, optim)
+        for _ in range(5):
+            step(torch.ones(5, 4))
         state = {"model": model.state_dict(), "optim": optim.state_dict()}
         assert_shares_memory(state["model"], model)
         copied = copy.deepcopy(state)
