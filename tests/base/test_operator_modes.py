@@ -25,8 +25,6 @@ class Sees(OperatorMode):
 
 
 class Functions(TorchFunctionMode):
-    """Counts what function modes see."""
-
     def __init__(self) -> None:
         super().__init__()
         self.names: list[str] = []

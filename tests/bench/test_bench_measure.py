@@ -172,9 +172,8 @@ def test_a_schedule_has_enough_rounds_and_fits_where_it_can(
 def fail_on_last(setting: Setting) -> Contender:
     if setting.ranks.rank == setting.ranks.size - 1:
         raise RuntimeError("this rank alone")
-    return Faulty(0).contender(
-        setting
-    )  # which asks no other rank for anything, and is never asked for a step
+    # Which asks no other rank for anything, and is never asked for a step.
+    return Faulty(0).contender(setting)
 
 
 def measure_on_rank() -> list[Row]:

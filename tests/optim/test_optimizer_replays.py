@@ -212,9 +212,7 @@ def test_muon_takes_the_steps_of_the_reference(device: torch.device) -> None:
             torch.testing.assert_close(weight, wanted, rtol=0, atol=BOUND)
 
 
-Schedule = Callable[[torch.optim.Optimizer], Any]
-
-SCHEDULERS: MappingProxyType[str, Schedule] = MappingProxyType(
+SCHEDULERS: MappingProxyType[str, Callable[[torch.optim.Optimizer], Any]] = MappingProxyType(
     {
         "LambdaLR": lambda o: lr_scheduler.LambdaLR(o, lambda step: 0.9**step),
         "MultiplicativeLR": lambda o: lr_scheduler.MultiplicativeLR(o, lambda step: 0.9),

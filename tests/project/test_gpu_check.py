@@ -122,7 +122,9 @@ def test_what_needs_two_gpus_has_seconds_of_its_own_or_is_left_out(
 
 
 def in_place_of_programs(
-    monkeypatch: pytest.MonkeyPatch, code: int | None, write: Callable[[pathlib.Path], object]
+    monkeypatch: pytest.MonkeyPatch,
+    code: int | None,
+    write: Callable[[pathlib.Path], object] = lambda _: None,
 ) -> list[list[str]]:
     """Let programs end so, with what ``write`` writes; return their arguments."""
     commands: list[list[str]] = []
@@ -139,10 +141,6 @@ def in_place_of_programs(
 def run_part(name: str, results: pathlib.Path, *, rehearses: bool = False) -> list[Row]:
     part, cuda = gpu_check.PARTS[name], torch.device("cuda")
     return gpu_check.run_part(part, 360, cuda, results, times=1.0, rehearses=rehearses)
-
-
-def nothing(_: pathlib.Path) -> None:
-    pass
 
 
 def test_what_a_program_measures_is_rows(
@@ -165,7 +163,7 @@ def test_a_program_that_fails_is_a_row_with_all_that_it_said(
     tmp_path: pathlib.Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    in_place_of_programs(monkeypatch, code, nothing)
+    in_place_of_programs(monkeypatch, code)
     (row,) = run_part(name, tmp_path)
     assert (row["result"], row["ok"]) == (result, False)
     assert row["text"] == "said before\nCUDA error"
@@ -176,7 +174,7 @@ def test_on_a_gpu_only_its_tests_run_and_on_several_processes(
 ) -> None:
     for index in range(8):
         (tmp_path / f"test_{index}.py").touch()
-    commands = in_place_of_programs(monkeypatch, 0, nothing)
+    commands = in_place_of_programs(monkeypatch, 0)
     monkeypatch.setattr(gpu_check, "time", STOPPED)
     monkeypatch.setattr("benchmarks.gpu_check.os.cpu_count", lambda: 16)
     part = Part(100, (str(tmp_path), "tests/x.py"))

@@ -20,7 +20,6 @@ from torch.torch_version import TorchVersion
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 HOME = "graphfsdp.base.torch_internals"
 FOLDERS = ("graphfsdp", "capture", "optim", "benchmarks", "examples")
-ALL_VERSIONS = "all"
 
 # Whose private attributes are looked for; the first that has a name is named as its owner.
 OWNERS = (
@@ -229,7 +228,7 @@ def is_expected(versions: str) -> bool | None:
     versions, _, build = versions.partition(", ")
     if build == "CUDA" and torch.version.cuda is None:
         return None
-    if versions == ALL_VERSIONS:
+    if versions == "all":
         return True
     sign, version = versions.split()
     running = TorchVersion(torch.__version__)

@@ -19,13 +19,6 @@ PROGRAM = re.compile(r'^```python title="(\w+\.py)"\n(.*?)^```$', re.S | re.M)
 SESSION = re.compile(r"^```console\n(.*?)^```$", re.S | re.M)
 
 
-def typed_in(page: Path, folder: Path) -> None:
-    """Write the programs of this page and of those before it."""
-    for earlier in PAGES[: PAGES.index(page) + 1]:
-        for name, program in PROGRAM.findall(earlier.read_text(encoding="utf-8")):
-            (folder / name).write_text(program, encoding="utf-8")
-
-
 def sessions(page: Path) -> list[tuple[list[str], str]]:
     """Commands that run side by side, by ``&``, and what they print together."""
     found: list[tuple[list[str], str]] = []
@@ -91,7 +84,9 @@ def losses() -> dict[str, list[str]]:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_a_page_does_what_it_says(page: Path, folder: Path, losses: dict[str, list[str]]) -> None:
-    typed_in(page, folder)
+    for earlier in PAGES[: PAGES.index(page) + 1]:  # whose programs this page may run too
+        for name, program in PROGRAM.findall(earlier.read_text(encoding="utf-8")):
+            (folder / name).write_text(program, encoding="utf-8")
     assert sessions(page)
     for commands, printed in sessions(page):
         found = run(commands, folder)

@@ -153,7 +153,6 @@ def changes_its_order(model: Any, plain: bool) -> list[Tensor]:
 
 
 def gradients_of(model: nn.Module) -> list[Tensor]:
-    """Take this rank's gradients."""
     grads: list[Any] = [param.grad for param in model.parameters()]
     model.zero_grad()
     return [grad.to_local() for grad in grads]

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import graphfsdp
 from counting_net import mean_square
@@ -264,17 +264,6 @@ def test_torch_never_takes_what_it_knows_of_plain_shards_for_theirs(strategy: st
                 assert torch.equal(whole.full_tensor(), expected[name]), name
     finally:
         RowShard.__hash__ = own_hash  # type: ignore[method-assign]
-
-
-@on_ranks("ranks4")
-def test_any_whole_cut_of_another_axis_is_sharded() -> None:
-    mesh = hybrid_mesh((2, 2), TP_AXES)
-    whole = torch.arange(10.0).view(5, 2)
-    for place in (Replicate(), Shard(0), Shard(1)):
-        layer: Any = nn.Linear(2, 5, bias=False)
-        layer.weight = nn.Parameter(distribute_tensor(whole, mesh["tp"], [place]))
-        graphfsdp.fully_shard(layer, mesh["dp"])
-        assert torch.equal(layer.weight.full_tensor(), whole), place
 
 
 def penalized(model: nn.Module, x: Tensor) -> Tensor:

@@ -42,8 +42,6 @@ RUN = ["--num-layers", "1", "--hidden-dropout", "0.2", "--lr-warmup-iters", "4"]
 RUN += ["--train-iters", "12", "--eval-interval", "4"]
 CPU = torch.device("cpu")
 
-Event = tuple[str, Any, dict[str, Any]]
-
 needs_mllog = pytest.mark.skipif(
     importlib.util.find_spec("mlperf_logging") is None, reason="mlperf-logging is not installed"
 )
@@ -53,7 +51,7 @@ def train(device: torch.device, *flags: str) -> int:
     return training_helpers.train(device, *RUN, *flags)
 
 
-def events(path: Path) -> list[Event]:
+def events(path: Path) -> list[tuple[str, Any, dict[str, Any]]]:
     """Key, value and metadata of each line."""
     found = []
     for line in path.read_text().splitlines():
