@@ -6,8 +6,7 @@ import math
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +17,7 @@ from torch.nn.utils import parametrize
 from graphfsdp._capture.rules.constants import ConstantWatch
 from graphfsdp._capture.trace.backend import GraphBackend
 from graphfsdp._capture.trees import flatten
-from graphfsdp._capture.undo.host_state import generators_of
+from graphfsdp._capture.undo.host_state import generators_of, save_random_states
 from graphfsdp.base.memory import available_bytes
 from graphfsdp.base.torch_internals import (
     COMPILED_CALL,
@@ -32,8 +31,8 @@ from graphfsdp.base.torch_internals import (
     tracing_state,
 )
 from graphfsdp.errors import CaptureError, Hazard, HazardKind
-from graphfsdp.in_place.casts import Casts, UnseenCasts, casts_behind
-from graphfsdp.in_place.part_graphs import AsWritten, PartGraphs, PartResults
+from graphfsdp.in_place.casts import UnseenCasts, casts_behind
+from graphfsdp.in_place.part_graphs import AsWritten, Kind, PartGraphs, PartResults
 from graphfsdp.in_place.part_recording import NotAPartError, guards_of, has_own_memory
 
 _LOG = logging.getLogger("graphfsdp")
@@ -59,34 +58,6 @@ class PartState(enum.Enum):
     AS_WRITTEN = "as written"
 
 
-@dataclass
-class _Kind:
-    """Calls that are alike."""
-
-    autocast: torch.autocast  # that such calls are under
-    num_seen: int = 0
-    num_unsettled: int = 0
-    told: Any = None  # what is no tensor of what such a call returned last
-    constants: ConstantWatch | None = None
-    slots: list[PartGraphs] = field(default_factory=list)
-    is_refused: bool = False
-    casts: Casts = field(default_factory=lambda: Casts([], torch.bfloat16))
-
-
-class Owner(Protocol):
-    """The loop that a module is part of."""
-
-    keeps_all: bool
-
-    def on_capture(self) -> None:
-        """Learn that a call takes longer than others, since it warms up or is recorded."""
-
-    def on_end(self, part: "ModulePart") -> None:
-        """Learn that a module runs as written from now on."""
-
-    def close(self) -> None: ...
-
-
 class ModulePart:
     """One module, called by the loop or by a module that runs as it is written.
 
@@ -102,21 +73,35 @@ class ModulePart:
         hazards: What of its calls no graph holds.
         num_calls: Calls of the loop.
         num_replays: Calls that were replayed.
+        close_loop: Has the whole loop that it is part of run as written.
     """
 
-    def __init__(self, name: str, module: nn.Module, backend: GraphBackend, owner: Owner) -> None:
+    def __init__(
+        self,
+        name: str,
+        module: nn.Module,
+        backend: GraphBackend,
+        *,
+        keeps_all: bool,
+        on_end: Callable[["ModulePart"], None],
+        close_loop: Callable[[], None],
+    ) -> None:
+        """``on_end`` is called when the module runs as written from now on."""
         self.name = name
         self.module = module
-        self.owner = owner
+        self.close_loop = close_loop
         self.state = PartState.WARMUP
         self.is_on = False
         self.why = ""
         self.hazards: list[Hazard] = []
         self.num_calls = 0
         self.num_replays = 0
+        self._keeps_all = keeps_all
+        self._on_end = on_end
+        self._num_warmed_up = self._num_recorded = 0  # calls, the latter of forward passes
         self._backend = backend
         self._device_type = backend.device.type
-        self._kinds: dict[Any, _Kind] = {}
+        self._kinds: dict[Any, Kind] = {}
         self._num_anew = 0
         self._num_refused = 0  # calls in a row
         self._thread = threading.get_ident()
@@ -137,6 +122,13 @@ class ModulePart:
         graphs = [slot for kind in self._kinds.values() for slot in kind.slots]
         return sum(graph.num_nodes or 0 for graph in graphs)
 
+    @property
+    def num_captures(self) -> int:
+        """Passes that took longer than others, since they warmed up or were recorded."""
+        slots = [slot for kind in self._kinds.values() for slot in kind.slots]
+        num_backward = sum(len(slot.backward.graphs) for slot in slots)
+        return self._num_warmed_up + self._num_recorded + num_backward
+
     def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self.num_calls += 1
         written: Callable[..., Any] = self.module._call_impl
@@ -147,7 +139,7 @@ class ModulePart:
         kind = None if key is None else self._kinds.get(key)
         if kind is None and key is not None and len(self._kinds) < _MOST_KINDS:
             autocast = torch.autocast(self._device_type, enabled=False)
-            kind = _Kind(autocast, is_refused=not all(map(_is_held, leaves)))
+            kind = Kind(autocast, is_refused=not all(map(_is_held, leaves)))
             self._kinds[key] = kind
         if kind is None or kind.is_refused:
             self._count_refused(leaves)
@@ -233,7 +225,7 @@ class ModulePart:
         return tuple(key)
 
     def _warm_up(
-        self, kind: _Kind, leaves: Sequence[Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, kind: Kind, leaves: Sequence[Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         is_first = not kind.num_seen
         if is_first:
@@ -242,15 +234,15 @@ class ModulePart:
                 kind.constants = ConstantWatch(self.module, self._backend.device, ())
         if kind.constants is None:
             return self.module._call_impl(*args, **kwargs)
-        self.owner.on_capture()
+        self._num_warmed_up += 1
         given = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         written = [*map(_written_on, given)]
-        settling = _Settling(self.module, self._backend.device, kind.constants)
+        why_not = _settling(self.module, self._backend.device, kind.constants)
         unseen = UnseenCasts(kind.casts) if kind.casts.weights else nullcontext()
         with kind.constants.noting(is_first=is_first, given=given), unseen:
             output = self.module._call_impl(*args, **kwargs)
         told, kind.told = kind.told, PartResults.told_by(output)
-        why, hazard = settling.why_not()
+        why, hazard = why_not()
         if written != [*map(_written_on, given)]:
             why = "it gives an input a hook or an attribute"
         if not why and not is_first and told != kind.told:
@@ -280,7 +272,7 @@ class ModulePart:
         return output
 
     @contextmanager
-    def _judging(self, kind: _Kind) -> Iterator[None]:
+    def _judging(self, kind: Kind) -> Iterator[None]:
         """Have such calls run as written if the body tells why no graph holds them."""
         try:
             yield
@@ -297,7 +289,7 @@ class ModulePart:
             else:
                 _LOG.info("some calls of %s run as written: %s", self.name, error)
 
-    def _refuse_second_order(self, kind: _Kind) -> None:
+    def _refuse_second_order(self, kind: Kind) -> None:
         """Let such calls run as written: autograd adds up within them what comes of both passes."""
         if not kind.is_refused:
             kind.is_refused = True
@@ -335,7 +327,7 @@ class ModulePart:
 
     def _replay(
         self,
-        kind: _Kind,
+        kind: Kind,
         leaves: Sequence[Any],
         spec: TreeSpec | None,
         args: tuple[Any, ...],
@@ -368,15 +360,20 @@ class ModulePart:
             self._refuse_second_order(kind)
             # What it writes are other buffers: autograd would notice it if they were put back.
             buffers = {name: each.clone() for name, each in module.named_buffers()}
-            with _drawing_from(random), kind.autocast:
-                return PartResults.tensors_of(
-                    functional_call(module, buffers, args, kwargs)
-                ), leaves
+            put_back = save_random_states(module, self._backend.device)
+            try:
+                for generator, state in random:
+                    generator.set_state(state)
+                with kind.autocast:
+                    output = functional_call(module, buffers, args, kwargs)
+            finally:
+                put_back()
+            return PartResults.tensors_of(output), leaves
 
         return graphs.hand_out(results, given, again)
 
     def _record(
-        self, kind: _Kind, leaves: Sequence[Any], spec: TreeSpec | None
+        self, kind: Kind, leaves: Sequence[Any], spec: TreeSpec | None
     ) -> PartGraphs | None:
         slots = [slot for each in self._kinds.values() for slot in each.slots]
         needed = _ROOM * max((slot.kept_bytes for slot in slots), default=0)
@@ -384,21 +381,17 @@ class ModulePart:
             kind.is_refused = True
             _LOG.info("some calls of %s run as written: memory for them is short", self.name)
             return None
-        self.owner.on_capture()
+        self._num_recorded += 1
         self._is_recording = True
         graphs: PartGraphs | None = None
         try:
             with self._judging(kind):
-                assert kind.constants is not None
-                graphs = PartGraphs(
-                    *(self.module, self._backend, leaves, spec),
-                    *(kind.constants, kind.told, kind.casts, self.owner.on_capture),
-                )
+                graphs = PartGraphs(self.module, self._backend, kind, leaves, spec)
                 kind.slots.append(graphs)
         finally:
             self._is_recording = False
         if graphs is not None and self.state is PartState.WARMUP:
-            self.is_on = self.owner.keeps_all
+            self.is_on = self._keeps_all
             self.state = PartState.CAPTURED if self.is_on else PartState.TRIAL
         return graphs
 
@@ -414,7 +407,7 @@ class ModulePart:
         """Run as written from now on."""
         self.why = why
         self.close()
-        self.owner.on_end(self)
+        self._on_end(self)
 
     def close(self) -> None:
         """Give the module its own call back."""
@@ -430,37 +423,36 @@ class ModulePart:
         self._kinds.clear()
 
 
-class _Settling:
-    """Tells whether a warm-up did what it did not do the time before.
+def _settling(
+    module: nn.Module, device: torch.device, constants: ConstantWatch
+) -> Callable[[], tuple[str, Hazard | None]]:
+    """Look before a warm-up; return what tells whether it did what it did not the time before.
 
-    What has been drawn from an iterator, read from a file or printed cannot be put back when a
-    recording is given up, nor a tensor in whose place an object of the user's has got another. So
-    one is begun only behind a warm-up that did nothing of the kind.
+    In words, "" for nothing, and what of it no graph holds. What has been drawn from an iterator,
+    read from a file or printed cannot be put back when a recording is given up, nor a tensor in
+    whose place an object of the user's has got another. So one is begun only behind a warm-up that
+    did nothing of the kind.
     """
+    known = constants.log
+    guards = guards_of(module, device, constants.ran)  # of the code that the one before has run
+    before = None if known is None else guards.python()
 
-    def __init__(self, module: nn.Module, device: torch.device, constants: ConstantWatch) -> None:
-        """Look before the warm-up, where the code is known that the one before has run."""
-        self._constants = constants
-        self._known = constants.log
-        self._guards = guards_of(module, device, constants.ran)
-        self._before = None if self._known is None else self._guards.python()
-
-    def why_not(self) -> tuple[str, Hazard | None]:
-        """Return what it did, in words, "" for nothing, and what of it no graph holds."""
-        now = self._constants.log
-        if self._before is None or self._known is None or now is None:
+    def why_not() -> tuple[str, Hazard | None]:
+        now = constants.log
+        if before is None or known is None or now is None:
             return "", None
-        moves = self._guards.moved(self._before)
-        if moves:
+        if moves := guards.moved(before):
             return f"it moves Python: {moves[0]}", None
-        if told := self._constants.ran.told:
+        if told := constants.ran.told:
             return f"it tells something ({told[0]}), which a replay does not", None
         if any(entry.op == _READ for entry in now.entries):  # a recording names its line
             return "", None
-        for found in self._known.differences(now):
+        for found in known.differences(now):
             if found.kind is not HazardKind.STATE:  # memory, which a recording looks at
                 return found.hazard.why, found.hazard
         return "", None
+
+    return why_not
 
 
 def _written_on(tensor: Tensor) -> tuple[int, bool, int]:
@@ -479,16 +471,3 @@ def room_on(device: torch.device) -> int | None:
 def _is_held(leaf: Any) -> bool:
     """Tell whether there is an input at a fixed address for such a one."""
     return not isinstance(leaf, Tensor) or (not leaf.is_complex() and has_own_memory(leaf))
-
-
-@contextmanager
-def _drawing_from(states: Sequence[tuple[torch.Generator, Tensor]]) -> Iterator[None]:
-    """Have generators begin there in the body, and put them back."""
-    now = [(generator, generator.get_state()) for generator, _ in states]
-    try:
-        for generator, state in states:
-            generator.set_state(state)
-        yield
-    finally:
-        for generator, state in now:
-            generator.set_state(state)

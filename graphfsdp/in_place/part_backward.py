@@ -55,7 +55,6 @@ class PartBackward:
         leaves: Sequence[Tensor],
         uses: Sequence[Sequence[tuple[Node, int]]],
         with_stand_ins: Callable[[], AbstractContextManager[None]],
-        on_capture: Callable[[], None],
     ) -> None:
         """``uses`` has the nodes of each leaf's, last ones first, and which of their inputs it is.
 
@@ -67,7 +66,6 @@ class PartBackward:
         self._results = results
         self._leaves = leaves
         self._with_stand_ins = with_stand_ins
-        self._on_capture = on_capture
         self._num_uses = list(map(len, uses))
         # What has come of a use, where a leaf has several; see Note [Order of sums].
         self._arrived: dict[tuple[int, int], Tensor | None] = {}
@@ -142,7 +140,6 @@ class PartBackward:
 
         try:
             refuse_python()
-            self._on_capture()
             static = [None if grad is None else _at_a_fixed_address(grad) for grad in grads]
             held = {index: grad for index, grad in enumerate(static) if grad is not None}
             graph, made, _ = recorded(

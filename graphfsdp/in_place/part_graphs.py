@@ -21,6 +21,7 @@ Weights lie in the same memory.
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -34,6 +35,7 @@ from graphfsdp._capture.trace.backend import Effect, GraphBackend
 from graphfsdp._capture.trees import flatten
 from graphfsdp._capture.undo.host_state import generators_of
 from graphfsdp._capture.undo.interrupts import is_of_handler
+from graphfsdp.base.memory import is_dense
 from graphfsdp.base.op_tensors import storage_key
 from graphfsdp.base.torch_internals import (
     TreeSpec,
@@ -86,6 +88,20 @@ class PartResults:
         return tree_unflatten(leaves, self._spec)
 
 
+@dataclass
+class Kind:
+    """Calls that are alike."""
+
+    autocast: torch.autocast  # that such calls are under
+    num_seen: int = 0
+    num_unsettled: int = 0
+    told: Any = None  # what is no tensor of what such a call returned last
+    constants: ConstantWatch | None = None
+    slots: list["PartGraphs"] = field(default_factory=list)
+    is_refused: bool = False
+    casts: Casts = field(default_factory=lambda: Casts([], torch.bfloat16))
+
+
 class PartGraphs:
     """One recording of a part, which serves one call at a time.
 
@@ -100,19 +116,15 @@ class PartGraphs:
         self,
         module: nn.Module,
         backend: GraphBackend,
+        kind: Kind,
         leaves: Sequence[Any],
         spec: TreeSpec | None,
-        constants: ConstantWatch,
-        told: str,
-        casts: Casts,
-        on_capture: Callable[[], None],
     ) -> None:
         """Record a call with these arguments; NotAPartError, and everything is as it was.
 
-        The call has then taken effect once, and ``first`` has its results. ``told``: what it
-        returned beside tensors before. ``casts``: see Note [Casts are inputs]. ``on_capture`` is
-        called before a backward pass is recorded.
+        The call has then taken effect once, and ``first`` has its results.
         """
+        assert kind.constants is not None
         self.is_taken = False
         self._is_dropped = False
         self._module = module
@@ -127,10 +139,9 @@ class PartGraphs:
             if isinstance(self._static[place], Tensor)
         ]
         self._spec = spec
-        self._told = told
-        self._casts = casts
-        self._on_capture = on_capture
-        self._record(leaves, constants)
+        self._told = kind.told
+        self._casts = kind.casts  # see Note [Casts are inputs]
+        self._record(leaves, kind.constants)
 
     def _record(self, leaves: Sequence[Any], constants: ConstantWatch) -> None:
         module, device, casts = self._module, self._backend.device, self._casts
@@ -181,11 +192,15 @@ class PartGraphs:
         packed: list[weakref.ref[Tensor]] = []
 
         def keep(tensor: Tensor) -> Tensor:
-            another = _another(tensor)
+            # Of what hooks hand out, autograd does not ask whether it was written meanwhile:
+            # weights are, by each step. Out of sight of what records, since a warm-up has nothing
+            # like it.
+            with without_modes():
+                another = tensor.detach()
             packed.append(weakref.ref(another))
             return another
 
-        kept = saved_tensors_hooks(keep, _as_it_is)
+        kept = saved_tensors_hooks(keep, lambda another: another)
         with self._put_in(), constants.comparing(self._inputs()), kept:
             output = self._module._call_impl(*args, **kwargs)
         for stand_in, param in self._pairs:
@@ -283,7 +298,7 @@ class PartGraphs:
                     "it returns a look at memory of its own, of an input, or of another result"
                 )
             taken.add(key)
-            if tensor.layout is not torch.strided or not is_dense(tensor):
+            if tensor.layout is not torch.strided or not is_dense(tensor.shape, tensor.stride()):
                 raise NotAPartError("it returns a tensor that is not dense")
             if tensor.is_complex() or tensor.is_neg():
                 raise NotAPartError("it returns a complex tensor")
@@ -324,7 +339,6 @@ class PartGraphs:
             [leaves[key] for key in uses],
             [*uses.values()],
             self._on_the_way_back,
-            self._on_capture,
         )
         # What gradients go to, once for each use: parameters, and by their places inputs.
         places = {id(each): place for place, each in enumerate(self._static)}
@@ -385,25 +399,8 @@ class PartGraphs:
         """Return what the module returns, of the results of its graph."""
         if self._edges:
             edges = self.edges(given)
-            flight = Flight(self, results, given, again)
-            results = _ReplayedPart.apply(flight, *edges)  # type: ignore[no-untyped-call]
+            results = _ReplayedPart.apply(self, results, given, again, *edges)  # type: ignore[no-untyped-call]
         return self.results.made_of(results)
-
-    def hand_over(self, ctx: Any, results: Sequence[Tensor], leaves: Sequence[Any]) -> None:
-        """Tell autograd of what the backward pass reads, and which results have no part in it."""
-        if self._fixed:
-            ctx.mark_non_differentiable(*[results[index] for index in self._fixed])
-        ctx.save_for_backward(
-            *[results[index] for index in self._saved_results],
-            *[leaves[place] for place in self._saved_inputs],
-            *self._saved_weights,
-            _NOTHING,  # so that torch itself refuses a second backward pass
-        )
-
-    def take_back(self, saved: Sequence[Tensor]) -> None:
-        """Have the backward pass read what is in them now."""
-        for target, tensor in zip(self._saved, saved, strict=False):
-            target.copy_(tensor)
 
     def backward_as_written(
         self, call: AsWritten, grads: Sequence[Tensor | None]
@@ -452,51 +449,45 @@ class PartGraphs:
             self._graph.close()
 
 
-class Flight:
-    """One call of a part, from its forward pass to the end of its backward pass."""
-
-    __slots__ = ("_is_over", "again", "graphs", "leaves", "results")
-
-    def __init__(
-        self, graphs: PartGraphs, results: list[Tensor], leaves: Sequence[Any], again: Again
-    ) -> None:
-        """``again`` runs the call as it is written; see ``_ReplayedPart.backward``."""
-        self.graphs = graphs
-        self.results = results
-        self.leaves = leaves
-        self.again = again
-        self._is_over = False
-        graphs.is_taken = True
-
-    def end(self) -> None:
-        if not self._is_over:
-            self._is_over = True
-            self.graphs.land()
-
-    __del__ = end  # of a call from which nobody goes backward
-
-
 class _ReplayedPart(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, flight: Flight, *edges: Tensor) -> tuple[Tensor, ...]:
-        ctx.flight = flight
+    def forward(
+        ctx: Any,
+        graphs: PartGraphs,
+        results: Sequence[Tensor],
+        given: Sequence[Any],
+        again: Again,
+        *edges: Tensor,
+    ) -> tuple[Tensor, ...]:
+        """``again`` runs the call as it is written; see ``backward``."""
         ctx.set_materialize_grads(False)
-        results, flight.results = flight.results, []
-        leaves, flight.leaves = flight.leaves, ()
-        flight.graphs.hand_over(ctx, results, leaves)
+        ctx.graphs, ctx.again = graphs, again
+        graphs.is_taken = True
+        # At the latest when nobody can go backward from the call any more.
+        ctx.end = weakref.finalize(ctx, graphs.land)
+        if graphs._fixed:
+            ctx.mark_non_differentiable(*[results[index] for index in graphs._fixed])
+        ctx.save_for_backward(
+            *[results[index] for index in graphs._saved_results],
+            *[given[place] for place in graphs._saved_inputs],
+            *graphs._saved_weights,
+            _NOTHING,  # so that torch itself refuses a second backward pass
+        )
         return tuple(results)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
         saved = ctx.saved_tensors
-        flight: Flight = ctx.flight
+        graphs: PartGraphs = ctx.graphs
+        of_no_tensor = (None,) * 4
         if torch.is_grad_enabled():  # somebody wants to go backward through this, too
-            return None, *flight.graphs.backward_as_written(flight.again(), grads)
-        flight.graphs.take_back(saved)
-        found = flight.graphs.backward.run(grads)
+            return *of_no_tensor, *graphs.backward_as_written(ctx.again(), grads)
+        for target, tensor in zip(graphs._saved, saved, strict=False):
+            target.copy_(tensor)
+        found = graphs.backward.run(grads)
         if not keeps_graph():
-            flight.end()
-        return None, *found
+            ctx.end()
+        return *of_no_tensor, *found
 
 
 def _static_input(leaf: Any) -> Any:
@@ -504,22 +495,3 @@ def _static_input(leaf: Any) -> Any:
         return leaf
     static = torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device=leaf.device)
     return static.requires_grad_(leaf.requires_grad)
-
-
-def _another(tensor: Tensor) -> Tensor:
-    """Return another tensor in the same memory.
-
-    Of what hooks hand out, autograd does not ask whether it was written meanwhile: weights are, by
-    each step. Out of sight of what records, since a warm-up has nothing like it.
-    """
-    with without_modes():
-        return tensor.detach()
-
-
-def _as_it_is(tensor: Tensor) -> Tensor:
-    return tensor
-
-
-def is_dense(tensor: Tensor) -> bool:
-    """Tell whether a tensor has its memory for itself, without gaps, in whatever order."""
-    return torch.empty_like(tensor, device="meta").stride() == tensor.stride()

@@ -59,19 +59,20 @@ class _Trial:
     def __init__(self, part: ModulePart) -> None:
         self.part = part
         self._num_begun = 0
-        self.disturb()
+        self._num_captures = -1  # of nobody: the first iteration is not timed
+        self._times: dict[bool, list[float]] = {}
 
-    def disturb(self) -> None:
-        """Forget what was timed, and the iteration that is under way."""
-        self._is_disturbed = True
-        if self._num_begun < _MOST_ANEW:
-            self._num_begun += 1
-            self._times: dict[bool, list[float]] = {True: [], False: []}
-            self.part.is_on = _TURNS[0]
+    def add(self, seconds: float, num_captures: int) -> None:
+        """Take an iteration's time, or begin anew with the next one if it has captured something.
 
-    def add(self, seconds: float) -> None:
-        if self._is_disturbed:
-            self._is_disturbed = False
+        ``num_captures``: of all parts until here.
+        """
+        if num_captures != self._num_captures:
+            self._num_captures = num_captures
+            if self._num_begun < _MOST_ANEW:
+                self._num_begun += 1
+                self._times = {True: [], False: []}
+                self.part.is_on = _TURNS[0]
             return
         self._times[self.part.is_on].append(seconds)
         if not self.is_over:
@@ -167,7 +168,7 @@ class Parts:
             return
         other = vars(module).get(COMPILED_CALL)
         if isinstance(other, ModulePart):
-            other.owner.close()  # of a cell that was run again
+            other.close_loop()  # of a cell that was run again
             other = vars(module).get(COMPILED_CALL)
         is_compiled = other is not None or type(module).__name__ == "OptimizedModule"
         why = _COMPILED if is_compiled else _why_not(module)
@@ -181,14 +182,19 @@ class Parts:
                 if device.type == "cpu"
                 else CudaGraphBackend(device)
             )
-        part = self._parts[id(module)] = ModulePart(name, module, self._backends[device], self)
+        part = self._parts[id(module)] = ModulePart(
+            *(name, module, self._backends[device]),
+            keeps_all=self.keeps_all,
+            on_end=self._on_end,
+            close_loop=self.close,
+        )
         if why is not None:
             part.leave(why)
             return
         hide_compiled_calls()
         vars(module)[COMPILED_CALL] = part
 
-    def on_end(self, part: ModulePart) -> None:
+    def _on_end(self, part: ModulePart) -> None:
         """Look at what a module is made of that runs as written."""
         if self._trial is not None and self._trial.part is part:
             self._trial = None
@@ -205,11 +211,6 @@ class Parts:
                 self._add_children(path, child)
             elif any(True for _ in nn.Module.children(child)):  # a layer alone never pays
                 self._add(path, child)
-
-    def on_capture(self) -> None:
-        """Time anew what is tried."""
-        if self._trial is not None:
-            self._trial.disturb()
 
     def _take_step(self, place: int) -> None:
         optimizer = self._optimizers[place]
@@ -260,7 +261,8 @@ class Parts:
                 if not part.num_calls and part.state is PartState.WARMUP:
                     self._add_children(part.name, part.module)
         if self._trial is not None:
-            self._trial.add(self._now() - self._began)
+            seconds = self._now() - self._began
+            self._trial.add(seconds, sum(part.num_captures for part in self._parts.values()))
             if self._trial.is_over:
                 self._decide(self._trial)
         for part in () if self._trial is not None else self._parts.values():
