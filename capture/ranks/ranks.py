@@ -17,7 +17,7 @@ import torch.distributed as dist
 from graphfsdp._capture.ranks.group_ends import abort_groups, backends_of
 from graphfsdp._capture.ranks.replay_watch import ReplayWatch
 from graphfsdp.base.collectives import Interruptible, interruptible
-from graphfsdp.base.rank_agreement import RankAgreement, RankStore
+from graphfsdp.base.rank_agreement import RankStore
 from graphfsdp.base.torch_internals import all_groups
 from graphfsdp.errors import CaptureError, ConfigError, RankFailedError
 
@@ -83,8 +83,7 @@ class Ranks:
         """
         self.groups = groups
         self._ask = ask
-        self._store = RankStore(groups, "failures")
-        self._attempts = RankAgreement(groups, "attempts")
+        self._store = RankStore(groups, "iterations")
         self.is_collective = self._store.is_shared
         self.lost = ""
         self._heard = ""  # the failure for which the groups were aborted
@@ -159,7 +158,7 @@ class Ranks:
         """
         self._ask()  # while it can be undone: afterwards the others keep what they have done
         self._num_settled += 1
-        told = self._attempts.exchange(
+        told = self._store.exchange(
             _AGAIN if again else "",
             stage=f"{self._name}/{self._num_settled}",
             heard=self._refuse_failure,

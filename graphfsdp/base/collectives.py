@@ -56,20 +56,6 @@ _JOIN_S = 5.0
 
 # A registration lives as long as its library object.
 _LIBRARY = torch.library.Library("graphfsdp", "FRAGMENT")
-_TICKET = "Tensor(b!)? ticket=None"
-_LIBRARY.define(f"all_gather_(Tensor(a!) output, Tensor input, str group, {_TICKET}) -> ()")
-_LIBRARY.define(
-    f"reduce_scatter_(Tensor(a!) output, Tensor input, str group, str reduction, {_TICKET}) -> ()"
-)
-_LIBRARY.define(f"all_reduce_(Tensor(a!) tensor, str group, str reduction, {_TICKET}) -> ()")
-_LIBRARY.define("all_to_all_(Tensor(a!) output, Tensor input, str group) -> ()")
-_LIBRARY.define("broadcast_(Tensor(a!) tensor, str group, int source) -> ()")
-_LIBRARY.define("wait_(Tensor(a!) output, Tensor input, Tensor(b!) ticket) -> ()")
-_LIBRARY.define(
-    "exchange_(Tensor(a!)[] received, Tensor[] sent, int[] sources, int[] targets, int tag, "
-    "str group, Tensor(b!) ticket) -> ()"
-)
-_LIBRARY.define("wait_exchange_(Tensor(a!)[] received, Tensor[] sent, Tensor(b!) ticket) -> ()")
 
 # Gloo knows no int16, no unsigned ones but bytes, and no float8. What is only moved is bytes then.
 _KNOWN_TO_BACKENDS = frozenset(
@@ -374,24 +360,30 @@ def _broadcast(tensor: Tensor, group: str, source: int) -> None:
     _issue(partial(dist.broadcast, tensor, group_src=source, group=_group_of(group)), None)
 
 
-for _key in ("CPU", "CUDA"):
-    _LIBRARY.impl("all_gather_", _all_gather, _key)
-    _LIBRARY.impl("reduce_scatter_", _reduce_scatter, _key)
-    _LIBRARY.impl("all_reduce_", _all_reduce, _key)
-    _LIBRARY.impl("all_to_all_", _all_to_all, _key)
-    _LIBRARY.impl("broadcast_", _broadcast, _key)
-    _LIBRARY.impl("wait_", _wait, _key)
-    _LIBRARY.impl("exchange_", _exchange, _key)
-    _LIBRARY.impl("wait_exchange_", _wait_exchange, _key)
-
-
 def _nothing(*_args: Any) -> None:
     """Do nothing: tensors on the meta device have no contents that ranks could exchange."""
 
 
-_NAMES = ("all_gather_", "reduce_scatter_", "all_reduce_", "all_to_all_", "broadcast_", "wait_")
-for _name in _NAMES:
-    _LIBRARY.impl(_name, _nothing, "Meta")
+_TICKET = "Tensor(b!)? ticket=None"
+_REDUCED = f"str reduction, {_TICKET}"
+_MESSAGES = "Tensor(a!)[] received, Tensor[] sent"
+for _name, _run, _arguments in (
+    ("all_gather_", _all_gather, f"Tensor(a!) output, Tensor input, str group, {_TICKET}"),
+    ("reduce_scatter_", _reduce_scatter, f"Tensor(a!) output, Tensor input, str group, {_REDUCED}"),
+    ("all_reduce_", _all_reduce, f"Tensor(a!) tensor, str group, {_REDUCED}"),
+    ("all_to_all_", _all_to_all, "Tensor(a!) output, Tensor input, str group"),
+    ("broadcast_", _broadcast, "Tensor(a!) tensor, str group, int source"),
+    ("wait_", _wait, "Tensor(a!) output, Tensor input, Tensor(b!) ticket"),
+    (
+        "exchange_",
+        _exchange,
+        f"{_MESSAGES}, int[] sources, int[] targets, int tag, str group, Tensor(b!) ticket",
+    ),
+    ("wait_exchange_", _wait_exchange, f"{_MESSAGES}, Tensor(b!) ticket"),
+):
+    _LIBRARY.define(f"{_name}({_arguments}) -> ()")
+    for _key, _kernel in (("CPU", _run), ("CUDA", _run), ("Meta", _nothing)):
+        _LIBRARY.impl(_name, _kernel, _key)
 
 
 class Exchange:

@@ -24,6 +24,8 @@ _LONGEST_PAUSE_S = 0.05
 class RankStore:
     """The part of the store that belongs to the ranks of some groups; all of them make it alike.
 
+    By it they go on together or not at all.
+
     ``groups``: one of each axis that this rank is in, in the same order on every rank.
     """
 
@@ -34,6 +36,7 @@ class RankStore:
         self._purpose = purpose
         self._prefix = ""
         self._ranks: list[int] = []
+        self._num_stages = 0
 
     @property
     def ranks(self) -> list[int]:
@@ -94,14 +97,6 @@ class RankStore:
         """How long a collective of the groups waits for a rank."""
         return min(timeout_of(group).total_seconds() for group in self.groups)
 
-
-class RankAgreement:
-    """Ranks that go on together or not at all."""
-
-    def __init__(self, groups: Sequence[dist.ProcessGroup], purpose: str) -> None:
-        self.store = RankStore(groups, purpose)
-        self._num_stages = 0
-
     def exchange(
         self, mine: str, *, stage: str = "", heard: Callable[[], None] = lambda: None
     ) -> dict[int, str]:
@@ -111,16 +106,15 @@ class RankAgreement:
         is called now and then, and may raise. GraphFSDPError: a rank has not come within the
         process group's timeout.
         """
-        store = self.store
-        if not store.is_shared:
+        if not self.is_shared:
             return {_global_rank(): mine}
         if not stage:
             self._num_stages += 1
             stage = str(self._num_stages)
-        keys = {rank: f"{stage}/{rank}" for rank in store.ranks}
-        store.put(keys[_global_rank()], mine)
-        pause, deadline = _FIRST_PAUSE_S, time.monotonic() + store.timeout_s
-        while not store.has(keys.values()):
+        keys = {rank: f"{stage}/{rank}" for rank in self.ranks}
+        self.put(keys[_global_rank()], mine)
+        pause, deadline = _FIRST_PAUSE_S, time.monotonic() + self.timeout_s
+        while not self.has(keys.values()):
             heard()
             if time.monotonic() > deadline:
                 raise GraphFSDPError(
@@ -128,20 +122,20 @@ class RankAgreement:
                 )
             time.sleep(pause)
             pause = min(2 * pause, _LONGEST_PAUSE_S)
-        return {rank: store.get(key) or "" for rank, key in keys.items()}
+        return {rank: self.get(key) or "" for rank, key in keys.items()}
 
     def go_on(self, failure: BaseException | None) -> None:
         """Every rank must call it; if one has failed, all raise, and name the ranks.
 
         ConfigError if some rank has failed with one, else GraphFSDPError.
         """
-        mine = "" if failure is None else _told(failure)
-        told = {rank: json.loads(text) for rank, text in self.exchange(mine).items() if text}
+        answers = self.exchange("" if failure is None else _told(failure))
+        told = {rank: json.loads(text) for rank, text in answers.items() if text}
         if not told:
             return
         texts = {text for _, text in told.values()}
         message = "; ".join(f"rank {rank}: {told[rank][1]}" for rank in sorted(told))
-        if len(texts) == 1 and len(told) == _num_ranks():
+        if len(texts) == 1 and len(told) == len(answers):
             message = texts.pop()
         kind = ConfigError if all(is_config for is_config, _ in told.values()) else GraphFSDPError
         raise kind(message) from failure
@@ -178,10 +172,6 @@ def _store() -> Any:
 
 def _global_rank() -> int:
     return dist.get_rank() if dist.is_initialized() else 0
-
-
-def _num_ranks() -> int:
-    return dist.get_world_size() if dist.is_initialized() else 1
 
 
 def timeout_of(group: dist.ProcessGroup) -> datetime.timedelta:

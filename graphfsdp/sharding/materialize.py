@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from graphfsdp.base.collectives import broadcast_
 from graphfsdp.base.dtensors import local_part
 from graphfsdp.base.protocols import sharded_roots
-from graphfsdp.base.rank_agreement import RankAgreement
+from graphfsdp.base.rank_agreement import RankStore
 from graphfsdp.base.torch_internals import buffers_of, parameters_of
 from graphfsdp.errors import ConfigError, GraphFSDPError
 from graphfsdp.sharding.group import ManagedParameter
@@ -238,7 +238,7 @@ class _Materialization:
         for unit in self._units:
             unit.refuse_busy("materialised")
         self._device = device
-        self._agreement = RankAgreement(_groups(self._units), "materialize")
+        self._agreement = RankStore(_groups(self._units), "materialize")
         self._plain: dict[int, _Entry] = {}
         self._kept: dict[int, _Entry] = {}
         self._stops = self._find_stops(model, init)
@@ -291,7 +291,7 @@ class _Materialization:
                 self._check_plain()
             self._agreement.go_on(None)
             for entry in self._plain.values():
-                _broadcast(entry.tensor(), self._agreement.store.groups)
+                _broadcast(entry.tensor(), self._agreement.groups)
         except BaseException:
             self._undo()
             raise
