@@ -67,7 +67,8 @@ def materialize(
         The model.
 
     Raises:
-        ConfigError: a module has no initialisation, or it does not set everything; named.
+        ConfigError: a module has no initialisation, one that takes more than the module, or it
+            does not set everything; named.
         GraphFSDPError: an initialisation failed on some rank; all ranks raise. The model can
             still be materialised afterwards.
     """
@@ -192,7 +193,7 @@ def _model_initializer(
     if init is not None:
         return partial(init, module)
     found = (getattr(owner, "_init_weights", None) for owner in (module, *reversed(around)))
-    of_model: Any = next((each for each in found if _takes(each, module)), None)
+    of_model: Any = next(filter(callable, found), None)
     return None if of_model is None else partial(of_model, module)
 
 
@@ -263,6 +264,9 @@ class _Materialization:
                     self._plain.setdefault(entry.key, entry)
             if awaited:
                 of_model = _model_initializer(module, around, init)
+                has_weights = any(isinstance(each.tensor(), nn.Parameter) for each in awaited)
+                if not (has_weights or _takes(of_model)):
+                    of_model = None
                 stops.append(_Stop(name, module, _own_initializer(module), of_model, awaited))
         for unit in self._units:
             keys = {id(item.param) for item in unit.group.managed}
@@ -297,6 +301,15 @@ class _Materialization:
             raise
 
     def _check(self) -> None:
+        for stop in self._stops:
+            # Without it the values would be others than a constructor's.
+            if isinstance(stop.of_model, partial) and not _takes(stop.of_model):
+                raise ConfigError(
+                    f"{stop.of_model.func.__qualname__} cannot be called with "
+                    f"{stop.name or '(root)'!r} ({class_name(stop.module)}) alone, as materialize "
+                    "would. Remedy: let it take one module, whose own weights it sets; or "
+                    "materialize(model, init=...), a function that does so"
+                )
         able = {
             entry.key
             for stop in self._stops

@@ -243,16 +243,19 @@ class GPT(nn.Module):
         self.output = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         if not config.untie_embeddings_and_output_weights:
             self.output.weight = self.token_embedding.weight
-        for name, module in self.named_modules():
-            self._init_weights(name, module)
+        for module in self.modules():
+            self._init_weights(module)
 
-    def _init_weights(self, name: str, module: nn.Module) -> None:
+    def _init_weights(self, module: nn.Module) -> None:
         """Draw a layer's normal weights; what writes into the residual stream starts smaller.
+
+        ``graphfsdp.materialize`` calls it too, for modules that were built on the meta device.
 
         Source: Radford et al. 2019, section 2.3 (GPT-2): 1/sqrt(number of residual branches).
         """
         std = INIT_STD
-        if name.endswith(("attention.out", "ffn.down")):
+        blocks = (block for block in self.blocks if isinstance(block, Block))
+        if any(module in (block.attention.out, block.ffn.down) for block in blocks):
             std /= math.sqrt(2 * self.config.num_layers)
         if isinstance(module, nn.Linear | nn.Embedding):
             nn.init.normal_(module.weight, std=std)

@@ -431,6 +431,10 @@ def test_misuses_are_named() -> None:
     ):
         with raises_on_rank(graphfsdp.GraphFSDPError, words):
             call()
+    model = on_meta(Pretrained)
+    model._init_weights = lambda name, module: None
+    with raises_on_rank(graphfsdp.ConfigError, "cannot be called with 'layers.0' (Linear) alone"):
+        graphfsdp.materialize(model)
     other = nn.Linear(2, 2, device="meta" if dist.get_rank() else rank_device())
     graphfsdp.fully_shard(other)
     with raises_on_rank(graphfsdp.ConfigError, "without values"):

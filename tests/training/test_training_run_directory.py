@@ -10,7 +10,7 @@ from unittest.mock import MagicMock
 
 import pytest
 import torch
-from safetensors.torch import load_model
+from safetensors.torch import load_file, load_model
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -200,6 +200,20 @@ def test_dropout_and_the_seed_change_the_numbers(device: torch.device, tmp_path:
     assert numbers(run(device, tmp_path / "again", *quick)) == reference
     for flags in (["--seed", "5"], ["--hidden-dropout", "0"], ["--attention-dropout", "0"]):
         assert numbers(run(device, tmp_path / "-".join(flags), *flags, *quick)) != reference
+
+
+@pytest.mark.parametrize("preset", ["tiny", "llama-160m"])
+def test_weights_from_the_meta_device_are_drawn_as_a_constructor_draws(
+    preset: str, device: torch.device, tmp_path: Path
+) -> None:
+    flags = ["--preset", preset, "--lr", "1e-9", "--min-lr", "0", "--no-bf16"]
+    flags += ["--train-iters", "1", "--lr-warmup-iters", "0"]
+    run(device, tmp_path / "made", *flags)
+    run(device, tmp_path / "meta", *flags, "--init-model-with-meta-device")
+    made, meta = (load_file(tmp_path / name / "model.safetensors") for name in ("made", "meta"))
+    for name, weight in made.items():
+        spread = float(weight.std(correction=0))
+        assert float(meta[name].std(correction=0)) == pytest.approx(spread, rel=0.2, abs=1e-5), name
 
 
 def test_neither_validation_nor_the_log_changes_the_training(
