@@ -2,28 +2,13 @@
 
 import enum
 from dataclasses import dataclass
-from typing import Self
 
 import torch
 
-from graphfsdp.errors import ConfigError
+from graphfsdp.errors import Choice, ConfigError
 
 
-class _Choice(enum.Enum):
-    """An argument that has a few values by name."""
-
-    @classmethod
-    def parse(cls, value: object) -> Self:
-        """Return the member of that value; ConfigError: there is none."""
-        try:
-            return cls(value)
-        except ValueError:
-            known = ", ".join(repr(member.value) for member in cls)
-            name = "".join(f"_{c.lower()}" if c.isupper() else c for c in cls.__name__).strip("_")
-            raise ConfigError(f"unknown {name} {value!r}; expected one of {known}") from None
-
-
-class Scope(_Choice):
+class Scope(Choice):
     """How much of an iteration is in the graph."""
 
     NONE = "none"
@@ -31,7 +16,7 @@ class Scope(_Choice):
     FULL_ITERATION = "full_iteration"
 
 
-class OnChange(_Choice):
+class OnChange(Choice):
     """What a captured step does with what its graph was not made for."""
 
     RAISE = "raise"
@@ -39,14 +24,14 @@ class OnChange(_Choice):
     EAGER = "eager"  # run this call without a graph, and keep the graph
 
 
-class Undo(_Choice):
+class Undo(Choice):
     """Whether a failed warm-up leaves no trace."""
 
     AUTO = "auto"
     NONE = "none"  # no copies are kept for it; a failure leaves the step broken
 
 
-class Compile(_Choice):
+class Compile(Choice):
     """Whether a recording is compiled."""
 
     OFF = False
@@ -79,7 +64,7 @@ class ShardingStrategy(enum.Enum):
         raise ConfigError(f"unknown sharding strategy {value!r}; expected one of {known}")
 
 
-class GatherFormat(_Choice):
+class GatherFormat(Choice):
     """What the weights of linear layers are gathered as."""
 
     FLOAT8 = "float8"  # e4m3, one scale for a weight

@@ -6,10 +6,24 @@ import linecache
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 
-class HazardKind(enum.Enum):
+class Choice(enum.Enum):
+    """An argument that has a few values by name."""
+
+    @classmethod
+    def parse(cls, value: object) -> Self:
+        """Return the member of that value; ConfigError: there is none."""
+        try:
+            return cls(value)
+        except ValueError:
+            known = ", ".join(repr(member.value) for member in cls)
+            name = "".join(f"_{c.lower()}" if c.isupper() else c for c in cls.__name__).strip("_")
+            raise ConfigError(f"unknown {name} {value!r}; expected one of {known}") from None
+
+
+class HazardKind(Choice):
     """What is wrong with an operation, or with the settings, of an iteration."""
 
     HOST_READ = "host-read"  # a value of the iteration is read by Python
@@ -84,20 +98,11 @@ class Hazard:
 
     def to_json(self) -> Mapping[str, Any]:
         """Return plain numbers and strings."""
-        source = self.source
-        return {
-            "kind": self.kind.value,
-            "op": self.op,
-            "module": self.module_path,
-            "file": None if source is None else source.file,
-            "line": None if source is None else source.line,
-            "function": None if source is None else source.function,
-            "text": None if source is None else source.text,
-            "why": self.why,
-            "fix": self.fix,
-            "cuda_error": self.cuda_error,
-            "count": self.count,
-        }
+        plain = dataclasses.asdict(self) | {"kind": self.kind.value}
+        where = plain.pop("source") or dict.fromkeys(("file", "line", "function"))
+        where["text"] = None if self.source is None else self.source.text
+        plain["module"] = plain.pop("module_path")
+        return plain | where
 
 
 class HazardLog:
@@ -252,6 +257,7 @@ class CaptureError(GraphFSDPError):
         kind: What sort of thing a graph cannot hold.
         cuda_error: Number of the CUDA error that a capture on a GPU would end in, or has ended
             in; None where no single one is known.
+        hazard: The same as a record.
     """
 
     def __init__(
@@ -275,6 +281,7 @@ class CaptureError(GraphFSDPError):
             details.append(f"  cuda:   error {cuda_error} in a capture on a GPU")
         super().__init__("\n".join([message, *details]))
         self._message = message
+        self.hazard = Hazard(kind, *split_remedy(message), op, module_path, source, cuda_error)
         self.op = op
         self.module_path = module_path
         self.source = source
@@ -293,12 +300,6 @@ class CaptureError(GraphFSDPError):
             kind=self.kind,
             cuda_error=self.cuda_error,
         )
-
-    @property
-    def hazard(self) -> Hazard:
-        """The same as a record."""
-        why, fix = split_remedy(self._message)
-        return Hazard(self.kind, why, fix, self.op, self.module_path, self.source, self.cuda_error)
 
 
 Refuse = Callable[[CaptureError], None]

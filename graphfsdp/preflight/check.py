@@ -104,15 +104,10 @@ def check(
     no operator, is not undone.) Three runs warm up, the fourth is judged.
 
     Args:
-        model: As for ``capture``.
-        optimizer: As for ``capture``.
+        model, optimizer, loss_fn, iteration, microbatches, max_grad_norm, mp_policy: As for
+            ``capture``.
         *batch: Positional arguments of one call of the captured step.
-        loss_fn: As for ``capture``.
-        iteration: As for ``capture``.
         scope: As for ``capture``; "none" is checked like "full_iteration".
-        microbatches: As for ``capture``.
-        max_grad_norm: As for ``capture``.
-        mp_policy: As for ``capture``.
         target: "cuda" also reports what only a GPU would refuse, so that a machine without one
             can gate a GPU's training script; "cpu" reports what the CPU backend refuses.
         ignore: Kinds of hazards to leave out, such as "gradient".
@@ -158,7 +153,7 @@ def check_program(
     refuse_arguments(program)
     if target not in _TARGETS:
         raise ConfigError(f"unknown target {target!r}; expected one of {_TARGETS}")
-    ignored = {_kind(kind) for kind in ignore}
+    ignored = set(map(HazardKind.parse, ignore))
     findings = Findings()
     device, num_ops = "?", 0
     inner = [inner_optimizer(each, ignoring) for each in as_list(program.optimizer, "optimizer")]
@@ -186,14 +181,6 @@ def check_program(
     # The kernels of a compiled region are recorded on CUDA like any others.
     hazards = [h for h in findings if target == "cpu" or h.kind is not HazardKind.COMPILED]
     return CheckReport(tuple(hazards), device, target, num_ops).without(ignored)
-
-
-def _kind(name: HazardKind | str) -> HazardKind:
-    try:
-        return HazardKind(name)
-    except ValueError:
-        known = ", ".join(kind.value for kind in HazardKind)
-        raise ConfigError(f"unknown kind of hazard {name!r}; expected one of {known}") from None
 
 
 class Findings(HazardLog):

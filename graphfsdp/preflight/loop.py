@@ -1,4 +1,4 @@
-"""A script that runs as it is written, until what it trains was checked.
+"""A script that runs as it is written, until what it trains was checked, and counted.
 
 Note [A loop in parts]: what an unchanged script calls to be trained, and what it steps, is given to
 ``capture_in_place``, in the middle of its loop. That refuses nothing, so the loop goes on, and its
@@ -9,8 +9,9 @@ import os
 import threading
 import time
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from functools import wraps
 from typing import Any, NoReturn
@@ -22,25 +23,27 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from graphfsdp import in_place
+from graphfsdp._capture.rules.refusals import running_optimizer
 from graphfsdp._capture.step import CapturedStep
+from graphfsdp._capture.trace.source import ModuleTracker, OpPhase, SiteTable, user_source_line
 from graphfsdp.api import answering, make_engine
-from graphfsdp.base.op_tensors import as_written
+from graphfsdp.base.op_tensors import OpCall, OperatorMode, as_written, is_empty
 from graphfsdp.base.torch_internals import is_in_backward, num_dispatch_modes
 from graphfsdp.config import Compile, Scope
-from graphfsdp.errors import ConfigError, HazardKind
-from graphfsdp.in_place.module_part import PartState
+from graphfsdp.errors import ConfigError, HazardKind, SourceLine
+from graphfsdp.in_place.module_part import ModulePart, PartState
 from graphfsdp.in_place.parts import Parts
 from graphfsdp.optim.adapters.backends import adapt
 from graphfsdp.preconditions import Program
 from graphfsdp.preflight.check import Findings, check_program
-from graphfsdp.preflight.costs import OperatorCount, PlaceCost
-from graphfsdp.preflight.report import CheckReport
+from graphfsdp.preflight.report import CheckReport, PlaceCost
 
 # Steps of the optimizer that steps first: a critic steps less often than that by itself.
 _LEAST_STEPS, _MOST_STEPS = 8, 16
 _MOST_SECONDS = 60.0
 # Iterations whose operators are counted: a fifth one, in which a generator steps, is among them.
 _NUM_COUNTED = 5
+_ADDED_UP = "backward(), adding up gradients"
 
 
 class CheckedExit(SystemExit):
@@ -288,3 +291,81 @@ class _CheckedStep(CapturedStep):
         for param in self._engine.trained:
             param.grad = None  # the check has gradients of its own
         self._check(args, kwargs)
+
+
+class OperatorCount(OperatorMode):
+    """Counts operators while it is on, when the parts of a loop run as written.
+
+    What only looks at memory anew, or gets some, launches nothing, and neither does the profiler.
+    """
+
+    def __init__(self, parts: Parts) -> None:
+        super().__init__()
+        self.num_iterations = 0
+        self._parts = parts
+        self._within = ModuleTracker(nn.Module())
+        self._sites = SiteTable(nn.Module(), self._within)
+        self._captured: dict[str, ModulePart | None] = {}  # by place
+        self._launched: list[tuple[str, int]] = []  # place and nanoseconds
+
+    def calling(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> AbstractContextManager[None]:
+        """Count what a module's call launches for that part, or for the line that calls it."""
+        part, outer = self._parts.part_of(module), self._within.path
+        if outer in self._captured or (outer is not None and part is None):
+            return nullcontext()
+        if part is None:
+            return self._within.within(_shown(user_source_line()))
+        place = f"{part.name} {type(module).__name__}"
+        if part.has_graph_for(args, kwargs):
+            self._captured[place] = part
+        elif part.is_on:
+            place += ", calls that run as written"
+        return self._within.within(place)
+
+    def on_op(self, call: OpCall) -> Any:
+        place = self._place()
+        began = time.process_time_ns()
+        result = call.run()
+        is_nothing = call.schema_name == "aten::_unsafe_view" or call.op.namespace == "profiler"
+        if not (is_nothing or call.op.is_view or is_empty(call.op)):
+            self._launched.append((place, time.process_time_ns() - began))
+        return result
+
+    def _place(self) -> str:
+        number = self._sites.here()
+        site = self._sites.sites()[number]
+        if site.module is not None:
+            part = self._captured.get(site.module)
+            is_eager = site.phase is OpPhase.BACKWARD and part and part.goes_back_eagerly
+            return f"{site.module}, backward" if is_eager else site.module
+        optimizer = None if torch.is_grad_enabled() else running_optimizer()
+        if optimizer is None:
+            return _shown(site.source)
+        step = self._parts.step_of(optimizer)
+        place = f"{step.name} {step.kind}"
+        if step.state != PartState.AS_WRITTEN.value:
+            self._captured[place] = None
+        return place
+
+    def end_iteration(self) -> tuple[PlaceCost, ...]:
+        """Return what places have launched in the mean until here, the most first."""
+        self.num_iterations += 1
+        times = Counter[str]()
+        for place, nanoseconds in self._launched:
+            times[place] += nanoseconds
+        return tuple(
+            PlaceCost(
+                place,
+                num_ops / self.num_iterations,
+                num_ops / len(self._launched),
+                times[place] / max(1, times.total()),
+                place in self._captured,
+            )
+            for place, num_ops in Counter(place for place, _ in self._launched).most_common()
+        )
+
+
+def _shown(line: SourceLine | None) -> str:
+    return _ADDED_UP if line is None else line.shown

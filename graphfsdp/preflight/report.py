@@ -4,11 +4,10 @@ import json
 import textwrap
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from graphfsdp.errors import CaptureError, Hazard, HazardKind
 from graphfsdp.in_place.parts import PartsReport
-from graphfsdp.preflight.costs import PlaceCost
 
 _INDENT = "    "
 _WIDTH = 96
@@ -23,6 +22,16 @@ line of iterate (docs/porting.md; graphfsdp.integrations has the Trainer and Lig
     def iterate(model, optimizer, *batch): ...  # forward, loss, backward, clipping, step
     step = graphfsdp.capture(model, optimizer, iteration=iterate)  # before the loop
     loss = step(*batch)  # in the loop"""
+
+
+class PlaceCost(NamedTuple):
+    """A module or a line, its backward pass included, or an optimizer's step."""
+
+    place: str
+    num_ops: float  # operators that it launches in an iteration, in the mean
+    share: float  # of what all places launch
+    time_share: float  # of the processor time of that; Python's is not in it
+    is_captured: bool
 
 
 @dataclass(frozen=True)
