@@ -82,8 +82,8 @@ def _is_wrapper(optimizer: object) -> bool:
 def refuse_opaque_modules(model: nn.Module) -> None:
     """Refuse modules whose work lies in C++, out of sight: DDP's collectives, TorchScript."""
     for name, module in model.named_modules():
+        where = f"module {name!r}" if name else "the model"
         if isinstance(module, torch.jit.ScriptModule):
-            where = f"module {name!r}" if name else "the model"
             raise ConfigError(
                 f"{where} is TorchScript, whose attributes lie in C++, where nothing sees that "
                 "they change. Ways out: the module as it was before torch.jit.script or trace, "
@@ -91,7 +91,6 @@ def refuse_opaque_modules(model: nn.Module) -> None:
                 "or scope='none'"
             )
         if isinstance(module, DistributedDataParallel | DataParallel):
-            where = f"module {name!r}" if name else "the model"
             raise ConfigError(
                 f"{where} is wrapped in {type(module).__name__}, whose collectives are issued by "
                 "C++ code that a recording does not see whole. Remedy: leave the wrapper off and "

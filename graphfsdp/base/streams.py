@@ -162,9 +162,7 @@ def keep_for_graph(thing: object, otherwise: list[object]) -> None:
         kept.append(thing)
 
 
-@cache
-def _has_nvtx() -> bool:
-    return torch.cuda.is_available()
+_has_nvtx = cache(torch.cuda.is_available)
 
 
 def nvtx_range(name: str) -> AbstractContextManager[object]:

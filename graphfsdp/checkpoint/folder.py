@@ -11,13 +11,15 @@ import hashlib
 import json
 import mmap
 import os
+import platform
 import re
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
 from safetensors import SafetensorError
 
 from graphfsdp.checkpoint.members import Members
@@ -92,8 +94,29 @@ class Unfinished:
     def folder(self) -> Path:
         return self.root / f"{_UNFINISHED}{self.name}"
 
-    def commit(self, content: Mapping[str, Json]) -> Path:
-        """Make it visible, on rank 0, when all files are synced; see Note [Order of a save]."""
+    def commit(
+        self,
+        facts: Mapping[str, Json],
+        everyone: Sequence[tuple[dict[str, str], dict[str, Json]]],
+    ) -> Path:
+        """Make it visible, on rank 0, when all files are synced; see Note [Order of a save].
+
+        ``everyone``: the digests of files by name, and what a rank has apart, of each rank.
+        """
+        files = {name: digest for digests, _ in everyone for name, digest in digests.items()}
+        for name in files:
+            if not (self.folder / name).exists():
+                raise CheckpointError(
+                    f"{self.folder / name} was written by its rank, but rank 0 does not see it. "
+                    "Remedy: a folder on a file system that all machines share"
+                )
+        content = {
+            **facts,
+            "step": self.step,
+            "versions": {"torch": torch.__version__, "python": platform.python_version()},
+            "ranks": [own for _, own in everyone],
+            "files": files,
+        }
         digest = hashlib.sha256(_dump(content)).hexdigest()
         form = {"format": _FORMAT, "version": _VERSION, "sha256_of_body": digest}
         with explained(self.root):

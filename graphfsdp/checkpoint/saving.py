@@ -5,7 +5,6 @@ import hashlib
 import itertools
 import json
 import os
-import platform
 from collections.abc import Mapping, Sequence
 from concurrent import futures
 from functools import partial
@@ -353,7 +352,7 @@ def _write_snapshot(snapshot: _Snapshot, place: Unfinished, members: Members) ->
         planner.finish_plan(plan)
         digests = members.together(lambda: _write_files(planner, place, members.rank))
         everyone = members.gather((digests, snapshot.own))
-        return members.first(lambda: _commit(place, snapshot.facts, everyone))
+        return members.first(lambda: place.commit(snapshot.facts, everyone))
     except Exception as error:
         if members.rank == 0:
             place.give_up()
@@ -384,30 +383,6 @@ def _write_files(planner: DefaultSavePlanner, place: Unfinished, rank: int) -> d
             _write_tensors(path, [item for _, item in group], planner)
             finished[path.name] = thread.submit(finish, path)
         return {name: digest.result() for name, digest in finished.items()}
-
-
-def _commit(
-    place: Unfinished,
-    facts: Mapping[str, Json],
-    everyone: Sequence[tuple[dict[str, str], dict[str, Json]]],
-) -> Path:
-    """Write down what ranks have written, and what each has apart, and show it."""
-    files = {name: digest for digests, _ in everyone for name, digest in digests.items()}
-    for name in files:
-        if not (place.folder / name).exists():
-            raise CheckpointError(
-                f"{place.folder / name} was written by its rank, but rank 0 does not see it. "
-                "Remedy: a folder on a file system that all machines share"
-            )
-    return place.commit(
-        {
-            **facts,
-            "step": place.step,
-            "versions": {"torch": torch.__version__, "python": platform.python_version()},
-            "ranks": [own for _, own in everyone],
-            "files": files,
-        }
-    )
 
 
 def _write_tensors(path: Path, items: Sequence[WriteItem], planner: SavePlanner) -> None:
