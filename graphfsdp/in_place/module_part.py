@@ -105,7 +105,6 @@ class ModulePart:
         self._num_anew = 0
         self._num_refused = 0  # calls in a row
         self._thread = threading.get_ident()
-        self._is_recording = False
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         module = caller_of_compiled_call()
@@ -117,30 +116,30 @@ class ModulePart:
         return type(None), ()
 
     @property
+    def _slots(self) -> list[PartGraphs]:
+        return [slot for kind in self._kinds.values() for slot in kind.slots]
+
+    @property
     def num_nodes(self) -> int:
         """Nodes of all forward graphs."""
-        graphs = [slot for kind in self._kinds.values() for slot in kind.slots]
-        return sum(graph.num_nodes or 0 for graph in graphs)
+        return sum(slot.num_nodes or 0 for slot in self._slots)
 
     @property
     def num_captures(self) -> int:
         """Passes that took longer than others, since they warmed up or were recorded."""
-        slots = [slot for kind in self._kinds.values() for slot in kind.slots]
-        num_backward = sum(len(slot.backward.graphs) for slot in slots)
+        num_backward = sum(len(slot.backward.graphs) for slot in self._slots)
         return self._num_warmed_up + self._num_recorded + num_backward
 
     def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self.num_calls += 1
         written: Callable[..., Any] = self.module._call_impl
-        if self._is_recording or self.state is PartState.AS_WRITTEN or not self._is_ordinary():
+        if self.state is PartState.AS_WRITTEN or not self._is_ordinary():
             return written(*args, **kwargs)
         leaves, spec = self._flat(args, kwargs)
         key = self._key(leaves, spec)
         kind = None if key is None else self._kinds.get(key)
         if kind is None and key is not None and len(self._kinds) < _MOST_KINDS:
-            autocast = torch.autocast(self._device_type, enabled=False)
-            kind = Kind(autocast, is_refused=not all(map(_is_held, leaves)))
-            self._kinds[key] = kind
+            kind = self._kinds[key] = Kind(is_refused=not all(map(_is_held, leaves)))
         if kind is None or kind.is_refused:
             self._count_refused(leaves)
             return written(*args, **kwargs)
@@ -173,8 +172,7 @@ class ModulePart:
     @property
     def goes_back_eagerly(self) -> bool:
         """Whether no graph holds a backward pass of its graphs."""
-        graphs = [slot.backward.graphs for kind in self._kinds.values() for slot in kind.slots]
-        return any(None in each.values() for each in graphs)
+        return any(None in slot.backward.graphs.values() for slot in self._slots)
 
     def _is_ordinary(self, num_watching: int = 0) -> bool:
         """Tell whether the call is one of a loop, and no transform, hook or mode has part in it."""
@@ -263,11 +261,12 @@ class ModulePart:
         for tensor in tensors:
             if tensor.requires_grad:
                 tensor.register_hook(look)
-        if is_first and torch.is_autocast_enabled(self._device_type):
+        if is_first:
+            casts = torch.is_autocast_enabled(self._device_type)
             dtype = torch.get_autocast_dtype(self._device_type)
             caches = torch.is_autocast_cache_enabled()
-            kind.autocast = torch.autocast(self._device_type, dtype, cache_enabled=caches)
-            if caches:
+            kind.autocast = torch.autocast(self._device_type, dtype, casts, caches)
+            if casts and caches:
                 kind.casts = casts_behind(tensors, [*self.module.parameters()], dtype)
         return output
 
@@ -284,7 +283,7 @@ class ModulePart:
                     return
             kind.is_refused = True
             self.hazards += [] if error.hazard is None else [error.hazard]
-            if not any(each.slots for each in self._kinds.values()):
+            if not self._slots:
                 self.leave(str(error))
             else:
                 _LOG.info("some calls of %s run as written: %s", self.name, error)
@@ -375,25 +374,20 @@ class ModulePart:
     def _record(
         self, kind: Kind, leaves: Sequence[Any], spec: TreeSpec | None
     ) -> PartGraphs | None:
-        slots = [slot for each in self._kinds.values() for slot in each.slots]
-        needed = _ROOM * max((slot.kept_bytes for slot in slots), default=0)
+        needed = _ROOM * max((slot.kept_bytes for slot in self._slots), default=0)
         if needed > (room_on(self._backend.device) or math.inf):
             kind.is_refused = True
             _LOG.info("some calls of %s run as written: memory for them is short", self.name)
             return None
         self._num_recorded += 1
-        self._is_recording = True
-        graphs: PartGraphs | None = None
-        try:
-            with self._judging(kind):
-                graphs = PartGraphs(self.module, self._backend, kind, leaves, spec)
-                kind.slots.append(graphs)
-        finally:
-            self._is_recording = False
-        if graphs is not None and self.state is PartState.WARMUP:
-            self.is_on = self._keeps_all
-            self.state = PartState.CAPTURED if self.is_on else PartState.TRIAL
-        return graphs
+        with self._judging(kind):
+            graphs = PartGraphs(self.module, self._backend, kind, leaves, spec)
+            kind.slots.append(graphs)
+            if self.state is PartState.WARMUP:
+                self.is_on = self._keeps_all
+                self.state = PartState.CAPTURED if self.is_on else PartState.TRIAL
+            return graphs
+        return None
 
     def _begin_anew(self, why: str) -> None:
         self._num_anew += 1
@@ -417,9 +411,8 @@ class ModulePart:
             del vars(self.module)[COMPILED_CALL]
 
     def _drop(self) -> None:
-        for kind in self._kinds.values():
-            for slot in kind.slots:
-                slot.drop()
+        for slot in self._slots:
+            slot.drop()
         self._kinds.clear()
 
 

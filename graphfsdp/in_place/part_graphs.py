@@ -92,7 +92,7 @@ class PartResults:
 class Kind:
     """Calls that are alike."""
 
-    autocast: torch.autocast  # that such calls are under
+    autocast: Any = None  # that such calls are under, as the first of them tells
     num_seen: int = 0
     num_unsettled: int = 0
     told: Any = None  # what is no tensor of what such a call returned last
