@@ -5,10 +5,9 @@ So a part whose weights the loop uses as well, in the same block, may not cast t
 graph: it takes autocast's own casts, as it takes inputs, and hands their gradients to them.
 
 Note [Order around casts]: autograd goes backward from what was made last to what was made first.
-Where a weight is used without its cast as well (a tied embedding), and that before it is cast, what
-comes of that use is added behind what comes of the cast, and last bits tell. A part has its casts
-made before it runs. So each such use hands its gradient to the weight through a node of its own,
-which is made before the cast; and warm-ups have casts made where they are used.
+Where a weight is used without its cast as well (a tied embedding), and that before the cast is,
+what comes of that use is added behind what comes of the cast, and last bits tell. A part has its
+casts made before it runs. So a module with such a use is none, but those in it may be.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -17,10 +16,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import Node
 
-from graphfsdp.base.op_tensors import OpCall, OperatorMode
-from graphfsdp.base.torch_internals import without_modes
+from graphfsdp.base.torch_internals import sequence_number
 from graphfsdp.in_place.part_backward import nodes_behind
+from graphfsdp.in_place.part_recording import NotAPartError
 
 # torch has nothing that asks for a cast itself. By dimensions of a weight: what multiplies with it
 # and is cast, and the name under which its backward pass has the weight.
@@ -48,38 +48,33 @@ class Casts:
         return [take() for take in self._takes]
 
 
-class UnseenCasts(OperatorMode):
-    """Hides from what looks on that autocast casts these weights."""
-
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        """Let compiled regions run compiled."""
-        return True
-
-    def __init__(self, casts: Casts) -> None:
-        super().__init__()
-        self._left = {id(weight) for weight in casts.weights}
-
-    def on_op(self, call: OpCall) -> Any:
-        is_cast = call.op is torch.ops.aten._to_copy.default and id(call.args[0]) in self._left
-        if not is_cast:
-            return call.run()
-        self._left.remove(id(call.args[0]))  # a second one is not autocast's
-        with without_modes():
-            return call.run()
-
-
 def casts_behind(results: Sequence[Tensor], weights: Sequence[Tensor], dtype: torch.dtype) -> Casts:
-    """Find the weights whose casts these results have been made of, in the block that is open."""
+    """Find the weights whose casts these results have been made of, in the block that is open.
+
+    NotAPartError: one is used before its cast, too; see Note [Order around casts].
+    """
     own = {id(weight): weight for weight in weights if weight.dim() in _SAVED_BY}
-    found: dict[int, Tensor] = {}
-    for node in nodes_behind(results):
+    nodes = [*nodes_behind(results)]
+    found: dict[Node, Tensor] = {}  # by the node that casts it
+    for node in nodes:
         if node.name() == "ToCopyBackward0":
             ((following, _),) = node.next_functions
             weight = own.get(id(getattr(following, "variable", None)))
             # The module may as well have cast it by itself.
             if weight is not None and Casts([weight], dtype)()[0].grad_fn is node:
-                found[id(weight)] = weight
+                found[node] = weight
+    first: dict[int, int] = {}  # use of its cast, by weight
+    plain: list[tuple[int, int]] = []  # uses of leaves
+    for node in nodes:
+        number = sequence_number(node)
+        for following, _ in node.next_functions:
+            if following in found:
+                key = id(found[following])
+                first[key] = min(number, first.get(key, number))
+            elif node not in found:
+                plain.append((id(getattr(following, "variable", None)), number))
+    if any(number < first.get(key, 0) for key, number in plain):
+        raise NotAPartError("it uses a weight before autocast casts it")
     return Casts(list(found.values()), dtype)
 
 

@@ -5,7 +5,7 @@ import logging
 import math
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -31,7 +31,7 @@ from graphfsdp.base.torch_internals import (
     tracing_state,
 )
 from graphfsdp.errors import CaptureError, Hazard, HazardKind
-from graphfsdp.in_place.casts import UnseenCasts, casts_behind
+from graphfsdp.in_place.casts import casts_behind
 from graphfsdp.in_place.part_graphs import AsWritten, Kind, PartGraphs, PartResults
 from graphfsdp.in_place.part_recording import NotAPartError, guards_of, has_own_memory
 
@@ -236,8 +236,8 @@ class ModulePart:
         given = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         written = [*map(_written_on, given)]
         why_not = _settling(self.module, self._backend.device, kind.constants)
-        unseen = UnseenCasts(kind.casts) if kind.casts.weights else nullcontext()
-        with kind.constants.noting(is_first=is_first, given=given), unseen:
+        kind.casts()  # where those of a recording are made
+        with kind.constants.noting(is_first=is_first, given=given):
             output = self.module._call_impl(*args, **kwargs)
         told, kind.told = kind.told, PartResults.told_by(output)
         why, hazard = why_not()
@@ -267,7 +267,8 @@ class ModulePart:
             caches = torch.is_autocast_cache_enabled()
             kind.autocast = torch.autocast(self._device_type, dtype, casts, caches)
             if casts and caches:
-                kind.casts = casts_behind(tensors, [*self.module.parameters()], dtype)
+                with self._judging(kind):
+                    kind.casts = casts_behind(tensors, [*self.module.parameters()], dtype)
         return output
 
     @contextmanager

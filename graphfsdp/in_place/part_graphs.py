@@ -19,7 +19,7 @@ Weights lie in the same memory.
 """
 
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -345,31 +345,10 @@ class PartGraphs:
         self._edges: list[Any] = [
             self._params.get(key, places.get(key)) for key, nodes in uses.items() for _ in nodes
         ]
-        self._find_early(uses)
-
-    def _find_early(self, uses: Mapping[int, Sequence[tuple[Node, int]]]) -> None:
-        """Find the uses of weights before their casts; see Note [Order around casts]."""
-        casts = zip(self._casts.weights, self._static[self._num_leaves :], strict=True)
-        first = {  # use of its cast
-            id(weight): sequence_number(uses[id(cast)][-1][0])
-            for weight, cast in casts
-            if id(cast) in uses
-        }
-        numbers = [sequence_number(node) for nodes in uses.values() for node, _ in nodes]
-        early = sorted(
-            (number, index)
-            for index, number in enumerate(numbers)
-            if number < first.get(id(self._edges[index]), 0)
-        )
-        self._early = [self._edges[index] for _, index in early]
-        for place, (_, index) in enumerate(early, len(self._static)):
-            self._edges[index] = place
 
     def given(self, leaves: Sequence[Any]) -> Sequence[Any]:
         """Return what a call with these arguments is given, in the order of ``edges``' places."""
-        # What hands a gradient on to its weight is made before the cast.
-        nodes = [torch.ops.aten.alias.default(weight) for weight in self._early]
-        return [*leaves, *self._casts(), *nodes] if self._casts.weights else leaves
+        return [*leaves, *self._casts()] if self._casts.weights else leaves
 
     def edges(self, given: Sequence[Any]) -> list[Any]:
         """Return what gradients go to in a call that is given this, once for each use."""
@@ -380,7 +359,7 @@ class PartGraphs:
             for place, target in self._targets:
                 target.copy_(given[place])
             if self._cast_targets:
-                foreach_copy_(self._cast_targets, [*given[self._num_leaves : len(self._static)]])
+                foreach_copy_(self._cast_targets, [*given[self._num_leaves :]])
 
     def replay(self, given: Sequence[Any]) -> list[Tensor] | None:
         """Return results; None where it has failed, and everything is as it was.
@@ -408,7 +387,7 @@ class PartGraphs:
         """Do so through a call that ran as written, in a way that autograd can go through again."""
         results, leaves = call
         # Such a call has made casts of its own: what comes to them comes to the weights.
-        edges = self.edges([*leaves, *self._casts.weights, *self._early])
+        edges = self.edges([*leaves, *self._casts.weights])
         pairs = [
             (result, grad)
             for result, grad in zip(results, grads, strict=True)

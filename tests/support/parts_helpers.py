@@ -29,8 +29,8 @@ class Net(nn.Module):
         self.scale = 1.0
 
     def forward(self, x: Tensor) -> Tensor:
-        part = self.embed.weight[:, :2]  # as it is, before autocast casts it
         hidden = self.drop(nn.functional.gelu(self.norm(self.embed(x))))
+        part = self.embed.weight[:, :2]  # as it is, behind its cast by autocast
         logits: Tensor = self.head(hidden) * self.scale
         return logits + torch.cat([hidden @ part, hidden[:, :2]], dim=1)
 
