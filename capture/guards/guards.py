@@ -27,7 +27,7 @@ from graphfsdp._capture.guards.uses import refuse_deciding
 from graphfsdp._capture.guards.walk import Walk
 from graphfsdp._capture.trace.source import Ran
 from graphfsdp.base.dtensors import local_part
-from graphfsdp.base.protocols import ShardedUnit, units_of
+from graphfsdp.base.protocols import units_of
 from graphfsdp.errors import Change, ChangeKind, Refuse, raised
 
 # What a pass reduces; when weights are dropped is nothing that a graph depends on.
@@ -224,7 +224,7 @@ def switches(device_type: str) -> Iterator[Place]:
         yield Place(name, (operator.call, get), get(), _switch_changes)
 
 
-def unit_settings(units: Sequence[ShardedUnit], before: Sequence[Any]) -> Iterator[Place]:
+def unit_settings(units: Sequence[Any], before: Sequence[Any]) -> Iterator[Place]:
     """Yield what is said to sharded units, by ``set_requires_gradient_sync`` for one.
 
     What the iteration itself says is in the graph: ``before`` is how they were when the recording
@@ -235,7 +235,7 @@ def unit_settings(units: Sequence[ShardedUnit], before: Sequence[Any]) -> Iterat
         yield Place(name, (_SETTINGS, unit), known, _unit_changes)
 
 
-def settings_of(units: Iterable[ShardedUnit]) -> list[tuple[bool, ...]]:
+def settings_of(units: Iterable[Any]) -> list[tuple[bool, ...]]:
     return list(map(_SETTINGS, units))
 
 

@@ -37,22 +37,6 @@ class MainGrad:
     decoupled: bool
 
 
-class ShardedUnit(Protocol):
-    """What is gathered and reduced together.
-
-    Attributes:
-        name: Of the module, within the model.
-        pinned: Unsharded by hand.
-    """
-
-    @property
-    def name(self) -> str: ...
-
-    pinned: bool
-
-    def reshard(self) -> None: ...
-
-
 @runtime_checkable
 class ShardedModule(Protocol):
     """A module that reduces gradients into persistent buffers of its own."""
@@ -61,7 +45,7 @@ class ShardedModule(Protocol):
         """Bring all shards to the addresses that they keep."""
 
     def sharded_units(self) -> Sequence[Any]:
-        """Return its units, each of which is a ``ShardedUnit``."""
+        """Return what is gathered and reduced together: ``sharding.unit.Unit``."""
 
     def set_is_last_microbatch(self, is_last: bool) -> None: ...
 
@@ -92,11 +76,11 @@ def sharded_roots(model: nn.Module) -> list[ShardedModule]:
     return [root for child in nn.Module.children(model) for root in sharded_roots(child)]
 
 
-def units_of(model: nn.Module) -> list[ShardedUnit]:
+def units_of(model: nn.Module) -> list[Any]:
     return [unit for root in sharded_roots(model) for unit in root.sharded_units()]
 
 
-def put_back(units: Iterable[ShardedUnit]) -> None:
+def put_back(units: Iterable[Any]) -> None:
     """Reshard what was unsharded by hand, ahead of a graph, which gathers for itself."""
     for unit in units:
         if unit.pinned:

@@ -25,7 +25,6 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from graphfsdp._capture.cpu.graph import CpuGraphBackend
 from graphfsdp._capture.cuda.graph import CudaGraphBackend
-from graphfsdp._capture.runner import Phase
 from graphfsdp._capture.trace.backend import GraphBackend
 from graphfsdp.base.protocols import units_of
 from graphfsdp.base.torch_internals import (
@@ -288,16 +287,6 @@ class Parts:
     @property
     def _is_idle(self) -> bool:
         return all(part.state is PartState.AS_WRITTEN for part in self._parts.values())
-
-    @property
-    def phase(self) -> Phase:
-        """REPLAY once some part is captured or nothing is left to try, CLOSED in the end."""
-        if self._is_closed:
-            return Phase.CLOSED
-        parts = self._parts.values()
-        if any(part.is_on and part.num_replays for part in parts):
-            return Phase.REPLAY
-        return Phase.EAGER if self._is_idle else Phase.WARMUP
 
     def report(self) -> PartsReport:
         """Return what is captured, and why the rest is not."""

@@ -65,7 +65,6 @@ def accumulates_with_words(model: Any, optimizer: torch.optim.Optimizer) -> Iter
 @on_ranks("ranks2")
 def test_a_loop_with_words_of_fsdp2_trains_as_without_the_line() -> None:
     with check(accumulates_with_words, sharded, make_adam) as parts:
-        assert parts.phase is graphfsdp.Phase.EAGER
         assert "its weights are sharded" in str(parts.report())
 
 

@@ -367,7 +367,10 @@ def test_what_comes_of_a_weight_beside_its_cast_is_added_in_the_loop_s_order(
 
     parts = check(trains_by(loss_of, 16), Tied)
     (line, *_) = parts.report().parts
-    assert line.num_replays >= 10
+    if before:
+        assert line.why == "it uses a weight before autocast casts it"
+    else:
+        assert line.num_replays >= 10
 
 
 def test_a_cell_that_is_run_again_takes_the_place_of_the_one_before() -> None:
@@ -375,9 +378,8 @@ def test_a_cell_that_is_run_again_takes_the_place_of_the_one_before() -> None:
     optimizer = make_adam(model)
     first = graphfsdp.capture_in_place(model, optimizer, keep="all")
     second = graphfsdp.capture_in_place(model, optimizer, keep="all")
-    assert first.phase is graphfsdp.Phase.CLOSED
-    assert second.phase is graphfsdp.Phase.WARMUP
-    assert "warming up" in str(second.report())
+    assert states(first)["model"] == "as written"
+    assert states(second)["model"] == "warming up"
     list(trains(model, optimizer))
     assert replays(second) >= 4
     second.close()
@@ -422,9 +424,6 @@ def test_a_line_that_is_run_in_each_epoch_takes_the_step_once(is_another: bool) 
     every: list[Any] = []
     chains: list[list[Any]] = []
     assert train(every) == train(None)
-    *before, last = (parts.phase for parts in every)
-    assert set(before) == {graphfsdp.Phase.CLOSED}
-    assert last is graphfsdp.Phase.EAGER
     assert len(chains[0]) == len(chains[-1])
 
 
@@ -467,7 +466,6 @@ def test_what_is_faster_stays_though_a_curriculum_makes_early_replays_dear(
         optimizer.step()
     (line,) = (part for part in parts.report().parts if part.name == "model")
     assert (line.state, line.why) == (state, why)
-    assert parts.phase is (graphfsdp.Phase.EAGER if why else graphfsdp.Phase.REPLAY)
 
 
 def test_a_loop_trains_the_same_while_its_parts_are_tried() -> None:
