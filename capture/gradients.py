@@ -401,10 +401,9 @@ class PersistentGradients:
         return [*(buffer.flat for buffer in self.buffers), *views]
 
     def landed_views(self) -> HeldByGroups:
-        """Return what the last iteration wrote, as plain tensors.
+        """Return this rank's part of what the last iteration wrote, as plain tensors.
 
-        That is the gradients that are whole on every rank, and this rank's part of the others by
-        the groups that share them. Every group is named, also where nothing is here.
+        Every group is named, also where nothing is here.
         """
         landed = [(e.groups, local_part(e.view)) for e in self._entries if e.landed]
         return by_groups([*((groups, None) for groups in self._groups), *landed])

@@ -106,12 +106,10 @@ class Iteration:
         with nvtx_range("optimizer"), torch.no_grad():
             grad_norm = coefficient = found_inf = None
             if self._max_grad_norm is not None or self._skip_nonfinite:
-                whole, sharded = self._gradients.landed_views()
-                if self.groups:  # of a pipeline each rank has a part of everything
-                    sharded = {(*self.groups, *cut): held for cut, held in sharded.items()}
-                    whole, sharded = [], {self.groups: whole, **sharded}
-                device = next(self._module.parameters()).device
-                grad_norm = global_norm(whole, sharded, device)
+                landed = self._gradients.landed_views().items()
+                # Of a pipeline each rank has a part of everything.
+                held = {(*self.groups, *cut): parts for cut, parts in landed}
+                grad_norm = global_norm(held, next(self._module.parameters()).device)
                 if self._skip_nonfinite:
                     found_inf = grad_norm.isfinite().logical_not().to(torch.float32)
                 if self._max_grad_norm is not None and not math.isinf(self._max_grad_norm):

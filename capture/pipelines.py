@@ -212,8 +212,8 @@ class PipelineIteration(Iteration):
         """
         loss = super().forward_backward(inputs)
         if self._pipeline.averages and self._pipeline.num_microbatches > 1:
-            whole, sharded = self._gradients.landed_views()
-            views = [*whole, *(view for views in sharded.values() for view in views)]
+            landed = self._gradients.landed_views()
+            views = [view for views in landed.values() for view in views]
             if views:
                 torch._foreach_div_(views, self._pipeline.num_microbatches)
         return loss

@@ -11,14 +11,14 @@ from graphfsdp.base.protocols import MainGrad, sharded_roots
 from graphfsdp.base.torch_internals import foreach_mul_
 from graphfsdp.errors import ConfigError
 
-# This rank's tensors that are the same on every rank, and its parts of the others, by the groups
-# that hold the other parts.
-HeldByGroups = tuple[list[Tensor], dict[RankGroups, list[Tensor]]]
+# This rank's parts of tensors by the groups that hold the other parts; () has those that are whole,
+# the same on every rank.
+HeldByGroups = Mapping[RankGroups, Sequence[Tensor]]
 _EPS = 1e-6  # as torch.nn.utils.clip_grad_norm_ adds to the norm
 
 
 def by_groups(parts: Iterable[tuple[RankGroups, Tensor | None]]) -> HeldByGroups:
-    """Sort this rank's parts of tensors; () stands for what is whole, None for what is not here.
+    """Sort this rank's parts of tensors; None stands for what is not here.
 
     Every group is named, also where nothing is here: all its ranks must take part.
     """
@@ -27,14 +27,10 @@ def by_groups(parts: Iterable[tuple[RankGroups, Tensor | None]]) -> HeldByGroups
         held = found.setdefault(groups, [])
         if part is not None:
             held.append(part)
-    return found.pop(()), found
+    return found
 
 
-def global_norm(
-    whole: Sequence[Tensor],  # [...] each, the same on every rank
-    sharded: Mapping[RankGroups, Sequence[Tensor]],  # [...] each, this rank's part
-    device: torch.device,
-) -> Tensor:
+def global_norm(held: HeldByGroups, device: torch.device) -> Tensor:
     """Return [] float32, the 2-norm over all elements of all tensors on all ranks.
 
     Sharded gradients are given by the groups of ranks that hold the other parts: one group, or
@@ -46,14 +42,13 @@ def global_norm(
     Source: torch.nn.utils.clip_grad_norm_, whose arithmetic this repeats where nothing is
         sharded: norm per tensor, then the norm of these.
     """
-    total = _local_norm(whole, device)
-    if not sharded:
-        return total.float()
-    squares = {(): total.double().square()} | {
+    if held.keys() == {()}:
+        return _local_norm(held[()], device).float()
+    squares = {}
+    for groups, parts in held.items():
         # An empty tensor costs a kernel in a list.
-        groups: _local_norm([part for part in tensors if part.numel()], device).double().square()
-        for groups, tensors in sharded.items()
-    }
+        there = [part for part in parts if not groups or part.numel()]
+        squares[groups] = _local_norm(there, device).double().square()
     return _sum_over_ranks(squares).sqrt().float()
 
 
@@ -139,10 +134,10 @@ def clip_grad_norm_(model: nn.Module, max_norm: float) -> Tensor:
         )
     if not max_norm > 0:
         raise ConfigError(f"max_norm must be a positive number, got {max_norm!r}")
-    whole, sharded = _gradients(model)
-    norm = global_norm(whole, sharded, next(model.parameters()).device)
+    held = _gradients(model)
+    norm = global_norm(held, next(model.parameters()).device)
     scale = clip_coefficient(norm, max_norm)
-    gradients = [*whole, *(tensor for tensors in sharded.values() for tensor in tensors)]
+    gradients = [part for parts in held.values() for part in parts]
     if gradients:
         foreach_mul_(gradients, scale)
     return norm

@@ -189,7 +189,7 @@ class StepControl:
         """
         if parts is None:
             return grad_scale, found_inf
-        norm = global_norm(*parts, self.grad_norm.device)
+        norm = global_norm(parts, self.grad_norm.device)
         if found_inf is None and self._skip_nonfinite:
             found_inf = norm.isfinite().logical_not_().to(torch.float32)
         if grad_scale is not None:

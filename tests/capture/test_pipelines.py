@@ -125,7 +125,8 @@ class NormByRanks:
     def __init__(self, names: list[str], names_by_rank: list[list[str]]) -> None:
         self._places = [[names.index(name) for name in each] for each in names_by_rank]
 
-    def __call__(self, whole: list[Tensor], sharded: Any, device: torch.device) -> Tensor:
+    def __call__(self, held: Any, device: torch.device) -> Tensor:
+        whole = held[()]
         alone = get_total_norm(whole, foreach=True)
         parts = [[whole[place] for place in places] for places in self._places]
         squares = [get_total_norm(part, foreach=True).double().square() for part in parts]
