@@ -48,7 +48,6 @@ from torch import Tensor
 
 from graphfsdp.base.streams import keep_for_current, stream_of
 from graphfsdp.base.torch_internals import backend_of
-from graphfsdp.errors import PhaseError
 
 _SLICE_S = 0.1
 _SHORT_BYTES = 1 << 22  # a gather of more is made by the ring, which needs no copies
@@ -188,18 +187,11 @@ def _issue(collective: partial[Any], ticket: Tensor | None) -> None:
 
 
 def _wait(output: Tensor, input: Tensor, ticket: Tensor) -> None:  # noqa: A002
-    under_way = _taken_off(ticket)
+    under_way = vars(ticket).pop("under_way")
     if ticket.is_cuda:
         torch.cuda.current_stream(ticket.device).wait_event(under_way)
     else:
         _wait_for(under_way)
-
-
-def _taken_off(ticket: Tensor) -> Any:
-    under_way = vars(ticket).pop("under_way", None)
-    if under_way is None:
-        raise PhaseError("a collective was waited for that is not under way")
-    return under_way
 
 
 class Interruptible:
@@ -342,7 +334,7 @@ def _exchange(
 
 def _wait_exchange(received: Sequence[Tensor], sent: Sequence[Tensor], ticket: Tensor) -> None:
     waits = _asked.get()
-    works, pairs = _taken_off(ticket)
+    works, pairs = vars(ticket).pop("under_way")
     for work in works:
         if waits is None or ticket.is_cuda:
             work.wait()  # on CUDA the current stream waits

@@ -55,14 +55,12 @@ def available_bytes(root: Path = Path("/")) -> int | None:
     The least that machine and control groups (containers, Slurm, Kubernetes) leave, shared by the
     ranks of the machine: whoever takes more is killed without a word.
     """
-    rooms = [*_free_of_machine(root), *_free_of_control_groups(root)]
+    rooms = _free_of_control_groups(root)
+    machine = _fields(root / "proc" / "meminfo").get("MemAvailable:")
+    if machine is not None:
+        rooms.append(machine << 10)  # it counts in KiB
     num_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1") or 1)
     return min(rooms) // max(num_ranks, 1) if rooms else None
-
-
-def _free_of_machine(root: Path) -> list[int]:
-    found = _fields(root / "proc" / "meminfo").get("MemAvailable:")
-    return [] if found is None else [found << 10]  # it counts in KiB
 
 
 def _free_of_control_groups(root: Path) -> list[int]:

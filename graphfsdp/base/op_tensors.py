@@ -152,9 +152,6 @@ class OpCall:
         self.sees_functions = False
         self.name, self.schema_name, self.is_random, *others = _facts_of(op)
         self.is_trusted, self.is_ours, self.is_literal = others
-        self._tensors: list[Tensor] | None = None
-        self._keys: list[int] | None = None
-        self._written: list[Tensor] | None = None
         self._result: Any = None
         self._results: list[tuple[Tensor, int]] = []
 
@@ -171,19 +168,15 @@ class OpCall:
         with self.around(), _functions_seen() if self.sees_functions else nullcontext():
             return self.op(*self.args, **self.kwargs)
 
-    @property
+    @functools.cached_property
     def tensors(self) -> list[Tensor]:
         """The tensors among its arguments, lists opened."""
-        if self._tensors is None:
-            self._tensors = flat_tensors([*self.args, *self.kwargs.values()])
-        return self._tensors
+        return flat_tensors([*self.args, *self.kwargs.values()])
 
-    @property
+    @functools.cached_property
     def keys(self) -> list[int]:
         """Of each of ``tensors`` the ``storage_key``, as it was when somebody asked first."""
-        if self._keys is None:
-            self._keys = list(map(storage_key, self.tensors))
-        return self._keys
+        return list(map(storage_key, self.tensors))
 
     def results(self, result: Any) -> list[tuple[Tensor, int]]:
         """Return the tensors of what it has returned, lists opened, each with its storage's key.
@@ -199,12 +192,10 @@ class OpCall:
         """Return those of its results that have a storage which no argument had."""
         return [each for each in self.results(result) if each[1] and each[1] not in self.keys]
 
-    @property
+    @functools.cached_property
     def written(self) -> list[Tensor]:
         """The tensors that it writes."""
-        if self._written is None:
-            self._written = flat_tensors(self.written_arguments())
-        return self._written
+        return flat_tensors(self.written_arguments())
 
     def written_arguments(self) -> list[Any]:
         """Return what stands where it writes, by its schema or by what is known of it."""

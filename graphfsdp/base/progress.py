@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 @contextmanager
 def shown_when_slow(text: str, after_s: float = 2.0) -> Iterator[None]:
-    """Show that the body goes on, and for how long, where errors go to the first rank's terminal.
+    """Show that the body goes on, where errors go to the first rank's terminal.
 
     What it shows is gone when the body is over.
     """
@@ -18,16 +18,8 @@ def shown_when_slow(text: str, after_s: float = 2.0) -> Iterator[None]:
         yield
         return
     from rich.console import Console
-    from rich.progress import Progress, SpinnerColumn, TimeElapsedColumn
 
-    shown = Progress(
-        SpinnerColumn(),
-        "{task.description}",
-        TimeElapsedColumn(),
-        console=Console(stderr=True),
-        transient=True,
-    )
-    shown.add_task(text)
+    shown = Console(stderr=True).status(text)
     # torch's modes and Python's profile hook belong to a thread each: those of this have none.
     beginning = threading.Timer(after_s, shown.start)
     beginning.daemon = True

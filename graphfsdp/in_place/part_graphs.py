@@ -132,12 +132,8 @@ class PartGraphs:
         by_leaf = {id(leaf): _static_input(leaf) for leaf in leaves}
         self._static = [by_leaf[id(leaf)] for leaf in leaves]  # one that is given twice is one
         self._num_leaves = len(self._static)
-        targets = {id(each): place for place, each in enumerate(self._static)}
-        self._targets = [
-            (place, self._static[place].detach())
-            for place in targets.values()
-            if isinstance(self._static[place], Tensor)
-        ]
+        places = {id(leaf): place for place, leaf in enumerate(leaves) if isinstance(leaf, Tensor)}
+        self._targets = [(place, self._static[place].detach()) for place in places.values()]
         self._spec = spec
         self._told = kind.told
         self._casts = kind.casts  # see Note [Casts are inputs]
@@ -150,7 +146,13 @@ class PartGraphs:
             raise NotAPartError("it is given a buffer of its own, which it may write")
         states = [generator.get_state() for generator in generators_of(module, device)]
         with self._backend.on_capture_stream():
-            self._pairs = self._make_stand_ins()
+            # Other parameters, which lie in the same memory, each with the module's own. CUDA rule:
+            # a capture may not wait for another stream, and autograd runs what ends in a parameter
+            # on the stream on which that was used first. That stays the loop's, as ever.
+            params = [param for param in module.parameters() if param.requires_grad]
+            self._pairs = [(nn.Parameter(param.detach()), param) for param in params]
+            for stand_in, param in self._pairs:
+                vars(stand_in).update(vars(param))
             stand_ins = {id(param): stand_in for stand_in, param in self._pairs}
             own = Casts([stand_ins[id(each)] for each in casts.weights], casts.dtype)()
         self._params = {id(stand_in): param for stand_in, param in self._pairs}
@@ -221,21 +223,9 @@ class PartGraphs:
         self._find_saved(results, [each for ref in packed if (each := ref()) is not None])
         return [tensor.detach() for tensor in results]
 
-    def _make_stand_ins(self) -> Sequence[tuple[Tensor, Tensor]]:
-        """Return other parameters, which lie in the same memory, each with the module's own.
-
-        CUDA rule: a capture may not wait for another stream, and autograd runs what ends in a
-        parameter on the stream on which that was used first. That stays the loop's, as ever.
-        """
-        params = [param for param in self._module.parameters() if param.requires_grad]
-        pairs = [(nn.Parameter(param.detach()), param) for param in params]
-        for stand_in, param in pairs:
-            vars(stand_in).update(vars(param))
-        return pairs
-
     @contextmanager
     def _put_in(self) -> Iterator[None]:
-        """Have these parameters in the module while the body runs."""
+        """Have the other parameters in the module while the body runs."""
         own = {id(param): stand_in for stand_in, param in self._pairs}
         tables: list[tuple[dict[str, Any], str, Any]] = []
         for module in self._module.modules():

@@ -89,7 +89,7 @@ def test_gloo_adds_in_the_order_of_ranks_and_gathers_long_and_short_alike() -> N
         assert torch.equal(shard, added / num_ranks)
         gathered.wait()
         assert torch.equal(whole, torch.cat([each[:numel] for each in inputs]))
-        with raises_on_rank(graphfsdp.PhaseError, "not under way"):
+        with raises_on_rank(KeyError, "under_way"):
             gathered.wait()
 
 
