@@ -1,8 +1,6 @@
 """`graphfsdp.capture`: checks the arguments and joins the packages into a captured step."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -29,21 +27,6 @@ from graphfsdp.preconditions import (
 
 if TYPE_CHECKING:
     from graphfsdp.base.torch_internals import PipelineSchedule
-
-# Belongs to a context, not to the module: other threads and tasks capture as ever.
-_ANSWER: ContextVar[Callable[[Program], CapturedStep] | None] = ContextVar(
-    "graphfsdp_capture", default=None
-)
-
-
-@contextmanager
-def answering(answer: Callable[[Program], CapturedStep]) -> Iterator[None]:
-    """Give calls of ``graphfsdp.capture`` in the body to a function, for a check of scripts."""
-    token = _ANSWER.set(answer)
-    try:
-        yield
-    finally:
-        _ANSWER.reset(token)
 
 
 def capture(
@@ -148,13 +131,15 @@ def capture(
         compile=Compile.parse(compile),
     )
     program = Program(model, optimizer, options, loss_fn, iteration, mp_policy)
-    answer = _ANSWER.get()
-    if answer is not None:
-        return answer(program)
+    return captured_step(program, backend, example_batch)
+
+
+def captured_step(program: Program, backend: str, example_batch: object) -> CapturedStep:
+    """Return what ``capture`` does; a check of scripts has another function here."""
     refuse_arguments(program)
     with DeferredInterrupts():  # it hooks into parameters and modules
         engine = make_engine(program, backend=backend)
-        return CapturedStep(engine, options, _arguments_of(example_batch))
+        return CapturedStep(engine, program.options, _arguments_of(example_batch))
 
 
 def make_engine(program: Program, *, backend: str = "auto", noting: Noting = raising) -> Engine:

@@ -153,9 +153,8 @@ class PartGraphs:
             self._pairs = [(nn.Parameter(param.detach()), param) for param in params]
             for stand_in, param in self._pairs:
                 vars(stand_in).update(vars(param))
-            stand_ins = {id(param): stand_in for stand_in, param in self._pairs}
-            own = Casts([stand_ins[id(each)] for each in casts.weights], casts.dtype)()
-        self._params = {id(stand_in): param for stand_in, param in self._pairs}
+            self._stand_ins = {id(param): stand_in for stand_in, param in self._pairs}
+            own = Casts([self._stand_ins[id(each)] for each in casts.weights], casts.dtype)()
         self._cast_targets = [cast.detach() for cast in own]
         # Leaves, and those that autocast finds in its cache for the stand-ins.
         self._static += [cast.detach_().requires_grad_() for cast in own]
@@ -226,7 +225,7 @@ class PartGraphs:
     @contextmanager
     def _put_in(self) -> Iterator[None]:
         """Have the other parameters in the module while the body runs."""
-        own = {id(param): stand_in for stand_in, param in self._pairs}
+        own = self._stand_ins
         tables: list[tuple[dict[str, Any], str, Any]] = []
         for module in self._module.modules():
             tables += [
@@ -299,9 +298,12 @@ class PartGraphs:
 
     def _find_uses(self, kept: Sequence[Tensor]) -> None:
         """Find where gradients leave the autograd graph: the nodes of its uses of leaves."""
-        inputs = {id(leaf) for leaf in self._inputs() if leaf.requires_grad}
-        leaves: dict[int, Tensor] = {}
-        uses: dict[int, list[tuple[Node, int]]] = {}
+        # What gradients go to: parameters, and by their places inputs.
+        targets: dict[int, Any] = {id(stand_in): param for stand_in, param in self._pairs}
+        for place, leaf in enumerate(self._static):
+            if isinstance(leaf, Tensor) and leaf.requires_grad:
+                targets[id(leaf)] = place
+        uses: dict[Tensor, list[tuple[Node, int]]] = {}
         results = {(tensor.grad_fn, tensor.output_nr) for tensor in kept if tensor.grad_fn}
         for node in nodes_behind(kept):
             for index, (following, number) in enumerate(node.next_functions):
@@ -314,11 +316,9 @@ class PartGraphs:
                 variable = getattr(following, "variable", None)
                 if variable is None:
                     continue
-                if id(variable) in inputs or id(variable) in self._params:
-                    leaves[id(variable)] = variable
-                    uses.setdefault(id(variable), []).append((node, index))
-                else:
+                if id(variable) not in targets:
                     raise NotAPartError("it trains a tensor that is none of its parameters")
+                uses.setdefault(variable, []).append((node, index))
         for nodes in uses.values():  # in the order in which a backward pass comes to them
             nodes.sort(key=lambda use: -sequence_number(use[0]))
         self._fixed = [index for index, tensor in enumerate(kept) if not tensor.requires_grad]
@@ -326,15 +326,11 @@ class PartGraphs:
             self._module,
             self._backend,
             [get_gradient_edge(tensor) if tensor.requires_grad else None for tensor in kept],
-            [leaves[key] for key in uses],
+            [*uses],
             [*uses.values()],
             self._on_the_way_back,
         )
-        # What gradients go to, once for each use: parameters, and by their places inputs.
-        places = {id(each): place for place, each in enumerate(self._static)}
-        self._edges: list[Any] = [
-            self._params.get(key, places.get(key)) for key, nodes in uses.items() for _ in nodes
-        ]
+        self._edges = [targets[id(leaf)] for leaf, nodes in uses.items() for _ in nodes]
 
     def given(self, leaves: Sequence[Any]) -> Sequence[Any]:
         """Return what a call with these arguments is given, in the order of ``edges``' places."""

@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
-from functools import wraps
+from functools import partial, wraps
 from typing import Any, NoReturn
 from unittest import mock
 
@@ -22,11 +22,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from graphfsdp import in_place
+from graphfsdp import api, in_place
 from graphfsdp._capture.rules.refusals import running_optimizer
 from graphfsdp._capture.step import CapturedStep
 from graphfsdp._capture.trace.source import ModuleTracker, OpPhase, SiteTable, user_source_line
-from graphfsdp.api import answering, make_engine
 from graphfsdp.base.op_tensors import OpCall, OperatorMode, as_written, is_empty
 from graphfsdp.base.torch_internals import is_in_backward, num_dispatch_modes
 from graphfsdp.config import Compile, Scope
@@ -120,10 +119,10 @@ class ScriptRun:
         try:
             with (
                 self._stack,
-                answering(self._capture),
                 warnings.catch_warnings(),
                 mock.patch.object(torch, "compile", compile_nothing),
                 mock.patch.object(nn.Module, "__call__", note_and_call),
+                mock.patch.object(api, "captured_step", partial(self._capture, api.captured_step)),
                 mock.patch.object(in_place, "Parts", self._capture_in_place),
             ):
                 warnings.filterwarnings("ignore", "Using `torch.compile.module.` when there are")
@@ -212,7 +211,9 @@ class ScriptRun:
         self._begin(parts)
         return parts
 
-    def _capture(self, program: Program) -> Any:
+    def _capture(self, capture: Callable[..., Any], program: Program, *rest: Any) -> Any:
+        if _here() != self._here:
+            return capture(program, *rest)
         self._has_captured = True
         self._leave()
 
@@ -283,7 +284,7 @@ class _CheckedStep(CapturedStep):
         self, program: Program, check: Callable[[tuple[Any, ...], dict[str, Any]], NoReturn]
     ) -> None:
         options = replace(program.options, scope=Scope.NONE, compile=Compile.OFF)
-        super().__init__(make_engine(replace(program, options=options)), options)
+        super().__init__(api.make_engine(replace(program, options=options)), options)
         self._check = check
 
     def __call__(self, *args: Any, **kwargs: Any) -> NoReturn:
