@@ -46,7 +46,7 @@ def without_computing(graph: torch.fx.GraphModule, example: Sequence[Tensor]) ->
 def measure(case: Case) -> Row:
     setting = Setting(case, CPU)
     contender = own_contender(setting, Scope.FULL_ITERATION)
-    batches = batch_source(case, CPU, Ranks()).take(0, NUM_BATCHES)
+    batches = [*map(batch_source(case, CPU, Ranks()), range(NUM_BATCHES))]
     for step in range(NUM_WARM_UPS):
         contender(batches[step], step)
     assert contender.captured is not None

@@ -27,7 +27,7 @@ NUM_PAIRS, NUM_TOGETHER = 40, 10
 
 
 def loop_of(model: nn.Module, optimizer: torch.optim.Optimizer, case: Case) -> Callable[[], Tensor]:
-    batches = itertools.cycle(batch_source(case, CPU, Ranks()).take(0, NUM_BATCHES))
+    batches = itertools.cycle([*map(batch_source(case, CPU, Ranks()), range(NUM_BATCHES))])
 
     def iterate() -> Tensor:
         optimizer.zero_grad()

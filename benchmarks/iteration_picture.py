@@ -20,8 +20,7 @@ from benchmarks.rows import CPU
 from graphfsdp.bench.contenders import Contender, Setting, own_contender, torch_loop
 from graphfsdp.bench.measure import Window, in_turns, time_window
 from graphfsdp.bench.results import environment_text, find_environment
-from graphfsdp.bench.workloads import Case, batch_source
-from graphfsdp.bench.zoo import ROWS, TOKENS
+from graphfsdp.bench.workloads import ROWS, TOKENS, Case, batch_source
 from graphfsdp.config import Scope
 from graphfsdp.data import Batch
 from graphfsdp.training.ranks import Ranks
@@ -106,7 +105,7 @@ def measure() -> tuple[list[Row], str]:
     setting, source = Setting(case, CPU), batch_source(case, CPU, Ranks())
     plain, ours = torch_loop(setting), own_contender(setting, Scope.FULL_ITERATION)
     environment = find_environment(CPU)
-    batches = source.take(0, NUM_BATCHES)
+    batches = [*map(source, range(NUM_BATCHES))]
     turn = itertools.cycle(batches)
 
     def window(contender: Contender) -> Callable[[], Window]:

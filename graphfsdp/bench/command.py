@@ -34,9 +34,8 @@ from graphfsdp.bench.workloads import (
 )
 from graphfsdp.command_line import Parser, add_flags, print_line, require
 from graphfsdp.errors import ConfigError
-from graphfsdp.training.build import choose_device
 from graphfsdp.training.config import DeviceChoice
-from graphfsdp.training.ranks import find_ranks, process_group
+from graphfsdp.training.ranks import choose_device, find_ranks, process_group
 from graphfsdp.training.run_directory import make_new_directory
 
 _ABOUT = """\

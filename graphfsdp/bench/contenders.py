@@ -6,7 +6,7 @@ A contender is a model and an optimizer that train one step per call without a h
 import contextlib
 import functools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
@@ -25,7 +25,7 @@ from graphfsdp.config import MixedPrecisionPolicy, Scope, ShardingStrategy
 from graphfsdp.data import Batch
 from graphfsdp.errors import ConfigError
 from graphfsdp.optim import FusedAdam
-from graphfsdp.training.ranks import Ranks, process_group
+from graphfsdp.training.ranks import Ranks, backend_for
 
 PEAK_LR = 1e-3
 ADAM: Mapping[str, Any] = MappingProxyType(
@@ -58,11 +58,14 @@ class Setting:
 
 @dataclass
 class Contender:
-    """A model and an optimizer that train one step per call, without a host sync."""
+    """A model and an optimizer that train one step per call, and what has been seen of them."""
 
     train: Callable[[Batch], Tensor]  # returns the [] float32 loss, the caller's to keep
     optimizer: torch.optim.Optimizer
     captured: graphfsdp.CapturedStep | None = None
+    init_ms: float = 0.0  # built and warmed up, capture and compilation included
+    num_steps: int = 0  # so far
+    losses: list[Tensor] = field(default_factory=list)  # pieces of [K] float32 on the device
 
     def __call__(self, batch: Batch, step: int) -> Tensor:  # [] float32 loss
         """Train one step at the learning rate of that step, without a host sync."""
@@ -70,6 +73,9 @@ class Contender:
         for group in self.optimizer.param_groups:
             group["lr"] = rate
         return self.train(batch)
+
+    def all_losses(self) -> Tensor:  # [K] float32
+        return torch.cat(self.losses).cpu()
 
     def close(self) -> None:
         """Free what outlives the object."""
@@ -79,12 +85,11 @@ class Contender:
 
 @dataclass(frozen=True)
 class ContenderSpec:
-    """A contender by name; ``make`` may raise anything, and the group may be of one rank."""
+    """A contender by name; ``make`` may raise anything."""
 
     name: str
     description: str
     make: Callable[[Setting], Contender]
-    needs_group: bool = False
     compiles: bool = False
 
 
@@ -191,9 +196,15 @@ def reduce_overhead(setting: Setting) -> Contender:
 
 
 def fsdp2(setting: Setting, *, compile_blocks: bool = False) -> Contender:
-    """Return PyTorch's ``fully_shard`` on each block, compiled before, and on the root."""
+    """Return PyTorch's ``fully_shard`` on each block, compiled before, and on the root.
+
+    Where no launcher has made a group, it makes one of one rank, which ``measure_case`` ends.
+    """
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
+    if not dist.is_initialized():
+        backend = backend_for(setting.device)
+        dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
     model = initial_model(setting)
     mesh = init_device_mesh(setting.device.type, (dist.get_world_size(),))
     policy = MixedPrecisionPolicy()
@@ -236,13 +247,11 @@ CONTENDERS = (
         "fsdp2",
         "PyTorch's FSDP2 (fully_shard on each block and the root), AdamW(fused=True)",
         fsdp2,
-        needs_group=True,
     ),
     ContenderSpec(
         "fsdp2_compile",
         "the same with each block compiled by torch.compile",
         functools.partial(fsdp2, compile_blocks=True),
-        needs_group=True,
         compiles=True,
     ),
     ContenderSpec(
@@ -275,14 +284,3 @@ def find_contenders(names: tuple[str, ...] | None) -> tuple[ContenderSpec, ...]:
     return tuple(
         spec for spec in CONTENDERS if names is None or spec.name == REFERENCE or spec.name in names
     )
-
-
-@contextlib.contextmanager
-def group_for(specs: Sequence[ContenderSpec], setting: Setting) -> Iterator[None]:
-    """Keep a group of one rank where a contender needs one and no launcher has made any."""
-    if dist.is_initialized() or not any(spec.needs_group for spec in specs):
-        yield
-        return
-    alone = Ranks(launched=True)
-    with process_group(alone, setting.device, timeout_minutes=TIMEOUT_MINUTES, store=HashStore()):
-        yield

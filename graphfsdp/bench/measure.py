@@ -11,7 +11,7 @@ import signal
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import TypeVar
 
@@ -25,10 +25,9 @@ from graphfsdp.bench.contenders import (
     ContenderSpec,
     Setting,
     find_contenders,
-    group_for,
 )
 from graphfsdp.bench.results import REFERENCE, Row
-from graphfsdp.bench.workloads import BatchSource, batch_source
+from graphfsdp.bench.workloads import batch_source
 from graphfsdp.data import Batch
 from graphfsdp.errors import ConfigError, GraphFSDPError
 
@@ -128,49 +127,6 @@ class CaseFailedError(GraphFSDPError):
     """A case has no result at all; the message says why."""
 
 
-@dataclass
-class RunningContender:
-    """A contender and what has been seen of it so far.
-
-    ``losses`` come in pieces of [K] float32 on the device.
-    """
-
-    contender: Contender
-    source: BatchSource
-    init_ms: float = 0.0  # built and warmed up, capture and compilation included
-    num_steps: int = 0  # so far
-    losses: list[Tensor] = field(default_factory=list)
-
-    def run(self, num_steps: int) -> Window:
-        """Train so many steps, another batch in each, without a host sync in between."""
-        losses: list[Tensor] = []
-
-        def step(batch: Batch, number: int) -> None:
-            losses.append(self.contender(batch, number))
-
-        first = self.num_steps
-        batches = self.source.take(first, num_steps)
-        torch.manual_seed(first)  # so that dropout drops the same for every contender
-        steps = [functools.partial(step, each, first + n) for n, each in enumerate(batches)]
-        window = time_window(steps, self.source.device)
-        self.num_steps += num_steps
-        self.losses.append(torch.stack(losses))
-        return window
-
-    def row(self, windows: Sequence[Window], reference: Tensor) -> Row:
-        """``reference`` are the losses of the contender that all others are compared with."""
-        return {
-            "init_ms": self.init_ms,
-            # Windows of steps with no host sync inside; the CPU's time is per step.
-            "step_ms": [list(window.step_ms) for window in windows],
-            "cpu_ms": [round(window.cpu_ms, 6) for window in windows],
-            **compare_losses(reference, self.all_losses()),
-        }
-
-    def all_losses(self) -> Tensor:  # [K] float32
-        return torch.cat(self.losses).cpu()
-
-
 def measure_case(
     setting: Setting, turn: Turn = lambda _: None, specs: Sequence[ContenderSpec] | None = None
 ) -> list[Row]:
@@ -189,20 +145,21 @@ def measure_case(
     }
     wanted = find_contenders(case.contenders) if specs is None else specs
     bench = _CaseBench(setting, turn)
-    with group_for(wanted, setting):
-        try:
-            rows = bench.run(wanted)
-        finally:
-            bench.close()
+    try:
+        rows = bench.run(wanted)
+    finally:
+        bench.close()
+        if dist.is_initialized() and not setting.ranks.launched:
+            dist.destroy_process_group()
     return [{**facts, **row} for row in rows]
 
 
 class _CaseBench:
     def __init__(self, setting: Setting, turn: Turn) -> None:
         self._setting, self._turn = setting, turn
-        self._source = batch_source(setting.case, setting.device, setting.ranks)
+        self._batch_of = batch_source(setting.case, setting.device, setting.ranks)
         self._members = setting.ranks.members
-        self._running: dict[str, RunningContender] = {}
+        self._running: dict[str, Contender] = {}
         self._reasons: dict[str, str] = {}  # of those that do not run
         self._started = time.monotonic()
 
@@ -220,7 +177,7 @@ class _CaseBench:
         self._line_up()
         losses = self._reference().all_losses()
         ran = [
-            {"contender": name, **self._running[name].row(windows[name], losses)}
+            {"contender": name, **_row(self._running[name], windows[name], losses)}
             for name in names
             if name in self._running
         ]
@@ -229,8 +186,8 @@ class _CaseBench:
 
     def close(self) -> None:
         """Free all contenders, also after a failure."""
-        for item in self._running.values():
-            item.contender.close()
+        for contender in self._running.values():
+            contender.close()
         self._running.clear()
 
     def _is_late(self, share: float) -> bool:
@@ -244,7 +201,7 @@ class _CaseBench:
         if self._setting.ranks.size > 1:
             dist.barrier()
 
-    def _reference(self) -> RunningContender:
+    def _reference(self) -> Contender:
         if REFERENCE not in self._running:
             raise ConfigError(
                 f"{self._setting.case.key}: the reference ({REFERENCE}) cannot run here, so there "
@@ -260,9 +217,25 @@ class _CaseBench:
         start = time.perf_counter()
         built = self._attempt(spec.name, lambda: spec.make(self._setting))
         if built is not None:
-            item = self._running[spec.name] = RunningContender(built, self._source)
-            self._attempt(spec.name, lambda: item.run(NUM_WARMUP_STEPS))
-            item.init_ms = (time.perf_counter() - start) * 1e3
+            self._running[spec.name] = built
+            self._attempt(spec.name, lambda: self._train(built, NUM_WARMUP_STEPS))
+            built.init_ms = (time.perf_counter() - start) * 1e3
+
+    def _train(self, contender: Contender, num_steps: int) -> Window:
+        """Train so many steps, another batch in each, without a host sync in between."""
+        losses: list[Tensor] = []
+
+        def step(number: int, batch: Batch) -> None:
+            losses.append(contender(batch, number))
+
+        numbers = range(contender.num_steps, contender.num_steps + num_steps)
+        batches = [*map(self._batch_of, numbers)]
+        torch.manual_seed(numbers[0])  # so that dropout drops the same for every contender
+        steps = [*map(functools.partial, itertools.repeat(step), numbers, batches)]
+        window = time_window(steps, self._setting.device)
+        contender.num_steps += num_steps
+        contender.losses.append(torch.stack(losses))
+        return window
 
     def _windows(
         self, names: Sequence[str], num_steps: int, num_rounds: int
@@ -273,8 +246,10 @@ class _CaseBench:
         """
 
         def window(name: str) -> Window | None:
-            item = self._running.get(name)
-            return None if item is None else self._attempt(name, lambda: item.run(num_steps))
+            contender = self._running.get(name)
+            if contender is None:
+                return None
+            return self._attempt(name, lambda: self._train(contender, num_steps))
 
         rounds = itertools.takewhile(
             lambda number: not number or not self._is_late(_TIMING_SHARE), range(num_rounds)
@@ -299,9 +274,20 @@ class _CaseBench:
             return self._members.together(attempt)
         except ContenderFailedError as error:
             if name in self._running:
-                self._running.pop(name).contender.close()
+                self._running.pop(name).close()
             self._reasons[name] = str(error)
             return None
+
+
+def _row(contender: Contender, windows: Sequence[Window], reference: Tensor) -> Row:
+    """``reference`` are the losses of the contender that all others are compared with."""
+    return {
+        "init_ms": contender.init_ms,
+        # Windows of steps with no host sync inside; the CPU's time is per step.
+        "step_ms": [list(window.step_ms) for window in windows],
+        "cpu_ms": [round(window.cpu_ms, 6) for window in windows],
+        **compare_losses(reference, contender.all_losses()),
+    }
 
 
 def compare_losses(

@@ -18,10 +18,9 @@ from rich.console import Console
 from graphfsdp.bench.results import Row, find_environment
 from graphfsdp.command_line import Parser, add_flags, print_line, require
 from graphfsdp.errors import ConfigError
-from graphfsdp.training.build import choose_device
 from graphfsdp.training.config import TrainConfig, parse_train_arguments
 from graphfsdp.training.mllog import RULESET, UNVERIFIED, compliance_complaint
-from graphfsdp.training.ranks import Ranks
+from graphfsdp.training.ranks import Ranks, choose_device
 from graphfsdp.training.run_directory import make_new_directory
 
 KIND = "graphfsdp_bench_mlperf"

@@ -29,16 +29,14 @@ from graphfsdp.base.memory import neighbour_starts
 from graphfsdp.base.op_tensors import OpCall, OperatorMode, flat_tensors, is_empty, storage_key
 from graphfsdp.base.torch_internals import key_of
 from graphfsdp.command_line import Parser, add_flags, print_line, require
-from graphfsdp.data import BYTES_VOCAB_SIZE
 from graphfsdp.sharding.layout import BufferPlan, plan_buffers
-from graphfsdp.training.build import make_model
 from graphfsdp.training.config import (
     IterationBatch,
     StrategyName,
     TrainConfig,
     parse_train_arguments,
 )
-from graphfsdp.training.gpt import GPT
+from graphfsdp.training.gpt import GPT, make_model
 from graphfsdp.training.metrics import GPUS, Gpu, flops_per_token, peak_tflops
 
 DeviceName = Literal["h100", "h200", "b200"]
@@ -294,6 +292,10 @@ class TrainingPlan:
     flops: int  # of one rank in one iteration
 
     @property
+    def num_ranks(self) -> int:
+        return self.inner * self.outer
+
+    @property
     def buffers(self) -> list[BufferPlan]:
         return [buffer for unit in self.units for buffer in unit.buffers]
 
@@ -340,7 +342,7 @@ class TrainingPlan:
         grad_bytes = _together(trained, lambda buffer: buffer.dtypes.grad)
         # Padding has none.
         state_bytes = _STATE_BYTES * sum(buffer.main_numel for buffer in trained)
-        inputs = 2 * _TOKEN_BYTES * batch.num_tokens // batch.num_ranks
+        inputs = 2 * _TOKEN_BYTES * batch.num_tokens // self.num_ranks
         yield MemoryLine("main weights", main_bytes, True)
         yield MemoryLine("main grads", grad_bytes, True)
         yield MemoryLine("optimizer state", state_bytes, False)
@@ -404,8 +406,7 @@ class TrainingPlan:
 def plan_training(config: TrainConfig, *, num_ranks: int) -> TrainingPlan:
     """Plan a run on ``num_ranks`` ranks, those of all machines; ConfigError if it cannot start."""
     batch = config.batch(num_ranks)
-    vocab_size = config.vocab_size or BYTES_VOCAB_SIZE
-    model = make_model(config, vocab_size, torch.device("meta"), torch.float32)
+    model = make_model(config.gpt(), torch.device("meta"), torch.float32)
     outer = config.num_distributed_optimizer_instances
     inner = num_ranks // outer
     cuts_outside = config.outer_dp_sharding_strategy == "optim" and outer > 1
@@ -493,7 +494,7 @@ def _lines(plan: TrainingPlan, device: DeviceName | None) -> Iterator[str]:
     config = plan.config
     over = f" over {plan.inner} ranks, {plan.outer} times" if plan.outer > 1 else ""
     over += ", optimizer state cut over all" if plan.cuts_outside else ""
-    yield f"{config.preset} on {plan.batch.num_ranks} ranks, {config.sharding.value}{over}"
+    yield f"{config.preset} on {plan.num_ranks} ranks, {config.sharding.value}{over}"
     yield "memory of each rank (~ marks estimates; all else the layout decides, to the byte):"
     for kind, num_bytes, exact in plan.memory():
         if num_bytes:

@@ -12,12 +12,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NamedTuple
 
 import torch
 
 from graphfsdp.command_line import Parser, add_flags, flag_name, flags_of, require
 from graphfsdp.config import MixedPrecisionPolicy, ShardingStrategy
+from graphfsdp.data import BYTES_VOCAB_SIZE
 from graphfsdp.errors import ConfigError
 from graphfsdp.training.gpt import GPTConfig, Normalization, PositionEmbeddingType
 from graphfsdp.training.hugging_face import shape_of
@@ -29,24 +30,12 @@ ScopeName = Literal["none", "forward_backward", "full_iteration"]
 StrategyName = Literal["no_shard", "optim", "optim_grads", "optim_grads_params"]
 
 
-@dataclass(frozen=True)
-class IterationBatch:
-    """How the sequences of one iteration are cut over ranks and micro-batches."""
+class IterationBatch(NamedTuple):
+    """What one iteration trains on; sequences and tokens are those of all ranks together."""
 
-    micro_batch_size: int  # sequences of one forward and backward on one rank
     num_microbatches: int  # on each rank
-    num_ranks: int
-    seq_length: int
-
-    @property
-    def num_sequences(self) -> int:
-        """Sequences of the iteration, all ranks together."""
-        return self.micro_batch_size * self.num_microbatches * self.num_ranks
-
-    @property
-    def num_tokens(self) -> int:
-        """Tokens of the iteration, all ranks together."""
-        return self.num_sequences * self.seq_length
+    num_sequences: int
+    num_tokens: int
 
 
 @dataclass(frozen=True)
@@ -217,15 +206,17 @@ class TrainConfig(GPTConfig):
     def __post_init__(self) -> None:
         self._check_ranges()
         try:
-            self.gpt(self.vocab_size if self.vocab_size is not None else 256)
+            self.gpt()
             _ = self.sharding, self.held_out_percent
         except ConfigError as error:
             raise ConfigError(_in_flags(str(error))) from None
         self._check_together()
 
-    def gpt(self, vocab_size: int) -> GPTConfig:
+    def gpt(self) -> GPTConfig:
         shape = {field.name: getattr(self, field.name) for field in fields(GPTConfig)}
-        return GPTConfig(**{**shape, "vocab_size": vocab_size})
+        if self.vocab_size is None:
+            shape["vocab_size"] = BYTES_VOCAB_SIZE
+        return GPTConfig(**shape)
 
     def settings(self) -> dict[str, Any]:
         """Return what flags say, the preset's name included: what a ``--config`` file may hold."""
@@ -278,9 +269,8 @@ class TrainConfig(GPTConfig):
                 f"--global-batch-size {num_sequences} is not divisible by {divisor}: every rank "
                 f"runs the same whole number of micro-batches; make it a multiple"
             )
-        return IterationBatch(
-            self.micro_batch_size, num_sequences // together, num_ranks, self.seq_length
-        )
+        num_tokens = num_sequences * self.seq_length
+        return IterationBatch(num_sequences // together, num_sequences, num_tokens)
 
     def lr_at(self, iteration: int) -> float:
         """Return the learning rate of an iteration, counted from 0.
@@ -301,6 +291,9 @@ class TrainConfig(GPTConfig):
         if style == "cosine":
             left = 0.5 * (math.cos(math.pi * progress) + 1.0)
         return self.min_lr + left * (self.lr - self.min_lr)
+
+    def is_success(self, val_loss: float) -> bool:
+        return math.isfinite(val_loss) if self.target_loss is None else val_loss <= self.target_loss
 
     @property
     def param_dtype(self) -> torch.dtype:

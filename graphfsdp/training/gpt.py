@@ -288,3 +288,14 @@ class GPT(nn.Module):
             return logits
         # In float32 whatever the weights are: a softmax over V terms loses too much in bf16.
         return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
+
+
+def make_model(config: GPTConfig, device: torch.device, dtype: torch.dtype) -> GPT:
+    """Weights are drawn from torch's global generator."""
+    # Drawn on the CPU, so that a seed means the same weights on every device.
+    with torch.device("meta" if device.type == "meta" else "cpu"):
+        model = GPT(config)
+    # Parameters alone: buffers such as RoPE's tables stay in float32.
+    for param in model.parameters():
+        param.data = param.data.to(dtype)
+    return model.to(device)

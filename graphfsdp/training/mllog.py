@@ -7,7 +7,6 @@ to training 6.1.0.
 import contextlib
 import importlib.util
 import logging
-import math
 import platform
 import re
 import subprocess
@@ -152,15 +151,6 @@ def _open_file(name: str) -> _LogFile:
         return _LogFile(name, encoding="utf-8")
 
 
-def is_success(config: TrainConfig, loss: float) -> bool:
-    return math.isfinite(loss) if config.target_loss is None else reached(config, loss)
-
-
-def reached(config: TrainConfig, loss: float | None) -> bool:
-    """Return whether a validation loss, if there is one, is at most the target, if there is one."""
-    return config.target_loss is not None and loss is not None and loss <= config.target_loss
-
-
 def _settings(config: TrainConfig, ranks: Ranks, device: torch.device) -> dict[str, object]:
     batch = config.batch(ranks.size)
     kept = "preset " + config.preset if config.out is None else f"{config.out}/config.json"
@@ -179,7 +169,7 @@ def _settings(config: TrainConfig, ranks: Ranks, device: torch.device) -> dict[s
         "seed": config.seed,
         "config_filename": kept,
         "global_batch_size": batch.num_sequences,
-        "micro_batch_size": batch.micro_batch_size,
+        "micro_batch_size": config.micro_batch_size,
         "gradient_accumulation_steps": batch.num_microbatches,
         "max_sequence_length": config.seq_length,
         "max_steps": config.train_iters,

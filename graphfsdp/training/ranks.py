@@ -5,7 +5,6 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -84,13 +83,34 @@ def find_ranks() -> Ranks:
     return Ranks()
 
 
+def choose_device(choice: str, ranks: Ranks) -> torch.device:
+    """With several ranks on a machine, one GPU each."""
+    available = torch.cuda.is_available()
+    if choice == "cuda" and not available:
+        raise ConfigError(
+            f"--device cuda: torch {torch.__version__} finds no GPU; use --device cpu, or "
+            f"install a driver and a build of torch for CUDA"
+        )
+    if choice == "cpu" or not available:
+        return torch.device("cpu")
+    if not ranks.launched:
+        return torch.device("cuda", torch.cuda.current_device())
+    num_gpus = torch.cuda.device_count()
+    if ranks.local_size > num_gpus:
+        raise ConfigError(
+            f"{ranks.local_size} processes were started on this machine, but torch finds "
+            f"{num_gpus} GPU(s), and each process needs its own; give torchrun --nproc-per-node "
+            f"{num_gpus}, or --device cpu"
+        )
+    torch.cuda.set_device(ranks.local_rank)
+    return torch.device("cuda", ranks.local_rank)
+
+
 @contextmanager
 def process_group(
-    ranks: Ranks, device: torch.device, *, timeout_minutes: int, store: Any = None
+    ranks: Ranks, device: torch.device, *, timeout_minutes: int
 ) -> Iterator[str | None]:
     """Join the other processes while the body runs; yields the backend, None if there is none.
-
-    They meet in ``store``, one of torch.distributed, or where the launcher's environment says.
 
     Whatever holds a captured graph must be closed inside: it holds the group's communicators.
     """
@@ -100,10 +120,9 @@ def process_group(
     on_gpu = device.type == "cuda"
     timeout = timedelta(minutes=timeout_minutes)
     dist.init_process_group(
-        # Python objects travel through gloo, which does not disturb a stream that is recorded.
-        "cpu:gloo,cuda:nccl" if on_gpu else "gloo",
+        backend_for(device),
         timeout=timeout,
-        store=store if store is not None else _store_of_this_attempt(ranks, timeout),
+        store=_store_of_this_attempt(ranks, timeout),
         rank=ranks.rank,
         world_size=ranks.size,
         device_id=device if on_gpu else None,
@@ -112,6 +131,11 @@ def process_group(
         yield "nccl" if on_gpu else "gloo"
     finally:
         dist.destroy_process_group()
+
+
+def backend_for(device: torch.device) -> str:
+    # Python objects travel through gloo, which does not disturb a stream that is recorded.
+    return "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
 
 
 def _store_of_this_attempt(ranks: Ranks, timeout: timedelta) -> Store | None:

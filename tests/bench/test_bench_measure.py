@@ -43,7 +43,6 @@ from graphfsdp.bench.measure import (
 from graphfsdp.bench.results import REFERENCE, Result, Row, Table, case_table, overview
 from graphfsdp.bench.workloads import (
     SUITES,
-    BatchSource,
     Case,
     DtypeName,
     SuiteName,
@@ -353,7 +352,7 @@ NUM_STEPS = 14
 
 def source_of(
     name: str, device: torch.device, *, dtype: DtypeName = "fp32", ranks: Ranks | None = None
-) -> tuple[Setting, BatchSource]:
+) -> tuple[Setting, Callable[[int], Batch]]:
     setting = Setting(Case(name, dtype, 2), device, ranks=ranks or Ranks())
     return setting, batch_source(setting.case, device, setting.ranks)
 
@@ -362,8 +361,7 @@ def losses_of(name: str, dtype: DtypeName, scope: Scope, device: torch.device) -
     setting, source = source_of(name, device, dtype=dtype)
     contender = own_contender(setting, scope)
     try:
-        batches = source.take(0, NUM_STEPS)
-        losses = [contender(batch, step) for step, batch in enumerate(batches)]
+        losses = [contender(source(step), step) for step in range(NUM_STEPS)]
         assert contender.optimizer.param_groups[0]["lr"] == learning_rate(NUM_STEPS - 1)
         return torch.stack(losses)
     finally:
@@ -384,9 +382,7 @@ def test_every_kind_of_workload_replays_bit_for_bit(name: str, device: torch.dev
 def test_batches_depend_on_step_and_ranks_alone(name: str, device: torch.device) -> None:
     _, source = source_of(name, device, ranks=Ranks(rank=0, size=2))
     _, other_rank = source_of(name, device, ranks=Ranks(rank=1, size=2))
-    first, second = source.take(5, 2)
-    (again,) = source.take(5, 1)
-    (elsewhere,) = other_rank.take(5, 1)
+    first, second, again, elsewhere = source(5), source(6), source(5), other_rank(5)
     assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
     assert not torch.equal(first[0], second[0])
     assert not torch.equal(first[0], elsewhere[0])

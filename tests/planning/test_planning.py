@@ -26,9 +26,9 @@ from graphfsdp.planning.plan import (
     plan_training,
     run_without_numbers,
 )
-from graphfsdp.training.build import shard_model
 from graphfsdp.training.config import TrainConfig, parse_train_arguments
 from graphfsdp.training.gpt import GPT, GPTConfig
+from graphfsdp.training.loop import shard_model
 from overlap_helpers import short_up_to
 from ranks import RankPool
 from sharding_helpers import buffers as sharded_buffers
@@ -261,7 +261,7 @@ def storage_bytes(tensors: list[Tensor]) -> int:
 def real_world(config: TrainConfig, expected: int) -> dict[str, Any]:
     """Train for a few steps, and count; ``expected`` bytes of whole buffers are waited for."""
     torch.manual_seed(0)
-    model = GPT(config.gpt(37))
+    model = GPT(config.gpt())
     shard_model(model, config, torch.device("cpu"))
     microbatches = config.batch(dist.get_world_size()).num_microbatches
     matrices = [param for param in model.parameters() if param.dim() >= 2]

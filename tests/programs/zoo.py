@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import zoo_models as models
-from graphfsdp.bench.zoo import Workload, architectures
+from graphfsdp.bench.workloads import Workload, architectures
 from helpers import Batch, Case
 from zoo_models import TOKENS, VOCABULARY, WIDTH
 

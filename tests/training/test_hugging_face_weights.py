@@ -11,9 +11,8 @@ import torch
 from torch.nn import functional as F  # noqa: N812
 
 from graphfsdp.errors import ConfigError
-from graphfsdp.training.build import make_model
 from graphfsdp.training.config import find_preset, parse_train_arguments
-from graphfsdp.training.gpt import GPT, GPTConfig, PositionEmbeddingType
+from graphfsdp.training.gpt import GPT, GPTConfig, PositionEmbeddingType, make_model
 from graphfsdp.training.hugging_face import load_weights, save_weights, shape_of
 from training_helpers import lines_of, train
 
@@ -48,8 +47,7 @@ def folder_of(path: Path, config: dict[str, Any]) -> Path:
 
 def model_of(folder: Path) -> GPT:
     config = parse_train_arguments(["--hf-model", str(folder), "--seq-length", "16"])
-    assert config.vocab_size is not None
-    return make_model(config, config.vocab_size, torch.device("cpu"), torch.float32)
+    return make_model(config.gpt(), torch.device("cpu"), torch.float32)
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -205,9 +203,7 @@ def num_params_of(config: GPTConfig) -> int:
     ],
 )
 def test_presets_have_the_sizes_that_their_names_say(name: str, num_params: int) -> None:
-    preset = find_preset(name)
-    assert preset.vocab_size is not None
-    config = preset.gpt(preset.vocab_size)
+    config = find_preset(name).gpt()
     one, two = (num_params_of(dataclasses.replace(config, num_layers=n)) for n in (1, 2))
     assert one + (config.num_layers - 1) * (two - one) == num_params
 

@@ -26,12 +26,11 @@ from graphfsdp.cli import main
 from graphfsdp.data import load_corpus
 from graphfsdp.errors import ConfigError
 from graphfsdp.optim import FusedAdam
-from graphfsdp.training import build, loop
+from graphfsdp.training import loop
 from graphfsdp.training.config import TrainConfig, find_preset
 from graphfsdp.training.mllog import (
     RULES,
     compliance_complaint,
-    is_success,
     open_run_log,
 )
 from graphfsdp.training.ranks import Ranks
@@ -82,7 +81,7 @@ def test_the_checker_accepts_a_run_whose_numbers_are_those_without_a_log(
             seen_at_first_touch.extend(key for key, _, _ in events(log))
         return load_corpus(path, **options)
 
-    monkeypatch.setattr(build, "load_corpus", watched)
+    monkeypatch.setattr(loop, "load_corpus", watched)
     assert train(device, "--out", str(tmp_path / "plain")) == 0
     assert train(device, "--out", str(tmp_path / "logged"), "--mllog", str(log)) == 0
     # No data before the clock runs, and the capture has left nothing behind.
@@ -154,7 +153,7 @@ def write_made_up_run(config: TrainConfig, losses: list[float]) -> None:
             log.trained(12288 * (number + 1))
             log.block_stops()
             log.validated(loss)
-        log.run_stops(success=is_success(config, losses[-1]))
+        log.run_stops(success=config.is_success(losses[-1]))
 
 
 @needs_mllog
