@@ -32,7 +32,7 @@ from graphfsdp.bench.workloads import (
     find_workload,
     workloads,
 )
-from graphfsdp.command_line import Parser, add_flags, print_line, require
+from graphfsdp.cli import Parser, add_flags, print_line, require
 from graphfsdp.errors import ConfigError
 from graphfsdp.training.config import DeviceChoice
 from graphfsdp.training.ranks import choose_device, find_ranks, process_group
@@ -61,7 +61,7 @@ is the limit: measure both kinds. Sizes and batch sizes are a sweep:
 
 @dataclass(frozen=True)
 class BenchOptions:
-    """Each field is a flag (``command_line.add_flags``)."""
+    """Each field is a flag (``cli.add_flags``)."""
 
     suite: Annotated[SuiteName | None, "named cases (default: cpu or gpu, as the device is)"] = None
     workload: Annotated[tuple[str, ...] | None, "workloads, listed below", "NAME"] = None

@@ -16,7 +16,7 @@ from typing import Annotated, Any
 from rich.console import Console
 
 from graphfsdp.bench.results import Row, find_environment
-from graphfsdp.command_line import Parser, add_flags, print_line, require
+from graphfsdp.cli import Parser, add_flags, print_line, require
 from graphfsdp.errors import ConfigError
 from graphfsdp.training.config import TrainConfig, parse_train_arguments
 from graphfsdp.training.mllog import RULESET, UNVERIFIED, compliance_complaint
@@ -44,7 +44,7 @@ All other flags are those of 'graphfsdp train', such as
 
 @dataclass(frozen=True)
 class _Options:
-    """Each field is a flag (``command_line.add_flags``)."""
+    """Each field is a flag (``cli.add_flags``)."""
 
     out: Annotated[str, "new or empty directory for logs and scores", "DIR"]
     mlperf: Annotated[bool, "what chose this help", "store_true"] = False

@@ -28,7 +28,7 @@ from torch.overrides import TorchFunctionMode
 from graphfsdp.base.memory import neighbour_starts
 from graphfsdp.base.op_tensors import OpCall, OperatorMode, flat_tensors, is_empty, storage_key
 from graphfsdp.base.torch_internals import key_of
-from graphfsdp.command_line import Parser, add_flags, print_line, require
+from graphfsdp.cli import Parser, add_flags, print_line, require
 from graphfsdp.sharding.layout import BufferPlan, plan_buffers
 from graphfsdp.training.config import (
     IterationBatch,
@@ -462,7 +462,7 @@ def _together(buffers: Iterable[BufferPlan], dtype_of: Any) -> int:
 
 @dataclass(frozen=True)
 class _Options:
-    """Each field is a flag (``command_line.add_flags``)."""
+    """Each field is a flag (``cli.add_flags``)."""
 
     world_size: Annotated[int, "number of ranks"] = 8
     strategy: Annotated[StrategyName | None, "short for --data-parallel-sharding-strategy"] = None

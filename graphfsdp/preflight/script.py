@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from graphfsdp.base.torch_internals import num_function_modes
-from graphfsdp.command_line import Parser, require
+from graphfsdp.cli import Parser, require
 from graphfsdp.errors import ConfigError, HazardKind, first_line
 from graphfsdp.in_place import module_part
 from graphfsdp.preflight.loop import ScriptRun

@@ -16,7 +16,7 @@ from typing import Annotated, Any, Literal, NamedTuple
 
 import torch
 
-from graphfsdp.command_line import Parser, add_flags, flag_name, flags_of, require
+from graphfsdp.cli import Parser, add_flags, flag_name, flags_of, require
 from graphfsdp.config import MixedPrecisionPolicy, ShardingStrategy
 from graphfsdp.data import BYTES_VOCAB_SIZE
 from graphfsdp.errors import ConfigError

@@ -22,7 +22,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import graphfsdp
 from graphfsdp.checkpoint import AsyncSaver, load, save
-from graphfsdp.command_line import flag_name, print_line
+from graphfsdp.cli import flag_name, print_line
 from graphfsdp.data import BYTES_VOCAB_SIZE, Batch, Feed, TokenBatches, is_token_file, load_corpus
 from graphfsdp.errors import ConfigError
 from graphfsdp.optim import FusedAdam

@@ -62,7 +62,7 @@ PROGRAMS = MappingProxyType(
 )
 OFFERED_TO_PROGRAMS = frozenset(
     {
-        *("graphfsdp", "graphfsdp.command_line", "graphfsdp.moe", "graphfsdp.optim", DATA),
+        *("graphfsdp", "graphfsdp.cli", "graphfsdp.moe", "graphfsdp.optim", DATA),
         "graphfsdp.sharding.layout",  # what the layout decides is asked of the layout
     }
 )
