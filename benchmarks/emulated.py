@@ -31,7 +31,7 @@ from graphfsdp.bench import contenders
 from graphfsdp.bench.results import Table
 from graphfsdp.bench.workloads import find_workload
 from graphfsdp.optim import FusedAdam
-from graphfsdp.planning.plan import CALL_S, DEVICES, NODE_S, arithmetic_s
+from graphfsdp.planning.plan import CALL_S, DEVICES, NODE_S
 
 PAGES = tuple(ROOT / "docs" / name for name in ("emulated.md", "beside.md"))
 WORKLOAD, BATCH_SIZE = "gpt2-124m", 8
@@ -199,7 +199,7 @@ class _Operators(OperatorMode):
             # c10d says of no coalesced collective that it writes what it is given.
             dtype = (made or read)[0].dtype
             for name, device in DEVICES.items():
-                busy_s = arithmetic_s(_flops(call, result), dtype, device)
+                busy_s = _flops(call, result) / device.flops_per_s(dtype)
                 # A kernel takes as long as its arithmetic or its bytes, and the gap to the next.
                 found[name] += NODE_S + max(busy_s, num_bytes / device.memory_rate)
         return result

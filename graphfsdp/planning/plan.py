@@ -30,14 +30,9 @@ from graphfsdp.base.op_tensors import OpCall, OperatorMode, flat_tensors, is_emp
 from graphfsdp.base.torch_internals import key_of
 from graphfsdp.cli import Parser, add_flags, print_line, require
 from graphfsdp.sharding.layout import BufferPlan, plan_buffers
-from graphfsdp.training.config import (
-    IterationBatch,
-    StrategyName,
-    TrainConfig,
-    parse_train_arguments,
-)
+from graphfsdp.training.config import StrategyName, TrainConfig, parse_train_arguments
 from graphfsdp.training.gpt import GPT, make_model
-from graphfsdp.training.metrics import GPUS, Gpu, flops_per_token, peak_tflops
+from graphfsdp.training.metrics import GPUS, Gpu, flops_per_token
 
 DeviceName = Literal["h100", "h200", "b200"]
 DEVICES: Mapping[DeviceName, Gpu] = MappingProxyType(
@@ -246,12 +241,6 @@ class Bound(NamedTuple):
         return max(self.arithmetic, self.memory, self.links, CALL_S)
 
 
-def arithmetic_s(flops: float, dtype: torch.dtype, device: Gpu) -> float:
-    peak = peak_tflops(device.name, dtype)
-    assert peak is not None
-    return flops / (peak * 1e12)
-
-
 class Collective(NamedTuple):
     """What ranks do together; ``buffer_bytes`` are of the whole buffer, padding included."""
 
@@ -273,51 +262,39 @@ class MemoryLine(NamedTuple):
     exact: bool  # the layout decides it to the byte; else it is an estimate
 
 
-@dataclass(frozen=True)
 class TrainingPlan:
-    """What each rank of a run needs; all need as much.
+    """What each rank of a run needs; all need as much. ConfigError: it cannot start.
 
     Units are cut over ``inner`` ranks, and that is repeated ``outer`` times; with ``cuts_outside``
     the optimizer state is cut over the outer axis too.
     """
 
-    config: TrainConfig
-    batch: IterationBatch
-    inner: int
-    outer: int
-    cuts_outside: bool
-    units: tuple[Unit, ...]
-    activations: Activations  # of one micro-batch
-    own_bytes: int  # of the model's own buffers
-    flops: int  # of one rank in one iteration
-
-    @property
-    def num_ranks(self) -> int:
-        return self.inner * self.outer
-
-    @property
-    def buffers(self) -> list[BufferPlan]:
-        return [buffer for unit in self.units for buffer in unit.buffers]
-
-    @property
-    def total_bytes(self) -> int:
-        """All of it together: an estimate, since the activations are one."""
-        return sum(line.num_bytes for line in self.memory())
-
-    @property
-    def num_kernels(self) -> int:
-        """Of one rank in one iteration, of forward and backward passes, at least."""
-        return self.activations.num_kernels * self.batch.num_microbatches
-
-    @property
-    def num_parameters(self) -> int:
-        """Elements of all parameters, on all ranks together."""
-        return sum(buffer.layout.numel for buffer in self.buffers)
-
-    @property
-    def num_padding(self) -> int:
-        """Elements that belong to no parameter, likewise."""
-        return sum(buffer.layout.num_padding for buffer in self.buffers)
+    def __init__(self, config: TrainConfig, num_ranks: int) -> None:
+        self.config, self.batch, self.num_ranks = config, config.batch(num_ranks), num_ranks
+        self.outer = config.num_distributed_optimizer_instances
+        self.inner = num_ranks // self.outer
+        self.cuts_outside = config.outer_dp_sharding_strategy == "optim" and self.outer > 1
+        model = make_model(config.gpt(), torch.device("meta"), torch.float32)
+        self.units = _units(config, model, num_ranks if self.cuts_outside else self.inner)
+        self.buffers = [buffer for unit in self.units for buffer in unit.buffers]
+        # Elements on all ranks together; those of padding belong to no parameter.
+        self.num_parameters = sum(buffer.layout.numel for buffer in self.buffers)
+        self.num_padding = sum(buffer.layout.num_padding for buffer in self.buffers)
+        # In the dtype of the computation.
+        for param in model.parameters():
+            param.data = param.data.to(config.param_dtype)
+        size = (config.micro_batch_size, config.seq_length)
+        tokens = torch.empty(size, dtype=torch.int64, device="meta")
+        stage, num_microbatches = config.sharding.stage, self.batch.num_microbatches
+        self.activations = run_without_numbers(
+            lambda: model(tokens, tokens), self.units, stage, num_microbatches
+        )
+        self.own_bytes = sum(each.nbytes for each in model.buffers())  # of the model's own buffers
+        # Of one rank in one iteration; kernels of forward and backward passes, at least.
+        self.flops = flops_per_token(model) * self.batch.num_tokens // num_ranks
+        self.num_kernels = self.activations.num_kernels * num_microbatches
+        # An estimate, since the activations are one.
+        self.total_bytes = sum(line.num_bytes for line in self.memory())
 
     def bound(self, device: Gpu) -> Bound:
         """Return what an iteration takes at least.
@@ -328,7 +305,7 @@ class TrainingPlan:
         saved_bytes = self.activations.saved_bytes * (self.batch.num_microbatches - 1)
         gaps = self.num_kernels * NODE_S
         return Bound(
-            arithmetic_s(self.flops, self.config.param_dtype, device) + gaps,
+            self.flops / device.flops_per_s(self.config.param_dtype) + gaps,
             2 * (self.total_bytes + saved_bytes) / device.memory_rate + gaps,
             sum(call.wire_bytes for call in self.collectives()) / device.link_rate,
             self.num_kernels * CALL_S,
@@ -403,37 +380,9 @@ class TrainingPlan:
                 yield Collective("all_reduce", 1, _NORM_BYTES, size)  # norm of the gradients
 
 
-def plan_training(config: TrainConfig, *, num_ranks: int) -> TrainingPlan:
-    """Plan a run on ``num_ranks`` ranks, those of all machines; ConfigError if it cannot start."""
-    batch = config.batch(num_ranks)
-    model = make_model(config.gpt(), torch.device("meta"), torch.float32)
-    outer = config.num_distributed_optimizer_instances
-    inner = num_ranks // outer
-    cuts_outside = config.outer_dp_sharding_strategy == "optim" and outer > 1
-    units = tuple(_units(config, model, num_ranks if cuts_outside else inner))
-    # In the dtype of the computation.
-    for param in model.parameters():
-        param.data = param.data.to(config.param_dtype)
-    tokens = torch.empty(
-        (config.micro_batch_size, config.seq_length), dtype=torch.int64, device="meta"
-    )
-    return TrainingPlan(
-        config,
-        batch,
-        inner,
-        outer,
-        cuts_outside,
-        units,
-        run_without_numbers(
-            lambda: model(tokens, tokens), units, config.sharding.stage, batch.num_microbatches
-        ),
-        sum(each.nbytes for each in model.buffers()),
-        flops_per_token(model) * batch.num_tokens // num_ranks,
-    )
-
-
-def _units(config: TrainConfig, model: GPT, num_parts: int) -> Iterator[Unit]:
-    """Yield units as the trainer makes them, in the order of their forward passes."""
+def _units(config: TrainConfig, model: GPT, num_parts: int) -> list[Unit]:
+    """Return units as the trainer makes them, in the order of their forward passes."""
+    units = []
     for module in (model, *model.blocks.children()):
         params = {
             key: param
@@ -441,12 +390,10 @@ def _units(config: TrainConfig, model: GPT, num_parts: int) -> Iterator[Unit]:
             if not key.startswith("blocks.")  # those of the root's are units
         }
         buffers = plan_buffers(
-            params,
-            policy=config.mp_policy,
-            strategy=config.sharding,
-            num_ranks=num_parts,
+            params, policy=config.mp_policy, strategy=config.sharding, num_ranks=num_parts
         )
-        yield Unit(module, tuple(params.values()), tuple(buffers))
+        units.append(Unit(module, tuple(params.values()), tuple(buffers)))
+    return units
 
 
 def _together(buffers: Iterable[BufferPlan], dtype_of: Any) -> int:
@@ -485,7 +432,7 @@ def run_plan(arguments: Sequence[str], console: Console) -> None:
     options = _Options(**vars(parsed))
     if options.strategy is not None:
         others += ["--data-parallel-sharding-strategy", options.strategy]
-    plan = plan_training(parse_train_arguments(others), num_ranks=options.world_size)
+    plan = TrainingPlan(parse_train_arguments(others), options.world_size)
     for line in _lines(plan, options.device):
         print_line(console, line)
 

@@ -29,7 +29,7 @@ from graphfsdp.optim import FusedAdam
 from graphfsdp.training.config import TrainConfig, parse_train_arguments
 from graphfsdp.training.gpt import GPT, make_model
 from graphfsdp.training.hugging_face import load_weights, save_weights
-from graphfsdp.training.metrics import Metrics, flops_per_token, peak_memory_bytes, peak_tflops
+from graphfsdp.training.metrics import Metrics, find_gpu, flops_per_token, peak_memory_bytes
 from graphfsdp.training.mllog import UNVERIFIED, RunLog, open_run_log
 from graphfsdp.training.ranks import Ranks, choose_device, find_ranks, process_group
 from graphfsdp.training.run_directory import (
@@ -449,8 +449,10 @@ class _Window:
         run, passed = self._run, time.perf_counter() - self._start
         seconds = passed / self.num_steps
         tokens_per_s = run.batch.num_tokens / seconds
-        peak = peak_tflops(_name_of(run.device), run.config.param_dtype)
-        flops_per_s = tokens_per_s * flops_per_token(run.model)
+        gpu, mfu = find_gpu(_name_of(run.device)), None
+        if gpu is not None:
+            peak = run.ranks.size * gpu.flops_per_s(run.config.param_dtype)
+            mfu = tokens_per_s * flops_per_token(run.model) / peak
         assert run.step.grad_norm is not None  # a limit is always given
         return Metrics(
             step=run.iteration,
@@ -463,7 +465,7 @@ class _Window:
             memory_bytes=peak_memory_bytes(run.device),
             phase=phase.value,
             data_wait=(run.feed.waited_s - self._waited_s) / passed,
-            mfu=None if peak is None else flops_per_s / (run.ranks.size * peak * 1e12),
+            mfu=mfu,
         )
 
 

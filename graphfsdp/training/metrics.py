@@ -80,6 +80,11 @@ class Gpu(NamedTuple):
     memory_rate: float = math.nan
     link_rate: float = math.nan
 
+    def flops_per_s(self, dtype: torch.dtype) -> float:
+        """Return the peak for products of that dtype, as torch computes them now."""
+        fp32 = self.fp32 if torch.get_float32_matmul_precision() == "highest" else self.tf32
+        return 1e12 * (self.bf16 if dtype == torch.bfloat16 else fp32)
+
 
 # The first whose name is a part of the device's name counts, so longer names come first.
 # Source: NVIDIA's data sheets; halves of the figures given "with sparsity". H100 and H200: SXM,
@@ -116,11 +121,5 @@ def flops_per_token(model: GPT) -> int:
     return 6 * num_weights + attention
 
 
-def peak_tflops(device_name: str, dtype: torch.dtype) -> float | None:
-    """Return a GPU's peak for products of that dtype, or None for a GPU not in the table."""
-    for gpu in GPUS:
-        if gpu.name in device_name:
-            if dtype == torch.bfloat16:
-                return gpu.bf16
-            return gpu.tf32 if torch.get_float32_matmul_precision() != "highest" else gpu.fp32
-    return None
+def find_gpu(device_name: str) -> Gpu | None:
+    return next((gpu for gpu in GPUS if gpu.name in device_name), None)

@@ -23,7 +23,6 @@ from graphfsdp.planning.plan import (
     Lives,
     TrainingPlan,
     Unit,
-    plan_training,
     run_without_numbers,
 )
 from graphfsdp.training.config import TrainConfig, parse_train_arguments
@@ -48,7 +47,7 @@ SHAPE = GPTConfig(
 
 
 def plan_of(line: str, num_ranks: int = 1) -> TrainingPlan:
-    return plan_training(parse_train_arguments(line.split()), num_ranks=num_ranks)
+    return TrainingPlan(parse_train_arguments(line.split()), num_ranks=num_ranks)
 
 
 def measure(model: nn.Module, run: Callable[[], Tensor]) -> Activations:
@@ -339,7 +338,7 @@ def compare(plan: TrainingPlan, real: dict[str, Any]) -> None:
 def test_a_plan_is_what_ranks_really_hold(world: World, ranks2: RankPool, ranks4: RankPool) -> None:
     pool = ranks2 if world.outer is None else ranks4
     config = world.config(pool.num_ranks)
-    plan = plan_training(config, num_ranks=pool.num_ranks)
+    plan = TrainingPlan(config, num_ranks=pool.num_ranks)
     found = pool.run(real_world, config, num_bytes(plan, "whole weights and grads"))
     for real in found:
         compare(plan, real)
@@ -347,7 +346,7 @@ def test_a_plan_is_what_ranks_really_hold(world: World, ranks2: RankPool, ranks4
 
 def test_a_plan_takes_no_ranks_and_more_microbatches_than_two_take_no_more() -> None:
     few, many = (
-        plan_training(World("optim_grads_params", "--bf16", n).config(64), num_ranks=64)
+        TrainingPlan(World("optim_grads_params", "--bf16", n).config(64), num_ranks=64)
         for n in (2, 50)
     )
     assert not dist.is_initialized()

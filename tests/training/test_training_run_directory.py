@@ -18,7 +18,7 @@ import training_helpers
 from graphfsdp.data import TokenBatches, load_corpus
 from graphfsdp.errors import ConfigError
 from graphfsdp.training.gpt import GPT, GPTConfig
-from graphfsdp.training.metrics import Metrics, flops_per_token, peak_tflops
+from graphfsdp.training.metrics import Metrics, find_gpu, flops_per_token
 from graphfsdp.training.run_directory import make_new_directory
 from training_helpers import (
     DROPOUT,
@@ -100,13 +100,16 @@ def test_the_formula_agrees_with_counting_matrix_products(untied: bool) -> None:
 
 
 def test_peak_depends_on_gpu_and_dtype(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert peak_tflops("NVIDIA H200", torch.bfloat16) == 989.0
-    assert peak_tflops("NVIDIA H100 PCIe", torch.bfloat16) == 756.0
-    assert peak_tflops("Unknown GPU", torch.bfloat16) is None
+    h100, h200 = find_gpu("NVIDIA H100 PCIe"), find_gpu("NVIDIA H200")
+    assert h100 is not None
+    assert h200 is not None
+    assert h200.flops_per_s(torch.bfloat16) == 989e12
+    assert h100.flops_per_s(torch.bfloat16) == 756e12
+    assert find_gpu("Unknown GPU") is None
     monkeypatch.setattr(torch, "get_float32_matmul_precision", lambda: "highest")
-    assert peak_tflops("NVIDIA H200", torch.float32) == 67.0
+    assert h200.flops_per_s(torch.float32) == 67e12
     monkeypatch.setattr(torch, "get_float32_matmul_precision", lambda: "high")
-    assert peak_tflops("NVIDIA H200", torch.float32) == 494.0
+    assert h200.flops_per_s(torch.float32) == 494e12
 
 
 SHORT = ("--train-iters", "8", "--lr-warmup-iters", "1")
