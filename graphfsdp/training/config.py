@@ -396,15 +396,29 @@ A preset says which model, with settings that go with it; --config and then flag
 run keeps in --out is one."""
 
 
-# The vocabulary is padded to a multiple of 128.
+_GPT2_STYLE: Mapping[str, Any] = MappingProxyType(
+    {
+        "position_embedding_type": "learned_absolute",
+        "normalization": "LayerNorm",
+        "swiglu": False,
+        "disable_bias_linear": False,
+    }
+)
+_TINY = TrainConfig(
+    preset="tiny",
+    **_GPT2_STYLE,
+    hidden_size=64,
+    num_attention_heads=4,
+    seq_length=32,
+    micro_batch_size=4,
+    train_iters=2000,
+    eval_interval=500,
+    log_interval=100,
+)
 _GPT2 = TrainConfig(
-    position_embedding_type="learned_absolute",
-    normalization="LayerNorm",
-    swiglu=False,
-    disable_bias_linear=False,
-    vocab_size=50304,
+    **_GPT2_STYLE,
+    vocab_size=50304,  # padded to a multiple of 128
     seq_length=1024,
-    micro_batch_size=8,
     train_iters=1000,
     lr=6e-4,
     lr_warmup_iters=100,
@@ -420,11 +434,16 @@ _LLAMA = TrainConfig(
     lr_warmup_iters=100,
     min_lr=3e-5,
 )
+
+
+def _sized(style: TrainConfig, name: str, *sizes: int) -> TrainConfig:
+    names = ("num_layers", "hidden_size", "num_attention_heads", "ffn_hidden_size")
+    return replace(style, preset=name, **dict(zip(names, sizes, strict=False)))  # type: ignore[arg-type]
+
+
 # Source: Grattafiori et al. 2024, table 3 (arXiv:2407.21783).
 _LLAMA3 = replace(
-    _LLAMA,
-    hidden_size=4096,
-    num_attention_heads=32,
+    _sized(_LLAMA, "llama3-8b", 32, 4096, 32, 14336),
     num_query_groups=8,
     rotary_base=500_000.0,
     vocab_size=128_256,
@@ -432,31 +451,12 @@ _LLAMA3 = replace(
     micro_batch_size=1,
     bf16=True,
 )
-
-
-def _sized(
-    style: TrainConfig,
-    name: str,
-    num_layers: int,
-    hidden_size: int,
-    num_attention_heads: int,
-    ffn_hidden_size: int | None = None,
-) -> TrainConfig:
-    return replace(
-        style,
-        preset=name,
-        num_layers=num_layers,
-        hidden_size=hidden_size,
-        num_attention_heads=num_attention_heads,
-        ffn_hidden_size=ffn_hidden_size,
-    )
-
-
 # Source: rules of mlperf_logging 4.1.68 for training 6.1.0, closed division, and its reference
 # convergence points (learning rate 4e-4 and 256 samples of warm-up at 16 sequences, the smallest
 # global batch). What its data are (C4, tokenized for Llama 3.1) is for --data to say.
 _MLPERF_LLAMA31_8B = replace(
-    _sized(_LLAMA3, "llama31-8b-mlperf", 32, 4096, 32, 14336),
+    _LLAMA3,
+    preset="llama31-8b-mlperf",
     global_batch_size=16,
     train_iters=1_200_000,
     lr=4e-4,
@@ -468,20 +468,6 @@ _MLPERF_LLAMA31_8B = replace(
     target_loss=3.3,
     mllog_benchmark="llama31_8b",
 )
-_TINY = TrainConfig(
-    preset="tiny",
-    hidden_size=64,
-    num_attention_heads=4,
-    position_embedding_type="learned_absolute",
-    normalization="LayerNorm",
-    swiglu=False,
-    disable_bias_linear=False,
-    seq_length=32,
-    micro_batch_size=4,
-    train_iters=2000,
-    eval_interval=500,
-    log_interval=100,
-)
 
 # Configurations and what is said of them.
 PRESETS: tuple[tuple[TrainConfig, str], ...] = (
@@ -492,7 +478,7 @@ PRESETS: tuple[tuple[TrainConfig, str], ...] = (
     (_sized(_GPT2, "gpt2-774m", 36, 1280, 20), "GPT-2 large"),
     (_sized(_LLAMA, "llama-160m", 12, 768, 12, 2048), "Llama style, small"),
     (_sized(_LLAMA, "llama-1b", 22, 2048, 32, 5632), "Llama style, about a billion"),
-    (_sized(_LLAMA3, "llama3-8b", 32, 4096, 32, 14336), "the shape of Llama 3, 8 billion"),
+    (_LLAMA3, "the shape of Llama 3, 8 billion"),
     (_MLPERF_LLAMA31_8B, "the same to a loss of 3.3, as MLPerf's llama31_8b asks for it"),
     (_sized(_LLAMA3, "llama3-70b", 80, 8192, 64, 28672), "the shape of Llama 3, 70 billion"),
     (_sized(_LLAMA3, "llama3-405b", 126, 16384, 128, 53248), "the shape of Llama 3, 405 billion"),
