@@ -1,6 +1,5 @@
 """``graphfsdp bench --mlperf``: train to a target several times, and score it as MLPerf does."""
 
-import importlib.util
 import json
 import math
 import os
@@ -19,7 +18,12 @@ from graphfsdp.bench.results import Row, find_environment
 from graphfsdp.cli import Parser, add_flags, print_line, require
 from graphfsdp.errors import ConfigError
 from graphfsdp.training.config import TrainConfig, parse_train_arguments
-from graphfsdp.training.mllog import RULESET, UNVERIFIED, compliance_complaint
+from graphfsdp.training.mllog import (
+    RULESET,
+    UNVERIFIED,
+    compliance_complaint,
+    require_mlperf_logging,
+)
 from graphfsdp.training.ranks import Ranks, choose_device
 from graphfsdp.training.run_directory import make_new_directory
 
@@ -176,11 +180,7 @@ def _checked(train_flags: Sequence[str]) -> TrainConfig:
                 f"--{flag} is of one run, and --mlperf makes several, whose logs are kept in "
                 f"--out; leave --{flag} out"
             )
-    if importlib.util.find_spec("mlperf_logging") is None:
-        raise ConfigError(
-            "--mlperf writes and checks logs with the package mlperf-logging, which is not "
-            'installed: pip install "graphfsdp[mlperf]"'
-        )
+    require_mlperf_logging("--mlperf")
     return config
 
 

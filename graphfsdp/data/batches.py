@@ -12,7 +12,7 @@ Shapes: B = sequences of a batch, T = tokens of a sequence.
 import math
 import sysconfig
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -127,6 +127,7 @@ def _open_token_file(path: Path) -> TokenArray:
     return np.memmap(path, dtype="<u2", mode="r")
 
 
+@dataclass(eq=False, repr=False)
 class TokenBatches:
     """An endless iterator over this rank's parts of a training's batches, on the CPU.
 
@@ -138,36 +139,24 @@ class TokenBatches:
     A batch is tokens and targets, [B, T] int64. With ``positions`` there is a third tensor of that
     shape: the place of each token in its document, from 0. A document's tokens are neighbours, so
     this says too which tokens belong together: each 0 begins another document.
+
+    ConfigError if the corpus is too small, or nothing says where documents end.
     """
 
-    def __init__(
-        self,
-        corpus: Corpus,
-        *,
-        seq_length: int,
-        batch_size: int,
-        seed: int = 0,
-        rank: int = 0,
-        num_ranks: int = 1,
-        vocab_size: int | None = None,
-        eod_token: int | None = None,
-        positions: bool = False,
-        mask_first: bool = False,
-    ) -> None:
-        """ConfigError if the corpus is too small, or nothing says where documents end.
+    corpus: Corpus
+    _: KW_ONLY
+    seq_length: int  # T
+    batch_size: int  # sequences of a batch, all micro-batches and ranks together
+    seed: int = 0  # decides the order
+    rank: int = 0  # which part of each batch to take
+    num_ranks: int = 1  # how many parts there are
+    vocab_size: int | None = None  # tokens from here on are refused
+    eod_token: int | None = None  # ends each document
+    positions: bool = False  # give the place of each token in its document
+    mask_first: bool = False  # a document's first token is no target: nothing before it tells of it
 
-        Args:
-            corpus: What to train on.
-            seq_length: T.
-            batch_size: Sequences of a batch, all micro-batches and ranks together.
-            seed: Decides the order.
-            rank: Which part of each batch to take.
-            num_ranks: How many parts there are.
-            vocab_size: Tokens from here on are refused.
-            eod_token: Ends each document.
-            positions: Give the place of each token in its document.
-            mask_first: A document's first token is no target: nothing before it tells of it.
-        """
+    def __post_init__(self) -> None:
+        corpus, seq_length = self.corpus, self.seq_length
         for tokens, name in ((corpus.train, "training"), (corpus.validation, "held-out")):
             if len(tokens) < seq_length + 1:
                 raise ConfigError(
@@ -175,22 +164,14 @@ class TokenBatches:
                     f"{name} part of {corpus.name} has {len(tokens)}; give a smaller "
                     f"--seq-length or a larger --data"
                 )
-        if (positions or mask_first) and eod_token is None:
+        if (self.positions or self.mask_first) and self.eod_token is None:
             raise ConfigError(
                 f"{corpus.name} does not say where documents end; give eod_token, the token that "
                 "ends each of them"
             )
-        self._corpus = corpus
-        self._seq_length = seq_length
-        self._batch_size = batch_size
-        size = batch_size // num_ranks
-        self._part = np.arange(rank * size, (rank + 1) * size)
-        self._num_windows = (len(corpus.train) - 1) // seq_length
-        self._order = EpochOrder(self._num_windows, seed)
-        self._vocab_size = vocab_size
-        self._eod_token = eod_token
-        self._positions = positions
-        self._mask_first = mask_first
+        size = self.batch_size // self.num_ranks
+        self._part = np.arange(self.rank * size, (self.rank + 1) * size)
+        self._order = EpochOrder((len(corpus.train) - 1) // seq_length, self.seed)
         self._next_sample = 0
 
     def __iter__(self) -> Iterator[Batch]:
@@ -198,13 +179,13 @@ class TokenBatches:
 
     def __next__(self) -> Batch:
         batch = self.batch(self._next_sample)
-        self._next_sample += self._batch_size
+        self._next_sample += self.batch_size
         return batch
 
     def batch(self, first_sample: int) -> Batch:
         """Return this rank's part of the batch that begins with a sample, counted from 0."""
         windows = self._order(first_sample + self._part)
-        return self._cut(self._corpus.train, windows * self._seq_length)
+        return self._cut(self.corpus.train, windows * self.seq_length)
 
     def state_dict(self) -> dict[str, int]:
         """Return the position, which is the same on every rank and fits any number of them."""
@@ -221,8 +202,8 @@ class TokenBatches:
 
         Of all batches only those with the chosen numbers, if these are given.
         """
-        held_out = self._corpus.validation
-        last_start = len(held_out) - self._seq_length - 1
+        held_out = self.corpus.validation
+        last_start = len(held_out) - self.seq_length - 1
         starts = np.linspace(0, last_start, num_batches * batch_size).astype(np.int64)
         batches = starts.reshape(num_batches, batch_size)
         for number in range(num_batches) if chosen is None else chosen:
@@ -230,26 +211,26 @@ class TokenBatches:
 
     def _cut(self, part: TokenArray, starts: npt.NDArray[np.int64]) -> Batch:
         """Cut windows out of a part of the corpus."""
-        windows = part[starts[:, None] + np.arange(self._seq_length + 1)].astype(np.int64)
+        windows = part[starts[:, None] + np.arange(self.seq_length + 1)].astype(np.int64)
         if (
-            self._vocab_size is not None
-            and not 0 <= windows.min() <= windows.max() < self._vocab_size
+            self.vocab_size is not None
+            and not 0 <= windows.min() <= windows.max() < self.vocab_size
         ):
             raise ConfigError(
-                f"{self._corpus.name} has tokens from {windows.min()} to {windows.max()}, the "
-                f"vocabulary has {self._vocab_size}; give a larger --vocab-size, or look at the "
+                f"{self.corpus.name} has tokens from {windows.min()} to {windows.max()}, the "
+                f"vocabulary has {self.vocab_size}; give a larger --vocab-size, or look at the "
                 "dtype that the file was written in"
             )
         tokens, targets = windows[:, :-1].copy(), windows[:, 1:].copy()
-        if not (self._positions or self._mask_first):
+        if not (self.positions or self.mask_first):
             return torch.from_numpy(tokens), torch.from_numpy(targets)
         first = np.zeros(windows.shape, dtype=np.bool_)  # of a document
-        first[:, 1:] = windows[:, :-1] == self._eod_token
-        if self._mask_first:
+        first[:, 1:] = windows[:, :-1] == self.eod_token
+        if self.mask_first:
             targets[first[:, 1:]] = IGNORED_TARGET
         arrays = [tokens, targets]
-        if self._positions:
-            count = np.arange(self._seq_length)
+        if self.positions:
+            count = np.arange(self.seq_length)
             # What a window begins with is taken for the begin of a document.
             begins = np.maximum.accumulate(np.where(first[:, :-1], count, 0), axis=1)
             arrays.append(count - begins)

@@ -13,6 +13,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -134,12 +135,16 @@ def open_run_log(
             log.run_stops(success=False)
 
 
-def _open_file(name: str) -> _LogFile:
+def require_mlperf_logging(flag: str) -> None:
     if importlib.util.find_spec("mlperf_logging") is None:
         raise ConfigError(
-            "--mllog writes through the package mlperf-logging, which is not installed: "
-            'pip install "graphfsdp[mlperf]", or leave --mllog out'
+            f"{flag} needs the package mlperf-logging, which is not installed: "
+            f'pip install "graphfsdp[mlperf]", or leave {flag} out'
         )
+
+
+def _open_file(name: str) -> _LogFile:
+    require_mlperf_logging("--mllog")
     path = Path(name)
     if path.is_dir() or (path.exists() and path.stat().st_size > 0):
         what = "is a directory" if path.is_dir() else "holds a log already"
@@ -152,7 +157,9 @@ def _open_file(name: str) -> _LogFile:
 
 
 def _settings(config: TrainConfig, ranks: Ranks, device: torch.device) -> dict[str, object]:
-    batch = config.batch(ranks.size)
+    batch, device_name = config.batch(ranks.size), f"CPU ({platform.machine()})"
+    if device.type == "cuda":
+        device_name = torch.cuda.get_device_name(device)
     kept = "preset " + config.preset if config.out is None else f"{config.out}/config.json"
     products = "bfloat16" if config.bf16 else "fp32"
     tf32 = device.type == "cuda" and torch.get_float32_matmul_precision() != "highest"
@@ -165,7 +172,7 @@ def _settings(config: TrainConfig, ranks: Ranks, device: torch.device) -> dict[s
         "submission_org": "unverified",
         "submission_division": "closed",
         "submission_status": "research",
-        "submission_platform": _platform(ranks, device),
+        "submission_platform": f"{ranks.size}x {device_name}",
         "seed": config.seed,
         "config_filename": kept,
         "global_batch_size": batch.num_sequences,
@@ -196,33 +203,20 @@ def _settings(config: TrainConfig, ranks: Ranks, device: torch.device) -> dict[s
     }
 
 
-def _platform(ranks: Ranks, device: torch.device) -> str:
-    if device.type == "cuda":
-        return f"{ranks.size}x {torch.cuda.get_device_name(device)}"
-    return f"{ranks.size}x CPU ({platform.machine()})"
-
-
-def rules_for(benchmark: str) -> Path | None:
-    """Return the rules for a benchmark of ours; None for one that the checker itself knows."""
-    package = importlib.util.find_spec("mlperf_logging")
-    if package is None or package.origin is None:
-        return RULES
-    folder = Path(package.origin).parent / "compliance_checker" / f"training_{RULESET}"
-    return None if (folder / f"closed_{benchmark}.yaml").exists() else RULES
-
-
 def compliance_complaint(log: Path, benchmark: str) -> str:
     """Return what the official checker says against a log; empty if it accepts it.
 
-    Its whole answer is kept beside the log, with ``.compliance`` added to the name.
+    Benchmarks that it does not know are judged by our rules. Its whole answer is kept beside the
+    log, with ``.compliance`` added to the name.
     """
-    rules = rules_for(benchmark)
     kept = log.with_name(log.name + ".compliance")
+    official = files("mlperf_logging.compliance_checker") / f"training_{RULESET}"
+    is_known = (official / f"closed_{benchmark}.yaml").is_file()
     done = subprocess.run(
         [
             *(sys.executable, "-m", "mlperf_logging.compliance_checker"),
             *("--usage", "training", "--ruleset", RULESET, "--log_output", str(kept)),
-            *(() if rules is None else ("--config", str(rules))),
+            *(() if is_known else ("--config", str(RULES))),
             str(log),
         ],
         capture_output=True,

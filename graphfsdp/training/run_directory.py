@@ -23,7 +23,7 @@ Sink = Callable[[Metrics], object]
 def refuse_unusable_directories(config: TrainConfig) -> None:
     """Look at those for the run and for checkpoints before the minutes that a large model takes."""
     if config.out is not None:
-        _refuse_used(config.out, resumes=config.load is not None)
+        make_new_directory(config.out, resumes=config.load is not None, looks_only=True)
     if config.save is not None:
         with in_the_words_of("--save", config.save):
             Path(config.save).mkdir(parents=True, exist_ok=True)
@@ -41,28 +41,26 @@ def begins_anew(config: TrainConfig) -> bool:
     return not entries(Path(config.load))
 
 
-def _refuse_used(out: str, *, resumes: bool) -> None:
-    """Check that nothing would be overwritten, but the same run that is gone on with."""
+def make_new_directory(out: str, *, resumes: bool = False, looks_only: bool = False) -> Path:
+    """Make a directory in which nothing would be overwritten, or refuse it (ConfigError).
+
+    Nothing but the same run that is gone on with.
+    """
     path = Path(out)
     if resumes and (path / "config.json").is_file():
-        return
+        return path
     with in_the_words_of("--out", out):
         held: Path | None = path if path.exists() else None
         if path.is_dir():
             held = next(path.iterdir(), None)
-    if held is not None:
-        what = "is not a directory" if held == path else f"holds another run ({held.name})"
-        raise ConfigError(
-            f"--out {out} {what}; nothing is overwritten: give a new or an empty directory"
-        )
-
-
-def make_new_directory(out: str, *, resumes: bool = False) -> Path:
-    """Make a directory in which nothing would be overwritten, or refuse it (ConfigError)."""
-    _refuse_used(out, resumes=resumes)
-    with in_the_words_of("--out", out):
-        Path(out).mkdir(parents=True, exist_ok=True)
-    return Path(out)
+        if held is not None:
+            what = "is not a directory" if held == path else f"holds another run ({held.name})"
+            raise ConfigError(
+                f"--out {out} {what}; nothing is overwritten: give a new or an empty directory"
+            )
+        if not looks_only:
+            path.mkdir(parents=True, exist_ok=True)
+    return path
 
 
 @contextlib.contextmanager
