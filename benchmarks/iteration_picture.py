@@ -17,8 +17,8 @@ from torch.autograd.profiler_util import FunctionEvent
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from benchmarks.rows import CPU
-from graphfsdp.bench.contenders import Contender, Setting, own_contender, torch_loop
-from graphfsdp.bench.measure import Window, in_turns, time_window
+from graphfsdp.bench.contenders import Contender, Setting, Window, own_contender, torch_loop
+from graphfsdp.bench.measure import in_turns, time_window
 from graphfsdp.bench.results import environment_text, find_environment
 from graphfsdp.bench.workloads import ROWS, TOKENS, Case, batch_source
 from graphfsdp.config import Scope

@@ -56,6 +56,18 @@ class Setting:
         return self.case.dtype == "bf16"
 
 
+@dataclass(frozen=True)
+class Window:
+    """Milliseconds per step; the CPU's of all threads."""
+
+    step_ms: tuple[float, ...]
+    cpu_ms: float
+
+    @property
+    def mean_ms(self) -> float:
+        return sum(self.step_ms) / len(self.step_ms)
+
+
 @dataclass
 class Contender:
     """A model and an optimizer that train one step per call, and what has been seen of them."""
@@ -64,8 +76,8 @@ class Contender:
     optimizer: torch.optim.Optimizer
     captured: graphfsdp.CapturedStep | None = None
     init_ms: float = 0.0  # built and warmed up, capture and compilation included
-    num_steps: int = 0  # so far
-    losses: list[Tensor] = field(default_factory=list)  # pieces of [K] float32 on the device
+    windows: list[Window] = field(default_factory=list)
+    losses: list[Tensor] = field(default_factory=list)  # [K] float32 on the device, by windows
 
     def __call__(self, batch: Batch, step: int) -> Tensor:  # [] float32 loss
         """Train one step at the learning rate of that step, without a host sync."""

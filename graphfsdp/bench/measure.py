@@ -11,7 +11,6 @@ import signal
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import TypeVar
 
@@ -24,6 +23,7 @@ from graphfsdp.bench.contenders import (
     Contender,
     ContenderSpec,
     Setting,
+    Window,
     find_contenders,
 )
 from graphfsdp.bench.results import REFERENCE, Row
@@ -49,18 +49,6 @@ SILENCE_LIMIT_S = 300.0
 _KILLED_S = 10.0  # for the system to end what was killed; one deep in a driver cannot be
 
 Turn = Callable[[str], object]  # told whose turn it is
-
-
-@dataclass(frozen=True)
-class Window:
-    """Milliseconds per step; the CPU's of all threads."""
-
-    step_ms: tuple[float, ...]
-    cpu_ms: float
-
-    @property
-    def mean_ms(self) -> float:
-        return sum(self.step_ms) / len(self.step_ms)
 
 
 def time_window(steps: Sequence[Callable[[], object]], device: torch.device) -> Window:
@@ -119,10 +107,6 @@ def make_schedule(step_ms: Sequence[float], seconds: float) -> tuple[int, int]:
     return min(max(num_rounds, MIN_ROUNDS), MAX_ROUNDS), num_steps
 
 
-class ContenderFailedError(GraphFSDPError):
-    """A contender cannot run here, on some rank; the message says why."""
-
-
 class CaseFailedError(GraphFSDPError):
     """A case has no result at all; the message says why."""
 
@@ -168,16 +152,20 @@ class _CaseBench:
         for spec in sorted(specs, key=lambda spec: spec.compiles):
             self._start(spec)
         names = [spec.name for spec in specs if spec.name in self._running]
-        probes = self._windows(names, _NUM_PROBES, num_rounds=1)
+        self._take_turns(names, _NUM_PROBES, range(1))
         self._reference()
-        mean_ms = [windows[0].mean_ms for windows in probes.values() if windows]
+        mean_ms = [each.windows[-1].mean_ms for each in self._running.values()]
         schedule = make_schedule(mean_ms, self._setting.seconds)
         num_rounds, num_steps = self._members.gather(schedule)[0]
-        windows = self._windows(names, num_steps, num_rounds)
+        # Where time is nearly over, fewer rounds must do.
+        rounds = itertools.takewhile(
+            lambda number: not number or not self._is_late(_TIMING_SHARE), range(num_rounds)
+        )
+        self._take_turns(names, num_steps, rounds)
         self._line_up()
         losses = self._reference().all_losses()
         ran = [
-            {"contender": name, **_row(self._running[name], windows[name], losses)}
+            {"contender": name, **_row(self._running[name], losses)}
             for name in names
             if name in self._running
         ]
@@ -221,41 +209,28 @@ class _CaseBench:
             self._attempt(spec.name, lambda: self._train(built, NUM_WARMUP_STEPS))
             built.init_ms = (time.perf_counter() - start) * 1e3
 
-    def _train(self, contender: Contender, num_steps: int) -> Window:
+    def _train(self, contender: Contender, num_steps: int) -> None:
         """Train so many steps, another batch in each, without a host sync in between."""
         losses: list[Tensor] = []
 
         def step(number: int, batch: Batch) -> None:
             losses.append(contender(batch, number))
 
-        numbers = range(contender.num_steps, contender.num_steps + num_steps)
+        first = sum(map(len, contender.losses))
+        numbers = range(first, first + num_steps)
         batches = [*map(self._batch_of, numbers)]
-        torch.manual_seed(numbers[0])  # so that dropout drops the same for every contender
+        torch.manual_seed(first)  # so that dropout drops the same for every contender
         steps = [*map(functools.partial, itertools.repeat(step), numbers, batches)]
-        window = time_window(steps, self._setting.device)
-        contender.num_steps += num_steps
+        contender.windows.append(time_window(steps, self._setting.device))
         contender.losses.append(torch.stack(losses))
-        return window
 
-    def _windows(
-        self, names: Sequence[str], num_steps: int, num_rounds: int
-    ) -> dict[str, list[Window]]:
-        """Return those of each contender; where time is nearly over, fewer rounds must do.
-
-        One that fails in its own leaves.
-        """
-
-        def window(name: str) -> Window | None:
+    def _take_turns(self, names: Sequence[str], num_steps: int, rounds: Iterable[int]) -> None:
+        def window(name: str) -> None:
             contender = self._running.get(name)
-            if contender is None:
-                return None
-            return self._attempt(name, lambda: self._train(contender, num_steps))
+            if contender is not None:  # one that fails in its own leaves
+                self._attempt(name, lambda: self._train(contender, num_steps))
 
-        rounds = itertools.takewhile(
-            lambda number: not number or not self._is_late(_TIMING_SHARE), range(num_rounds)
-        )
-        found = in_turns({name: functools.partial(window, name) for name in names}, rounds)
-        return {name: [each for each in windows if each] for name, windows in found.items()}
+        in_turns({name: functools.partial(window, name) for name in names}, rounds)
 
     def _attempt(self, name: str, act: Callable[[], T]) -> T | None:
         """Do what may fail; a contender for which it fails on any rank leaves, on every rank."""
@@ -266,21 +241,22 @@ class _CaseBench:
             except Exception as error:  # whatever it dies of is a result: it could not run here
                 text = " ".join(str(error).split("\n\n")[0].split())
                 text = text[:_MAX_CHARACTERS] + " ..." if len(text) > _MAX_CHARACTERS else text
-                raise ContenderFailedError(f"{type(error).__name__}: {text}") from error
+                raise GraphFSDPError(f"{type(error).__name__}: {text}") from error
 
         self._line_up()
         self._turn(name)
         try:
             return self._members.together(attempt)
-        except ContenderFailedError as error:
+        except GraphFSDPError as error:
             if name in self._running:
                 self._running.pop(name).close()
             self._reasons[name] = str(error)
             return None
 
 
-def _row(contender: Contender, windows: Sequence[Window], reference: Tensor) -> Row:
+def _row(contender: Contender, reference: Tensor) -> Row:
     """``reference`` are the losses of the contender that all others are compared with."""
+    windows = contender.windows[2:]  # behind warm-up and probe
     return {
         "init_ms": contender.init_ms,
         # Windows of steps with no host sync inside; the CPU's time is per step.

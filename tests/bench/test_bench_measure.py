@@ -25,6 +25,7 @@ from graphfsdp.bench.contenders import (
     Contender,
     ContenderSpec,
     Setting,
+    Window,
     find_contenders,
     initial_model,
     learning_rate,
@@ -152,7 +153,7 @@ def test_a_window_times_each_step(monkeypatch: pytest.MonkeyPatch) -> None:
     steps = [lambda: done.append("a"), lambda: done.append("b")]
     window = time_window(steps, torch.device("cpu"))
     assert done == ["a", "b"]
-    assert window == measure.Window(step_ms=(2.0, 6.0), cpu_ms=2.0)
+    assert window == Window(step_ms=(2.0, 6.0), cpu_ms=2.0)
     assert window.mean_ms == 4.0
 
 
