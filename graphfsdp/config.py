@@ -55,10 +55,8 @@ class ShardingStrategy(enum.Enum):
     @classmethod
     def parse(cls, value: "str | int | ShardingStrategy") -> "ShardingStrategy":
         """Return the strategy of that name or ZeRO stage; ConfigError: there is none."""
-        if isinstance(value, cls):
-            return value
         for strategy in cls:
-            if value in (strategy.value, strategy.stage, str(strategy.stage)):
+            if value in (strategy, strategy.value, strategy.stage, str(strategy.stage)):
                 return strategy
         known = ", ".join(f"{strategy.value!r} ({strategy.stage})" for strategy in cls)
         raise ConfigError(f"unknown sharding strategy {value!r}; expected one of {known}")

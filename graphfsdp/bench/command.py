@@ -12,13 +12,12 @@ import torch
 from rich.console import Console
 
 from graphfsdp.bench.contenders import CONTENDERS, TIMEOUT_MINUTES, Setting, find_contenders
-from graphfsdp.bench.measure import NUM_THREADS, CaseFailedError, measure_case, run_case
+from graphfsdp.bench.measure import NUM_THREADS, run_case
 from graphfsdp.bench.mlperf import run_mlperf
 from graphfsdp.bench.results import (
     NOT_MLPERF,
     RESULT,
     Result,
-    Row,
     case_table,
     environment_text,
     find_environment,
@@ -170,10 +169,10 @@ def run_bench(arguments: Sequence[str], console: Console) -> int:
             limit_s = min(left_s, max(3 * left_s / (len(cases) - number), SHORTEST_CASE_S))
             try:
                 if left_s < SHORTEST_CASE_S:
-                    raise CaseFailedError(f"the budget of {options.budget:g} min was spent")
-                result.rows += _measure(Setting(case, device, ranks, options.seconds, limit_s))
+                    raise ConfigError(f"the budget of {options.budget:g} min was spent")
+                result.rows += run_case(Setting(case, device, ranks, options.seconds, limit_s))
                 console.print(case_table(result, case.key).rich())
-            except CaseFailedError as error:
+            except ConfigError as error:
                 result.rows.append({"case": case.key, "reason": str(error)})
             for row in result.rows:
                 if row["case"] == case.key and "reason" in row:
@@ -187,13 +186,3 @@ def run_bench(arguments: Sequence[str], console: Console) -> int:
     for line in (NOT_MLPERF, f"wrote {path}"):
         print_line(console, line)
     return 0
-
-
-def _measure(setting: Setting) -> list[Row]:
-    """Where a launcher has started several ranks, all of them take part, and no other process."""
-    if not setting.ranks.launched:
-        return run_case(setting)
-    try:
-        return measure_case(setting)
-    except ConfigError as error:
-        raise CaseFailedError(str(error)) from error

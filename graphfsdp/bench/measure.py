@@ -107,10 +107,6 @@ def make_schedule(step_ms: Sequence[float], seconds: float) -> tuple[int, int]:
     return min(max(num_rounds, MIN_ROUNDS), MAX_ROUNDS), num_steps
 
 
-class CaseFailedError(GraphFSDPError):
-    """A case has no result at all; the message says why."""
-
-
 def measure_case(
     setting: Setting, turn: Turn = lambda _: None, specs: Sequence[ContenderSpec] | None = None
 ) -> list[Row]:
@@ -288,8 +284,11 @@ def _if_finite(value: Tensor) -> float | None:
 def run_case(setting: Setting) -> list[Row]:
     """Measure in a process of its own, which ends at the limit of the case.
 
-    CaseFailedError: it cannot be measured, not within its limit, or a contender ended its process.
+    Where a launcher has started several ranks, all of them take part, and no other process.
+    ConfigError: it cannot be measured, not within its limit, or a contender ended its process.
     """
+    if setting.ranks.launched:
+        return measure_case(setting)
     deadline = time.monotonic() + setting.limit_s
     receiver, sender = multiprocessing.Pipe(duplex=False)
     child = multiprocessing.get_context("spawn").Process(target=_tell, args=(sender, setting))
@@ -315,7 +314,7 @@ def run_case(setting: Setting) -> list[Row]:
             if isinstance(told, list):
                 return told
             if isinstance(told, ConfigError):
-                raise CaseFailedError(str(told))
+                raise told
             turn = told
     finally:  # also after Ctrl-C; with all that it has started, which may hold a GPU
         with suppress(ProcessLookupError):
@@ -323,7 +322,7 @@ def run_case(setting: Setting) -> list[Row]:
         child.kill()
         child.join(_KILLED_S)
     remedy = f" in the turn of {turn}: name the others with --contender" if turn else ""
-    raise CaseFailedError(why + remedy)
+    raise ConfigError(why + remedy)
 
 
 def _tell(sender: Connection, setting: Setting) -> None:

@@ -23,10 +23,7 @@ from graphfsdp.errors import ConfigError
 from graphfsdp.training.gpt import GPTConfig, Normalization, PositionEmbeddingType
 from graphfsdp.training.hugging_face import shape_of
 
-LrDecayStyle = Literal["constant", "linear", "cosine", "inverse-square-root"]
 DeviceChoice = Literal["auto", "cpu", "cuda"]
-CompileChoice = Literal["off", "on", "auto"]
-ScopeName = Literal["none", "forward_backward", "full_iteration"]
 StrategyName = Literal["no_shard", "optim", "optim_grads", "optim_grads_params"]
 
 
@@ -92,7 +89,7 @@ class TrainConfig(GPTConfig):
     # Optimizer and schedule.
     lr: Annotated[float, "learning rate after warm-up"] = 3e-3
     lr_decay_style: Annotated[
-        LrDecayStyle,
+        Literal["constant", "linear", "cosine", "inverse-square-root"],
         "how the learning rate goes from --lr to --min-lr; the graph reads it from the device, "
         "so nothing is captured again",
     ] = "cosine"
@@ -117,14 +114,14 @@ class TrainConfig(GPTConfig):
     # From here on, what is seen or kept of a run, or how it is computed, but not its numbers; see
     # ``numbers``. Capture.
     cuda_graph_scope: Annotated[
-        ScopeName,
+        Literal["none", "forward_backward", "full_iteration"],
         "what is captured and then replayed with one launch: nothing, forward and backward "
         "(optimizer eager), or the whole iteration; the numbers are the same bits; "
         "--cuda-graph-impl is the newer spelling",
         "--cuda-graph-impl",
     ] = "full_iteration"
     compile: Annotated[
-        CompileChoice,
+        Literal["off", "on", "auto"],
         "on a CPU, compile what was captured to C++: everything, or what is faster so; on a GPU "
         "(on) capture what torch.compile makes of the model; the numbers are then near those of "
         "eager, not the same bits",

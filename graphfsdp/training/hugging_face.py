@@ -52,8 +52,7 @@ _KEPT = (
 def shape_of(folder: str) -> dict[str, Any]:
     """Return the settings that a model of that folder has, by the names of TrainConfig."""
     try:
-        theirs = json.loads((Path(folder) / "config.json").read_text(encoding="utf-8"))
-        return _shape_of(folder, theirs)
+        return _shape_of(folder, json.loads((Path(folder) / "config.json").read_text("utf-8")))
     except ConfigError:
         raise
     except (OSError, ValueError) as error:

@@ -10,7 +10,7 @@ import os
 import time
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
 
@@ -247,11 +247,10 @@ class TrainingRun:
         }
 
     def kept_facts(self) -> dict[str, object]:
-        packages = ((graphfsdp, graphfsdp.__version__), (torch, torch.__version__))
         return {
             **self.config.settings(),
             "resolved": {**dataclasses.asdict(self.model.config), **self.facts()},
-            "versions": {package.__name__: str(version) for package, version in packages},
+            "versions": {"graphfsdp": graphfsdp.__version__, "torch": str(torch.__version__)},
         }
 
     def whole_weights(self) -> dict[str, Tensor]:
@@ -326,7 +325,7 @@ def run_train(arguments: Sequence[str], console: Console) -> None:
         minutes = config.distributed_timeout_minutes
         stack.enter_context(process_group(ranks, device, timeout_minutes=minutes))
         if config.deterministic_mode:
-            stack.enter_context(_deterministic_kernels())
+            _use_deterministic_kernels(stack)
         ranks.members.first(lambda: refuse_unusable_directories(config))
         opened = open_run_log(config, ranks, device, began_ms=began_ms)
         log = ranks.members.together(lambda: stack.enter_context(opened))
@@ -363,20 +362,15 @@ def run_train(arguments: Sequence[str], console: Console) -> None:
         say(kept if config.out is None else f"kept in {config.out}")
 
 
-@contextmanager
-def _deterministic_kernels() -> Iterator[None]:
+def _use_deterministic_kernels(stack: ExitStack) -> None:
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # or torch refuses cuBLAS
-    switches: Any = torch.utils.deterministic
-    was_on = torch.are_deterministic_algorithms_enabled()
-    filled = switches.fill_uninitialized_memory
+    was_on, switches = torch.are_deterministic_algorithms_enabled(), torch.utils.deterministic
+    name = "fill_uninitialized_memory"
+    stack.callback(torch.use_deterministic_algorithms, was_on)
+    stack.callback(setattr, switches, name, getattr(switches, name))
     torch.use_deterministic_algorithms(True)
     # It finds programs that read what they never wrote, by a kernel for each empty tensor.
-    switches.fill_uninitialized_memory = False
-    try:
-        yield
-    finally:
-        torch.use_deterministic_algorithms(was_on)
-        switches.fill_uninitialized_memory = filled
+    setattr(switches, name, False)
 
 
 def _iterate(

@@ -34,7 +34,6 @@ from graphfsdp.bench.contenders import (
 from graphfsdp.bench.measure import (
     MIN_ROUNDS,
     NUM_WARMUP_STEPS,
-    CaseFailedError,
     compare_losses,
     make_schedule,
     measure_case,
@@ -241,7 +240,7 @@ def test_a_contender_that_takes_its_process_down_is_named_with_a_remedy(
     if how == "hangs":
         monkeypatch.setattr(measure, "SILENCE_LIMIT_S", 1.0)
     setting = dataclasses.replace(setting_on(torch.device("cpu"), how), limit_s=limit_s)
-    with pytest.raises(CaseFailedError, match=reason):
+    with pytest.raises(ConfigError, match=reason):
         run_case(setting)
     assert set(multiprocessing.active_children()) == before
 
