@@ -152,19 +152,19 @@ def run_bench(arguments: Sequence[str], console: Console) -> int:
     console = Console(file=console.file, width=width, quiet=not ranks.is_first)
     limit_s = math.inf if options.budget is None else options.budget * 60
     deadline = time.monotonic() + limit_s
-    with process_group(ranks, device, timeout_minutes=TIMEOUT_MINUTES) as backend:
+    with process_group(ranks, device, timeout_minutes=TIMEOUT_MINUTES) as ranks:
         cases = options.cases(device.type)
         out = options.out or f"runs/bench-{datetime.datetime.now():%Y%m%d-%H%M%S}"
         # An impossible one is refused before anything is measured.
-        path = ranks.members.first(lambda: make_new_directory(out)) / RESULT
-        environment = find_environment(device, num_ranks=ranks.size, backend=backend)
+        path = ranks.first(lambda: make_new_directory(out)) / RESULT
+        environment = find_environment(device, num_ranks=ranks.size)
         asked = dataclasses.asdict(options)
         del asked["out"]  # where it was on this machine is nobody's business
         result = Result({"environment": environment, "options": asked})
         print_line(console, environment_text(environment))
         for number, case in enumerate(cases):
             print_line(console, f"{case.key} ({number + 1} of {len(cases)})")
-            left_s = ranks.members.gather(deadline - time.monotonic())[0]
+            left_s = ranks.gather(deadline - time.monotonic())[0]
             # It may take three times its share of the time left.
             limit_s = min(left_s, max(3 * left_s / (len(cases) - number), SHORTEST_CASE_S))
             try:

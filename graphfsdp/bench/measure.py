@@ -138,7 +138,7 @@ class _CaseBench:
     def __init__(self, setting: Setting, turn: Turn) -> None:
         self._setting, self._turn = setting, turn
         self._batch_of = batch_source(setting.case, setting.device, setting.ranks)
-        self._members = setting.ranks.members
+        self._members = setting.ranks
         self._running: dict[str, Contender] = {}
         self._reasons: dict[str, str] = {}  # of those that do not run
         self._started = time.monotonic()

@@ -166,9 +166,7 @@ def environment_text(environment: Row) -> str:
     return f"{text}."
 
 
-def find_environment(
-    device: torch.device, *, num_ranks: int = 1, backend: str | None = None
-) -> Row:
+def find_environment(device: torch.device, *, num_ranks: int = 1) -> Row:
     """Return what numbers are measured on; None is unknown or not there.
 
     ``date`` is UTC; threads are torch's on the CPU, in each process; ``load_average`` counts
@@ -189,7 +187,7 @@ def find_environment(
         "num_cpus": os.cpu_count() or 1,
         "num_threads": torch.get_num_threads(),
         "num_ranks": num_ranks,
-        "backend": backend,
+        "backend": None if num_ranks == 1 else "gloo" if gpu is None else "nccl",
         "load_average": round(os.getloadavg()[0], 2) if hasattr(os, "getloadavg") else None,
         "gpu": gpu,
         "cuda": torch.version.cuda,

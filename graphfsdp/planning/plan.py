@@ -14,7 +14,6 @@ backward, and while one unit's gradients are reduced the next one's are made.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Annotated, Any, Literal, NamedTuple, get_args
@@ -84,11 +83,11 @@ def run_without_numbers(
     stage: int,
     num_microbatches: int = 1,
 ) -> Activations:
-    """``run`` is the forward pass of one micro-batch; ``stage`` is ZeRO's."""
+    """``run`` is the forward pass of one micro-batch; ``stage`` is ZeRO's. Hooks stay on units."""
     lives = Lives()
     iteration = _Iteration(units, stage, lives)
     saved_bytes = 0
-    with _FusedKernels(), iteration, iteration.hooks():
+    with _FusedKernels(), iteration:
         for left in reversed(range(min(num_microbatches, 2))):  # a third one is as the second
             iteration.reduces = left == 0 or stage >= 2
             iteration.num_kernels = 0
@@ -142,19 +141,12 @@ class _Iteration(OperatorMode):
         self._begun: set[int] = set()  # units in this pass
         self._whole: dict[tuple[int, str], Tensor] = {}  # weights and gradients, without numbers
         self.peak_whole_bytes = 0
-
-    def hooks(self) -> ExitStack:
-        """Return a context with hooks on all units."""
-        stack = ExitStack()
-        for index, unit in enumerate(self._units):
-            ran = unit.module.register_forward_hook(lambda *_, index=index: self._ran(index))
-            stack.callback(ran.remove)
+        for index, unit in enumerate(units):
+            unit.module.register_forward_hook(lambda *_, index=index: self._ran(index))
             for param in unit.parameters:
-                has_gradient = param.register_post_accumulate_grad_hook(
+                param.register_post_accumulate_grad_hook(
                     lambda _, index=index: self._has_gradient(index)
                 )
-                stack.callback(has_gradient.remove)
-        return stack
 
     def begins_pass(self, ahead: int) -> None:
         self._ahead = ahead

@@ -90,10 +90,10 @@ class TrainingRun:
 
     def _load_data(self) -> None:
         config, ranks = self.config, self.ranks
-        self.corpus = ranks.members.together(
+        self.corpus = ranks.together(
             lambda: load_corpus(config.data, held_out_percent=config.held_out_percent)
         )
-        self.batches = ranks.members.together(
+        self.batches = ranks.together(
             lambda: TokenBatches(
                 self.corpus,
                 seq_length=config.seq_length,
@@ -124,9 +124,9 @@ class TrainingRun:
         torch.manual_seed(config.seed)
         on_meta, folder = config.init_model_with_meta_device, config.hf_model
         where = torch.device("meta") if on_meta else self.device
-        model = ranks.members.together(lambda: make_model(config.gpt(), where, dtype))
+        model = ranks.together(lambda: make_model(config.gpt(), where, dtype))
         if folder is not None:
-            ranks.members.together(lambda: load_weights(model, folder))
+            ranks.together(lambda: load_weights(model, folder))
         if not on_meta:
             ranks.copy_first(model)
         if ranks.launched:
@@ -323,16 +323,16 @@ def run_train(arguments: Sequence[str], console: Console) -> None:
     say = functools.partial(print_line, console)
     with ExitStack() as stack:
         minutes = config.distributed_timeout_minutes
-        stack.enter_context(process_group(ranks, device, timeout_minutes=minutes))
+        ranks = stack.enter_context(process_group(ranks, device, timeout_minutes=minutes))
         if config.deterministic_mode:
             _use_deterministic_kernels(stack)
-        ranks.members.first(lambda: refuse_unusable_directories(config))
+        ranks.first(lambda: refuse_unusable_directories(config))
         opened = open_run_log(config, ranks, device, began_ms=began_ms)
-        log = ranks.members.together(lambda: stack.enter_context(opened))
+        log = ranks.together(lambda: stack.enter_context(opened))
         run = TrainingRun(config, ranks, device, log, stack)
         lines = run.resume()
         kept_facts = run.kept_facts()
-        sinks = ranks.members.together(
+        sinks = ranks.together(
             lambda: open_sinks(config, kept_facts, run.iteration, stack) if ranks.is_first else []
         )
         if config.mllog is not None:
@@ -481,6 +481,6 @@ def validation_loss(run: TrainingRun) -> float:
         losses = [run.model(*(tensor.to(run.device) for tensor in batch)) for batch in batches]
     finally:
         run.model.train()
-    everyone = ranks.members.gather(torch.stack(losses).tolist())
+    everyone = ranks.gather(torch.stack(losses).tolist())
     in_order = torch.tensor(everyone, dtype=torch.float64).T.flatten()[:num_batches]
     return float(in_order.mean())

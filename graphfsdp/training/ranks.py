@@ -3,7 +3,7 @@
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 
 import torch
@@ -18,11 +18,12 @@ from graphfsdp.errors import ConfigError
 
 
 @dataclass(frozen=True)
-class Ranks:
-    """This process among those that train together, and among those of its machine."""
+class Ranks(Members):
+    """This process among those that train together, and among those of its machine.
 
-    rank: int = 0
-    size: int = 1
+    They have a group once they have joined each other in ``process_group``.
+    """
+
     local_rank: int = 0
     local_size: int = 1
     launched: bool = False  # together, so there is a process group, also of one rank
@@ -33,9 +34,9 @@ class Ranks:
 
     def mean(self, value: Tensor) -> Tensor:
         """Return the mean of every rank's value, as a new tensor; a collective."""
-        value, group = value.detach().clone(), self.members.group
-        if group is not None:
-            all_reduce_(value, group, reduction="mean")
+        value = value.detach().clone()
+        if self.group is not None:
+            all_reduce_(value, self.group, reduction="mean")
         return value
 
     def copy_first(self, model: nn.Module) -> None:
@@ -43,14 +44,13 @@ class Ranks:
 
         One seed draws the same weights on equal machines alone: vector units round differently.
         """
-        group = self.members.group
-        if group is not None:
+        if self.group is not None:
             for tensor in model.state_dict().values():
-                broadcast_(tensor, group)
+                broadcast_(tensor, self.group)
 
     def refuse_differences(self, facts: Mapping[str, object]) -> None:
         """Check that all ranks are about to train the same thing: facts by names for messages."""
-        first, *others = self.members.gather(dict(facts))
+        first, *others = self.gather(dict(facts))
         for rank, theirs in enumerate(others, start=1):
             for name, value in first.items():
                 if theirs[name] != value:
@@ -58,11 +58,6 @@ class Ranks:
                         f"rank {rank} has {name} {theirs[name]}, rank 0 has {value}; all ranks "
                         f"train one model on one corpus: start them with the same flags and data"
                     )
-
-    @property
-    def members(self) -> Members:
-        """What they tell each other, and decide together."""
-        return Members.find() if self.launched else Members()
 
 
 def find_ranks() -> Ranks:
@@ -72,7 +67,7 @@ def find_ranks() -> Ranks:
     if not missing:
         rank, size, local_rank = (int(environment[name]) for name in needed[:3])
         local_size = int(environment.get("LOCAL_WORLD_SIZE", size))
-        return Ranks(rank, size, local_rank, local_size, launched=True)
+        return Ranks(None, rank, size, local_rank, local_size, launched=True)
     num_processes = environment.get("WORLD_SIZE", "1")
     if num_processes != "1":
         raise ConfigError(
@@ -107,17 +102,14 @@ def choose_device(choice: str, ranks: Ranks) -> torch.device:
 
 
 @contextmanager
-def process_group(
-    ranks: Ranks, device: torch.device, *, timeout_minutes: int
-) -> Iterator[str | None]:
-    """Join the other processes while the body runs; yields the backend, None if there is none.
+def process_group(ranks: Ranks, device: torch.device, *, timeout_minutes: int) -> Iterator[Ranks]:
+    """Join the other processes, if a launcher has started any, while the body runs.
 
     Whatever holds a captured graph must be closed inside: it holds the group's communicators.
     """
     if not ranks.launched:
-        yield None
+        yield ranks
         return
-    on_gpu = device.type == "cuda"
     timeout = timedelta(minutes=timeout_minutes)
     dist.init_process_group(
         backend_for(device),
@@ -125,10 +117,10 @@ def process_group(
         store=_store_of_this_attempt(ranks, timeout),
         rank=ranks.rank,
         world_size=ranks.size,
-        device_id=device if on_gpu else None,
+        device_id=device if device.type == "cuda" else None,
     )
     try:
-        yield "nccl" if on_gpu else "gloo"
+        yield replace(ranks, group=dist.group.WORLD)
     finally:
         dist.destroy_process_group()
 

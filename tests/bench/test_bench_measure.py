@@ -176,7 +176,7 @@ def fail_on_last(setting: Setting) -> Contender:
 
 
 def measure_on_rank() -> list[Row]:
-    these = Ranks(dist.get_rank(), dist.get_world_size(), dist.get_rank(), 2, launched=True)
+    these = Ranks(dist.group.WORLD, dist.get_rank(), dist.get_world_size(), launched=True)
     setting = dataclasses.replace(setting_on(torch.device("cpu")), ranks=these)
     specs = [
         *find_contenders(("pytorch", "fsdp2")),
