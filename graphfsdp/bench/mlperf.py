@@ -63,7 +63,7 @@ class _Options:
 def run_record(path: Path, *, seed: int, complaint: str, failure: str = "") -> Row:
     """Return what the log of one run says; it may be missing where the run failed early.
 
-    ``run_s`` is None for a run that did not end by itself. ``complaint`` is what the compliance
+    ``run_s`` is None for a run that has missed the target. ``complaint`` is what the compliance
     checker says against it, empty if it accepts it.
     """
     from mlperf_logging.compliance_checker import mlp_parser
@@ -72,23 +72,16 @@ def run_record(path: Path, *, seed: int, complaint: str, failure: str = "") -> R
     found = mlp_parser.parse_file(str(path), ruleset=RULESET)[0] if path.exists() else ()
     lines: dict[str, Any] = {line.key: line for line in found}  # the last one of each key
     start, stop, loss = (lines.get(key) for key in ("run_start", "run_stop", "eval_accuracy"))
-    run_s = None
-    if start and stop and not failure:
+    run_s, reason = None, failure or "the target was not reached"
+    if start and stop and not failure and stop.value["metadata"].get("status") == "success":
         run_s = float(stop.timestamp - start.timestamp) / 1e3
-    reached = stop is not None and stop.value["metadata"].get("status") == "success"
-    reason = failure
-    if not reason and not reached:
-        reason = "the target was not reached"
-    elif not reason and complaint:
-        reason = f"the compliance checker: {complaint}"
+        reason = complaint and f"the compliance checker: {complaint}"
     return {
         "log": path.name,
         "seed": seed,
-        "converged": reached and run_s is not None,
         "run_s": run_s,
         # JSON knows no NaN.
         "loss": loss.value["value"] if loss and math.isfinite(loss.value["value"]) else None,
-        "accepted": not complaint,
         "reason": reason,
     }
 
@@ -99,10 +92,11 @@ def score(runs: Sequence[Row]) -> tuple[float | None, str]:
     They are the mean without the fastest and the slowest run; one that missed the target is the
     slowest. Source: MLPerf training rules, section on scoring.
     """
-    refused = [run["log"] for run in runs if run["converged"] and not run["accepted"]]
+    converged = [run for run in runs if run["run_s"] is not None]
+    refused = [run["log"] for run in converged if run["reason"]]
     if refused:
         return None, f"the compliance checker does not accept {', '.join(refused)}"
-    reached = sorted(run["run_s"] for run in runs if run["converged"])
+    reached = sorted(run["run_s"] for run in converged)
     num_missed = len(runs) - len(reached)
     if num_missed > 1:
         return None, (
@@ -119,8 +113,7 @@ def run_mlperf(arguments: Sequence[str], console: Console) -> int:
     parsed, train_flags = parser.parse_known_args(arguments)
     options = _Options(**vars(parsed))
     config = _checked(train_flags)
-    make_new_directory(options.out)
-    folder = Path(options.out)
+    folder = make_new_directory(options.out)
     benchmark, target = config.mllog_benchmark, config.target_loss
     assert target is not None
     print_line(console, f"{benchmark} to a loss of {target:g}; {UNVERIFIED}")
@@ -133,9 +126,8 @@ def run_mlperf(arguments: Sequence[str], console: Console) -> int:
         run = _run(_run_command(options.ranks, train_flags, seed, log), log, seed, config)
         runs.append(run)
         what = run["reason"]
-        if run["converged"]:
-            accepted = "" if run["accepted"] else f"; {what}"
-            what = f"{run['run_s']:.3f} s to a loss of {run['loss']:.4f}{accepted}"
+        if run["run_s"] is not None:
+            what = f"{run['run_s']:.3f} s to a loss of {run['loss']:.4f}{what and f'; {what}'}"
         print_line(console, f"run {number}, seed {seed}: {what}")
     score_s, no_score = score(runs)
     found = {
@@ -149,15 +141,12 @@ def run_mlperf(arguments: Sequence[str], console: Console) -> int:
         "command": shlex.join(["graphfsdp", "bench", *arguments]),
         "environment": environment,
     }
-    text = json.dumps(found, indent=1) + "\n"
-    (folder / "mlperf.json").write_text(text, encoding="utf-8")
-    line = f"no score: {no_score} ({UNVERIFIED})"
+    (folder / "mlperf.json").write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    line = f"no score: {no_score}"
     if score_s is not None:
-        line = (
-            f"{score_s:.3f} s to the target: mean of {len(runs)} runs without the fastest and the "
-            f"slowest ({UNVERIFIED})"
-        )
-    print_line(console, line)
+        line = f"{score_s:.3f} s to the target: mean of {len(runs)} runs without the fastest and "
+        line += "the slowest"
+    print_line(console, f"{line} ({UNVERIFIED})")
     print_line(console, f"wrote {folder}: mlperf.json, result_*.txt")
     return EXIT_NO_SCORE if score_s is None else 0
 
