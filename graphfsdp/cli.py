@@ -184,7 +184,7 @@ def add_flags(
 
     ``some_name`` becomes ``--some-name``. Its type says what the flag takes (of a tuple: one or
     more), the text is its help, and what may follow is another spelling, or argparse's metavar, or
-    action of a switch that has no ``--no-...``. ``sections`` are titles in the help by the first
+    action of a switch that has no ``--no-...``, or a tuple of choices. ``sections`` are titles in the help by the first
     field below each.
     """
     hints = get_type_hints(options, include_extras=True)
@@ -196,9 +196,10 @@ def add_flags(
             _add_flag(group, field, *get_args(hints[field.name]))
 
 
-def _add_flag(group: Any, field: Field[Any], kind: Any, explanation: str, *extra: str) -> None:
-    names = [flag_name(field.name), *(each for each in extra if each.startswith("--"))]
-    special = next((each for each in extra if each not in names), None)
+def _add_flag(group: Any, field: Field[Any], kind: Any, explanation: str, *extra: Any) -> None:
+    words = [each for each in extra if isinstance(each, str)]
+    names = [flag_name(field.name), *(each for each in words if each.startswith("--"))]
+    special = next((each for each in words if each not in names), None)
     # "is": 1.0 and 0.0 are defaults too, and equal to True and False.
     is_said = field.default is not None and field.default is not False
     if is_said and field.default not in (MISSING, ""):
@@ -215,7 +216,8 @@ def _add_flag(group: Any, field: Field[Any], kind: Any, explanation: str, *extra
         options["action"] = special or argparse.BooleanOptionalAction
     else:
         metavar = special or {int: "N", float: "X", str: "PATH"}[kind]
-        options |= {"type": kind, "metavar": metavar}
+        choices = next((each for each in extra if isinstance(each, tuple)), None)
+        options |= {"type": kind, "metavar": metavar, "choices": choices}
     group.add_argument(*names, **options)
 
 

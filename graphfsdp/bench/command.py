@@ -11,7 +11,7 @@ from typing import Annotated
 import torch
 from rich.console import Console
 
-from graphfsdp.bench.contenders import CONTENDERS, TIMEOUT_MINUTES, Setting, find_contenders
+from graphfsdp.bench.contenders import CONTENDERS, TIMEOUT_MINUTES, Setting
 from graphfsdp.bench.measure import NUM_THREADS, run_case
 from graphfsdp.bench.mlperf import run_mlperf
 from graphfsdp.bench.results import (
@@ -63,7 +63,12 @@ class BenchOptions:
     """Each field is a flag (``cli.add_flags``)."""
 
     suite: Annotated[SuiteName | None, "named cases (default: cpu or gpu, as the device is)"] = None
-    workload: Annotated[tuple[str, ...] | None, "workloads, listed below", "NAME"] = None
+    workload: Annotated[
+        tuple[str, ...] | None,
+        "workloads, listed below",
+        "NAME",
+        tuple(each.name for each in workloads()),
+    ] = None
     batch_size: Annotated[
         tuple[int, ...] | None,
         "samples per step on each rank; several make a sweep (default: each workload's own)",
@@ -73,6 +78,7 @@ class BenchOptions:
         tuple[str, ...] | None,
         "contenders, listed below; eager is always among them (default: all)",
         "NAME",
+        tuple(each.name for each in CONTENDERS),
     ] = None
     device: Annotated[DeviceChoice, "auto takes a GPU where there is one"] = "auto"
     seconds: Annotated[
@@ -94,9 +100,6 @@ class BenchOptions:
             require("batch_size", size, size >= 1, "at least 1")
         if self.suite is not None and self.workload:
             raise ConfigError("--suite and --workload both say what to measure; give one of them")
-        for name in self.workload or ():
-            find_workload(name)
-        find_contenders(self.contender)
 
     def cases(self, device_type: str) -> tuple[Case, ...]:
         if self.workload:

@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from graphfsdp.data import BYTES_VOCAB_SIZE, Batch, TokenBatches, load_corpus
-from graphfsdp.errors import ConfigError
 from graphfsdp.training.config import find_preset
 from graphfsdp.training.gpt import GPT, GPTConfig
 from graphfsdp.training.ranks import Ranks
@@ -316,10 +315,7 @@ def _text(name: str, description: str, config: GPTConfig, batch_size: int) -> Wo
 
 
 def find_workload(name: str) -> Workload:
-    known = {workload.name: workload for workload in workloads()}
-    if name not in known:
-        raise ConfigError(f"there is no workload {name!r}; expected one of {', '.join(known)}")
-    return known[name]
+    return {workload.name: workload for workload in workloads()}[name]
 
 
 SuiteName = Literal["cpu", "gpu", "quick", "zoo"]

@@ -483,11 +483,7 @@ PRESETS: tuple[tuple[TrainConfig, str], ...] = (
 
 
 def find_preset(name: str) -> TrainConfig:
-    configs = {config.preset: config for config, _ in PRESETS}
-    if name in configs:
-        return configs[name]
-    known = ", ".join(configs)
-    raise ConfigError(f"--preset {name}: there is no such preset; choose one of {known}")
+    return {config.preset: config for config, _ in PRESETS}[name]
 
 
 def parse_train_arguments(arguments: Sequence[str]) -> TrainConfig:
@@ -535,8 +531,9 @@ def make_parser() -> Parser:
         description=_OPENING,
         epilog=f"presets (flags override them; defaults above are those of 'default'):{presets}",
     )
-    names = ", ".join(config.preset for config, _ in PRESETS)
-    parser.add_argument("--preset", metavar="NAME", help=f"start from one of: {names}")
+    names = [config.preset for config, _ in PRESETS]
+    about = f"start from one of: {', '.join(names)}"
+    parser.add_argument("--preset", metavar="NAME", choices=names, help=about)
     parser.add_argument("--config", metavar="FILE", help="settings of a .toml or .json file")
     add_flags(parser, TrainConfig, _SECTIONS)
     return parser

@@ -329,8 +329,8 @@ def test_without_workloads_the_device_chooses_the_suite() -> None:
     ("arguments", "message"),
     [
         ("--suite", "expected one argument; 'graphfsdp bench --help'"),
-        ("--workload nothing", "no workload 'nothing'"),
-        ("--contender nothing", "no contender 'nothing'"),
+        ("--workload nothing", "argument --workload: invalid choice: 'nothing'"),
+        ("--contender nothing", "argument --contender: invalid choice: 'nothing'"),
         ("--seconds 0", "--seconds must be greater than 0"),
         ("--seconds inf", "--seconds must be greater than 0"),
         ("--budget nan", "--budget must be greater than 0"),

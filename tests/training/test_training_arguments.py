@@ -122,7 +122,7 @@ def test_bf16_keeps_main_weights_and_gradients_in_float32() -> None:
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("--preset huge", "--preset huge: there is no such preset; choose one of default, tiny"),
+        ("--preset huge", "argument --preset: invalid choice: 'huge' .choose from '?default"),
         ("--config none.toml", "--config none.toml: .* No such file"),
         ("--num-layers 0", "--num-layers must be at least 1, got 0"),
         ("--hidden-size 20 --num-attention-heads 4", "rope rotates .* a head has 5 of them"),
