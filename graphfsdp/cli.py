@@ -113,27 +113,15 @@ def _tell_of_interrupt(errors: Console) -> int:
 
 
 def _dispatch(arguments: list[str]) -> int:
-    if arguments[:1] in (["-h"], ["--help"]):
-        print_line(Console(), _usage())
-        return 0
-    if arguments[:1] == ["--version"]:
-        print_line(Console(), f"graphfsdp {graphfsdp.__version__}")
-        return 0
-    known = ", ".join(COMMANDS)
-    if not arguments:
-        raise ConfigError(f"no command given; expected {known}: graphfsdp --help explains")
-    if arguments[0] not in COMMANDS:
-        raise ConfigError(f"unknown command {arguments[0]!r}; expected {known}")
-    run = resolve_name(f"graphfsdp.{COMMANDS[arguments[0]][1]}")
-    return run(arguments[1:], Console()) or 0
-
-
-def _usage() -> str:
     commands = "\n".join(f"  {name:<10} {summary}" for name, (summary, _) in COMMANDS.items())
-    return (
-        f"usage: graphfsdp COMMAND ...\n\ncommands:\n{commands}\n\n"
-        f"'graphfsdp COMMAND --help' lists a command's flags; --version prints the version"
-    )
+    about = f"commands:\n{commands}\n\n'graphfsdp COMMAND --help' lists a command's flags"
+    parser = Parser("graphfsdp", usage="graphfsdp COMMAND ...", description=about)
+    version = f"graphfsdp {graphfsdp.__version__}"
+    parser.add_argument("--version", action="version", version=version)
+    parser.add_argument("command", metavar="COMMAND", choices=COMMANDS, help=argparse.SUPPRESS)
+    command = parser.parse_args(arguments[:1]).command
+    run = resolve_name(f"graphfsdp.{COMMANDS[command][1]}")
+    return run(arguments[1:], Console()) or 0
 
 
 def _complain_of_rank(text: str) -> None:
@@ -184,8 +172,8 @@ def add_flags(
 
     ``some_name`` becomes ``--some-name``. Its type says what the flag takes (of a tuple: one or
     more), the text is its help, and what may follow is another spelling, or argparse's metavar, or
-    action of a switch that has no ``--no-...``, or a tuple of choices. ``sections`` are titles in the help by the first
-    field below each.
+    action of a switch that has no ``--no-...``, or a tuple of choices. ``sections`` are titles in
+    the help by the first field below each.
     """
     hints = get_type_hints(options, include_extras=True)
     group: Any = parser

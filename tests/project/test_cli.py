@@ -38,8 +38,8 @@ def test_the_package_runs_as_a_module_and_tells_its_version() -> None:
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("", "no command given; expected train"),
-        ("help", "unknown command 'help'; expected train"),
+        ("", "the following arguments are required: COMMAND; 'graphfsdp --help'"),
+        ("help", "argument COMMAND: invalid choice: 'help' (choose from"),
         ("train --data {tmp}/absent", "--data {tmp}/absent: cannot be read (No such file"),
         ("train --data {tmp}/empty", "--data {tmp}/empty: holds no text"),
         (
