@@ -69,9 +69,6 @@ def bench_section(result: Result) -> str:
     missing = [f"`{name}`: {reason}" for name, reason in result.reasons().items()]
     if missing:
         parts.append(f"Did not run: {'; '.join(missing)}.")
-    left_out = [f"{name}: {reason}" for name, reason in result.left_out.items()]
-    if left_out:
-        parts.append(f"Left out: {'; '.join(left_out)}.")
     return "\n\n".join((*parts, environment_text(result.head["environment"])))
 
 

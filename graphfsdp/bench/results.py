@@ -66,22 +66,18 @@ class Result:
         return [row for row in self.rows if row["case"] == case and "step_ms" in row]
 
     @property
-    def left_out(self) -> dict[str, str]:
-        """Return the cases without any, and why."""
-        return {row["case"]: row["reason"] for row in self.rows if "contender" not in row}
-
-    @property
     def names(self) -> list[str]:
         """Return the contenders that ran anywhere, the reference first."""
         ran = (row["contender"] for row in self.rows if "step_ms" in row)
         return list(dict.fromkeys([REFERENCE, *ran]))
 
     def reasons(self) -> dict[str, str]:
-        """Return the contenders that ran in no case, each with the first reason."""
+        """Return contenders that ran in no case, and cases without any, each with the first one."""
         found: dict[str, str] = {}
         for row in self.rows:
-            if "contender" in row and row["contender"] not in self.names:
-                found.setdefault(row["contender"], row["reason"])
+            who: str = row.get("contender") or row["case"]
+            if "reason" in row and who not in self.names:
+                found.setdefault(who, row["reason"])
         return found
 
     def ratios(self, case: str, name: str, base: str = REFERENCE) -> list[float]:

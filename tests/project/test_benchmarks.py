@@ -26,8 +26,7 @@ def test_a_result_of_the_command_is_kept_and_shown(tmp_path: pathlib.Path) -> No
     for name in ("bench_cpu", "bench_gpu"):
         section = readme_table.SECTIONS[name](results)
         assert "| gpt-tiny fp32, 4 x 32 tokens | 5.00 | 1.50 (2.50x) |" in section
-        assert "Did not run: `compile`: no compiler." in section
-        assert "Left out: moe: no time." in section
+        assert "Did not run: `compile`: no compiler; `moe`: no time." in section
     assert "on NVIDIA Z9" in section
 
 
