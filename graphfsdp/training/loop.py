@@ -90,12 +90,9 @@ class TrainingRun:
 
     def _load_data(self) -> None:
         config, ranks = self.config, self.ranks
-        self.corpus = ranks.together(
-            lambda: load_corpus(config.data, held_out_percent=config.held_out_percent)
-        )
         self.batches = ranks.together(
             lambda: TokenBatches(
-                self.corpus,
+                load_corpus(config.data, held_out_percent=config.held_out_percent),
                 seq_length=config.seq_length,
                 batch_size=self.batch.num_sequences,
                 seed=config.seed,
@@ -105,9 +102,10 @@ class TrainingRun:
             )
         )
         self.feed = Feed(self.batches, self.device)
-        held_out = zlib.crc32(self.corpus.validation[:_CHECKED_NUMEL].tobytes())
+        corpus = self.batches.corpus
+        held_out = zlib.crc32(corpus.validation[:_CHECKED_NUMEL].tobytes())
         facts = {
-            "a number of training tokens of": len(self.corpus.train),
+            "a number of training tokens of": len(corpus.train),
             "a checksum of held-out tokens of": held_out,
         }
         ranks.refuse_differences(facts)
@@ -224,7 +222,7 @@ class TrainingRun:
 
     def facts(self) -> dict[str, object]:
         """Return what follows from the settings, for the first lines and for ``config.json``."""
-        config, ranks = self.config, self.ranks
+        config, ranks, corpus = self.config, self.ranks, self.batches.corpus
         instances = config.num_distributed_optimizer_instances
         sharding: str = config.data_parallel_sharding_strategy
         if not ranks.launched:
@@ -241,9 +239,9 @@ class TrainingRun:
             "num_microbatches": self.batch.num_microbatches,
             "num_ranks": ranks.size,
             "sharding": sharding,
-            "corpus": self.corpus.name,
-            "train_tokens": len(self.corpus.train),
-            "validation_tokens": len(self.corpus.validation),
+            "corpus": corpus.name,
+            "train_tokens": len(corpus.train),
+            "validation_tokens": len(corpus.validation),
         }
 
     def kept_facts(self) -> dict[str, object]:
