@@ -17,7 +17,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from rich.console import Console
-from torch import Tensor, nn
+from torch import Tensor
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 
 import graphfsdp
@@ -253,14 +254,11 @@ class TrainingRun:
 
     def whole_weights(self) -> dict[str, Tensor]:
         """Return what the model holds on rank 0, weights as it computes with them; a collective."""
-        state = self.model.state_dict(keep_vars=True)
-        wholes: dict[int, Tensor] = {}
-        for tensor in {id(tensor): tensor for tensor in state.values()}.values():  # tied ones once
-            whole: Any = getattr(tensor, "full_tensor", tensor.detach)()
-            if self.ranks.is_first:
-                dtype = self.config.param_dtype if isinstance(tensor, nn.Parameter) else None
-                wholes[id(tensor)] = whole.detach().to("cpu", dtype)
-        return {name: wholes[id(t)] for name, t in state.items()} if self.ranks.is_first else {}
+        options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+        state: dict[str, Any] = get_model_state_dict(self.model, options=options)
+        if not self.config.untie_embeddings_and_output_weights:
+            state.pop("output.weight", None)  # it is the embedding's
+        return {name: tensor.to(self.config.param_dtype) for name, tensor in state.items()}
 
 
 def shard_model(model: GPT, config: TrainConfig, device: torch.device) -> None:

@@ -94,9 +94,8 @@ def _open_metrics(config: TrainConfig, out: str, facts: Mapping[str, object], st
 
 
 def write_model(target: Path, state: Mapping[str, Tensor]) -> None:
-    """Write a file that appears when it is complete; tied tensors under their first names."""
-    each = {id(tensor): name for name, tensor in reversed(list(state.items()))}
-    tensors = {name: state[name].contiguous() for name in each.values()}
+    """Write a file that appears when it is complete."""
+    tensors = {name: tensor.contiguous() for name, tensor in state.items()}
     _replace(target, lambda new: save_file(tensors, new, {"format": "pt"}))
 
 
