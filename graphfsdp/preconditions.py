@@ -259,8 +259,9 @@ def adopt_sharded_parameters(model: nn.Module, optimizer: torch.optim.Optimizer)
         for param in group["params"]:
             if id(param) in replaced and param in optimizer.state:
                 raise ConfigError(
-                    "the optimizer has stepped before fully_shard was called; its state belongs "
-                    "to whole parameters. Remedy: call fully_shard before the first step"
+                    "the optimizer has state of whole parameters, from before fully_shard: it "
+                    "has stepped, or has its state from the start, as Adagrad has. Remedy: make "
+                    "it after fully_shard"
                 )
         group["params"] = [replaced.get(id(param), param) for param in group["params"]]
 

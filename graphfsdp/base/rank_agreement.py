@@ -166,6 +166,12 @@ def _few(names: Sequence[str]) -> str:
     return ", ".join(repr(name) for name in names[:5]) + more
 
 
+def put_first(key: str, value: object) -> Any:
+    """Put what JSON can hold under a key, unless there is something; return what is there then."""
+    found = _store().compare_set(f"graphfsdp/{key}", "", json.dumps(value))
+    return json.loads(bytes(found))
+
+
 def _store() -> Any:
     return dist.distributed_c10d._get_default_store()
 

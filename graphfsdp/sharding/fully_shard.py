@@ -44,6 +44,7 @@ from graphfsdp.sharding.pipelines import (
 )
 from graphfsdp.sharding.pipelines import share_comm_ctx as share_comm_ctx
 from graphfsdp.sharding.schedule import Schedule
+from graphfsdp.sharding.steps import StepsAlike
 from graphfsdp.sharding.unit import Unit
 
 _Modules = TypeVar("_Modules", bound=nn.Module | Sequence[nn.Module])
@@ -168,6 +169,7 @@ def fully_shard(
     group = ShardGroup(modules, options)
     if refuse_old_parameters not in _global_optimizer_pre_hooks.values():
         register_optimizer_step_pre_hook(refuse_old_parameters)
+        register_optimizer_step_pre_hook(StepsAlike())
     unit = Unit(modules, group)
     group.bind_views()
     for each in modules:

@@ -412,19 +412,31 @@ def call_when_bound(param: nn.Parameter) -> None:
             hook(param)
 
 
-def watch_gradient(param: nn.Parameter, name: str) -> None:
+class Reduced(NamedTuple):
+    """How a parameter's gradients are reduced: its full name, when last, and by which ranks."""
+
+    name: str
+    when: int
+    groups: Sequence[dist.ProcessGroup]
+
+
+def watch_gradient(param: nn.Parameter, reduced: Callable[[], Reduced]) -> None:
     """Refuse gradients that reach a sharded parameter past its unit."""
     hooks = param._post_accumulate_grad_hooks
     if hooks:
         # torch.utils.swap_tensors has brought the list along, but not what makes autograd call it.
         param._post_accumulate_grad_hooks = hooks
     if param.requires_grad and not is_watched(param):
-        param.register_post_accumulate_grad_hook(_PastTheUnit(name))
+        param.register_post_accumulate_grad_hook(_PastTheUnit(reduced))
 
 
 def is_watched(param: nn.Parameter) -> bool:
+    return watch_of(param) is not None
+
+
+def watch_of(param: nn.Parameter) -> "_PastTheUnit | None":
     hooks: Mapping[int, object] = param._post_accumulate_grad_hooks or {}
-    return any(isinstance(hook, _PastTheUnit) for hook in hooks.values())
+    return next((hook for hook in hooks.values() if isinstance(hook, _PastTheUnit)), None)
 
 
 def refuse_gradient_hooks(param: nn.Parameter, name: str) -> None:
@@ -439,14 +451,15 @@ def refuse_gradient_hooks(param: nn.Parameter, name: str) -> None:
 class _PastTheUnit:
     """A hook that is called only where autograd accumulates into a sharded parameter."""
 
-    def __init__(self, name: str) -> None:
-        self._name = name
+    def __init__(self, reduced: Callable[[], Reduced]) -> None:
+        self.reduced = reduced
 
     def __call__(self, param: Tensor) -> None:
         raise ConfigError(
-            f"a gradient has reached the sharded parameter {self._name!r} itself, past the forward "
-            "pass of its unit: the loss uses model.parameters() (a penalty on weights, say), and "
-            "what it adds would be lost, since only gradients from the forward pass are reduced. "
-            "Remedy: weight_decay for an L2 penalty; a penalty that the module computes of its "
-            "weight in its own forward; or add to .grad between backward() and optimizer.step()"
+            f"a gradient has reached the sharded parameter {self.reduced().name!r} itself, past "
+            "the forward pass of its unit: the loss uses model.parameters() (a penalty on weights, "
+            "say), and what it adds would be lost, since only gradients from the forward pass are "
+            "reduced. Remedy: weight_decay for an L2 penalty; a penalty that the module computes "
+            "of its weight in its own forward; or add to .grad between backward() and "
+            "optimizer.step()"
         )

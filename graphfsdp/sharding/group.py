@@ -1,6 +1,7 @@
 """The parameters that one `fully_shard` call took over: sharded at rest, whole while computing."""
 
 import dataclasses
+import functools
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass
@@ -28,6 +29,7 @@ from graphfsdp.sharding.extension import (
 )
 from graphfsdp.sharding.gradients import (
     Gradients,
+    Reduced,
     call_when_bound,
     change,
     has_hooks,
@@ -145,6 +147,7 @@ class ShardGroup:
         self.names = [""] * len(modules)
         self.options = options
         self.divisor: float | None = None  # of gradients, in the place of the number of ranks
+        self.reduced_at = 0  # when gradients were last handed to ranks
         self.managed = []
         self.buffers = []
         self.axes: dict[str, ModelAxes] = {}
@@ -195,7 +198,8 @@ class ShardGroup:
             axes = self.axes.get(name)
             item = ManagedParameter(name, whole, weakref.ref(whole), owners, buffer, slot, axes)
             item.awaited = whole if whole.is_meta else None
-            item.param = _replacement(whole, item.as_dtensor(buffer.wrapped_view(slot)), name)
+            item.param = _replacement(whole, item.as_dtensor(buffer.wrapped_view(slot)))
+            self._watch(item)
             setattr(whole, TAKEN_AS, name)
             for owner, attribute in owners:
                 parameters_of(owner)[attribute] = item.param
@@ -275,7 +279,7 @@ class ShardGroup:
             if item.main_grad is None:
                 self._bind_gradient_view(item)
             if item.trains and not is_watched(item.param):
-                watch_gradient(item.param, self.full_name(item))
+                self._watch(item)
 
     def check_memory(self) -> None:
         """Refuse shards without values, and those that were moved: training would miss the new."""
@@ -333,7 +337,13 @@ class ShardGroup:
     def _become(self, item: ManagedParameter) -> None:
         new = item.as_dtensor(item.buffer.wrapped_view(item.slot))
         become(item.param, nn.Parameter(new, item.param.requires_grad), self.full_name(item))
-        watch_gradient(item.param, self.full_name(item))
+        self._watch(item)
+
+    def _watch(self, item: ManagedParameter) -> None:
+        watch_gradient(item.param, functools.partial(self._reduced, item))
+
+    def _reduced(self, item: ManagedParameter) -> Reduced:
+        return Reduced(self.full_name(item), self.reduced_at, item.buffer.mesh.groups)
 
     def full_views(self) -> Iterator[tuple[ManagedParameter, Tensor]]:
         """Yield every parameter with its whole, gathered weight; gathers what is not here."""
@@ -518,7 +528,7 @@ def _named_modules(modules: Sequence[nn.Module]) -> Iterator[tuple[str, nn.Modul
             yield (f"{index}.{name}".rstrip(".") if len(modules) > 1 else name), inner
 
 
-def _replacement(param: nn.Parameter, view: Tensor, name: str) -> nn.Parameter:
+def _replacement(param: nn.Parameter, view: Tensor) -> nn.Parameter:
     """Return the parameter that takes the place of a whole one, with all its attributes."""
     sharded = nn.Parameter(view, requires_grad=param.requires_grad)
     inner = parts_of(param) if is_extended(param) else ()
@@ -526,7 +536,6 @@ def _replacement(param: nn.Parameter, view: Tensor, name: str) -> nn.Parameter:
         if attribute not in inner:
             setattr(sharded, attribute, value)
     setattr(sharded, _IS_SHARDED, True)
-    watch_gradient(sharded, name)
     # Whoever still holds the whole parameter (an optimizer made before) must not keep its memory,
     # nor go on training a copy that nobody uses.
     param.grad = None

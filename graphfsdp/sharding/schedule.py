@@ -24,6 +24,7 @@ pass is over. So a model of many small units has few collectives, of which each 
 Without ``overlap`` each unit is gathered and reduced on its own.
 """
 
+import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -207,6 +208,7 @@ class Schedule:
         done: Callable[[], None] | None,
     ) -> None:
         """Begin to reduce the gradients of a unit's buffers; all is over before backward is."""
+        unit.group.reduced_at = time.monotonic_ns()
         reduction = _Reduction(unit, gradients, how, done)
         if not unit.group.options.overlap:
             self._begin_reductions()

@@ -279,6 +279,55 @@ def test_a_rank_that_differs(what: str) -> None:
         wrapped.prepare_shards()
 
 
+class Calls(nn.Module):
+    """Its layers in the order that a call asks for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor, names: str) -> Tensor:
+        for name in names:
+            x = self.get_submodule(name)(x)
+        return x.square().mean()
+
+
+@pytest.mark.parametrize(
+    ("units", "on_rank_1", "words"),
+    [
+        ("", "a", "'b.bias' has no gradient on rank 1, and one on rank 0"),
+        ("ab", "ba", "units have run in another order on rank"),
+    ],
+)
+@on_ranks("ranks2")
+def test_a_rank_that_uses_other_weights(units: str, on_rank_1: str, words: str) -> None:
+    """Else rows of one rank would be stepped, or one unit's weights taken for another's."""
+    x, mine = torch.ones(3, 4, device=rank_device()), on_rank_1 if dist.get_rank() == 1 else "ab"
+
+    def build() -> tuple[nn.Module, FusedAdam]:
+        model = Calls().to(rank_device())
+        for name in units:
+            graphfsdp.fully_shard(model.get_submodule(name))
+        return graphfsdp.fully_shard(model), FusedAdam(model.parameters())
+
+    model, optimizer = build()
+    said = ""
+    for names in ("ab", "ab", "ab", mine):
+        optimizer.zero_grad()
+        model(x, names).backward()
+        try:
+            optimizer.step()
+        except ConfigError as error:
+            said = str(error)
+    everyone: list[Any] = [None, None]
+    dist.all_gather_object(everyone, said)
+    assert min(everyone) == ""  # who comes first hears nothing
+    assert words in max(everyone)
+    model, optimizer = build()
+    with pytest.raises(graphfsdp.GraphFSDPError, match=words):
+        graphfsdp.capture(model, optimizer)(x, mine)
+
+
 @on_ranks("ranks4")
 def test_another_model_on_one_rank_is_told_to_all() -> None:
     """Rank 3 alone: rank 0 shares no group with it. And other experts than those of the others."""

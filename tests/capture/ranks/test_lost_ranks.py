@@ -366,15 +366,16 @@ def test_an_error_on_one_rank_undoes_the_iteration_on_all(strategy: str, outer: 
         axes = {"mesh": hybrid_mesh(), "outer_strategy": outer}
     last = dist.get_world_size() - 1
     expected = losses_without_faults(strategy, 7, axes=axes)
-    step, model, optim = build(strategy, "full_iteration", axes=axes)
     fails = {"on": False}
 
     def hook(*args: object) -> None:
         if fails["on"] and dist.get_rank() == last:
             raise LateError(f"of rank {last}")
 
-    optim.register_step_post_hook(hook)
-    for index in range(7):
+    for index in (-1, *range(7)):
+        if index <= 0:  # one that has failed in its first call, and another one after it
+            step, model, optim = build(strategy, "full_iteration", axes=axes)
+            optim.register_step_post_hook(hook)
         if index <= 2:
             world = World(model, optim)
             fails["on"] = True
@@ -386,7 +387,7 @@ def test_an_error_on_one_rank_undoes_the_iteration_on_all(strategy: str, outer: 
                 step(batch(index))
             world.assert_unchanged(f"call {index}")
             fails["on"] = False
-        assert torch.equal(step(batch(index)), expected[index]), index
+        assert index < 0 or torch.equal(step(batch(index)), expected[index]), index
     assert step.report().num_captures == 1
 
 
