@@ -4,7 +4,6 @@ import functools
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from types import TracebackType
 from typing import Any, Self, TypeGuard
 
 import torch
@@ -274,14 +273,9 @@ class OperatorMode(TorchDispatchMode):
             super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *details: Any) -> None:
         if self._joins_in is None:
-            super().__exit__(kind, error, trace)  # type: ignore[no-untyped-call]
+            super().__exit__(*details)  # type: ignore[no-untyped-call]
         else:
             self._joins_in.remove(self)
             self._joins_in = None
@@ -299,6 +293,7 @@ class OperatorMode(TorchDispatchMode):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
+        kwargs = kwargs or {}
         profile: Any = sys.getprofile()  # which is told of every call until it pauses
         try:
             pauses = profile is not None and profile.__self__.leaves_out_modes
@@ -309,36 +304,23 @@ class OperatorMode(TorchDispatchMode):
         try:
             sees_functions = torch._C._is_torch_function_enabled()
             with torch.DisableTorchFunction():
-                return self._on_call(
-                    func, types, args, kwargs or {}, profile if pauses else None, sees_functions
-                )
+                if computes_nothing():
+                    return func(*args, **kwargs)
+                if any(is_wrapper_subclass(kind) for kind in types):
+                    return NotImplemented  # it desugars itself; its inner operators come back here
+                modes = (self, *self._joined)
+                if isinstance(func, OpOverload):
+                    call = OpCall(func, args, kwargs, modes)
+                    call.sees_functions = sees_functions
+                    if pauses:
+                        call.around = functools.partial(_resumed, profile)
+                    return call.run()
+                for mode in reversed(modes):
+                    mode.on_higher_order(func)
+                return func(*args, **kwargs)
         finally:
             if pauses:
                 sys.setprofile(profile)
-
-    def _on_call(
-        self,
-        func: Any,
-        types: Sequence[type],
-        args: Sequence[Any],
-        kwargs: Mapping[str, Any],
-        paused: Any,
-        sees_functions: bool,
-    ) -> Any:
-        if computes_nothing():
-            return func(*args, **kwargs)
-        if any(is_wrapper_subclass(kind) for kind in types):
-            return NotImplemented  # it desugars itself; its inner operators come back here
-        modes = (self, *self._joined)
-        if isinstance(func, OpOverload):
-            call = OpCall(func, args, kwargs, modes)
-            call.sees_functions = sees_functions
-            if paused is not None:
-                call.around = functools.partial(_resumed, paused)
-            return call.run()
-        for mode in reversed(modes):
-            mode.on_higher_order(func)
-        return func(*args, **kwargs)
 
     def on_op(self, call: OpCall) -> Any:
         return call.run()
