@@ -19,7 +19,7 @@ each one somebody is asked who may raise. The collective itself stays under way.
 Note [Messages]: what one rank sends to another (isend, irecv) is one operator for each call or
 batch, ``exchange_``, and another that waits. gloo takes a wait for a message that ends early for
 the end of the connection, and tells of none whether it has arrived. So inside ``interruptible``
-another thread waits for messages. If one is given up, just that end of the connection frees the
+another thread waits for each message. If one is given up, just that end of the connection frees the
 thread: one that still waited when Python ends would take the process with it (SIGABRT).
 
 Note [Gloo's short ways]: gloo's all-gather and reduce-scatter go round a ring, and its
@@ -32,7 +32,6 @@ Shapes: R = ranks of the group; S = elements of one rank's shard.
 """
 
 import datetime
-import queue
 import threading
 import time
 from collections import Counter
@@ -209,50 +208,32 @@ class Interruptible:
         self.begun: Counter[tuple[str, int, int]] = Counter()
         self.ended: Counter[tuple[str, int, int]] = Counter()
         self.by_gloo: Counter[str] = Counter()
-        self._works: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        self._ended: queue.SimpleQueue[Exception | None] = queue.SimpleQueue()
-        self._thread: threading.Thread | None = None
 
     def wait_for_message(self, work: Any) -> None:
         """Wait for a message of gloo; see Note [Messages]."""
-        if self._thread is None:
-            queues = (self._works, self._ended)
-            self._thread = threading.Thread(
-                target=_await, args=queues, name="graphfsdp messages", daemon=True
-            )
-            self._thread.start()
-        self._works.put(work)
+        failed: list[RuntimeError] = []
+
+        def wait() -> None:
+            try:
+                work.wait()
+            except RuntimeError as error:
+                failed.append(error)
+
+        thread = threading.Thread(target=wait, name="graphfsdp message", daemon=True)
+        thread.start()
         try:
-            error = self._next_end()
+            thread.join(_SLICE_S)
+            while thread.is_alive():
+                self.ask()
+                thread.join(_SLICE_S)
         except BaseException:
             with suppress(RuntimeError):  # the timeout itself
                 work.wait(datetime.timedelta(milliseconds=1))
+            thread.join(_JOIN_S)
             raise
-        if error is not None:
+        if failed:
             self.ask()
-            raise error
-
-    def _next_end(self) -> Exception | None:
-        while True:
-            try:
-                return self._ended.get(timeout=_SLICE_S)
-            except queue.Empty:
-                self.ask()
-
-    def close(self) -> None:
-        if self._thread is not None:
-            self._works.put(None)
-            self._thread.join(_JOIN_S)
-
-
-def _await(works: "queue.SimpleQueue[Any]", ended: "queue.SimpleQueue[Exception | None]") -> None:
-    while (work := works.get()) is not None:
-        try:
-            work.wait()
-        except RuntimeError as error:
-            ended.put(error)
-        else:
-            ended.put(None)
+            raise failed[0]
 
 
 _asked: ContextVar[Interruptible | None] = ContextVar("asked", default=None)
@@ -270,7 +251,6 @@ def interruptible(ask: Callable[[], None]) -> Iterator[Interruptible]:
         yield waits
     finally:
         _asked.reset(token)
-        waits.close()
 
 
 def _wait_for(work: Any) -> None:
