@@ -39,6 +39,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -135,20 +136,12 @@ def _scatter_sums(
 ) -> Any:
     parts = input.new_empty(group.size(), output.numel())  # [R, S]
     moved = dist.all_to_all_single(parts.view(-1), input.reshape(-1), group=group, async_op=True)
-    scattered = _Scattered(moved, partial(_reduce_parts, output, parts, reduction))
-    return scattered if async_op else scattered.wait()
 
+    def wait(*timeout: datetime.timedelta) -> None:
+        moved.wait(*timeout)
+        _reduce_parts(output, parts, reduction)
 
-class _Scattered:
-    """What torch calls a Work: parts that are under way, to be reduced when they are there."""
-
-    def __init__(self, moved: Any, reduce: Callable[[], None]) -> None:
-        self._moved = moved
-        self._reduce = reduce
-
-    def wait(self, *timeout: datetime.timedelta) -> None:
-        self._moved.wait(*timeout)
-        self._reduce()
+    return SimpleNamespace(wait=wait) if async_op else wait()  # as torch's Work has it
 
 
 def _reduce_parts(output: Tensor, parts: Tensor, reduction: str) -> None:

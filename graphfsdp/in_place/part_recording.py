@@ -13,7 +13,7 @@ from graphfsdp._capture.trace.source import Ran
 from graphfsdp._capture.undo.host_state import Attempt
 from graphfsdp._capture.undo.interrupts import is_of_handler
 from graphfsdp.base.op_tensors import as_written
-from graphfsdp.errors import CaptureError, Hazard
+from graphfsdp.errors import CaptureError, Hazard, first_line
 
 
 class NotAPartError(Exception):
@@ -120,8 +120,10 @@ def recorded(
             raise
         if isinstance(error, NotAPartError):
             raise
-        hazard = error.hazard if isinstance(error, CaptureError) else None
-        raise NotAPartError(_reason(error), hazard) from error
+        if not isinstance(error, CaptureError):
+            raise NotAPartError(first_line(error)) from error
+        where = "" if error.source is None else f" ({error.source})"
+        raise NotAPartError(f"{error.hazard.why}{where}", error.hazard) from error
     return graph, results, guards
 
 
@@ -131,10 +133,3 @@ def _check_attributes(module: nn.Module, held: Sequence[Mapping[str, Any]]) -> N
         for name in now.keys() | was.keys():
             if now.get(name) is not was.get(name):
                 raise NotAPartError(f"it writes {f'{path}.{name}'.lstrip('.')!r}")
-
-
-def _reason(error: BaseException) -> str:
-    if isinstance(error, CaptureError):
-        where = "" if error.hazard.source is None else f" ({error.hazard.source})"
-        return f"{error.hazard.why}{where}"
-    return f"{type(error).__name__}: {error}".partition("\n")[0]
