@@ -7,6 +7,7 @@ in a forward pass of ZeRO-3: the unit that is worked on, and those around it.
 """
 
 import inspect
+import warnings
 from collections.abc import Callable, Iterator, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -52,7 +53,8 @@ def materialize(
     itself or the nearest module around it (Hugging Face's models), in whose place ``init`` comes
     if it is given. The order is that of constructors and of ``nn.Module.apply``. Every rank
     draws; the values of the first one go to all. Never more is whole at a time than one unit and
-    those around it.
+    those around it. What a constructor sets besides, in a loop over parameters for one, is not
+    set here: a warning names what has been written more often than by these methods.
 
     What is not on the meta device keeps its values and its identity, even where an initialisation
     writes to it; buffers that lie elsewhere are moved to the device. Parameters that were on it
@@ -244,6 +246,10 @@ class _Materialization:
         self._kept: dict[int, _Entry] = {}
         self._stops = self._find_stops(model, init)
         self._done: set[int] = set()  # keys of the tensors that some module has set
+        # By name, the version that a tensor reaches if it is written as often as on the meta
+        # device, where a write counts as well; None where the user's own function sets values.
+        self._expected: dict[str, int] | None = {} if init is None else None
+        self._written_less: list[str] = []
         # Units that are whole, each with its awaited parameters as its modules hold them.
         self._open: dict[Unit, list[tuple[ManagedParameter, Tensor]]] = {}
 
@@ -299,6 +305,7 @@ class _Materialization:
         except BaseException:
             self._undo()
             raise
+        self._tell_of_other_values()
 
     def _check(self) -> None:
         for stop in self._stops:
@@ -346,7 +353,9 @@ class _Materialization:
         for units in self._together:
             move_together(units, self._device)
         for entry in self._plain.values():
+            awaited = entry.tensor()._version
             move(entry.tensor(), self._device, entry.name)
+            self._expect(entry.name, awaited, entry.tensor())
         for entry in self._kept.values():
             if entry.tensor().device != self._device and entry.place is buffers_of(entry.module):
                 move(entry.tensor(), self._device, entry.name)
@@ -362,6 +371,7 @@ class _Materialization:
                 self._open[unit].append((item, whole))
                 param = nn.Parameter(whole, requires_grad=item.param.requires_grad)
                 vars(param).update(vars(item.param))
+                self._expect(unit.group.full_name(item), item.awaited._version, param)
                 for owner, attribute in item.owners:
                     parameters_of(owner)[attribute] = param
 
@@ -404,6 +414,8 @@ class _Materialization:
                 )
             if held.data_ptr() != whole.data_ptr():
                 whole.copy_(held)
+            else:
+                self._compare_writes(name, held)
             if is_partly_unset(whole):
                 raise ConfigError(_unset_message(f"parameter {name!r}", class_name(owner)))
 
@@ -422,6 +434,29 @@ class _Materialization:
         for entry in self._plain.values():
             if is_partly_unset(entry.tensor()):
                 raise ConfigError(_unset_message(repr(entry.name), class_name(entry.module)))
+            self._compare_writes(entry.name, entry.tensor())
+
+    def _expect(self, name: str, num_writes: int, tensor: Tensor) -> None:
+        if self._expected is not None:
+            self._expected[name] = tensor._version + num_writes
+
+    def _compare_writes(self, name: str, tensor: Tensor) -> None:
+        if self._expected is not None and tensor._version < self._expected[name]:
+            self._written_less.append(name)
+
+    def _tell_of_other_values(self) -> None:
+        if not self._written_less:
+            return
+        first, *more = self._written_less
+        warnings.warn(
+            f"parameter or buffer {first!r}{f' and {len(more)} more' if more else ''} was written "
+            "more often when the model was built on the meta device than materialize has written "
+            "it now: something but reset_parameters() and _init_weights(module) sets it there, a "
+            "loop over parameters in a constructor for one, and its values may be others than "
+            "those. Remedy: do so in _init_weights(module) of the model, or in the function given "
+            "as materialize(model, init=...)",
+            stacklevel=4,  # at materialize
+        )
 
     def _undo(self) -> None:
         """Leave the model so that it can be materialised once more."""

@@ -253,6 +253,34 @@ def test_init_weights_of_a_root_and_functions_of_the_user() -> None:
     assert 2.0 < float(plain.tokens.weight.detach().std()) < 4.0
 
 
+class NanoGPT(Pretrained):
+    """As nanoGPT does it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for layer in self.layers:
+            assert isinstance(layer, nn.Linear)
+            nn.init.normal_(layer.weight, std=0.01)
+
+
+@on_ranks("ranks2")
+def test_what_a_constructor_sets_besides_is_told() -> None:
+    for shards in (True, False):
+        model = on_meta(NanoGPT)
+        if shards:
+            graphfsdp.fully_shard(model.layers[0])
+            graphfsdp.fully_shard(model)
+        with pytest.warns(UserWarning, match="'layers.0.weight' and 1 more was written more often"):
+            graphfsdp.materialize(model, rank_device())
+    model = on_meta(NanoGPT)
+    graphfsdp.materialize(model, rank_device(), init=lambda module: module.apply(fill))
+
+
+def fill(module: nn.Module) -> None:
+    for param in module.parameters(recurse=False):
+        nn.init.ones_(param)
+
+
 @on_ranks("ranks4")
 def test_parameters_of_model_parallel_ranks_get_the_values_of_the_whole_model() -> None:
     """What a whole model's initialisation draws; parameters without one are set by hand."""
