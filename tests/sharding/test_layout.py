@@ -139,7 +139,7 @@ def test_any_unit_is_laid_out_right(shapes: list[Shape], num_ranks: int, itemsiz
     assert total_numel <= bound
     if num_ranks == 1:  # one buffer, and no padding but for alignment
         assert len(buffers) == (1 if shapes else 0)
-        aligned = sum(math.ceil(math.prod(shape) * itemsize / 16) * 16 for shape in shapes)
+        aligned = sum(-(-math.prod(shape) * itemsize // 16) * 16 for shape in shapes)
         assert total_numel * itemsize <= aligned
 
 
