@@ -31,7 +31,7 @@ from graphfsdp.cli import Parser, add_flags, print_line, require
 from graphfsdp.sharding.layout import BufferPlan, plan_buffers
 from graphfsdp.training.config import StrategyName, TrainConfig, parse_train_arguments
 from graphfsdp.training.gpt import GPT, make_model
-from graphfsdp.training.metrics import GPUS, Gpu, flops_per_token
+from graphfsdp.training.ranks import GPUS, Gpu
 
 DeviceName = Literal["h100", "h200", "b200"]
 DEVICES: Mapping[DeviceName, Gpu] = MappingProxyType(
@@ -283,7 +283,7 @@ class TrainingPlan:
         )
         self.own_bytes = sum(each.nbytes for each in model.buffers())  # of the model's own buffers
         # Of one rank in one iteration; kernels of forward and backward passes, at least.
-        self.flops = flops_per_token(model) * self.batch.num_tokens // num_ranks
+        self.flops = model.flops_per_token() * self.batch.num_tokens // num_ranks
         self.num_kernels = self.activations.num_kernels * num_microbatches
         # An estimate, since the activations are one.
         self.total_bytes = sum(line.num_bytes for line in self.memory())

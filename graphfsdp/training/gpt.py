@@ -289,6 +289,23 @@ class GPT(nn.Module):
         # In float32 whatever the weights are: a softmax over V terms loses too much in bf16.
         return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
 
+    def flops_per_token(self) -> int:
+        """Return the matrix arithmetic that training needs per token: 6 N + 12 L C T.
+
+        N counts the weights that take part in a matrix product: all but position vectors and, where
+        the output layer has a matrix of its own, the token embedding. Recomputation never counts.
+
+        Source: Chowdhery et al. 2022, appendix B (PaLM, arXiv:2204.02311).
+        """
+        config = self.config
+        num_weights = sum(param.numel() for param in self.parameters())
+        if self.position_embedding is not None:
+            num_weights -= self.position_embedding.weight.numel()
+        if config.untie_embeddings_and_output_weights:
+            num_weights -= self.token_embedding.weight.numel()
+        attention = 12 * config.num_layers * config.hidden_size * config.seq_length
+        return 6 * num_weights + attention
+
 
 def make_model(config: GPTConfig, device: torch.device, dtype: torch.dtype) -> GPT:
     """Weights are drawn from torch's global generator."""

@@ -7,6 +7,8 @@ import dataclasses
 import functools
 import math
 import os
+import resource
+import sys
 import time
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
@@ -30,10 +32,10 @@ from graphfsdp.optim import FusedAdam
 from graphfsdp.training.config import TrainConfig, parse_train_arguments
 from graphfsdp.training.gpt import GPT, make_model
 from graphfsdp.training.hugging_face import load_weights, save_weights
-from graphfsdp.training.metrics import Metrics, find_gpu, flops_per_token, peak_memory_bytes
 from graphfsdp.training.mllog import UNVERIFIED, RunLog, open_run_log
-from graphfsdp.training.ranks import Ranks, choose_device, find_ranks, process_group
+from graphfsdp.training.ranks import Ranks, choose_device, find_gpu, find_ranks, process_group
 from graphfsdp.training.run_directory import (
+    Metrics,
     Sink,
     begins_anew,
     open_sinks,
@@ -417,6 +419,14 @@ def _iterate(
     return metrics
 
 
+def _peak_memory_bytes(device: torch.device) -> int:
+    """Return the most memory used so far: of the GPU's allocator, or of this process."""
+    if device.type == "cuda":
+        return int(torch.cuda.max_memory_allocated(device))
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024  # bytes there, KiB elsewhere
+
+
 class _Window:
     """Measures speed over the iterations between two moments when the host waits anyway."""
 
@@ -442,7 +452,7 @@ class _Window:
         gpu, mfu = find_gpu(_name_of(run.device)), None
         if gpu is not None:
             peak = run.ranks.size * gpu.flops_per_s(run.config.param_dtype)
-            mfu = tokens_per_s * flops_per_token(run.model) / peak
+            mfu = tokens_per_s * run.model.flops_per_token() / peak
         assert run.step.grad_norm is not None  # a limit is always given
         return Metrics(
             step=run.iteration,
@@ -452,7 +462,7 @@ class _Window:
             tokens=run.tokens,
             tokens_per_s=tokens_per_s,
             step_ms=1000 * seconds,
-            memory_bytes=peak_memory_bytes(run.device),
+            memory_bytes=_peak_memory_bytes(run.device),
             phase=phase.value,
             data_wait=(run.feed.waited_s - self._waited_s) / passed,
             mfu=mfu,

@@ -1,10 +1,12 @@
-"""The processes that train together: which one this is, their process group, common decisions."""
+"""The processes that train together: which one this is, its device, their process group."""
 
+import math
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -76,6 +78,47 @@ def find_ranks() -> Ranks:
             f"--nproc-per-node {num_processes} -m graphfsdp train ..."
         )
     return Ranks()
+
+
+class Gpu(NamedTuple):
+    """Dense matrix arithmetic in TFLOP/s, and bytes/s of memory and of links where they are known.
+
+    ``tf32`` is of float32 rounded to TF32; bfloat16 is summed in float32. A link's rate is to other
+    GPUs, in one direction.
+    """
+
+    name: str  # a part of the device's own
+    bf16: float
+    tf32: float
+    fp32: float
+    memory_rate: float = math.nan
+    link_rate: float = math.nan
+
+    def flops_per_s(self, dtype: torch.dtype) -> float:
+        """Return the peak for products of that dtype, as torch computes them now."""
+        fp32 = self.fp32 if torch.get_float32_matmul_precision() == "highest" else self.tf32
+        return 1e12 * (self.bf16 if dtype == torch.bfloat16 else fp32)
+
+
+# The first whose name is a part of the device's name counts, so longer names come first.
+# Source: NVIDIA's data sheets; halves of the figures given "with sparsity". H100 and H200: SXM,
+# NVLink 900 GB/s in both directions together; DGX B200: 64 TB/s of eight, NVLink 1.8 TB/s.
+GPUS = (
+    Gpu("GB200", 2500.0, 1250.0, 80.0),
+    Gpu("B200", 2250.0, 1100.0, 75.0, 8e12, 900e9),
+    Gpu("H200", 989.0, 494.0, 67.0, 4.8e12, 450e9),
+    Gpu("H100 PCIe", 756.0, 378.0, 51.0),
+    Gpu("H100 NVL", 835.0, 417.0, 60.0),
+    Gpu("H100", 989.0, 494.0, 67.0, 3.35e12, 450e9),
+    Gpu("A100", 312.0, 156.0, 19.5),
+    Gpu("L40S", 362.0, 183.0, 91.6),
+    Gpu("L4", 121.0, 60.0, 30.3),
+    Gpu("RTX 4090", 165.2, 82.6, 82.6),
+)
+
+
+def find_gpu(device_name: str) -> Gpu | None:
+    return next((gpu for gpu in GPUS if gpu.name in device_name), None)
 
 
 def choose_device(choice: str, ranks: Ranks) -> torch.device:

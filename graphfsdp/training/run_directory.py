@@ -1,11 +1,13 @@
-"""What a run leaves: a directory with configuration, metrics, weights; logs of other programs."""
+"""What a run tells at its logged steps, and leaves: a directory, logs of other programs."""
 
 import contextlib
 import dataclasses
 import json
+import math
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -15,7 +17,52 @@ from torch import Tensor
 from graphfsdp.checkpoint.folder import entries, resolve
 from graphfsdp.errors import CheckpointError, ConfigError
 from graphfsdp.training.config import TrainConfig
-from graphfsdp.training.metrics import Metrics
+
+
+@dataclass(frozen=True)
+class Metrics:
+    """One line of ``metrics.jsonl``; losses are nats per token."""
+
+    step: int  # iterations done, this one included
+    loss: float  # of this iteration's batch, all ranks together
+    lr: float
+    grad_norm: float  # before clipping
+    tokens: int  # trained on so far, all ranks together
+    tokens_per_s: float  # since the last logged step, all ranks together
+    step_ms: float  # over the same iterations
+    memory_bytes: int  # most used so far: of the GPU's allocator, or of rank 0's process
+    phase: str  # warmup, capture, replay or eager
+    data_wait: float = 0.0  # share of that time in which rank 0 waited for its batches
+    mfu: float | None = None  # of the GPUs' peak arithmetic, None if unknown
+    val_loss: float | None = None  # of the held-out part, None where it was not measured
+
+    def to_json(self) -> str:
+        """Return one line of JSON; floats are written so that they read back bit for bit."""
+        known = {key: value for key, value in dataclasses.asdict(self).items() if value is not None}
+        return json.dumps(known)
+
+    def describe(self, train_iters: int) -> str:
+        parts = [
+            f"step {self.step:>{len(str(train_iters))}}/{train_iters}",
+            f"loss {self.loss:.4f}",
+            f"lr {self.lr:.2e}",
+            f"grad norm {self.grad_norm:.3f}",
+            f"{self.tokens_per_s:,.0f} tok/s",
+            f"{self.step_ms:.1f} ms" if self.step_ms >= 10 else f"{self.step_ms:.2f} ms",
+            f"{self.memory_bytes / 2**20:,.0f} MiB",
+        ]
+        if self.data_wait >= 0.0005:
+            parts.append(f"data {self.data_wait:.1%}")
+        if self.mfu is not None:
+            parts.append(f"MFU {self.mfu:.1%}")
+        if self.val_loss is not None:
+            parts.append(f"validation {self.val_loss:.4f}")
+        if self.phase not in ("replay", "eager"):
+            parts.append(self.phase)
+        if not math.isfinite(self.loss):
+            parts.append("(not finite: try a smaller --lr)")
+        return "  ".join(parts)
+
 
 Sink = Callable[[Metrics], object]
 

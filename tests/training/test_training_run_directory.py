@@ -18,8 +18,8 @@ import training_helpers
 from graphfsdp.data import TokenBatches, load_corpus
 from graphfsdp.errors import ConfigError
 from graphfsdp.training.gpt import GPT, GPTConfig
-from graphfsdp.training.metrics import Metrics, find_gpu, flops_per_token
-from graphfsdp.training.run_directory import make_new_directory
+from graphfsdp.training.ranks import find_gpu
+from graphfsdp.training.run_directory import Metrics, make_new_directory
 from training_helpers import (
     DROPOUT,
     SMALL,
@@ -96,7 +96,7 @@ def test_the_formula_agrees_with_counting_matrix_products(untied: bool) -> None:
         model(tokens, tokens).backward()
     counted = counter.get_total_flops() / tokens.numel()
     # The formula also counts the norms' weights, which are in no product.
-    assert counted == pytest.approx(flops_per_token(model), rel=0.01)
+    assert counted == pytest.approx(model.flops_per_token(), rel=0.01)
 
 
 def test_peak_depends_on_gpu_and_dtype(monkeypatch: pytest.MonkeyPatch) -> None:
