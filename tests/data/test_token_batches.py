@@ -20,8 +20,14 @@ import graphfsdp
 from cuda_stand_in import library
 from cuda_stand_in.orders import chosen
 from forked_programs import run_source
-from graphfsdp.data import IGNORED_TARGET, Corpus, Feed, TokenBatches, load_corpus
-from graphfsdp.data.batches import EpochOrder
+from graphfsdp.data import (
+    IGNORED_TARGET,
+    Corpus,
+    EpochOrder,
+    Feed,
+    TokenBatches,
+    load_corpus,
+)
 from graphfsdp.errors import ConfigError
 from graphfsdp.optim import FusedAdam
 from time_limits import until
@@ -336,7 +342,7 @@ def test_it_says_how_long_it_made_one_wait(monkeypatch: pytest.MonkeyPatch) -> N
     """By a clock that goes on by one each time somebody looks, or the loop computes."""
     seconds = itertools.count()
     clock = types.SimpleNamespace(perf_counter=lambda: next(seconds))
-    monkeypatch.setattr("graphfsdp.data.feed.time", clock)
+    monkeypatch.setattr("graphfsdp.data.time", clock)
     feed = Feed(Numbers(end=6))
     for _ in feed:
         next(seconds)
