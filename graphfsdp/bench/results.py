@@ -18,8 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.markup import escape
-from rich.table import Table as RichTable
+from rich.markdown import Markdown
 
 from graphfsdp.errors import ConfigError
 
@@ -111,13 +110,8 @@ class Table:
             "| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in lines
         )
 
-    def rich(self) -> RichTable:
-        made = RichTable(title=self.title, title_justify="left")
-        for index, name in enumerate(self.heading):
-            made.add_column(name, justify="left" if index < self.num_left else "right")
-        for row in self.rows:
-            made.add_row(*map(escape, row))
-        return made
+    def rich(self) -> Markdown:
+        return Markdown(f"{self.title}\n\n{self.markdown()}")
 
 
 def spread_text(ratios: Sequence[float]) -> str:
