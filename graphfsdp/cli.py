@@ -170,7 +170,7 @@ def add_flags(
 ) -> None:
     """Add a flag for each annotated field of a dataclass.
 
-    ``some_name`` becomes ``--some-name``. Its type says what the flag takes (of a tuple: one or
+    ``some_name`` becomes ``--some-name``. Its type says what the flag takes (of a list: one or
     more), the text is its help, and what may follow is another spelling, or argparse's metavar, or
     action of a switch that has no ``--no-...``, or a tuple of choices. ``sections`` are titles in
     the help by the first field below each.
@@ -195,7 +195,7 @@ def _add_flag(group: Any, field: Field[Any], kind: Any, explanation: str, *extra
     options: dict[str, Any] = {"required": field.default is MISSING, "help": explanation}
     if type(None) in get_args(kind):
         kind = get_args(kind)[0]
-    if get_origin(kind) is tuple:
+    if get_origin(kind) is list:
         options["nargs"] = "+"
         kind = get_args(kind)[0]
     if get_origin(kind) is Literal:

@@ -160,19 +160,31 @@ class TokenBatches:
     this says too which tokens belong together: each 0 begins another document.
 
     ConfigError if the corpus is too small, or nothing says where documents end.
+
+    Args:
+        corpus: What to train on.
+        seq_length: T.
+        batch_size: Sequences of a batch, all micro-batches and ranks together.
+        seed: Decides the order.
+        rank: Which part of each batch to take.
+        num_ranks: How many parts there are.
+        vocab_size: Tokens from here on are refused.
+        eod_token: Ends each document.
+        positions: Give the place of each token in its document.
+        mask_first: A document's first token is no target: nothing before it tells of it.
     """
 
     corpus: Corpus
     _: KW_ONLY
-    seq_length: int  # T
-    batch_size: int  # sequences of a batch, all micro-batches and ranks together
-    seed: int = 0  # decides the order
-    rank: int = 0  # which part of each batch to take
-    num_ranks: int = 1  # how many parts there are
-    vocab_size: int | None = None  # tokens from here on are refused
-    eod_token: int | None = None  # ends each document
-    positions: bool = False  # give the place of each token in its document
-    mask_first: bool = False  # a document's first token is no target: nothing before it tells of it
+    seq_length: int
+    batch_size: int
+    seed: int = 0
+    rank: int = 0
+    num_ranks: int = 1
+    vocab_size: int | None = None
+    eod_token: int | None = None
+    positions: bool = False
+    mask_first: bool = False
 
     def __post_init__(self) -> None:
         corpus, seq_length = self.corpus, self.seq_length

@@ -64,18 +64,18 @@ class BenchOptions:
 
     suite: Annotated[SuiteName | None, "named cases (default: cpu or gpu, as the device is)"] = None
     workload: Annotated[
-        tuple[str, ...] | None,
+        list[str] | None,
         "workloads, listed below",
         "NAME",
         tuple(each.name for each in workloads()),
     ] = None
     batch_size: Annotated[
-        tuple[int, ...] | None,
+        list[int] | None,
         "samples per step on each rank; several make a sweep (default: each workload's own)",
     ] = None
-    dtype: Annotated[tuple[DtypeName, ...] | None, "precisions (default: fp32)"] = None
+    dtype: Annotated[list[DtypeName] | None, "precisions (default: fp32)"] = None
     contender: Annotated[
-        tuple[str, ...] | None,
+        list[str] | None,
         "contenders, listed below; eager is always among them (default: all)",
         "NAME",
         tuple(each.name for each in CONTENDERS),
@@ -102,9 +102,10 @@ class BenchOptions:
             raise ConfigError("--suite and --workload both say what to measure; give one of them")
 
     def cases(self, device_type: str) -> tuple[Case, ...]:
+        chosen = tuple(self.contender) if self.contender else None
         if self.workload:
             return tuple(
-                Case(workload.name, dtype, size, self.contender)
+                Case(workload.name, dtype, size, chosen)
                 for workload in map(find_workload, dict.fromkeys(self.workload))
                 for dtype in dict.fromkeys(self.dtype or ("fp32",))
                 for size in dict.fromkeys(self.batch_size or [workload.batch_size])
@@ -114,8 +115,7 @@ class BenchOptions:
                 raise ConfigError(f"{name} goes with --workload; a suite has its own")
         cases = SUITES[self.suite or ("gpu" if device_type == "cuda" else "cpu")]
         return tuple(
-            dataclasses.replace(each, contenders=self.contender or each.contenders)
-            for each in cases
+            dataclasses.replace(each, contenders=chosen or each.contenders) for each in cases
         )
 
 
@@ -128,11 +128,7 @@ def parse_bench_arguments(arguments: Sequence[str]) -> BenchOptions:
         epilog=f"workloads:{sizes}\n\ncontenders:{names}",
     )
     add_flags(parser, BenchOptions, {"suite": "what to measure", "seconds": "how"})
-    given = vars(parser.parse_args(arguments))
-    for name, value in given.items():
-        if isinstance(value, list):
-            given[name] = tuple(value)
-    return BenchOptions(**given)
+    return BenchOptions(**vars(parser.parse_args(arguments)))
 
 
 _WIDTH = 160  # of a file or a pipe, whose tables would be narrow

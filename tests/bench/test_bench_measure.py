@@ -317,7 +317,7 @@ def test_flags_make_the_product_of_workloads_precisions_and_batch_sizes() -> Non
 def test_without_workloads_the_device_chooses_the_suite() -> None:
     assert BenchOptions().cases("cpu") == SUITES["cpu"]
     assert BenchOptions().cases("cuda") == SUITES["gpu"]
-    assert BenchOptions(suite="quick", contender=("compile",)).cases("cpu")[0].contenders == (
+    assert BenchOptions(suite="quick", contender=["compile"]).cases("cpu")[0].contenders == (
         "compile",
     )
     for name in get_args(SuiteName):
