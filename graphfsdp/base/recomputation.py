@@ -59,16 +59,10 @@ def recompute(function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
         backward pass.
     Source: Chen et al. 2016 (arXiv:1604.06174) for recomputation.
     """
-    return _recompute(recompute_contexts, function, *args, **kwargs)
-
-
-def _recompute(
-    contexts: Callable[[], object], function: Callable[P, R], *args: P.args, **kwargs: P.kwargs
-) -> R:
     from torch.utils.checkpoint import checkpoint
 
     call = cast("Callable[..., R]", checkpoint)
-    options = {"preserve_rng_state": False, "context_fn": contexts}
+    options = {"preserve_rng_state": False, "context_fn": recompute_contexts}
     return call(function, *args, use_reentrant=False, **options, **kwargs)
 
 
@@ -150,11 +144,15 @@ class _Reentrant:
         self._function = function
 
     def apply(self, function: Callable[..., Any], preserves: bool, *args: Any) -> Any:
-        # One that no gradient goes through has none for the function's own weights either.
-        trains = any(isinstance(arg, Tensor) and arg.requires_grad for arg in args)
-        if preserves and trains:
-            return _recompute(_writing_twice, function, *args)
-        return self._function.apply(function, preserves and trains, *args)
+        # Torch's own, since its inner backward pass adds up apart from the one around it.
+        first, later = _writing_twice()
+        contexts = iter((first,))
+
+        def call(*args: Any) -> Any:
+            with next(contexts, later):
+                return function(*args)
+
+        return self._function.apply(call if preserves else function, False, *args)
 
 
 class _Drawn(NamedTuple):
