@@ -158,9 +158,9 @@ class Arena:
             advise_huge_pages(storage)
 
     def _alive(self) -> torch.UntypedStorage | None:
-        if self._storage is None:
-            return None
-        return storage_behind(self._storage)
+        storage = None if self._storage is None else storage_behind(self._storage)
+        # An operator that takes what lies in it to NumPy has torch resize it no more.
+        return storage if storage is not None and storage.resizable() else None
 
 
 def give_back_freed_pages() -> None:

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from graphfsdp._capture.rules.looks import Instead, one_hot
+from graphfsdp._capture.rules.looks import without_looks_of_one_hot
 from graphfsdp._capture.rules.refusals import Refusal, running_optimizer
 from graphfsdp._capture.rules.watcher import Watcher, noting_code, watcher_here
 from graphfsdp._capture.trace.landing import Redirection, Trace
@@ -323,7 +323,7 @@ def noting_constants(
     log: ConstantLog, without_optimizer: bool, trace: Trace | None = None
 ) -> Iterator[None]:
     """Note in ``log`` what the body does; ``without_optimizer``: but for what optimizers do."""
-    with Instead(one_hot), _ConstantMode(log, without_optimizer, trace=trace):
+    with without_looks_of_one_hot(), _ConstantMode(log, without_optimizer, trace=trace):
         yield
 
 

@@ -54,6 +54,27 @@ def one_hot(function: _Function, args: Sequence[Any], kwargs: Mapping[str, Any])
     return result.scatter_(-1, tensor.unsqueeze(-1), 1)
 
 
+@contextmanager
+def without_looks_of_one_hot() -> Iterator[None]:
+    """Enter this around an iteration: what runs again in its backward pass is answered as well.
+
+    torch.autograd.backward is a torch function itself, and a mode is off while one of those runs.
+    """
+    mode = Instead(one_hot)
+    engine = torch.autograd._engine_run_backward  # type: ignore[attr-defined]
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with mode:
+            return engine(*args, **kwargs)
+
+    torch.autograd._engine_run_backward = run  # type: ignore[attr-defined]
+    try:
+        with mode:
+            yield
+    finally:
+        torch.autograd._engine_run_backward = engine  # type: ignore[attr-defined]
+
+
 def all_masks(function: _Function, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """Have models of transformers make every mask, without a look at what it hides.
 

@@ -13,9 +13,9 @@ from helpers import (
     Batch,
     Case,
     assert_same_state,
-    check_against_eager,
     line_of,
     quick_garbage_collection,
+    run_as_eager,
     same_bits,
     snapshot,
 )
@@ -120,12 +120,15 @@ def assert_refused_in(error: graphfsdp.CaptureError, function: Callable[..., Any
 
 
 def check_captured(program: Program, device: torch.device) -> None:
-    """Train a probe captured and eagerly; compare bit for bit."""
+    """Train a probe captured, audited and eagerly; compare bit for bit."""
 
     def batch(generator: torch.Generator) -> Batch:
         return Batch((torch.randn(8, 4, generator=generator),))
 
-    check_against_eager(Case(lambda: Probe(program), batch), device)
+    case = Case(lambda: Probe(program), batch)
+    report = run_as_eager(case, device, num_steps=16, audit=5).report
+    assert report.num_captures == 1
+    assert (report.num_calls["replay"], report.num_calls["audit"]) == (10, 2)
 
 
 def check_refused(program: Program, device: torch.device, **options: Any) -> graphfsdp.CaptureError:

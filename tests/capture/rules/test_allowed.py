@@ -78,7 +78,7 @@ class Checkpointed(nn.Module):
         self.first = nn.Linear(4, 8)
         self.draws = way != "reentrant, without draws"  # and so without states of generators
         blocks = [block(0.3 if self.draws else 0.0) for _ in range(3)]
-        # Each twice, and one of them twice again: a reentrant checkpoint adds up its own uses first.
+        # Each twice, and one twice again: a reentrant checkpoint adds up its own uses first.
         self.blocks = nn.Sequential(*(nn.Sequential(each, each) for each in (*blocks, blocks[0])))
         self.last = nn.Linear(8, 2)
         self.way = way
