@@ -32,7 +32,7 @@ from graphfsdp.base.torch_internals import (
 )
 from graphfsdp.errors import CaptureError, Hazard, HazardKind
 from graphfsdp.in_place.casts import casts_behind
-from graphfsdp.in_place.part_graphs import AsWritten, Kind, PartGraphs, PartResults
+from graphfsdp.in_place.part_graphs import AsWritten, Kind, PartGraphs, tensors_of, told_by
 from graphfsdp.in_place.part_recording import NotAPartError, guards_of, has_own_memory
 
 _LOG = logging.getLogger("graphfsdp")
@@ -239,7 +239,7 @@ class ModulePart:
         kind.casts()  # where those of a recording are made
         with kind.constants.noting(is_first=is_first, given=given):
             output = self.module._call_impl(*args, **kwargs)
-        told, kind.told = kind.told, PartResults.told_by(output)
+        told, kind.told = kind.told, told_by(output)
         why, hazard = why_not()
         if written != [*map(_written_on, given)]:
             why = "it gives an input a hook or an attribute"
@@ -257,7 +257,7 @@ class ModulePart:
             if torch.is_grad_enabled():
                 self._refuse_second_order(kind)
 
-        tensors = PartResults.tensors_of(output)
+        tensors = tensors_of(output)
         for tensor in tensors:
             if tensor.requires_grad:
                 tensor.register_hook(look)
@@ -368,7 +368,7 @@ class ModulePart:
                     output = functional_call(module, buffers, args, kwargs)
             finally:
                 put_back()
-            return PartResults.tensors_of(output), leaves
+            return tensors_of(output), leaves
 
         return graphs.hand_out(results, given, again)
 

@@ -57,35 +57,32 @@ _PLAIN_RESULTS = (bool, int, float, complex, str, type(None), torch.dtype, torch
 _NOTHING = torch.empty(0)
 
 
-class PartResults:
-    """How what a module returns is made of tensors and of plain values."""
+def tensors_of(output: object) -> list[Tensor]:
+    return [leaf for leaf in flatten(output)[0] if isinstance(leaf, Tensor)]
 
-    def __init__(self, output: object) -> None:
-        leaves, self._spec = flatten(output)
-        for leaf in leaves:
-            if type(leaf) is not Tensor and not isinstance(leaf, _PLAIN_RESULTS):
-                raise NotAPartError(f"it returns a {type(leaf).__name__}, which no graph makes")
-            if type(leaf) is Tensor and (vars(leaf) or leaf.retains_grad):
-                raise NotAPartError("it gives a result an attribute, or has it keep its gradient")
-        self._is_tensor = isinstance(output, Tensor)
-        self._leaves = [_NOTHING if type(leaf) is Tensor else leaf for leaf in leaves]
 
-    @staticmethod
-    def tensors_of(output: object) -> list[Tensor]:
-        return [leaf for leaf in flatten(output)[0] if isinstance(leaf, Tensor)]
+def told_by(output: object) -> str:
+    """Return what is no tensor in it, in words to be compared."""
+    return ", ".join(repr(leaf) for leaf in flatten(output)[0] if isinstance(leaf, _PLAIN_RESULTS))
 
-    @staticmethod
-    def told_by(output: object) -> str:
-        """Return what is no tensor in it, in words to be compared."""
-        leaves = (leaf for leaf in flatten(output)[0] if isinstance(leaf, _PLAIN_RESULTS))
-        return ", ".join(map(repr, leaves))
 
-    def made_of(self, tensors: Sequence[Tensor]) -> Any:
-        if self._is_tensor:
-            return tensors[0]
+def _made_as(output: object) -> Callable[[Sequence[Tensor]], Any]:
+    """Return what makes of tensors and of the same plain values what a module has returned."""
+    leaves, spec = flatten(output)
+    for leaf in leaves:
+        if type(leaf) is not Tensor and not isinstance(leaf, _PLAIN_RESULTS):
+            raise NotAPartError(f"it returns a {type(leaf).__name__}, which no graph makes")
+        if type(leaf) is Tensor and (vars(leaf) or leaf.retains_grad):
+            raise NotAPartError("it gives a result an attribute, or has it keep its gradient")
+    if isinstance(output, Tensor):
+        return lambda tensors: tensors[0]
+    kept = [_NOTHING if type(leaf) is Tensor else leaf for leaf in leaves]
+
+    def make(tensors: Sequence[Tensor]) -> Any:
         made = iter(tensors)
-        leaves = [next(made) if leaf is _NOTHING else leaf for leaf in self._leaves]
-        return tree_unflatten(leaves, self._spec)
+        return tree_unflatten([next(made) if leaf is _NOTHING else leaf for leaf in kept], spec)
+
+    return make
 
 
 @dataclass
@@ -213,10 +210,10 @@ class PartGraphs:
             raise NotAPartError("it writes into a container that it is given")
         if need_grads != [leaf.requires_grad for leaf in self._inputs()]:
             raise NotAPartError("it changes requires_grad of an input")
-        if (told := PartResults.told_by(output)) != self._told:
+        if (told := told_by(output)) != self._told:
             raise NotAPartError(f"it returns {told}, and returned {self._told} before")
-        self.results = PartResults(output)
-        results = self.results.tensors_of(output)
+        self._made_of = _made_as(output)
+        results = tensors_of(output)
         self._check_results(results)
         self._find_uses(results)
         self._find_saved(results, [each for ref in packed if (each := ref()) is not None])
@@ -365,7 +362,7 @@ class PartGraphs:
         if self._edges:
             edges = self.edges(given)
             results = _ReplayedPart.apply(self, results, given, again, *edges)  # type: ignore[no-untyped-call]
-        return self.results.made_of(results)
+        return self._made_of(results)
 
     def backward_as_written(
         self, call: AsWritten, grads: Sequence[Tensor | None]
