@@ -22,7 +22,6 @@ from torch.optim.optimizer import (
     _global_optimizer_pre_hooks,
 )
 
-from graphfsdp.base.protocols import refuse_old_parameters
 from graphfsdp.base.torch_internals import profiler_is_on
 
 _PLAIN = (Tensor, nn.Parameter)
@@ -80,7 +79,7 @@ class GroupedStep:
         optimizer = self.steps_for
         before = _global_optimizer_pre_hooks.values()
         is_watched = (
-            any(hook is not refuse_old_parameters for hook in before)
+            any(not getattr(hook, "__module__", "").startswith("graphfsdp.") for hook in before)
             or _global_optimizer_post_hooks
             or len(optimizer._optimizer_step_pre_hooks) > self._num_own_hooks
             or optimizer._optimizer_step_post_hooks
@@ -90,8 +89,8 @@ class GroupedStep:
         )
         if is_watched or self._kind is None or torch.compiler.is_compiling():
             return False
-        if before:
-            refuse_old_parameters(optimizer, (), {})
+        for hook in before:  # of ours, for sharded parameters
+            hook(optimizer, (), {})
         works = []
         for place, group in enumerate(optimizer.param_groups):
             params = [param for param in group["params"] if param.grad is not None]
