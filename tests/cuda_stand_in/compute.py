@@ -96,7 +96,7 @@ class _Op:
         with _below_torch():
             for index in numbers:
                 dtype = None if like is None else torch.result_type(like, args[index])
-                changed[index] = torch.tensor(args[index], dtype=dtype, device="cpu")
+                changed[index] = torch.tensor(args[index], dtype=dtype)
         return tuple(changed)
 
     def touched(self, args: Any, kwargs: Any, result: Any) -> Iterator[tuple[Tensor, bool]]:

@@ -207,12 +207,13 @@ def test_dropout_and_the_seed_change_the_numbers(device: torch.device, tmp_path:
 
 @pytest.mark.parametrize("preset", ["tiny", "llama-160m"])
 def test_weights_from_the_meta_device_are_drawn_as_a_constructor_draws(
-    preset: str, device: torch.device, tmp_path: Path
+    preset: str, tmp_path: Path
 ) -> None:
     flags = ["--preset", preset, "--lr", "1e-9", "--min-lr", "0", "--no-bf16"]
     flags += ["--train-iters", "1", "--lr-warmup-iters", "0"]
-    run(device, tmp_path / "made", *flags)
-    run(device, tmp_path / "meta", *flags, "--init-model-with-meta-device")
+    # RoPE's tables take a power that the stand-in for a GPU's driver cannot compute.
+    run(torch.device("cpu"), tmp_path / "made", *flags)
+    run(torch.device("cpu"), tmp_path / "meta", *flags, "--init-model-with-meta-device")
     made, meta = (load_file(tmp_path / name / "model.safetensors") for name in ("made", "meta"))
     for name, weight in made.items():
         spread = float(weight.std(correction=0))
