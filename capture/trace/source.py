@@ -364,7 +364,9 @@ class Ran:
     def leave_out_modes(self) -> None:
         """Leave out the methods of the dispatch modes that are on."""
         for mode in dispatch_mode_stack():
-            members = (each for base in type(mode).__mro__ for each in vars(base).values())
+            members = [each for base in type(mode).__mro__ for each in vars(base).values()]
+            # torch puts a function of its own around each __torch_dispatch__.
+            members += [each.__wrapped__ for each in members if hasattr(each, "__wrapped__")]
             self._watching |= {each.__code__ for each in members if isinstance(each, FunctionType)}
 
     @contextmanager
