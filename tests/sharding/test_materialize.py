@@ -253,32 +253,24 @@ def test_init_weights_of_a_root_and_functions_of_the_user() -> None:
     assert 2.0 < float(plain.tokens.weight.detach().std()) < 4.0
 
 
-class NanoGPT(Pretrained):
-    """As nanoGPT does it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        for layer in self.layers:
-            assert isinstance(layer, nn.Linear)
-            nn.init.normal_(layer.weight, std=0.01)
+def as_nanogpt_does() -> nn.Module:
+    model = Pretrained()
+    for layer in model.layers:
+        nn.init.normal_(next(layer.parameters()), std=0.01)
+    return model
 
 
 @on_ranks("ranks2")
 def test_what_a_constructor_sets_besides_is_told() -> None:
     for shards in (True, False):
-        model = on_meta(NanoGPT)
+        model: Any = on_meta(as_nanogpt_does)
         if shards:
             graphfsdp.fully_shard(model.layers[0])
             graphfsdp.fully_shard(model)
         with pytest.warns(UserWarning, match="'layers.0.weight' and 1 more was written more often"):
             graphfsdp.materialize(model, rank_device())
-    model = on_meta(NanoGPT)
-    graphfsdp.materialize(model, rank_device(), init=lambda module: module.apply(fill))
-
-
-def fill(module: nn.Module) -> None:
-    for param in module.parameters(recurse=False):
-        nn.init.ones_(param)
+    own = on_meta(as_nanogpt_does)
+    graphfsdp.materialize(own, init=lambda module: [p.data.fill_(1) for p in module.parameters()])
 
 
 @on_ranks("ranks4")
