@@ -269,8 +269,8 @@ def test_what_a_constructor_sets_besides_is_told() -> None:
             graphfsdp.fully_shard(model)
         with pytest.warns(UserWarning, match="'layers.0.weight' and 1 more was written more often"):
             graphfsdp.materialize(model, rank_device())
-    own = on_meta(as_nanogpt_does)
-    graphfsdp.materialize(own, init=lambda module: [p.data.fill_(1) for p in module.parameters()])
+    model = on_meta(as_nanogpt_does)
+    graphfsdp.materialize(model, init=lambda each: [p.data.fill_(1) for p in each.parameters()])
 
 
 @on_ranks("ranks4")
