@@ -172,6 +172,11 @@ def put_first(key: str, value: object) -> Any:
     return json.loads(bytes(found))
 
 
+def take_back(key: str) -> None:
+    """Forget what was put under a key."""
+    _store().delete_key(f"graphfsdp/{key}")
+
+
 def _store() -> Any:
     return dist.distributed_c10d._get_default_store()
 

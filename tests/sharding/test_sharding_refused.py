@@ -292,6 +292,19 @@ class Calls(nn.Module):
         return x.square().mean()
 
 
+def calls_in(units: str) -> tuple[nn.Module, FusedAdam]:
+    model = Calls().to(rank_device())
+    for name in units:
+        graphfsdp.fully_shard(model.get_submodule(name))
+    return graphfsdp.fully_shard(model), FusedAdam(model.parameters())
+
+
+def step_by(model: nn.Module, optimizer: FusedAdam, names: str) -> None:
+    optimizer.zero_grad()
+    model(torch.ones(3, 4, device=rank_device()), names).backward()
+    optimizer.step()
+
+
 @pytest.mark.parametrize(
     ("units", "on_rank_1", "words"),
     [
@@ -303,29 +316,29 @@ class Calls(nn.Module):
 def test_a_rank_that_uses_other_weights(units: str, on_rank_1: str, words: str) -> None:
     """Else rows of one rank would be stepped, or one unit's weights taken for another's."""
     x, mine = torch.ones(3, 4, device=rank_device()), on_rank_1 if dist.get_rank() == 1 else "ab"
-
-    def build() -> tuple[nn.Module, FusedAdam]:
-        model = Calls().to(rank_device())
-        for name in units:
-            graphfsdp.fully_shard(model.get_submodule(name))
-        return graphfsdp.fully_shard(model), FusedAdam(model.parameters())
-
-    model, optimizer = build()
+    model, optimizer = calls_in(units)
     said = ""
     for names in ("ab", "ab", "ab", mine):
-        optimizer.zero_grad()
-        model(x, names).backward()
         try:
-            optimizer.step()
+            step_by(model, optimizer, names)
         except ConfigError as error:
             said = str(error)
     everyone: list[Any] = [None, None]
     dist.all_gather_object(everyone, said)
     assert min(everyone) == ""  # who comes first hears nothing
     assert words in max(everyone)
-    model, optimizer = build()
+    model, optimizer = calls_in(units)
     with pytest.raises(graphfsdp.GraphFSDPError, match=words):
         graphfsdp.capture(model, optimizer)(x, mine)
+
+
+@on_ranks("ranks2")
+def test_the_store_keeps_little_of_what_ranks_step() -> None:
+    model, optimizer = calls_in("ab")
+    before = dist.distributed_c10d._get_default_store().num_keys()
+    for index in range(300):
+        step_by(model, optimizer, "ab" if index % 2 else "a")
+    assert dist.distributed_c10d._get_default_store().num_keys() - before < 200
 
 
 @on_ranks("ranks4")
