@@ -1,6 +1,5 @@
 """The CUDA backend: what the driver refuses, one launch, batches of the host, and streams."""
 
-import contextlib
 import json
 import os
 import sys
@@ -139,18 +138,13 @@ def tell(way: str, name: str) -> None:
 
 @pytest.fixture(scope="module")
 def twins() -> Results:
-    """Run every program in a process of its own, some at a time."""
+    """Run every program in a process of its own."""
     wanted = [("without_rules", name) for name in (*REFUSED, *CONTROLS)]
     wanted += [("with_capture", name) for name in UNSEEN]
     results: Results = {}
-    at_once = os.cpu_count() or 1
-    # From this thread alone: each start asks multiprocessing's other processes for their ends, and
-    # of two threads that ask one the second is told 255.
-    for first in range(0, len(wanted), at_once):
-        with contextlib.ExitStack() as ends:
-            group = wanted[first : first + at_once]
-            started = [ends.enter_context(forked(tell, *arguments)) for arguments in group]
-            results |= {of: process.ended() for of, process in zip(group, started, strict=True)}
+    for arguments in wanted:  # not from several threads, of which multiprocessing tells some 255
+        with forked(tell, *arguments) as process:
+            results[arguments] = process.ended()
     return results
 
 

@@ -350,8 +350,7 @@ class Counts(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         NUM_OPS[0] += 1
-        is_late = NUM_OPS[0] > 1_000_000
-        return None if is_late else func(*args, **(kwargs or {}))
+        return func(*args, **(kwargs or {})) if NUM_OPS[0] < 1_000_000 else None
 
 
 def test_what_a_mode_around_the_loop_counts_is_none_of_the_iterations() -> None:
