@@ -3,7 +3,7 @@
 And tensors that are being loaded, brought into the cut of those that they are copied into.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +12,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from graphfsdp.base.torch_internals import (
+    OpOverload,
+    TorchDispatchMode,
     is_traceable_wrapper_subclass,
     known_spec,
     local_tensor_of,
@@ -157,17 +159,35 @@ def _placed_alike(value: Any, like: Any) -> bool:
 
 
 def can_be_copied(tensor: Tensor) -> Tensor:
-    """Return a DTensor over the same memory that ``copy.deepcopy`` and ``torch.save`` take.
+    """Return a DTensor that ``copy.deepcopy`` and ``torch.save`` take.
 
-    torch gives a DTensor the storage offset of its local part, though it has no storage, and tells
-    from a data pointer of zero that it has none: so it reads the storage of those whose local part
-    begins in the middle of a buffer. Here one is made around nothing, and then given its part.
+    It shares memory and the count of writes. torch gives a DTensor the storage offset of its local
+    part, though it has no storage, and tells from a data pointer of zero that it has none: so it
+    reads the storage of those whose local part begins in the middle of a buffer.
     """
     if not is_dtensor(tensor) or tensor.storage_offset() == 0:
         return tensor
-    nowhere = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
-    kind: Any = type(tensor)
-    same = kind(nowhere, known_spec(tensor), requires_grad=False)
-    same._local_tensor = local_tensor_of(tensor).detach()
-    found: Tensor = same
-    return found
+    with _WithoutOffset():  # type: ignore[no-untyped-call]
+        return tensor.detach()
+
+
+class _WithoutOffset(TorchDispatchMode):
+    """Returns other DTensors in the place of those that an operator makes, over the same memory.
+
+    What happens here is below autograd, which counts writes into the result as into the argument.
+    """
+
+    def __torch_dispatch__(
+        self,
+        func: OpOverload,
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if not is_dtensor(result):
+            return result  # the part that one without offset is made around
+        nowhere = torch.empty(0, dtype=result.dtype, device=result.device)
+        same: Any = type(result)(nowhere, known_spec(result), requires_grad=False)
+        same._local_tensor = local_tensor_of(result)
+        return same

@@ -340,10 +340,9 @@ class ShardGroup:
         self._watch(item)
 
     def _watch(self, item: ManagedParameter) -> None:
-        watch_gradient(item.param, functools.partial(self._reduced, item))
-
-    def _reduced(self, item: ManagedParameter) -> Reduced:
-        return Reduced(self.full_name(item), self.reduced_at, item.buffer.mesh.groups)
+        # Weakly: autograd holds hooks where the garbage collector does not look.
+        of = (weakref.ref(self), weakref.ref(item), item.name)
+        watch_gradient(item.param, functools.partial(_reduced, *of))
 
     def full_views(self) -> Iterator[tuple[ManagedParameter, Tensor]]:
         """Yield every parameter with its whole, gathered weight; gathers what is not here."""
@@ -526,6 +525,17 @@ def _named_modules(modules: Sequence[nn.Module]) -> Iterator[tuple[str, nn.Modul
             if inner in replicated:
                 continue
             yield (f"{index}.{name}".rstrip(".") if len(modules) > 1 else name), inner
+
+
+def _reduced(
+    group_reference: "weakref.ref[ShardGroup]",
+    item_reference: "weakref.ref[ManagedParameter]",
+    name: str,
+) -> Reduced:
+    group, item = group_reference(), item_reference()
+    if group is None or item is None:  # its model is gone
+        return Reduced(name, 0, ())
+    return Reduced(group.full_name(item), group.reduced_at, item.buffer.mesh.groups)
 
 
 def _replacement(param: nn.Parameter, view: Tensor) -> nn.Parameter:
