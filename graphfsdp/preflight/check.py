@@ -104,10 +104,15 @@ def check(
     no operator, is not undone.) Three runs warm up, the fourth is judged.
 
     Args:
-        model, optimizer, loss_fn, iteration, microbatches, max_grad_norm, mp_policy: As for
-            ``capture``.
+        model: As for ``capture``.
+        optimizer: As for ``capture``.
         *batch: Positional arguments of one call of the captured step.
+        loss_fn: As for ``capture``.
+        iteration: As for ``capture``.
         scope: As for ``capture``; "none" is checked like "full_iteration".
+        microbatches: As for ``capture``.
+        max_grad_norm: As for ``capture``.
+        mp_policy: As for ``capture``.
         target: "cuda" also reports what only a GPU would refuse, so that a machine without one
             can gate a GPU's training script; "cpu" reports what the CPU backend refuses.
         ignore: Kinds of hazards to leave out, such as "gradient".
