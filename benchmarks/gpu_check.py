@@ -7,11 +7,11 @@ that fails does not stop the others, and what was seen before the time is over i
 rehearsal too, where what torch.compile makes runs with kernels that compute nothing. What tells
 most comes first, and each part has seconds of its own, which no other can take: those that it
 leaves go to the next ones. What hangs is killed at its limit, and the next one begins. All of it
-has to share ten minutes, so it runs the tests that tell most; a group, or a part of
-gpu_check.toml, has ten minutes alone. Where there are two GPUs, what needs them comes behind all
-that one can tell, in the order of what may hang last, and has minutes of its own:
+has to share ten minutes; a group, or a part of gpu_check.toml, has ten minutes alone. Where there
+are two GPUs, what needs them comes behind all that one can tell, in the order of what may hang
+last, and has minutes of its own:
 
-    make gpu-check ARGS="--group parts"   what issues ask of a GPU, row by row
+    make gpu-check ARGS="--group parts"   all but bench, and the tests that are not named
     make gpu-check ARGS="--group ranks"   NCCL in graphs, ranks that end, fail and are lost
     make gpu-check ARGS="--group tests"   all tests that need a GPU, on several processes
     make gpu-check ARGS="--group bench"   graphfsdp bench
@@ -22,6 +22,7 @@ Exit code: 0 all is well, 1 something failed, 2 there is no CUDA device.
 import argparse
 import concurrent.futures
 import dataclasses
+import itertools
 import json
 import os
 import pathlib
@@ -33,6 +34,7 @@ import tempfile
 import time
 import tomllib
 import xml.etree.ElementTree as ElementTree
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -73,7 +75,9 @@ PARTS: Mapping[str, Part] = MappingProxyType(
 TESTS = "tests"  # the part
 TOTAL_LIMIT_S = 560  # of 600 that a lent machine gives a command
 TEST_LIMIT_S = 60  # of one that has a process of its own
-NUM_PROCESSES = 6  # that run tests on the GPU at the same time
+TOGETHER_LIMIT_S = 150  # of tests that share a process
+NUM_TOGETHER = 12  # of one file
+NUM_PROCESSES = 14  # that run tests on the GPU at the same time
 GRACE_S = 20  # to report so far
 KILLED_S = 10.0  # for the system to end what was killed
 OURS = ("forward_backward", "full_iteration", "compiled_recording")
@@ -130,24 +134,34 @@ def wait(process: subprocess.Popen[bytes], limit_s: float) -> int | None:
         return None
 
 
-def run_tests(paths: Sequence[str], limit_s: float, device: torch.device) -> list[Row]:
+def run_pytest(
+    options: Sequence[str], limit_s: float, device: torch.device, **how: float
+) -> tuple[int | None, str]:
+    marked = ["-m", "gpu or multi_gpu"] if device.type == "cuda" else []
+    return run_limited(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *marked, *options],
+        limit_s,
+        # A plugin that happens to be installed may warn, and here a warning is an error.
+        {**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"},
+        **how,
+    )
+
+
+def run_tests(
+    paths: Sequence[str], limit_s: float, device: torch.device
+) -> tuple[Counter[str], list[Row]]:
     """Run tests in a process, and past the limit tell of those so far; on a GPU those that need it.
 
-    What a test has recorded by ``record_property`` is a row.
+    Returned are how many passed, failed and were skipped, and rows of what went wrong and of what a
+    test has recorded by ``record_property``.
     """
-    what = "pytest " + " ".join(paths)
-    marked = ["-m", "gpu or multi_gpu"] if device.type == "cuda" else []
+    what = f"pytest {paths[0]}" + (f" and {len(paths) - 1} more" if len(paths) > 1 else "")
     with tempfile.TemporaryDirectory() as folder:
         report = pathlib.Path(folder) / "report.xml"
         # The other family of reports has no properties.
-        options = ("-q", "-p", "no:cacheprovider", "-o", "junit_family=xunit1")
-        code, output = run_limited(
-            [sys.executable, "-m", "pytest", *options, f"--junitxml={report}", *marked, *paths],
-            limit_s,
-            # A plugin that happens to be installed may warn, and here a warning is an error.
-            {**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"},
-            grace_s=GRACE_S,  # pytest then writes what it has so far
-        )
+        options = ("-o", "junit_family=xunit1", f"--junitxml={report}")
+        # With the grace pytest writes what it has so far.
+        code, output = run_pytest((*options, *paths), limit_s, device, grace_s=GRACE_S)
         cases = list(ElementTree.parse(report).iter("testcase")) if report.exists() else []
     rows = []
     if code is None:
@@ -156,7 +170,7 @@ def run_tests(paths: Sequence[str], limit_s: float, device: torch.device) -> lis
         rows.append(failed(what, f"stopped after {limit_s:.0f} s; {where}"))
     elif code not in (0, 1):
         rows.append(failed(what, f"pytest ended with {code}", output))
-    num_passed = num_failed = num_skipped = 0
+    counts: Counter[str] = Counter()
     for case in cases:
         if not case.get("name"):  # a test that was interrupted has an entry without one
             continue
@@ -166,46 +180,55 @@ def run_tests(paths: Sequence[str], limit_s: float, device: torch.device) -> lis
             text = bad.text or bad.get("message") or ""
             name = f"{case.get('classname', '')}.{case.get('name')}"
             rows.append(failed(name, last_line(text), text))
-            num_failed += 1
-        elif "skipped" in outcomes:
-            num_skipped += 1
-        else:
-            num_passed += 1
+        result = "failed" if bad is not None else "skipped" if "skipped" in outcomes else "passed"
+        counts[result] += 1
         for found in case.iter("property"):
             rows.append({"what": found.get("name"), "result": found.get("value"), "ok": True})
-    text = f"{num_passed} passed, {num_failed} failed, {num_skipped} skipped"
-    # What only a GPU has is skipped on a CPU that rehearses.
-    good = code == 0 and bool(num_passed or (num_skipped and device.type == "cpu"))
-    return [{"what": what, "result": text, "ok": good}, *rows]
+    return counts, rows
 
 
 def tests_part(part: Part, limit_s: float, device: torch.device, times: float) -> list[Row]:
     """Run tests in several processes, some at a time.
 
-    One that is named has its own; those of a file share what is slow to make, and stay together.
+    One that is named has its own, and a row. Of those of files a few share one, and those of a
+    folder have a row.
     """
     deadline = time.monotonic() + limit_s
     paths = [test.replace("DEVICE", device.type) for test in part.tests]
-    num_at_once = min(NUM_PROCESSES, os.cpu_count() or 1)
+    num_at_once = max(min(NUM_PROCESSES, (os.cpu_count() or 1) - 2), 1)
     if part.gpus > 1:  # each takes both
         num_at_once = 1
-    alone = [path for path in paths if "::" in path]
-    files: list[str] = []
-    for path in (path for path in paths if path not in alone):
-        found = sorted((ROOT / path).rglob("test_*.py"))
-        files += map(str, found) if found else [path]
-    groups = [[path] for path in alone]
-    groups += [files[first::num_at_once] for first in range(min(num_at_once, len(files)))]
+    groups = [(path, [path]) for path in paths if "::" in path]
+    if files := [path for path in paths if "::" not in path]:
+        code, output = run_pytest(("--collect-only", *files), limit_s, device)
+        if code != 0:
+            return [failed("pytest --collect-only", f"ended with {code}", output)]
+        found = [line for line in output.splitlines() if "::" in line]
+        for file, tests in itertools.groupby(found, lambda test: test.partition("::")[0]):
+            its, folder = list(tests), "/".join(file.split("/")[:2])
+            firsts = range(0, len(its), NUM_TOGETHER)
+            groups += [(folder, its[first : first + NUM_TOGETHER]) for first in firsts]
 
-    def run(group: Sequence[str]) -> list[Row]:
-        most_s = TEST_LIMIT_S * times if group[0] in alone else limit_s
+    def run(group: tuple[str, Sequence[str]]) -> tuple[Counter[str], list[Row]]:
+        name, tests = group
+        most_s = times * (TEST_LIMIT_S if [name] == tests else TOGETHER_LIMIT_S)
         left_s = min(most_s, deadline - time.monotonic())
         if left_s < 1:
-            return [failed(f"pytest {' '.join(group)}", f"left out: {limit_s:.0f} s are over")]
-        return run_tests(group, left_s, device)
+            return Counter(), [failed(f"pytest {tests[0]}", f"left out: {limit_s:.0f} s are over")]
+        return run_tests(tests, left_s, device)
 
     with concurrent.futures.ThreadPoolExecutor(num_at_once) as pool:
-        return [row for rows in pool.map(run, groups) for row in rows]
+        told = list(zip(groups, pool.map(run, groups), strict=True))
+    rows: list[Row] = []
+    for name in dict(groups):
+        own = [results for (of, _), results in told if of == name]
+        counts = sum((each for each, _ in own), Counter[str]())
+        found_here = [row for _, found_rows in own for row in found_rows]
+        num_run = counts.total() if device.type == "cpu" or name not in paths else counts["passed"]
+        text = ", ".join(f"{counts[each]} {each}" for each in ("passed", "failed", "skipped"))
+        good = bool(num_run) and all(row["ok"] for row in found_here)
+        rows += [{"what": f"pytest {name}", "result": text, "ok": good}, *found_here]
+    return rows
 
 
 def bench_rows(folder: pathlib.Path, results: pathlib.Path) -> list[Row]:
@@ -369,8 +392,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     path = folder / f"gpu_check{group}_{gpu}_{facts['date'][:10]}.json"
     chosen = {name: PARTS[name] for name in groups.get(options.group, PARTS)}
     if TESTS in chosen:
-        few = chosen[TESTS].tests[: 1 if rehearses else None]
-        asked = ("tests",) if options.group == TESTS and not rehearses else few
+        asked = chosen[TESTS].tests[: 1 if rehearses else None]
         chosen[TESTS] = dataclasses.replace(chosen[TESTS], tests=asked)
     document = check(device, chosen, path, tell, options.times, rehearses=rehearses)
     console.print(table_of(document).rich())

@@ -35,6 +35,10 @@ from graphfsdp.errors import CaptureError, Change, GuardError, Refuse, raised
 _LOG = logging.getLogger("graphfsdp")
 # Not Inductor's own graphs, since one graph is to hold all; and the generators' numbers of eager
 # mode, which torch replays out of a captured graph as well.
+_UNAUDITED = (
+    "no warm-up was watched (nothing may be that runs code of torch.compile), so an audit has "
+    "nothing to compare with, and audit=%s is left out. Remedy: verify=n compares all numbers"
+)
 _COMPILE_OPTIONS = MappingProxyType({"triton.cudagraphs": False, "fallback_random": True})
 
 
@@ -394,6 +398,9 @@ class Engine:
             )
         recording.begin(self.gradients.num_hooks())
         if trains:
+            if recording.log is None and self._options.audit:
+                level = logging.INFO if self._options.audit == "auto" else logging.WARNING
+                _LOG.log(level, _UNAUDITED, self._options.audit)
             recording.landed = self.gradients.landed()
             recording.kept = guards.kept
         self._step_together(recording)

@@ -128,12 +128,15 @@ def _fixed_seed(request: pytest.FixtureRequest) -> Iterator[None]:
 @pytest.fixture(autouse=True)
 def _nothing_compiled() -> Iterator[None]:
     """Let no test know what others have compiled: it changes what counts as read by a module."""
-    counters: Any = getattr(sys.modules.get("torch._dynamo.utils"), "counters", {})
-    before = dict(counters)
-    counters.clear()
+    places = (("torch._dynamo.utils", "counters"), ("torch._dynamo.eval_frame", "cached_backends"))
+    notes: list[Any] = [getattr(sys.modules.get(name), key, {}) for name, key in places]
+    before = [dict(each) for each in notes]
+    for each in notes:
+        each.clear()
     yield
-    counters.clear()
-    counters.update(before)
+    for each, was in zip(notes, before, strict=True):
+        each.clear()
+        each.update(was)
 
 
 @pytest.fixture(autouse=True)

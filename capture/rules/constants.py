@@ -6,7 +6,6 @@ a replay would freeze without an error.
 
 import itertools
 import logging
-import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -24,6 +23,7 @@ from graphfsdp._capture.trace.source import (
     SiteTable,
     has_compiled,
     has_compiled_regions,
+    may_compile,
 )
 from graphfsdp.base.op_tensors import OpCall, OperatorMode, storage_key
 from graphfsdp.base.torch_internals import backward_node, without_modes
@@ -216,6 +216,8 @@ class ConstantWatch:
         self._trace: Trace | None = None  # of the last warm-up, if a capture may land its products
         self._expected: ConstantLog | None = None
         self._is_settled = False
+        # See Note [Compiled regions]: a warm-up that was watched was the first to run them.
+        self._compiled_in_vain = False
         self._most_steps: Steps = Counter()
         self._elsewhere: CaptureError | None = None
 
@@ -239,6 +241,7 @@ class ConstantWatch:
             yield
         self._expected, self._is_settled = log, not is_first
         self._most_steps |= log.num_steps
+        self._compiled_in_vain = self._may_run_compiled_code(is_first=False)
 
     @contextmanager
     def comparing(self, given: Iterable[Tensor] = ()) -> Iterator[None]:
@@ -248,6 +251,14 @@ class ConstantWatch:
         its end, so that what was mended is not refused for ever, and else with the one before.
         """
         self.failure = None
+        if self._compiled_in_vain:
+            self._compiled_in_vain, self._expected = False, None
+            self.failure = CaptureError(
+                "the only warm-up has compiled code that a capture cannot use. Remedy: one more of "
+                "warmup_steps",
+                kind=HazardKind.CONTROL_FLOW,  # a compiled region would be captured unwatched
+            )
+            raise self.failure
         expected, follows_path = self._expected, self._is_settled
         if expected is None:
             with noting_code(self.ran):
@@ -309,12 +320,11 @@ class ConstantWatch:
                 )
 
     def _may_run_compiled_code(self, *, is_first: bool) -> bool:
-        # See Note [Compiled regions]: nothing may watch them. Who has not compiled yet may be
-        # about to, once that part of torch is loaded. On a CPU they are refused.
+        # See Note [Compiled regions]: nothing may watch them. On a CPU they are refused.
         return self._device.type != "cpu" and (
             has_compiled_regions(self._model)
             or has_compiled()
-            or (is_first and not self._has_run and "torch._dynamo" in sys.modules)
+            or (is_first and not self._has_run and may_compile())
         )
 
 

@@ -186,6 +186,13 @@ def has_compiled() -> bool:
     return bool(counters.get("frames") or counters.get("stats"))
 
 
+def may_compile() -> bool:
+    """Tell whether anybody has asked torch for compiled code, which is made when it is called."""
+    asked_of: Any = getattr(sys.modules.get("torch._dynamo.eval_frame"), "cached_backends", {})
+    # What is to stay uncompiled, as some of torch itself, has no backend.
+    return any(map(callable, asked_of.values()))
+
+
 class ModuleTracker:
     def __init__(self, model: nn.Module) -> None:
         self._names = {id(module): name for name, module in model.named_modules()}

@@ -128,6 +128,28 @@ def test_compiled_code_is_in_the_graph(backend: Backend | str, compiled: str) ->
 
 
 @pytest.mark.gpu
+def test_what_the_only_warm_up_was_first_to_compile_is_compiled_once_more(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """The first time it was watched; and nobody watches what an audit would compare."""
+    made: list[Callable[[Tensor], Tensor]] = []
+
+    def compiles_late(model: nn.Module, x: Tensor) -> Tensor:
+        if not made:
+            made.append(torch.compile(torch.square, backend="eager"))
+        return made[0](model(x)).mean()
+
+    torch._dynamo.reset()
+    model = make_model().cuda()
+    options: Any = {"loss_fn": compiles_late, "warmup_steps": 1, "audit": 1}
+    with graphfsdp.capture(model, FusedAdam(model.parameters()), **options) as step:
+        for _ in range(5):
+            step(torch.randn(12, 4, device="cuda"))
+        assert step.report().num_calls == {"warmup": 2, "capture": 1, "replay": 2}
+    assert "audit=1 is left out" in caplog.text
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("scope", ["full_iteration", "forward_backward"])
 def test_capture_compiles_the_model_while_the_step_lives(scope: str) -> None:
     """The graph holds what torch.compile makes of the model; eager runs are eager."""

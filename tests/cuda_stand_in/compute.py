@@ -313,6 +313,8 @@ def _below_torch() -> Iterator[None]:
 
 def _computed_first(op: Any, device: int, args: Any, kwargs: Any) -> Any:
     """Compute an operator whose result's size depends on numbers."""
+    if not _all_cuda(args):
+        raise RuntimeError(f"Expected all tensors to be on the same device: {op}")
     # As on a GPU the host waits, and is seen to wait.
     torch.ops.aten._local_scalar_dense(torch.empty(1, device=torch.device("cuda", device)))
     with _below_torch():

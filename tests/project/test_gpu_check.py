@@ -36,7 +36,7 @@ def test_a_rehearsal_on_the_cpu_prints_a_table_and_writes_a_file(
 ) -> None:
     test = "def test_one(record_property):\n    record_property('speed', 3)\n"
     (tmp_path / "test_one.py").write_text(test)
-    part = Part(100, (str(tmp_path / "test_one.py"),))
+    part = Part(100, (f"{tmp_path}/test_one.py::test_one",))
     monkeypatch.setattr(gpu_check, "PARTS", {"tests": part})
     monkeypatch.setenv("OUT", str(tmp_path / "out"))
     assert gpu_check.main(["--device", "cpu", "--times", "10"]) == 0
@@ -85,7 +85,7 @@ def test_no_part_takes_the_seconds_of_later_ones(
 ) -> None:
     seconds = {name: part.seconds for name, part in gpu_check.PARTS.items()}
     of_two = {name for name, part in gpu_check.PARTS.items() if part.gpus > 1}
-    names = ("compile", "overlap", "tests")
+    names = ("tests", "overlap", "optimizer")
     parts = {name: gpu_check.PARTS[name] for name in names}
     gpu_check.check(torch.device("cpu"), parts, tmp_path / "result.json", times=2.0)
     for index, name in enumerate(names):
@@ -125,6 +125,7 @@ def in_place_of_programs(
     monkeypatch: pytest.MonkeyPatch,
     code: int | None,
     write: Callable[[pathlib.Path], object] = lambda _: None,
+    says: str = "said before\nCUDA error",
 ) -> list[list[str]]:
     """Let programs end so, with what ``write`` writes; return their arguments."""
     commands: list[list[str]] = []
@@ -132,7 +133,7 @@ def in_place_of_programs(
     def run(command: list[str], *_: object, **__: object) -> tuple[int | None, str]:
         commands.append(command)
         write(pathlib.Path(command[-1]))
-        return code, "said before\nCUDA error"
+        return code, says
 
     monkeypatch.setattr(gpu_check, "run_limited", run)
     return commands
@@ -169,19 +170,20 @@ def test_a_program_that_fails_is_a_row_with_all_that_it_said(
     assert row["text"] == "said before\nCUDA error"
 
 
-def test_on_a_gpu_only_its_tests_run_and_on_several_processes(
-    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+def test_on_a_gpu_only_its_tests_run_and_few_of_a_file_in_a_process(
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    for index in range(8):
-        (tmp_path / f"test_{index}.py").touch()
-    commands = in_place_of_programs(monkeypatch, 0)
+    names = [f"tests/a/x.py::test[{number}]" for number in range(13)]
+    says = "\n".join([*names, "tests/a/y.py::test", "14 found"])
+    commands = in_place_of_programs(monkeypatch, 0, says=says)
     monkeypatch.setattr(gpu_check, "time", STOPPED)
-    monkeypatch.setattr("benchmarks.gpu_check.os.cpu_count", lambda: 16)
-    part = Part(100, (str(tmp_path), "tests/x.py"))
-    gpu_check.tests_part(part, 100, torch.device("cuda"), 1.0)
-    files = [*(f"{tmp_path}/test_{index}.py" for index in range(8)), "tests/x.py"]
-    given = [command[command.index("gpu or multi_gpu") + 1 :] for command in commands]
-    assert sorted(given) == sorted(files[index::6] for index in range(6))
+    part = Part(100, ("tests/a", "tests/b.py::test"))
+    rows = gpu_check.tests_part(part, 100, torch.device("cuda"), 1.0)
+    assert [row["what"] for row in rows] == ["pytest tests/b.py::test", "pytest tests/a"]
+    given = [[word for word in command if "::" in word] for command in commands]
+    assert all("gpu or multi_gpu" in command for command in commands)
+    wanted = [[], ["tests/b.py::test"], names[:12], names[12:], ["tests/a/y.py::test"]]
+    assert sorted(given) == sorted(wanted)
 
 
 def test_the_benchmark_is_a_part_whose_result_is_kept(
@@ -223,7 +225,7 @@ def test_a_part_that_fails_does_not_stop_the_others(tmp_path: pathlib.Path) -> N
     )
     (tmp_path / "test_one.py").write_text("def test_one():\n    pass\n")
     bad = [f"{tmp_path}/test_bad.py::{name}" for name in ("test_bad", "test_dies")]
-    one = f"{tmp_path}/test_one.py"
+    one = f"{tmp_path}/test_one.py::test_one"
     parts = {"smoke": Part(80, (*bad, one)), "tests": Part(110, (one,))}
     path, cpu = tmp_path / "result.json", torch.device("cpu")
     document = gpu_check.check(cpu, parts, path, times=20.0)
@@ -241,10 +243,10 @@ def test_a_part_that_fails_does_not_stop_the_others(tmp_path: pathlib.Path) -> N
     assert rows["pytest ended with 7"]["what"].endswith("test_dies")
     assert "def test_bad" in rows["assert (1 + 1) == 3"]["text"]
     assert tests["ok"]
-    counts, missing = gpu_check.run_tests([f"{tmp_path}/missing.py"], 600, cpu)
-    assert not counts["ok"]
-    assert (missing["result"], missing["ok"]) == ("pytest ended with 4", False)
-    (late,) = gpu_check.tests_part(parts["tests"], 0, cpu, 1.0)
+    (missing,) = gpu_check.tests_part(Part(9, (f"{tmp_path}/missing.py",)), 600, cpu, 1.0)
+    assert (missing["result"], missing["ok"]) == ("ended with 4", False)
+    count, late = gpu_check.tests_part(Part(9, tuple(bad[:1])), 0, cpu, 1.0)
+    assert not count["ok"]
     assert late["result"].startswith("left out")
 
 
@@ -258,8 +260,8 @@ def test_a_suite_that_takes_too_long_still_reports_what_it_ran(
         "    time.sleep(600)\n"
     )
     over_when(tmp_path / "long", monkeypatch)
-    counts, late = gpu_check.run_tests([str(tmp_path)], 600, torch.device("cpu"))
-    assert (counts["result"], counts["ok"]) == ("1 passed, 0 failed, 0 skipped", False)
+    counts, (late,) = gpu_check.run_tests([str(tmp_path)], 600, torch.device("cpu"))
+    assert counts == {"passed": 1}
     assert "stopped after 600 s" in late["result"]
     assert "test_long.py:7: KeyboardInterrupt" in late["result"]
 

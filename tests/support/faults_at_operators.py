@@ -106,7 +106,8 @@ class World:
         if isinstance(self._optimizer, FusedAdam):
             for name, tensor in self._optimizer.control.tensors():
                 if name != "gradient norm":
-                    values[name] = tensor.clone()
+                    # The first step brings them to the parameters' device.
+                    values[name] = tensor.to("cpu", copy=True)
         # A comparison of DTensors is a collective.
         return {name: local_part(value) for name, value in values.items()}
 

@@ -7,7 +7,6 @@ import threading
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
-from subprocess import CompletedProcess
 from typing import Any
 
 import pytest
@@ -33,7 +32,6 @@ from zoo_models import WIDTH, Squared, gpt
 pytestmark = pytest.mark.gpu
 
 CUDA = torch.device("cuda")
-Results = dict[tuple[str, str], CompletedProcess[str]]
 
 
 def synchronize(self: Inner, h: Tensor, x: Tensor) -> Tensor:
@@ -136,37 +134,24 @@ def tell(way: str, name: str) -> None:
     os._exit(0)  # a broken capture may make the ordinary way out hang
 
 
-@pytest.fixture(scope="module")
-def twins() -> Results:
-    """Run every program in a process of its own."""
-    wanted = [("without_rules", name) for name in (*REFUSED, *CONTROLS)]
-    wanted += [("with_capture", name) for name in UNSEEN]
-    results: Results = {}
-    for arguments in wanted:  # not from several threads, of which multiprocessing tells some 255
-        with forked(tell, *arguments) as process:
-            results[arguments] = process.ended()
-    return results
-
-
-def told(ended: CompletedProcess[str]) -> Any:
+def told(way: str, name: str) -> Any:
+    """Run a program in a process of its own."""
+    with forked(tell, way, name) as process:
+        ended = process.ended()
     assert ended.returncode == 0, ended.stderr
     return json.loads(ended.stdout.splitlines()[-1])
 
 
-@pytest.mark.time_limit(300)
 @pytest.mark.parametrize("name", [*REFUSED, *CONTROLS])
-def test_the_driver_refuses_what_the_rules_refuse_and_captures_what_they_allow(
-    name: str, twins: Results
-) -> None:
+def test_the_driver_refuses_what_the_rules_refuse_and_captures_what_they_allow(name: str) -> None:
     """So the rules cannot drift: without them, torch.cuda.graph fails on the same program."""
-    errors = told(twins["without_rules", name])["errors"]
+    errors = told("without_rules", name)["errors"]
     assert ("captur" in " ".join(errors).lower()) if name in REFUSED else not errors, errors
 
 
-@pytest.mark.time_limit(300)
 @pytest.mark.parametrize("name", UNSEEN)
-def test_errors_of_the_driver_are_explained_and_rolled_back(name: str, twins: Results) -> None:
-    result = told(twins["with_capture", name])
+def test_errors_of_the_driver_are_explained_and_rolled_back(name: str) -> None:
+    result = told("with_capture", name)
     assert result["errors"], "CUDA captured it"
     assert result["errors"][0].startswith("CaptureError: ")
     assert "Remedy: " in result["errors"][0]
