@@ -3,7 +3,6 @@
 Weights that are gathered in 8 bits: the same numbers captured, on any ranks, few bytes.
 """
 
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -30,28 +29,15 @@ from sharding_helpers import (
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
 
-@dataclass(frozen=True)
 class Precision:
-    """A policy, and the dtype in which the model comes."""
+    """A policy, and the dtype in which the model comes; of what it makes, the dtypes."""
 
-    policy: MixedPrecisionPolicy
-    model: torch.dtype = FP32
-
-    @property
-    def main(self) -> torch.dtype:
-        return self.policy.main_params_dtype or self.model
-
-    @property
-    def compute(self) -> torch.dtype:
-        return self.policy.param_dtype or self.model
-
-    @property
-    def grad(self) -> torch.dtype:
-        return self.policy.main_grads_dtype or self.main
-
-    @property
-    def comm(self) -> torch.dtype:
-        return self.policy.grad_comm_dtype or self.grad
+    def __init__(self, policy: MixedPrecisionPolicy, model: torch.dtype = FP32) -> None:
+        self.policy, self.model = policy, model
+        self.main = policy.main_params_dtype or model
+        self.compute = policy.param_dtype or model
+        self.grad = policy.main_grads_dtype or self.main
+        self.comm = policy.grad_comm_dtype or self.grad
 
 
 PRECISIONS = {
