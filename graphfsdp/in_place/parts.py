@@ -26,6 +26,7 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 from graphfsdp._capture.cpu.graph import CpuGraphBackend
 from graphfsdp._capture.cuda.graph import CudaGraphBackend
 from graphfsdp._capture.trace.backend import GraphBackend
+from graphfsdp._capture.trace.source import compiled_modules
 from graphfsdp.base.protocols import units_of
 from graphfsdp.base.torch_internals import (
     COMPILED_CALL,
@@ -170,10 +171,10 @@ class Parts:
             other.close_loop()  # of a cell that was run again
             other = vars(module).get(COMPILED_CALL)
         is_compiled = other is not None or type(module).__name__ == "OptimizedModule"
-        why = _COMPILED if is_compiled else _why_not(module)
         device = next((param.device for param in nn.Module.parameters(module)), None)
         if device is None or device.type not in ("cpu", "cuda"):
             return
+        why = _COMPILED if is_compiled else _why_not(module, device)
         if device not in self._backends:
             # What a forward pass leaves for its backward pass is of no use where it fails.
             self._backends[device] = (
@@ -338,7 +339,7 @@ class Parts:
         self.close()
 
 
-def _why_not(module: nn.Module) -> str | None:
+def _why_not(module: nn.Module, device: torch.device) -> str | None:
     """Return why a module can be no part, whatever it does; None if it may."""
     for name in _hidden_walks(module):
         return f"{name} is not torch's"
@@ -346,6 +347,9 @@ def _why_not(module: nn.Module) -> str | None:
         return "its weights are sharded, and gathered and reduced by its hooks"
     if isinstance(module, (DistributedDataParallel, DataParallel)):
         return f"{type(module).__name__} reduces gradients from C++"
+    # Whoever looks on has torch compile them otherwise; on a GPU nobody does.
+    for name in compiled_modules(module) if device.type == "cpu" else ():
+        return f"{name!r} in it is compiled"
     return None
 
 
