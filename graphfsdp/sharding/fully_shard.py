@@ -326,7 +326,8 @@ def _after_state_dict(
 ) -> None:
     """Make what a state dict holds fit for ``copy.deepcopy`` and ``torch.save``."""
     for name, value in state_dict.items():
-        if name.startswith(prefix) and isinstance(value, Tensor) and not value.requires_grad:
+        is_made = isinstance(value, Tensor) and not isinstance(value, nn.Parameter)  # not kept
+        if name.startswith(prefix) and is_made:
             state_dict[name] = can_be_copied(value)
 
 

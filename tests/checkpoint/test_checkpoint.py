@@ -436,12 +436,12 @@ def test_groups_of_ranks_save_apart(tmp_path: Path) -> None:
 
 @on_ranks("ranks2")
 def test_a_unit_that_was_unsharded_by_hand_is_resharded(tmp_path: Path) -> None:
-    model = nn.Sequential(nn.Linear(3, 3))
+    model: Any = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3).requires_grad_(False))
     graphfsdp.fully_shard(model)
-    assert isinstance(model, graphfsdp.FSDPModule)
+    optimizer = FusedAdam(model.parameters())  # also of frozen ones
     expected = model(torch.ones(1, 3)).detach().clone()
     model.unshard()
-    graphfsdp.save(tmp_path, model)
+    graphfsdp.save(tmp_path, model, optimizer)
     with torch.no_grad():
         for param in model.parameters():
             param.zero_()
