@@ -33,12 +33,12 @@ from graphfsdp.config import CaptureOptions, MixedPrecisionPolicy, OnChange, Sco
 from graphfsdp.errors import CaptureError, Change, GuardError, Refuse, raised
 
 _LOG = logging.getLogger("graphfsdp")
-# Not Inductor's own graphs, since one graph is to hold all; and the generators' numbers of eager
-# mode, which torch replays out of a captured graph as well.
 _UNAUDITED = (
     "no warm-up was watched (nothing may be that runs code of torch.compile), so an audit has "
     "nothing to compare with, and audit=%s is left out. Remedy: verify=n compares all numbers"
 )
+# Not Inductor's own graphs, since one graph is to hold all; and the generators' numbers of eager
+# mode, which torch replays out of a captured graph as well.
 _COMPILE_OPTIONS = MappingProxyType({"triton.cudagraphs": False, "fallback_random": True})
 
 
@@ -384,9 +384,13 @@ class Engine:
         if trains:
             self.before_capture()
             scratch += self.gradients.storages()
-        runs = self.backend.device.type == "cpu"
+        runs, is_begun = self.backend.device.type == "cpu", False
 
         def iterate() -> list[Tensor]:
+            nonlocal is_begun
+            if is_begun:  # see Note [Compiled regions]: what turns twice would seem to stand still
+                guards.put_back()
+            is_begun = True
             watch = nullcontext() if constants is None else constants.comparing()
             with nullcontext() if runs else self.ranks.recording():
                 tensors, recording.results = self.iterate(recording.inputs, watch, trains=trains)

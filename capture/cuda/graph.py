@@ -23,6 +23,7 @@ from graphfsdp._capture.ranks.group_ends import (
     close_before_groups_end,
     issued_collectives,
 )
+from graphfsdp._capture.rules.constants import COMPILES_IN_CAPTURE
 from graphfsdp._capture.rules.watcher import Watcher
 from graphfsdp._capture.trace.backend import Check, Effect, Graph, GraphFacts, Iterate
 from graphfsdp._capture.trace.source import has_compiled_regions, module_of, user_line_of
@@ -44,7 +45,6 @@ from graphfsdp.errors import CaptureError, ConfigError, HazardKind
 # kernels (torch.cuda.graph_annotations) reach profilers.
 _TORCH_ENDS_BROKEN_CAPTURES = hasattr(torch.cuda.CUDAGraph, "pools")
 # From torch 2.15 on its compiler refuses by itself to compile anew below the watcher.
-_COMPILES_IN_CAPTURE = "torch.compile cannot JIT compile during CUDA graph capture"
 _OPTIONS: dict[str, Any] = {"enable_annotations": True} if _TORCH_ENDS_BROKEN_CAPTURES else {}
 _LOG = logging.getLogger("graphfsdp")
 # Settings of NCCL and torch, by their variables.
@@ -182,9 +182,9 @@ class CudaGraphBackend:
                 if error.kind is not HazardKind.COMPILED:
                     raise
             except RuntimeError as error:
-                if _COMPILES_IN_CAPTURE not in str(error):
+                if COMPILES_IN_CAPTURE not in str(error):
                     raise
-        # See Note [Compiled regions]. Of the first attempt nothing has run.
+        # See Note [Compiled regions]. Of the first attempt nothing has run but Python.
         return self._record(iterate, model, check, UnwatchedRecorder)
 
     def _record(

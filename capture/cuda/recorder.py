@@ -279,6 +279,8 @@ class UnwatchedRecorder(CudaRecorder):
     Note [Compiled regions]: while a dispatch mode or a function mode is on, torch.compile runs a
     region uncompiled or compiles it anew, in the middle of the capture. So an iteration with
     compiled regions is captured without a watcher: the driver alone says what a graph cannot hold.
+    Where only a function is compiled, a capture with a watcher comes to it first and is given up;
+    what it has moved in Python is put back before the next one.
     """
 
     @contextmanager

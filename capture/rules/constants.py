@@ -30,6 +30,7 @@ from graphfsdp.base.torch_internals import backward_node, without_modes
 from graphfsdp.errors import CaptureError, HazardKind, Refuse, raised
 
 _LOG = logging.getLogger("graphfsdp")
+COMPILES_IN_CAPTURE = "torch.compile cannot JIT compile during CUDA graph capture"
 _LITERAL_BYTES = 1 << 20  # contents beyond this are not compared
 _NUMBERS = (bool, int, str)
 _INEXACT = (float, complex)
@@ -218,6 +219,7 @@ class ConstantWatch:
         self._is_settled = False
         # See Note [Compiled regions]: a warm-up that was watched was the first to run them.
         self._compiled_in_vain = False
+        self._runs_compiled = False  # a capture has come to them
         self._most_steps: Steps = Counter()
         self._elsewhere: CaptureError | None = None
 
@@ -251,20 +253,19 @@ class ConstantWatch:
         its end, so that what was mended is not refused for ever, and else with the one before.
         """
         self.failure = None
-        if self._compiled_in_vain:
-            self._compiled_in_vain, self._expected = False, None
-            self.failure = CaptureError(
-                "the only warm-up has compiled code that a capture cannot use. Remedy: one more of "
-                "warmup_steps",
-                kind=HazardKind.CONTROL_FLOW,  # a compiled region would be captured unwatched
-            )
-            raise self.failure
         expected, follows_path = self._expected, self._is_settled
-        if expected is None:
-            with noting_code(self.ran):
-                yield
-            return
         watcher = watcher_here()  # none where compiled code runs
+        if self._compiled_in_vain or (watcher is None and expected is not None):
+            raise self._not_compiled()  # else a compiled region would be captured unwatched
+        if expected is None:
+            try:
+                with noting_code(self.ran):
+                    yield
+            except RuntimeError as error:
+                if watcher is None and COMPILES_IN_CAPTURE in str(error):
+                    raise self._not_compiled() from error
+                raise
+            return
         trace = None
         if self._trace is not None:
             trace = Redirection(self._trace, self._lands_in, self._device)
@@ -296,6 +297,16 @@ class ConstantWatch:
             self._refuse(found_here)
         self._name_idle(log)
 
+    def _not_compiled(self) -> CaptureError:
+        self._compiled_in_vain, self._runs_compiled, self._expected = False, True, None
+        self.failure = CaptureError(
+            "no warm-up has compiled what the capture runs of torch.compile, as it runs there. "
+            "Remedy: one more of warmup_steps; and nothing that makes torch compile anew (a number "
+            "that changes) between a warm-up and the capture",
+            kind=HazardKind.CONTROL_FLOW,
+        )
+        return self.failure
+
     @property
     def log(self) -> ConstantLog | None:
         """What the last run that was noted or compared has done."""
@@ -322,7 +333,8 @@ class ConstantWatch:
     def _may_run_compiled_code(self, *, is_first: bool) -> bool:
         # See Note [Compiled regions]: nothing may watch them. On a CPU they are refused.
         return self._device.type != "cpu" and (
-            has_compiled_regions(self._model)
+            self._runs_compiled
+            or has_compiled_regions(self._model)
             or has_compiled()
             or (is_first and not self._has_run and may_compile())
         )

@@ -14,6 +14,7 @@ from counting_net import mean_square
 from cuda_stand_in.library import computes
 from graphfsdp.optim import FusedAdam
 from helpers import Case, assert_same_run, run
+from sharding_helpers import assert_equal_tensors
 from stand_in_compilers import compiling_models_by as compiling_by
 from zoo import features
 
@@ -128,25 +129,68 @@ def test_compiled_code_is_in_the_graph(backend: Backend | str, compiled: str) ->
 
 
 @pytest.mark.gpu
-def test_what_the_only_warm_up_was_first_to_compile_is_compiled_once_more(
-    caplog: pytest.LogCaptureFixture,
+@pytest.mark.parametrize("late", ["first call", "second call", "other number"])
+def test_what_no_warm_up_has_compiled_for_a_capture_is_warmed_up_once_more(
+    late: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The first time it was watched; and nobody watches what an audit would compare."""
-    made: list[Callable[[Tensor], Tensor]] = []
+    """It was watched when it came, or came with the capture; and no audit can watch it."""
+    made: list[Callable[..., Tensor]] = []
+    number = [2.0]
 
     def compiles_late(model: nn.Module, x: Tensor) -> Tensor:
         if not made:
-            made.append(torch.compile(torch.square, backend="eager"))
-        return made[0](model(x)).mean()
+            made.append(torch.compile(torch.mul, backend="eager"))
+        return made[0](model(x), number[0]).square().mean()
 
-    torch._dynamo.reset()
-    model = make_model().cuda()
-    options: Any = {"loss_fn": compiles_late, "warmup_steps": 1, "audit": 1}
-    with graphfsdp.capture(model, FusedAdam(model.parameters()), **options) as step:
-        for _ in range(5):
-            step(torch.randn(12, 4, device="cuda"))
-        assert step.report().num_calls == {"warmup": 2, "capture": 1, "replay": 2}
+    def losses(**options: Any) -> list[Tensor]:
+        torch._dynamo.reset()
+        torch._dynamo.utils.counters.clear()
+        torch.manual_seed(1)
+        made[:], number[0] = [], 2.0
+        if late == "second call":
+            made.append(torch.mul)
+        elif late == "other number":
+            made.append(torch.compile(torch.mul, backend="eager"))
+        model = make_model().cuda()
+        optimizer = FusedAdam(model.parameters())
+        with graphfsdp.capture(model, optimizer, loss_fn=compiles_late, **options) as step:
+            found = [step(torch.randn(12, 4, device="cuda"))]
+            if late == "second call":
+                made.clear()
+            elif late == "other number":
+                number[0] = 3.0
+            found += [step(torch.randn(12, 4, device="cuda")) for _ in range(12)]
+            counts.update(step.report().num_calls)
+        return found
+
+    counts: dict[str, int] = {}
+    expected = losses(scope="none")
+    counts.clear()
+    assert_equal_tensors(expected, losses(warmup_steps=1, audit=1))
+    # Before torch 2.14 a capture compiles, too.
+    again = late != "other number" or hasattr(torch.cuda.CUDAGraph, "pools")
+    assert counts == {"warmup": 1 + again, "capture": 1, "replay": 11 - again}
     assert "audit=1 is left out" in caplog.text
+
+
+@pytest.mark.gpu
+def test_what_turns_in_each_run_does_not_seem_to_stand_still() -> None:
+    """A capture tries with a watcher first, and runs Python again where it meets compiled code."""
+    torch._dynamo.reset()
+    turned = {"on": True}
+    square = torch.compile(torch.square, backend="eager")
+
+    def turns(model: nn.Module, x: Tensor) -> Tensor:
+        turned["on"] = not turned["on"]
+        loss: Tensor = square(model(x)).mean() * (2 if turned["on"] else 1)
+        return loss
+
+    model = make_model().cuda()
+    optimizer = FusedAdam(model.parameters())
+    with graphfsdp.capture(model, optimizer, loss_fn=turns, warmup_steps=1) as step:
+        step(torch.randn(12, 4, device="cuda"))
+        with pytest.raises(graphfsdp.CaptureError, match="'on' of closure variable 'turned'"):
+            step(torch.randn(12, 4, device="cuda"))
 
 
 @pytest.mark.gpu

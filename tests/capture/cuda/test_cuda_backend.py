@@ -135,8 +135,9 @@ FINDS_GENERATORS = hasattr(torch.cuda.CUDAGraph, "pools")
 def is_watched(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
     """Run with the watcher of streams, and without it, as torch.compile needs it."""
     if not request.param:
-        path = "graphfsdp._capture.cuda.graph.has_compiled_regions"
-        monkeypatch.setattr(path, lambda model: True)
+        for room in ("cuda.graph", "rules.constants"):
+            path = f"graphfsdp._capture.{room}.has_compiled_regions"
+            monkeypatch.setattr(path, lambda model: True)
     return bool(request.param)
 
 
