@@ -392,6 +392,8 @@ class Runner:
         self._ranks.begin_attempt()
         started = time.perf_counter()
         captures = self._capture_follows(recording)
+        if captures and self._options.warmup_steps and recording.constants is None:
+            captures = False  # its warm-ups were not the last ones, and nobody has noted them
         is_last = self._capture_follows(recording, 1) or len(self._recordings) > 1
         if captures:
             self.phase = Phase.CAPTURE
