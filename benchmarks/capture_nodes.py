@@ -23,7 +23,7 @@ from graphfsdp.bench.results import Row
 from graphfsdp.optim import FusedAdam
 
 # Runs of each, of which the least counts: small ones are noisy.
-SIZES = {1_000: 5, 5_000: 2, 20_000: 1}
+SIZES = {1_000: 5, 5_000: 2, 20_000: 1, 60_000: 1}
 NODES_OF_A_LINK = 3  # sin; and cos, mul for its gradient
 MOST_GROWTH = 2.0  # of the time for a node; it was 10 and more when it was quadratic
 

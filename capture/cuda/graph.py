@@ -44,7 +44,6 @@ from graphfsdp.errors import CaptureError, ConfigError, HazardKind
 # and generators out of a capture that could not be ended, and names that a model gives to its
 # kernels (torch.cuda.graph_annotations) reach profilers.
 _TORCH_ENDS_BROKEN_CAPTURES = hasattr(torch.cuda.CUDAGraph, "pools")
-# From torch 2.15 on its compiler refuses by itself to compile anew below the watcher.
 _OPTIONS: dict[str, Any] = {"enable_annotations": True} if _TORCH_ENDS_BROKEN_CAPTURES else {}
 _LOG = logging.getLogger("graphfsdp")
 # Settings of NCCL and torch, by their variables.

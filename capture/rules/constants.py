@@ -30,6 +30,7 @@ from graphfsdp.base.torch_internals import backward_node, without_modes
 from graphfsdp.errors import CaptureError, HazardKind, Refuse, raised
 
 _LOG = logging.getLogger("graphfsdp")
+# From torch 2.14 on its compiler refuses by itself to compile in a capture.
 COMPILES_IN_CAPTURE = "torch.compile cannot JIT compile during CUDA graph capture"
 _LITERAL_BYTES = 1 << 20  # contents beyond this are not compared
 _NUMBERS = (bool, int, str)

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 import everyday_scripts
 import graphfsdp
 from counting_net import mean_square
+from cuda_stand_in.library import is_below
 from overlap_helpers import Journal, short_up_to
 from ranks import on_ranks, rank_device
 from sharding_helpers import (
@@ -259,7 +260,7 @@ def test_what_lies_in_the_cpus_memory_trains_as_it_does_elsewhere(
         device = torch.device("cpu") if policy is not None else rank_device()
         assert {moment.to_local().device for moment in moments} == {device}
     assert_equal_tensors(losses[1] + weights[1], losses[2] + weights[2])
-    if rank_device().type == "cpu":
+    if rank_device().type == "cpu" or is_below():
         assert_equal_tensors(losses[0] + weights[0], losses[1] + weights[1])
     else:  # AdamW rounds otherwise on a GPU: by less than 1e-7 in each step of a rate of 0.01
         torch.testing.assert_close(
