@@ -265,13 +265,12 @@ def test_the_command_measures_in_a_child_and_keeps_a_directory(tmp_path: pathlib
     assert "full_iteration" in done.stdout
 
 
-def test_a_result_file_reads_back_as_it_was(tmp_path: pathlib.Path) -> None:
+def test_a_result_file_reads_back_and_one_of_another_version_does_not(
+    tmp_path: pathlib.Path,
+) -> None:
     result().write(tmp_path / "result.jsonl")
     assert Result.read(tmp_path) == Result.read(tmp_path / "result.jsonl") == result()
     assert [path.name for path in tmp_path.iterdir()] == ["result.jsonl"]
-
-
-def test_a_result_of_another_version_is_refused(tmp_path: pathlib.Path) -> None:
     (tmp_path / "result.jsonl").write_text('{"kind": "graphfsdp_bench", "version": 2}')
     with pytest.raises(ConfigError, match="of version 2, not 3"):
         Result.read(tmp_path)
@@ -292,16 +291,14 @@ def test_the_tables_show_the_numbers_of_the_lines() -> None:
     table = overview(result())
     assert table.heading == ("workload", "eager", "full_iteration")
     assert table.rows == (("gpt-tiny fp32, 4 x 32 tokens", "5.00", "1.50 (2.50x)"),)
-
-
-def test_a_contender_beside_nobody_has_no_ratio() -> None:
+    # Beside nobody there is no ratio.
     alone = Result({"environment": ENVIRONMENT}, [contender("compile", (1.0,))])
     assert alone.ratios(CASE, "compile") == []
     assert alone.reasons() == {}
     assert result().reasons() == {"compile": "no compiler", "moe": "no time"}
 
 
-def test_flags_make_the_product_of_workloads_precisions_and_batch_sizes() -> None:
+def test_flags_make_the_product_of_workloads_precisions_and_batch_sizes_or_name_a_suite() -> None:
     flags = "--workload gpt-tiny llama-tiny --dtype fp32 bf16 --batch-size 1 4"
     options = parse_bench_arguments(flags.split())
     planned = options.cases("cpu")
@@ -311,9 +308,7 @@ def test_flags_make_the_product_of_workloads_precisions_and_batch_sizes() -> Non
     assert len(planned) == 8
     own_size = parse_bench_arguments(["--workload", "gpt-3m"]).cases("cpu")
     assert [each.batch_size for each in own_size] == [8]
-
-
-def test_without_workloads_the_device_chooses_the_suite() -> None:
+    # Without workloads the device chooses the suite.
     assert BenchOptions().cases("cpu") == SUITES["cpu"]
     assert BenchOptions().cases("cuda") == SUITES["gpu"]
     assert BenchOptions(suite="quick", contender=["compile"]).cases("cpu")[0].contenders == (
@@ -377,7 +372,7 @@ def test_every_kind_of_workload_replays_bit_for_bit(name: str, device: torch.dev
 
 
 @pytest.mark.parametrize("name", TINY)
-def test_batches_depend_on_step_and_ranks_alone(name: str, device: torch.device) -> None:
+def test_batches_depend_on_step_and_ranks_and_weights_fit(name: str, device: torch.device) -> None:
     _, source = source_of(name, device, ranks=Ranks(rank=0, size=2))
     _, other_rank = source_of(name, device, ranks=Ranks(rank=1, size=2))
     first, second, again, elsewhere = source(5), source(6), source(5), other_rank(5)
@@ -385,10 +380,8 @@ def test_batches_depend_on_step_and_ranks_alone(name: str, device: torch.device)
     assert not torch.equal(first[0], second[0])
     assert not torch.equal(first[0], elsewhere[0])
     assert all(tensor.device.type == device.type for tensor in first)
-
-
-def test_weights_of_a_bf16_case_begin_with_values_that_bf16_has() -> None:
-    model = initial_model(Setting(Case("gpt-tiny", "bf16", 1), torch.device("cpu")))
+    # Weights of a case in bf16 begin with values that it has.
+    model = initial_model(Setting(Case(name, "bf16", 1), torch.device("cpu")))
     for param in model.parameters():
         assert param.dtype == torch.float32
         assert torch.equal(param, param.bfloat16().float())

@@ -17,24 +17,21 @@ from ranks import on_ranks
 from sharding_helpers import batches as token_batches
 from sharding_helpers import make_net, my_part
 from zoo import features
+from zoo_models import Statistical
 
 # How many evaluations follow each training step, in turn: none, several, several kinds.
 PATTERN = ((), ("a",), ("a", "a", "b"), ("b",), (), ("c", "a"), ("a", "b"))
 ROWS = {"a": 6, "b": 4, "c": 1}
 
 
-class Model(nn.Module):
+class Model(Statistical):
     """Where training and evaluation differ in everything that can differ."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.first = nn.Linear(5, 8)
-        self.norm = nn.BatchNorm1d(8)
-        self.drop = nn.Dropout(0.3)
         self.frozen = nn.BatchNorm1d(8).eval()  # a mode of its own
-        self.last = nn.Linear(8, 1)
 
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
         hidden = self.frozen(self.drop(self.norm(self.first(x)).relu()))
         out: Tensor = self.last(hidden)
         return out.square().mean(), out

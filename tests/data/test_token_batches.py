@@ -176,19 +176,14 @@ def write(path: Path, content: bytes) -> str:
     return str(path)
 
 
-def test_text_is_read_as_bytes_and_its_end_held_out(tmp_path: Path) -> None:
+def test_text_is_read_as_bytes_in_order_of_names_and_its_end_held_out(tmp_path: Path) -> None:
+    """Of a directory without binary and hidden files."""
     text = b"abcd" * 250
     corpus = load_corpus(write(tmp_path / "text", text))
-    assert corpus.train.tobytes() == text[:950]
-    assert corpus.validation.tobytes() == text[950:]
-
-
-def test_a_directory_is_read_in_order_of_names_without_binary_and_hidden_files(
-    tmp_path: Path,
-) -> None:
+    assert (corpus.train.tobytes(), corpus.validation.tobytes()) == (text[:950], text[950:])
     write(tmp_path / "b.txt", b"second")
     write(tmp_path / "a" / "x.py", b"first")
-    write(tmp_path / "c.dat", b"\0binary")
+    write(tmp_path / "text", b"\0binary")
     write(tmp_path / ".git" / "config", b"hidden")
     write(tmp_path / "empty.txt", b"")
     corpus = load_corpus(str(tmp_path))

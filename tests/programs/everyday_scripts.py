@@ -324,22 +324,15 @@ def several_modules_in_one_unit() -> None:
     train(model, in_parts, optim=torch.optim.SGD)
 
 
-def ignored_parameters() -> None:
-    model = whole_model()
-    ignored = {model[1][0].bias}
-    sharded(model, ignored_params=ignored)
+def ignored_parameters_beside_gradients_that_are_divided_by_a_number() -> None:
+    model: Any = whole_model()
+    sharded(model, ignored_params={model[1][0].bias})
     show([isinstance(param, DTensor) for param in model.parameters()])
-    train(model, foreach=False)
-
-
-def divided_by_a_number() -> None:
-    model = sharded(whole_model())
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(3.0)
             module.set_force_sum_reduction_for_comms(True)
-    model(batch(0)).square().mean().backward()
-    show(*(param.grad for param in model.parameters()))
+    train(model, foreach=False)
 
 
 def kinds_of_resharding() -> None:

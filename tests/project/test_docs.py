@@ -52,11 +52,8 @@ def test_links_lead_somewhere(path: pathlib.Path) -> None:
     assert dead == []
 
 
-def test_the_readme_is_short() -> None:
+def test_the_readme_is_short_and_its_badges_are_true() -> None:
     assert len(README.splitlines()) <= 180
-
-
-def test_badges_are_true() -> None:
     document = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     versions = [
         line.rpartition(" ")[2]

@@ -144,26 +144,23 @@ def run_part(name: str, results: pathlib.Path, *, rehearses: bool = False) -> li
     return gpu_check.run_part(part, 360, cuda, results, times=1.0, rehearses=rehearses)
 
 
-def test_what_a_program_measures_is_rows(
-    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("name", "code", "result"),
+    [
+        ("nodes", None, "stopped after 360 s"),
+        ("bench", 1, "the process ended with 1: CUDA error"),
+    ],
+)
+def test_a_program_s_rows_are_kept_and_one_that_fails_is_a_row_with_all_that_it_said(
+    name: str,
+    code: int | None,
+    result: str,
+    tmp_path: pathlib.Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     rows = [{"what": "a node", "result": "slow", "ok": False}]
     in_place_of_programs(monkeypatch, 1, lambda path: path.write_text(json.dumps({"rows": rows})))
     assert run_part("nodes", tmp_path) == rows
-
-
-@pytest.mark.parametrize("name", ["nodes", "bench"])
-@pytest.mark.parametrize(
-    ("code", "result"),
-    [(None, "stopped after 360 s"), (1, "the process ended with 1: CUDA error")],
-)
-def test_a_program_that_fails_is_a_row_with_all_that_it_said(
-    code: int | None,
-    result: str,
-    name: str,
-    tmp_path: pathlib.Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
     in_place_of_programs(monkeypatch, code)
     (row,) = run_part(name, tmp_path)
     assert (row["result"], row["ok"]) == (result, False)

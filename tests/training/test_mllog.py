@@ -229,28 +229,27 @@ def test_a_failure_after_the_clock_has_started_is_in_the_log(
     assert found[-1][:2] == ("train_samples", 32)
 
 
-def refusal(capsys: pytest.CaptureFixture[str], *flags: str) -> str:
-    assert train(CPU, *flags) == 2
-    return capsys.readouterr().err
-
-
 def test_what_cannot_be_logged_is_refused_by_its_flag(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    def refusal(*flags: str) -> str:
+        assert train(CPU, *flags) == 2
+        return capsys.readouterr().err
+
     used = tmp_path / "used"
     used.write_text("precious")
     log = ("--mllog", str(tmp_path / "log"))
     if importlib.util.find_spec("mlperf_logging") is not None:
-        assert "holds a log already" in refusal(capsys, "--mllog", str(used))
-        assert "is a directory" in refusal(capsys, "--mllog", str(tmp_path))
-        assert "cannot be made" in refusal(capsys, "--mllog", str(used / "log"))
+        assert "holds a log already" in refusal("--mllog", str(used))
+        assert "is a directory" in refusal("--mllog", str(tmp_path))
+        assert "cannot be made" in refusal("--mllog", str(used / "log"))
         assert used.read_text() == "precious"
-        said = refusal(capsys, *log, "--data", str(tmp_path / "tokens.bin"))
+        said = refusal(*log, "--data", str(tmp_path / "tokens.bin"))
         assert "say with --vocab-size" in said
-    assert "--mllog times a run from its" in refusal(capsys, *log, "--load", str(tmp_path))
-    assert "--target-loss must be greater than 0" in refusal(capsys, "--target-loss", "0")
+    assert "--mllog times a run from its" in refusal(*log, "--load", str(tmp_path))
+    assert "--target-loss must be greater than 0" in refusal("--target-loss", "0")
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    assert 'pip install "graphfsdp[mlperf]"' in refusal(capsys, "--mllog", str(tmp_path / "new"))
+    assert 'pip install "graphfsdp[mlperf]"' in refusal("--mllog", str(tmp_path / "new"))
 
 
 SCORED = [*SMALL, "--train-iters", "60", "--eval-interval", "4", "--device", "cpu"]

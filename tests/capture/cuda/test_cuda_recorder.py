@@ -151,9 +151,7 @@ def test_each_node_of_the_graph_belongs_to_the_operator_that_made_it(
     assert made == played.names if turn == 0 else sorted(made) == sorted(played.names)
     modules = [node.site.module for node in nodes if node.op == "aten.mm.default"]
     assert modules == ["first", "second", "second", "second", "first"]
-
-
-def test_nodes_that_no_operator_made_are_told_apart(played: PlayedDriver) -> None:
+    # Nodes that no operator made are told apart.
     last = list(capture(played, after=("kernel stray",)).nodes)[-1]
     assert last.op == "(no operator)"
     assert last.kernels == ("kernel stray",)
@@ -168,9 +166,7 @@ def test_each_collective_waits_for_the_one_that_was_issued_before(
     played.made |= {"tanh": ["kernel tanh", first], "sum": [second], "tanh_backward": [third]}
     capture(played)
     assert played.ordered == [(first, second), (second, third)]
-
-
-def test_collectives_that_nobody_can_put_in_order_are_refused(played: PlayedDriver) -> None:
+    # Those that nobody can put in order are refused.
     played.made |= {"mm": ["kernel ncclDevKernel_A"]}
     played.ordered = None
     with pytest.raises(CaptureError, match="cannot be put in one order"):
