@@ -18,6 +18,10 @@ from graphfsdp.base.torch_internals import buffers_of, is_functorch_wrapped, key
 from graphfsdp.errors import CaptureError, HazardKind, Refuse, raised
 
 _IN_PLACE = "Remedy: update it in place (copy_, mul_, add_, lerp_)"
+_OUTSIDE = (
+    "scope='forward_backward', which leaves the optimizer outside the graph; "
+    "graphfsdp.optim.FusedAdam"
+)
 
 
 class HostState:
@@ -141,15 +145,21 @@ class HostOptimizer:
         for param, state in self._optimizer.state.items():
             before_state = self._state.get(param, {})
             for key, value in state.items():
-                if isinstance(value, Tensor) and before_state.get(key) is not value:
-                    yield CaptureError(
-                        f"the optimizer made new state {key!r} for a parameter of shape "
-                        f"{tuple(param.shape)} while the iteration was recorded; each replay "
-                        "would start it anew. Remedy: more warm-up steps, so that every "
-                        "parameter has been stepped once before the capture",
-                        kind=HazardKind.OPTIMIZER,
-                        source=definition_of(type(self._optimizer).step),
-                    )
+                before = before_state.get(key)
+                if not isinstance(value, Tensor) or before is value:
+                    continue
+                did = "made new state"
+                remedy = "more warm-up steps, so that every parameter has been stepped once before"
+                if isinstance(before, Tensor):
+                    did = "puts a new tensor in the place of its state"
+                    remedy = f"{_OUTSIDE}; or writing into the tensor (copy_, mul_, lerp_)"
+                yield CaptureError(
+                    f"{type(self._optimizer).__name__} {did} {key!r} for a parameter of shape "
+                    f"{tuple(param.shape)} in the iteration that was recorded; each replay would "
+                    f"start from what was there. Remedy: {remedy}",
+                    kind=HazardKind.OPTIMIZER,
+                    source=definition_of(type(self._optimizer).step),
+                )
             where = f"its state of a parameter of shape {tuple(param.shape)}"
             yield from self._changed_numbers(_numbers(before_state), _numbers(state), where)
         for index, (before_group, group) in enumerate(
@@ -195,8 +205,7 @@ class HostOptimizer:
                 yield CaptureError(
                     f"{type(self._optimizer).__name__} changed the number {key!r} among {where} "
                     f"from {before.get(key)} to {value}; a replay runs no Python and would go on "
-                    "with this one. Remedy: scope='forward_backward', which leaves the optimizer "
-                    "outside the graph; graphfsdp.optim.FusedAdam; or counting in a tensor",
+                    f"with this one. Remedy: {_OUTSIDE}; or counting in a tensor",
                     kind=HazardKind.OPTIMIZER,
                     source=definition_of(type(self._optimizer).step),
                 )

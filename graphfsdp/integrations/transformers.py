@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from graphfsdp._capture.step import CapturedStep
 from graphfsdp.api import capture
-from graphfsdp.errors import ConfigError
+from graphfsdp.errors import CaptureError, ConfigError
 from graphfsdp.integrations import CapturesInParts, import_library
 from graphfsdp.preconditions import inner_optimizer
 
@@ -31,6 +31,10 @@ _REFUSED = (
 )
 # What callbacks may not watch, since all microbatches and the step are over by then.
 _TOO_LATE = ("on_pre_optimizer_step", "on_substep_end")
+_IN_PARTS = (
+    "the trainer without CapturedTrainer, with the callback CapturedTraining of this module, "
+    "which refuses nothing"
+)
 
 
 class CapturedTrainer(Trainer):  # type: ignore[misc]
@@ -131,8 +135,7 @@ class CapturedTrainer(Trainer):  # type: ignore[misc]
                     raise ConfigError(
                         f"the callback {type(callback).__name__} has {name}, but in a captured "
                         "update nothing happens between backward passes and step. Ways out: "
-                        "on_step_end instead, or transformers.Trainer with the callback "
-                        "CapturedTraining of this module"
+                        f"on_step_end instead, or {_IN_PARTS}"
                     )
 
 
@@ -199,7 +202,11 @@ class _CapturedUpdate:
         self._optimizer._opt_called = True  # schedules warn if they have not seen a step
 
     def run(self, batches: list[Any], num_items: Any) -> None:
-        self.losses, self._norm = self._step(batches, num_items)
+        try:
+            self.losses, self._norm = self._step(batches, num_items)
+        except CaptureError as error:  # often in code of a library, which nobody can change
+            error.add_note(f"Another way out: {_IN_PARTS}")
+            raise
 
     def _norm_of_update(self, *args: Any, **kwargs: Any) -> Tensor | None:
         return self._norm

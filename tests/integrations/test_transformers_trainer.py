@@ -140,8 +140,9 @@ def test_what_it_cannot_do_is_refused_by_name(tmp_path: Path) -> None:
     with pytest.raises(graphfsdp.ConfigError, match=r"Watcher has on_pre_optimizer_step.*on_step_"):
         trainer.train()
     trainer = trainer_of(CapturedTrainer, tmp_path, optim="adafactor")
-    with pytest.raises(graphfsdp.GraphFSDPError, match="Adafactor"):
+    with pytest.raises(graphfsdp.CaptureError, match="Adafactor") as caught:
         trainer.train()
+    assert "the callback CapturedTraining" in caught.value.__notes__[0]
 
 
 class Weighted(CapturedTrainer):

@@ -297,13 +297,29 @@ def repeat(step: Callable[[Tensor], Any]) -> None:
         step(torch.ones(2, 4))
 
 
-def test_a_count_in_python_is_refused_by_name() -> None:
+class Renewing(Counting):
+    """Also keeps a norm, in a new tensor each time, as transformers' Adafactor does."""
+
+    def step(self) -> None:  # type: ignore[override]
+        super().step()
+        for param, state in self.state.items():
+            state["norm"] = param.norm()
+
+
+@pytest.mark.parametrize(
+    ("kind", "said", "remedy"),
+    [
+        (Counting, "changed the number 'step'", "counting in a tensor"),
+        (Renewing, "a new tensor in the place of its state 'norm'", "writing into the tensor"),
+    ],
+)
+def test_what_is_kept_in_python_is_refused_by_name(kind: Any, said: str, remedy: str) -> None:
     model = nn.Linear(4, 1)
-    made = Counting(model.parameters(), update)
+    made = kind(model.parameters(), update)
     report = graphfsdp.check(model, made, torch.ones(2, 4), loss_fn=mean_square, target="cpu")
-    assert "changed the number 'step'" in str(report)
+    assert said in str(report)
     step = graphfsdp.capture(model, made, loss_fn=mean_square)
-    with pytest.raises(CaptureError, match=r"changed the number 'step' .*counting in a tensor"):
+    with pytest.raises(CaptureError, match=f"{said} .*scope='forward_backward'.*{remedy}"):
         repeat(step)
 
 
