@@ -285,10 +285,11 @@ def refuse_unreduced_parameters(model: nn.Module, named_params: Mapping[str, nn.
         raise ConfigError(
             f"each rank would train {listed}{more} for itself: fully_shard has taken other "
             f"parameters, but not {'this one' if len(alone) == 1 else 'these'}, so nobody reduces "
-            f"{'its gradient' if len(alone) == 1 else 'their gradients'} over the {len(ranks)} "
-            "ranks, whose weights would drift apart. Ways out: fully_shard around the outermost "
-            "module as well (strategy='no_shard' keeps a whole copy on each rank), or "
-            "requires_grad_(False)"
+            f"{'its gradient' if len(alone) == 1 else 'their gradients'} over the ranks, whose "
+            "weights would drift apart. Ways out: fully_shard around the outermost module as well "
+            "(strategy='no_shard' keeps a whole copy on each rank), requires_grad_(False), or, for "
+            "what is no parameter of the model any more, an optimizer that is made behind "
+            "parallelize_module and fully_shard"
         )
 
 
