@@ -79,7 +79,8 @@ def allowances(
     """Return how far each tensor of a verification may be from another run's; see Note [The bound].
 
     Weights may differ by two steps more: where a gradient is nothing but rounding, Adam makes a
-    whole step of it, in either direction. ``before`` has them as they were before the iteration.
+    whole step of it, in either direction; and eager's own may be almost none, so the largest of
+    the iteration counts. ``before`` has weights as they were before it.
     """
     scales: dict[str, float] = {}
     for name, tensor in expected.items():
@@ -87,12 +88,17 @@ def allowances(
             kind = _kind(name)
             scales[kind] = max(scales.get(kind, 0.0), largest(tensor))
     scales["result"] = max(scales.get("result", 0.0), scales.get("the gradient", 0.0))
+    steps = [
+        largest(wide(expected[name]) - wide(old))
+        for name, old in before.items()
+        if name in expected
+    ]
+    step = max(steps, default=0.0)
     allowed = {}
     for name, tensor in expected.items():
         if is_rounded(tensor):
             allowed[name] = max(bound, bound_of([tensor.dtype])) * scales[_kind(name)]
             if name in before:
-                step = largest(wide(tensor) - wide(before[name]))
                 allowed[name] += 2 * step
     return allowed
 

@@ -110,6 +110,8 @@ class StretchGraph:
     def _add(self, node: Node) -> None:
         args = [self._argument(item, node) for item in node.args]
         kwargs = {name: self._argument(item, node) for name, item in node.kwargs.items()}
+        if any(_is_cut_by_strides(self._entries[id(value)]) for value in node.written):
+            self.refused[id(node)] = "writes into what is cut out of a part by strides"
         results = self._results(node, args, kwargs)
         for value, result in zip(node.outputs, results, strict=True):
             if value is None or value.storage.external:
@@ -185,6 +187,22 @@ def _hidden_looks(node: Node) -> list[tuple[Value, Value]]:
         (value, operands[id(value.storage)]) for value in node.made if id(value.storage) in operands
     ]
     return looks if len(looks) == len(node.outputs) else []
+
+
+def _is_cut_by_strides(view: Any) -> bool:
+    """Tell whether as_strided is one of several looks, through which no compiler can write."""
+    looks = []
+    while view.op == "call_function" and _is_look(view.target):
+        looks.append(view.target)
+        view = view.args[0]
+    return len(looks) > 1 and _ATEN.as_strided.default in looks
+
+
+def _is_look(op: Any) -> bool:
+    if op is operator.getitem:
+        return True
+    aliases = [result.alias_info for result in schema_of(op).returns]
+    return bool(aliases) and all(each is not None and not each.is_write for each in aliases)
 
 
 def _line(entry: fx.Node) -> str:

@@ -470,10 +470,16 @@ def test_what_vanishes_by_cancelling_has_the_scale_of_what_belongs_to_it() -> No
         "optimizer state, exp_avg of parameter 0 of group 0": (small, 0.5),
         "optimizer state, exp_avg of parameter 1 of group 0": (0.5, 0.5),
         "optimizer state, exp_avg_sq of parameter 1 of group 0": (small, small),
+        "parameter 'last.weight'": (4.0, 4.0),
+        "parameter 'last.bias'": (1.0, 1.0),
     }
     expected = {name: torch.tensor([one]).double() for name, (one, _) in largest.items()}
-    allowed = allowances(expected, {}, bound)
-    assert allowed == {name: bound * scale for name, (_, scale) in largest.items()}
+    before = {name: each.clone() for name, each in expected.items() if name.startswith("parameter")}
+    before["parameter 'last.weight'"] -= 0.25
+    allowed = allowances(expected, before, bound)
+    assert allowed == {
+        name: bound * scale + 0.5 * (name in before) for name, (_, scale) in largest.items()
+    }
 
 
 def test_evaluation_and_each_kind_of_batch_are_compiled() -> None:
