@@ -132,7 +132,10 @@ def _values(items: Sequence[Any]) -> list[Any]:
 def _contents(tensor: Tensor) -> Any:
     if tensor.numel() * tensor.element_size() > _LITERAL_BYTES or tensor.device.type != "cpu":
         return None
-    return str(tensor.tolist()) if tensor.numel() <= 8 else hash(str(tensor.tolist()))
+    numbers = str(tensor.tolist())
+    if tensor.numel() <= 8:
+        return numbers
+    return f"{tensor.numel()} numbers (hash {hash(numbers)})"
 
 
 def _difference(before: ConstantEntry, now: ConstantEntry) -> Refusal | None:
