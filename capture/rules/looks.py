@@ -2,7 +2,7 @@
 
 import itertools
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -10,12 +10,22 @@ import torch
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
 from torch.overrides import TorchFunctionMode
+from torch.utils.weak import WeakIdKeyDictionary
 
 from graphfsdp._capture.trace.source import called_function, frames
+from graphfsdp.base.torch_internals import tree_leaves, tree_map
 
 _MASKS = "transformers.masking_utils"
 _NUM_OF_MODES = 10  # frames between a torch function and who has called it, at most
 _Function = Callable[..., Any]
+_MOST_NUMBERS = 2**24  # of a twin
+_MAKERS = (torch.arange, torch.ones)
+# What positions and masks are made of between that and the look.
+_MADE_OF_NUMBERS = (
+    *_MAKERS,
+    *(Tensor.add, Tensor.sub, Tensor.unsqueeze, Tensor.expand, Tensor.__getitem__, Tensor.to),
+    *(torch.diff, Tensor.ne, Tensor.cumsum, Tensor.__eq__, Tensor.all, torch.all, Tensor.sum),
+)
 
 
 class Instead(TorchFunctionMode):
@@ -75,23 +85,60 @@ def without_looks_of_one_hot() -> Iterator[None]:
         torch.autograd._engine_run_backward = engine  # type: ignore[attr-defined]
 
 
-def all_masks(function: _Function, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Have models of transformers make every mask, without a look at what it hides.
+class _Masks:
+    """Answers what models of transformers ask about masks, without a look at the iteration.
 
-    They skip one that hides nothing, for which they read it. The answer "something is hidden" is
-    always right, and is what they take it for where they know that they are traced.
+    They skip a mask that hides nothing, for which they read it. The answer "something is hidden"
+    is always right, and is what they take it for where they know that they are traced. Where
+    nobody has given them mask or positions, they make both of numbers alone: such tensors have a
+    twin on the host, whose values answer as a loop that runs as written does.
     """
-    if function is not Tensor.__bool__:
-        return NotImplemented
-    callers = itertools.islice(frames(), _NUM_OF_MODES)
-    asks = any(frame.f_globals.get("__name__") == _MASKS for frame in callers)
-    return False if asks else NotImplemented
+
+    def __init__(self) -> None:
+        # With the version that it had: what is written since then, nobody knows.
+        self._twins: MutableMapping[Tensor, tuple[int, Tensor]] = WeakIdKeyDictionary()
+
+    def answer(self, function: _Function, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        if function is Tensor.__bool__:
+            callers = itertools.islice(frames(), _NUM_OF_MODES)
+            if not any(frame.f_globals.get("__name__") == _MASKS for frame in callers):
+                return NotImplemented
+            twin = self._twin_of(args[0])
+            with _out_of_sight():
+                return twin is not None and bool(twin)
+        if function not in _MADE_OF_NUMBERS:
+            return NotImplemented
+        given = [each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)]
+        twins = {id(each): self._twin_of(each) for each in given}
+        if any(twin is None for twin in twins.values()) or not (given or function in _MAKERS):
+            return NotImplemented
+        result: Tensor = called_function(function)(*args, **kwargs)
+        if result.is_inference() or result.numel() > _MOST_NUMBERS:
+            return result
+        on_host = {"device": torch.device("cpu")} if function in _MAKERS else {}
+        with _out_of_sight():
+            there, named = tree_map(lambda each: twins.get(id(each), each), (args, dict(kwargs)))
+            if function is Tensor.to:  # perhaps to a device
+                there, named = (there[0], result.dtype), {}
+            self._twins[result] = result._version, function(*there, **named | on_host)
+        return result
+
+    def _twin_of(self, tensor: Tensor) -> Tensor | None:
+        version, twin = self._twins.get(tensor, (0, None))
+        return None if twin is None or version != tensor._version else twin
+
+
+@contextmanager
+def _out_of_sight() -> Iterator[None]:
+    """Have no mode see what the body computes."""
+    with torch._C._DisableTorchDispatch(), torch.DisableTorchFunction():
+        yield
 
 
 @contextmanager
 def without_looks() -> Iterator[None]:
     """Enter this around an iteration, eager, recorded or evaluated alike."""
-    masks = Instead(all_masks) if _MASKS in sys.modules else nullcontext()
+    masks = Instead(_Masks().answer) if _MASKS in sys.modules else nullcontext()
     with masks, _averages_without_looks():
         yield
 

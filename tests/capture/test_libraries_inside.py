@@ -220,6 +220,7 @@ CPU = torch.device("cpu")
 WORDS = {"vocab_size": 50}
 SMALL = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
 SMALL |= {"intermediate_size": 32}
+GROUPED = SMALL | {"num_key_value_heads": 1, "use_cache": False}  # other bits with a mask
 SHAPE = (3, 8)
 
 
@@ -241,8 +242,12 @@ def causal(mask: Tensor) -> Tensor:
     return both_ways(mask) & torch.ones(mask.shape[1], mask.shape[1], dtype=torch.bool).tril()
 
 
+def no_mask(mask: Tensor) -> None:
+    """Return what a loop over whole rows gives."""
+
+
 def words(
-    shown: Callable[[Tensor], Tensor] = lambda mask: mask,
+    shown: Callable[[Tensor], Tensor | None] = lambda mask: mask,
 ) -> Callable[[torch.Generator], Batch]:
     """Return what makes batches; ``shown`` makes their masks of four dimensions."""
 
@@ -261,8 +266,9 @@ def words(
     [
         (model_of("Bert", "TokenClassification", **WORDS, **SMALL), words(both_ways), words()),
         (model_of("Llama", "CausalLM", **WORDS, **SMALL), words(causal), words()),
+        (model_of("Llama", "CausalLM", **WORDS, **GROUPED), words(no_mask), words(no_mask)),
     ],
-    ids=["bert", "llama"],
+    ids=["bert", "llama", "without"],
 )
 def test_a_captured_mask_of_two_dimensions_has_the_bits_of_a_plain_loops_of_four(
     make: Callable[[], nn.Module], written: Any, passed: Any

@@ -308,18 +308,18 @@ def test_a_read_in_a_module_of_torch_is_refused_at_its_callers_line(device: torc
     assert_refused_in(error, Cumulative.forward)
 
 
-def hides(mask: Tensor) -> Tensor:
-    return mask.float() if mask.all() else mask.float() * 2
+def is_seen(mask: Tensor) -> bool:
+    return bool(mask.all())
 
 
 def selects(mask: Tensor) -> Tensor:
-    return mask[mask].float().sum()
+    return mask[mask].sum()
 
 
 @pytest.mark.parametrize(
     ("name", "function", "remedy"),
     [
-        ("ema_pytorch.ema_pytorch", hides, "ema.update() after each call"),
+        ("ema_pytorch.ema_pytorch", is_seen, "ema.update() after each call"),
         ("torch_geometric.utils.loop", selects, "layers with add_self_loops=False"),
     ],
 )
@@ -329,8 +329,8 @@ def test_what_libraries_are_known_for_is_refused_with_its_remedy(
     library = types.FunctionType(function.__code__, globals() | {"__name__": name})
 
     def program(self: Inner, h: Tensor, x: Tensor) -> Tensor:
-        factor: Tensor = library(x > 0).sum()
-        return h * factor
+        out: Tensor = h * library(x > 0)
+        return out
 
     assert remedy in str(check_refused(program, device))
 
@@ -340,11 +340,14 @@ def test_masks_of_transformers_are_made_without_a_look(
 ) -> None:
     name = "transformers.masking_utils"
     monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
-    library = types.FunctionType(hides.__code__, globals() | {"__name__": name})
+    library = types.FunctionType(is_seen.__code__, globals() | {"__name__": name})
 
     def program(self: Inner, h: Tensor, x: Tensor) -> Tensor:
-        factor: Tensor = library(x == x).mean()  # hides nothing, and 2.0 says the opposite
-        return h * self.gate * factor
+        made = torch.ones(4, device=x.device)
+        answers = [library(x == x), library(made[1:])]  # of which one is made of numbers alone
+        made[0] = x[0, 0]
+        assert [*answers, library(made[1:])] == [False, True, False]
+        return h * self.gate
 
     check_captured(program, device)
 
