@@ -158,6 +158,8 @@ class CaptureOptions:
                 raise ConfigError(
                     f"audit must be 'auto', or a number of replays (0 for none), got {audit!r}"
                 )
+        if not isinstance(self.skip_nonfinite, bool):
+            raise ConfigError(f"skip_nonfinite must be True or False, got {self.skip_nonfinite!r}")
         norm = self.max_grad_norm
         if norm is None:
             return

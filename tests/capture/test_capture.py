@@ -252,6 +252,7 @@ REFUSED: list[tuple[Arguments | Callable[[], Arguments], str]] = [
     ({"max_grad_norm": 0.0}, r"max_grad_norm.*positive.*got 0\.0"),
     ({"max_grad_norm": float("nan")}, "max_grad_norm.*got nan"),
     ({"max_grad_norm": "1"}, "max_grad_norm"),
+    ({"skip_nonfinite": "no"}, "skip_nonfinite must be True or False, got 'no'"),
     ({"backend": "tpu"}, "'tpu'.*'auto', 'cuda' or 'cpu'"),
     ({"on_change": 0}, "on_change"),
     ({"compile": True, "scope": "none"}, "compile=True compiles what was captured, and scope"),
