@@ -242,10 +242,6 @@ def causal(mask: Tensor) -> Tensor:
     return both_ways(mask) & torch.ones(mask.shape[1], mask.shape[1], dtype=torch.bool).tril()
 
 
-def no_mask(mask: Tensor) -> None:
-    """Return what a loop over whole rows gives."""
-
-
 def words(
     shown: Callable[[Tensor], Tensor | None] = lambda mask: mask,
 ) -> Callable[[torch.Generator], Batch]:
@@ -261,12 +257,15 @@ def words(
     return batch
 
 
+WHOLE = words(lambda mask: None)
+
+
 @pytest.mark.parametrize(
     ("make", "written", "passed"),
     [
         (model_of("Bert", "TokenClassification", **WORDS, **SMALL), words(both_ways), words()),
         (model_of("Llama", "CausalLM", **WORDS, **SMALL), words(causal), words()),
-        (model_of("Llama", "CausalLM", **WORDS, **GROUPED), words(no_mask), words(no_mask)),
+        (model_of("Llama", "CausalLM", **WORDS, **GROUPED), WHOLE, WHOLE),
     ],
     ids=["bert", "llama", "without"],
 )

@@ -80,11 +80,10 @@ def assert_same(one: Any, other: Any) -> None:
 @pytest.mark.parametrize(
     "options",
     [
-        {},
         {"accumulate_grad_batches": 3, "gradient_clip_val": 0.5, "max_epochs": 4},
         {"precision": "bf16-mixed"},
     ],
-    ids=["plain", "accumulated and clipped", "bf16"],
+    ids=["accumulated and clipped", "bf16"],
 )
 def test_a_captured_step_has_lightning_s_bits(options: dict[str, Any], tmp_path: Path) -> None:
     plain, captured = Net(), Net()

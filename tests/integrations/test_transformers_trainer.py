@@ -87,12 +87,11 @@ def assert_same_weights(one: nn.Module, other: nn.Module) -> None:
 @pytest.mark.parametrize(
     ("kind", "settings"),
     [
-        ("bert", {}),
         ("llama", {"gradient_accumulation_steps": 2}),
         ("bert", {"gradient_accumulation_steps": 2, "bf16": True, "max_grad_norm": 0.0}),
         ("bert", {"optim": "sgd", "label_smoothing_factor": 0.1, "max_grad_norm": 0.5}),
     ],
-    ids=["plain", "accumulated", "bf16", "smoothed"],
+    ids=["accumulated", "bf16", "smoothed"],
 )
 def test_an_update_as_one_graph_has_the_trainer_s_bits(
     kind: str, settings: dict[str, Any], tmp_path: Path

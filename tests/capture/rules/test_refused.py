@@ -233,9 +233,6 @@ def test_capture_refuses_wrong_settings_and_leaves_no_trace(name: str) -> None:
         assert kind is HazardKind.PRECISION or "Remedy: " in str(caught.value)
     if isinstance(caught.value, graphfsdp.CaptureError):
         assert caught.value.kind is kind
-        if name == "optimizer_that_counts":
-            assert caught.value.source is not None
-            assert "_Counting.step" in caught.value.source.function
 
 
 @pytest.mark.parametrize("name", ["item", "boolean_mask", "get_rng_state"])
