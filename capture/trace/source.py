@@ -277,7 +277,7 @@ class SiteTable:
         self._owners = {
             id(param): path
             for path, module in model.named_modules()
-            for param in module.parameters(recurse=False)
+            for _, param in nn.Module.named_parameters(module, recurse=False)
         }
         self._is_users: dict[str, bool] = {}  # by file name
         self._ran_backward = False

@@ -337,7 +337,7 @@ class Listed(nn.Module):
         super().__init__()
         self.vars = nn.ParameterList([nn.Parameter(torch.randn(4, 4)), nn.Parameter(torch.ones(4))])
 
-    def parameters(self, recurse: bool = True) -> Any:
+    def parameters(self) -> Any:  # type: ignore[override]
         return self.vars
 
     def forward(self, x: Tensor) -> Tensor:
