@@ -16,6 +16,7 @@ from graphfsdp._capture.trace.source import called_function, frames
 from graphfsdp.base.torch_internals import tree_leaves, tree_map
 
 _MASKS = "transformers.masking_utils"
+_WARNS = "warn_if_padding_and_no_attention_mask"  # of transformers, which looks for that alone
 _NUM_OF_MODES = 10  # frames between a torch function and who has called it, at most
 _Function = Callable[..., Any]
 _MOST_NUMBERS = 2**24  # of a twin
@@ -99,9 +100,12 @@ class _Masks:
         self._twins: MutableMapping[Tensor, tuple[int, Tensor]] = WeakIdKeyDictionary()
 
     def answer(self, function: _Function, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        if function is Tensor.__bool__:
-            callers = itertools.islice(frames(), _NUM_OF_MODES)
-            if not any(frame.f_globals.get("__name__") == _MASKS for frame in callers):
+        if function in (Tensor.__bool__, Tensor.__contains__):
+            callers = [*itertools.islice(frames(), _NUM_OF_MODES)]
+            if any(frame.f_code.co_name == _WARNS for frame in callers):
+                return False
+            asks = any(frame.f_globals.get("__name__") == _MASKS for frame in callers)
+            if not asks or function is Tensor.__contains__:
                 return NotImplemented
             twin = self._twin_of(args[0])
             with _out_of_sight():

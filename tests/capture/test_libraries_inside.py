@@ -266,8 +266,9 @@ WHOLE = words(lambda mask: None)
         (model_of("Bert", "TokenClassification", **WORDS, **SMALL), words(both_ways), words()),
         (model_of("Llama", "CausalLM", **WORDS, **SMALL), words(causal), words()),
         (model_of("Llama", "CausalLM", **WORDS, **GROUPED), WHOLE, WHOLE),
+        (model_of("DebertaV2", "TokenClassification", **WORDS, **SMALL), WHOLE, WHOLE),
     ],
-    ids=["bert", "llama", "without"],
+    ids=["bert", "llama", "without", "unwarned"],
 )
 def test_a_captured_mask_of_two_dimensions_has_the_bits_of_a_plain_loops_of_four(
     make: Callable[[], nn.Module], written: Any, passed: Any
