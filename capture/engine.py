@@ -213,6 +213,10 @@ class Engine:
     def steps_inside(self) -> bool:
         return self._iteration.steps_inside
 
+    @property
+    def schedule(self) -> str:
+        return self._iteration.schedule
+
     def attempt(self, *, copies: bool = True, beside: Iterable[Tensor] = ()) -> Attempt:
         """Return what undoes an iteration that runs from now on and fails.
 

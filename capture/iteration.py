@@ -36,9 +36,11 @@ class Iteration:
         steps_inside: ``forward_backward`` steps the optimizers, too.
         functions: The user's functions that it runs.
         groups: The ranks of a pipeline, which have other parts of the model; none without one.
+        schedule: In words, of a pipeline, all of whose ranks must have the same; "" without one.
     """
 
     steps_inside = False
+    schedule = ""
     _binds_at_once = False  # gradients are where optimizers find them as soon as they are there
 
     def __init__(

@@ -201,6 +201,7 @@ class PipelineIteration(Iteration):
             skip_nonfinite=skip_nonfinite,
         )
         self._pipeline = pipeline
+        self.schedule = f"{pipeline.name} of {pipeline.num_microbatches} microbatches"
 
     def prepare(self, inputs: StaticInputs, *, trains: bool) -> None:
         self._pipeline.schedule_for(inputs, trains=trains)

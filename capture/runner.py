@@ -81,7 +81,7 @@ class Runner:
         self._ranks = engine.ranks
         self._options_of_all: dict[str, object] = {
             **{name: getattr(options, name) for name in _SAME_ON_ALL_RANKS},
-            **{"scope": options.scope.value, "example_batch": None},
+            **{"scope": options.scope.value, "example_batch": None, "schedule": engine.schedule},
         }
         self._pid = os.getpid()
         most = options.max_graphs

@@ -383,7 +383,8 @@ class Whereabouts:
 
     def answer(self) -> None:
         """Say where this rank is, if one has failed; for the thread that listens."""
-        asked = self._store.get(_ASKED)
+        get = self._store.get
+        asked = get(_ASKED)
         if asked is None:
             return
         name, failed, theirs = json.loads(asked)
@@ -394,13 +395,19 @@ class Whereabouts:
         if name in self._came_out:  # asked for last: it comes before the end of the call
             return
         mine = self._issued()
-        # Of messages that it has not begun it tells nothing.
         pairs = [] if self._waits is None else self._waits.begun.copy()
-        theirs = {_key(*pair): 0 for pair in pairs if failed in pair[1:]} | theirs
-        if is_inside and all(mine.get(group, 0) <= count for group, count in theirs.items()):
+        # Another rank may have failed as well, and asked before; this one may wait for its message.
+        for rank in {failed, *(rank for pair in pairs for rank in pair[1:])}:
+            issued = theirs if rank == failed else json.loads(get(f"{name}/out/{rank}") or "null")
+            if issued is None:
+                continue
+            # Of messages that it has not begun it tells nothing.
+            issued = {_key(*pair): 0 for pair in pairs if rank in pair[1:]} | issued
+            is_inside &= all(mine.get(group, 0) <= count for group, count in issued.items())
+        if is_inside:
             self._store.count(_SIGNS, 1)
         else:
-            self._store.put_first(_LOST, self._store.get(f"{name}/failure") or name)
+            self._store.put_first(_LOST, get(f"{name}/failure") or name)
 
     def _issued(self, *, has_failed: bool = False) -> dict[str, int]:
         """Return how many collectives of these ranks this one has issued, by group.

@@ -1,6 +1,7 @@
 """torch's pipeline schedules as captured iterations, on ranks of a pipeline."""
 
 import pathlib
+import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -20,6 +21,7 @@ from graphfsdp.optim import FusedAdam
 from helpers import set_lr
 from pipeline_models import (
     KINDS,
+    SECONDS,
     Tower,
     adam,
     batch,
@@ -221,6 +223,29 @@ def alike(name: str) -> list[str]:
                 step(x, target=target)
             heard.append(str(refused.value))
     return heard
+
+
+def outer_ranks_fail(name: str) -> str:
+    """Two ranks fail, and the one between them waits for the one that has asked first."""
+    schedule = schedule_of(KINDS[name])
+    with graphfsdp.capture(schedule, adam(schedule)) as step:
+        x, target = batch(0)
+        step(x, target=target)
+        rank = dist.get_rank()
+        time.sleep((0.0, 1.5, 0.5)[rank])
+        with pytest.raises(graphfsdp.GraphFSDPError) as caught:
+            step(x, **({"target": target} if rank == 1 else {}))
+        assert step.phase is Phase.BROKEN
+        return str(caught.value)
+
+
+def test_two_ranks_that_fail_free_the_one_between_them() -> None:
+    pool = RankPool(3)
+    try:
+        heard = pool.run(outer_ranks_fail, "1f1b", limit_s=SECONDS)
+        assert all("target is missing" in text for text in heard)
+    finally:
+        pool.close(force=True)
 
 
 class Reads(nn.Module):

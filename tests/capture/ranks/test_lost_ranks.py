@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import graphfsdp
+import pipeline_models
 import ranks
 from counting_net import mean_square
 from faults_at_operators import FAULTS, Fault, FaultMode, World
@@ -159,17 +160,31 @@ def test_a_rank_that_fails_is_named_at_once(num_ranks: int, case: str, strategy:
         assert name in heard.again
 
 
+def begin(**options: Any) -> None:
+    build("optim_grads_params", "full_iteration", **options)[0](batch(0))  # or at once
+
+
+def begin_a_pipeline(schedule: str = "1f1b") -> None:
+    made = pipeline_models.schedule_of(pipeline_models.KINDS[schedule])
+    x, target = pipeline_models.batch(0)
+    graphfsdp.capture(made, pipeline_models.adam(made))(x, target=target)
+
+
 def captures_with(options: dict[str, Any]) -> tuple[str, str]:
     """The last rank captures with other options than the others."""
     is_last = dist.get_rank() == dist.get_world_size() - 1
-    with pytest.raises(graphfsdp.GraphFSDPError) as caught:  # its constructor may run it, too
-        build("optim_grads_params", "full_iteration", **(options if is_last else {}))[0](batch(0))
+    run = begin_a_pipeline if "schedule" in options else begin
+    with pytest.raises(graphfsdp.GraphFSDPError) as caught:
+        run(**(options if is_last else {}))
     return caught.type.__name__, str(caught.value)
 
 
 @pytest.mark.parametrize(
     "options",
-    [{"max_grad_norm": 0.1}, {"microbatches": 2}, {"example_batch": torch.zeros(4, WIDTH)}],
+    [
+        *({"max_grad_norm": 0.1}, {"microbatches": 2}, {"example_batch": torch.zeros(4, WIDTH)}),
+        {"schedule": "gpipe"},
+    ],
     ids=str,
 )
 def test_options_of_capture_that_differ_are_refused_before_the_first_iteration(
