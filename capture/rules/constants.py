@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from graphfsdp._capture.rules.looks import without_looks_of_one_hot
-from graphfsdp._capture.rules.refusals import Refusal, running_optimizer
+from graphfsdp._capture.rules.refusals import Refusal, for_step_of, running_optimizer
 from graphfsdp._capture.rules.watcher import Watcher, noting_code, watcher_here
 from graphfsdp._capture.trace.landing import Redirection, Trace
 from graphfsdp._capture.trace.source import (
@@ -87,10 +87,13 @@ class ConstantLog:
         self.entries.append(ConstantEntry(name, (), site))
         self.num_steps[name, id(optimizer)] += 1
 
-    def differences(self, other: "ConstantLog") -> Iterator[CaptureError]:
+    def differences(
+        self, other: "ConstantLog", optimizers: Sequence[torch.optim.Optimizer] = ()
+    ) -> Iterator[CaptureError]:
         """Yield why another run from the same state was given other values, each place once.
 
-        The places are those of the other run, or of this one if nobody knows the other's.
+        The places are those of the other run, or of this one if nobody knows the other's. A step
+        of ``optimizers`` without ``no_grad``, which computes on ``.data``, is compared as well.
         """
         told: set[tuple[str, int]] = set()
         pairs = itertools.zip_longest(self.entries, other.entries, fillvalue=_NOTHING)
@@ -103,6 +106,12 @@ class ConstantLog:
                 told.add((its.op, its.site))
                 at, table = (mine, self.sites) if other.sites is None else (its, other.sites)
                 site = None if table is None or at is _NOTHING else table.sites()[at.site]
+                function = getattr(site and site.source, "function", "")
+                for optimizer in optimizers:
+                    classes = type(optimizer).__mro__
+                    if any(function.startswith(f"{each.__qualname__}.") for each in classes):
+                        refusal = for_step_of(optimizer, refusal)
+                        break
                 yield CaptureError(
                     refusal.message,
                     op=mine.op if its is _NOTHING else its.op,
@@ -286,7 +295,7 @@ class ConstantWatch:
                 self.failure = error
             raise
         self._expected, self._is_settled = log, True
-        found = [*expected.differences(log)]
+        found = [*expected.differences(log, self._optimizers)]
         memory = next((each for each in found if each.kind is HazardKind.STATE), None)
         # Operators that only the first run has called shift all that follow: then a value was
         # compared with one of another place.

@@ -487,8 +487,11 @@ def running_optimizer() -> torch.optim.Optimizer | None:
 
 def _for_optimizers(refusal: Refusal) -> Refusal:
     optimizer = running_optimizer()
-    if optimizer is None:
-        return refusal
+    return refusal if optimizer is None else for_step_of(optimizer, refusal)
+
+
+def for_step_of(optimizer: torch.optim.Optimizer, refusal: Refusal) -> Refusal:
+    """Say that it is the step of an optimizer, and what its user can do."""
     return dataclasses.replace(
         refusal,
         what=f"{type(optimizer).__name__}.step: {refusal.what}",

@@ -297,29 +297,38 @@ def update(param: Tensor, grad: Tensor, mean: Tensor, share: Any) -> None:
 
 
 def repeat(step: Callable[[Tensor], Any]) -> None:
-    for _ in range(4):
+    for _ in range(5):
         step(torch.ones(2, 4))
 
 
 ZERO = partial(torch.tensor, 0.0)
 
 
+class OnData(Counting):
+    """Steps where gradients are recorded, and so is compared with what it did before."""
+
+    def step(self) -> None:  # type: ignore[override]
+        for param in self.param_groups[0]["params"]:
+            count = self.state[param]["step"] = self.state[param].get("step", 0) + 1
+            param.data.sub_(param.grad, alpha=1 / count)
+
+
 @pytest.mark.parametrize(
-    ("made_of", "said"),
+    ("made", "said"),
     [
-        ({}, "changed the number 'step'"),
+        (partial(Counting, update=update), "changed the number 'step'"),
         (
-            {"start": ZERO, "add": operator.add},
+            partial(Counting, update=update, start=ZERO, add=operator.add),
             "a new tensor in the place of its state 'step'",
         ),
+        (partial(OnData, update=update), r"OnData\.step: aten\.sub_\.Tensor was given 0\.25 "),
     ],
 )
-def test_a_count_in_python_is_refused_by_name(made_of: dict[str, Any], said: str) -> None:
+def test_a_count_in_python_is_refused_by_name(made: Callable[..., Counting], said: str) -> None:
     """A tensor that each step makes anew, as transformers' Adafactor does, is one as well."""
     model = nn.Linear(4, 1)
-    made = Counting(model.parameters(), update, **made_of)
-    step = graphfsdp.capture(model, made, loss_fn=mean_square)
-    with pytest.raises(CaptureError, match=f"(?s){said} .*Remedy: scope=.*in Counting.step"):
+    step = graphfsdp.capture(model, made(model.parameters()), iteration=steps_once())
+    with pytest.raises(CaptureError, match=f"(?s){said}.*Remedy: .*scope='for.*step"):
         repeat(step)
 
 
