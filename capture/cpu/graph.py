@@ -341,12 +341,13 @@ def _await_release(recorder: Recorder) -> None:
 def _first_step(
     nodes: Sequence[Node], sites: Sequence[Site], commit_node: int | None
 ) -> int | None:
-    """Return the first node of the optimizer behind the commit point, which statistics may set."""
-    if commit_node is None:
-        return None
+    """Return the first node of the optimizer behind the commit point, which statistics may set.
+
+    Without such a point, where all that is written can be put back, the first of all.
+    """
     behind = (
         index
-        for index in range(commit_node, len(nodes))
+        for index in range(commit_node or 0, len(nodes))
         if sites[nodes[index].site].phase is OpPhase.OPTIMIZER
     )
     return next(behind, None)

@@ -256,6 +256,15 @@ def test_a_gradient_that_is_nothing_but_rounding_refuses_no_piece() -> None:
         trace = run(Case(make, features(4)), "full_iteration", CPU, compile=True)
     assert not any("something else" in line for line in trace.report.compiled)
     assert "in 0 pieces" not in trace.report.compiled[0]
+    # And of which an optimizer of many operators makes a whole step, all of which can be undone.
+    model = Squared(nn.Linear(4, 4), nn.BatchNorm1d(4), *[nn.Tanh()] * 40, nn.Linear(4, 2))
+    optimizer = torch.optim.Adagrad(model.parameters())
+    with (
+        compiling_by(in_float64),
+        graphfsdp.capture(model, optimizer, compile=True, warmup_steps=1) as step,
+    ):
+        step(torch.randn(8, 4)), step(torch.randn(8, 4))
+        assert not any("something else" in line for line in step.report().compiled)
 
 
 def write_more(inputs: list[Tensor], results: list[Tensor]) -> list[Tensor]:
