@@ -127,7 +127,7 @@ class ModulePart:
     @property
     def num_captures(self) -> int:
         """Passes that took longer than others, since they warmed up or were recorded."""
-        num_backward = sum(len(slot.backward.graphs) for slot in self._slots)
+        num_backward = sum(len(slot.passes()) for slot in self._slots)
         return self._num_warmed_up + self._num_recorded + num_backward
 
     def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -172,7 +172,7 @@ class ModulePart:
     @property
     def goes_back_eagerly(self) -> bool:
         """Whether no graph holds a backward pass of its graphs."""
-        return any(None in slot.backward.graphs.values() for slot in self._slots)
+        return any(None in slot.passes() for slot in self._slots)
 
     def _is_ordinary(self, num_watching: int = 0) -> bool:
         """Tell whether the call is one of a loop, and no transform, hook or mode has part in it."""

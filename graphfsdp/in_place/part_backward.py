@@ -8,7 +8,7 @@ hands over each of them, and the engine adds them up as ever.
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
@@ -29,8 +29,11 @@ _MOST_GRAPHS = 4  # forms of gradients
 _Replay = Callable[[Sequence[Any]], Sequence[Tensor | None]]
 
 
-def nodes_behind(results: Sequence[Tensor]) -> Iterator[Node]:
-    """Go through the autograd graph of some tensors, without what gathers gradients of leaves."""
+def nodes_behind(results: Sequence[Tensor], cuts: Container[object] = ()) -> Iterator[Node]:
+    """Go through the autograd graph of some tensors, without what gathers gradients of leaves.
+
+    ``cuts``: edges (a node, and which output of it) over which it does not go on.
+    """
     seen: set[Node] = set()
     waiting = [tensor.grad_fn for tensor in results if tensor.grad_fn is not None]
     while waiting:
@@ -39,9 +42,11 @@ def nodes_behind(results: Sequence[Tensor]) -> Iterator[Node]:
             continue
         seen.add(node)
         yield node
-        for following, _ in node.next_functions:
-            if following is not None and not hasattr(following, "variable"):
-                waiting.append(following)
+        for edge in node.next_functions:
+            following, _ = edge
+            if following is None or edge in cuts or hasattr(following, "variable"):
+                continue
+            waiting.append(following)
 
 
 class PartBackward:
@@ -52,7 +57,7 @@ class PartBackward:
         module: nn.Module,
         backend: GraphBackend,
         results: Sequence[GradientEdge | None],
-        leaves: Sequence[Tensor],
+        leaves: Sequence[Any],  # Tensors, and GradientEdges of results that others are made of
         uses: Sequence[Sequence[tuple[Node, int]]],
         with_stand_ins: Callable[[], AbstractContextManager[None]],
     ) -> None:

@@ -4,8 +4,8 @@ Note [A part]: the module runs once under a recording, on inputs at fixed addres
 graph that this makes is kept for good. What it has saved for its backward pass lies at fixed
 addresses too, which each replay of the forward graph fills anew; so that autograd graph is right
 again after each replay, for gradients of any form. The loop sees one autograd node
-(``_ReplayedPart``) for the whole module, whose backward pass runs the kept graph, or a graph of
-that.
+(``_ReplayedPart``) for the whole module, or one for each stage (Note [Results of results]), whose
+backward pass runs the kept graph, or a graph of that.
 
 Note [One call at a time]: what lies at fixed addresses belongs to one call, from its forward pass
 to the end of its backward pass. A call that begins meanwhile (a discriminator on real and on fake)
@@ -48,8 +48,9 @@ from graphfsdp.base.torch_internals import (
     without_modes,
 )
 from graphfsdp.in_place.casts import Casts
-from graphfsdp.in_place.part_backward import PartBackward, nodes_behind
+from graphfsdp.in_place.part_backward import PartBackward
 from graphfsdp.in_place.part_recording import NotAPartError, recorded
+from graphfsdp.in_place.part_stages import Stage, edge_of, regions_of
 
 AsWritten = tuple[list[Tensor], Sequence[Any]]  # its results, and its arguments
 Again = Callable[[], AsWritten]
@@ -103,7 +104,6 @@ class PartGraphs:
     """One recording of a part, which serves one call at a time.
 
     Attributes:
-        is_taken: A call is between its forward and the end of its backward pass.
         num_nodes: Of the forward graph; None where the driver does not tell.
         draws_from: Generators whose states a replay moves; most programs draw from none.
         kept_bytes: Memory of results and of what the backward pass needs, taken for good.
@@ -122,7 +122,7 @@ class PartGraphs:
         The call has then taken effect once, and ``first`` has its results.
         """
         assert kind.constants is not None
-        self.is_taken = False
+        self._num_under_way = 0  # stages, from a call's forward pass to their backward passes
         self._is_dropped = False
         self._module = module
         self._backend = backend
@@ -187,7 +187,9 @@ class PartGraphs:
             args, kwargs = tree_unflatten(leaves, self._spec)
         handed = Handed((args, kwargs))
         need_grads = [leaf.requires_grad for leaf in self._inputs()]
-        packed: list[weakref.ref[Tensor]] = []
+        packed: list[
+            tuple[int, weakref.ref[Tensor]]
+        ] = []  # by the number of the node that saves it
 
         def keep(tensor: Tensor) -> Tensor:
             # Of what hooks hand out, autograd does not ask whether it was written meanwhile:
@@ -195,7 +197,8 @@ class PartGraphs:
             # like it.
             with without_modes():
                 another = tensor.detach()
-            packed.append(weakref.ref(another))
+            number = torch.autograd._get_sequence_nr() - 1  # type: ignore[attr-defined]
+            packed.append((number, weakref.ref(another)))
             return another
 
         kept = saved_tensors_hooks(keep, lambda another: another)
@@ -215,8 +218,8 @@ class PartGraphs:
         self._made_of = _made_as(output)
         results = tensors_of(output)
         self._check_results(results)
-        self._find_uses(results)
-        self._find_saved(results, [each for ref in packed if (each := ref()) is not None])
+        saved = [(number, each) for number, ref in packed if (each := ref()) is not None]
+        self._stages = [*self._find_stages(results, saved)]
         return [tensor.detach() for tensor in results]
 
     @contextmanager
@@ -261,19 +264,6 @@ class PartGraphs:
                     param.grad = stand_in.grad
                 stand_in.grad = None
 
-    def _find_saved(self, results: Sequence[Tensor], saved: Sequence[Tensor]) -> None:
-        """See Note [Written behind autograd's back]."""
-        sizes = {storage_key(each): each.untyped_storage().nbytes() for each in saved}
-        self._saved_weights = [param for _, param in self._pairs if storage_key(param) in sizes]
-        for tensor in (*self._module.parameters(), *self._module.buffers()):
-            sizes.pop(storage_key(tensor), None)
-        self.kept_bytes = sum(sizes.values())
-        kept = [(i, each) for i, each in enumerate(results) if storage_key(each) in sizes]
-        given = [each for each in self._targets if storage_key(each[1]) in sizes]
-        self._saved_results = [index for index, _ in kept]
-        self._saved_inputs = [place for place, _ in given]
-        self._saved = [each.detach() for _, each in (*kept, *given)]
-
     def _check_results(self, results: Sequence[Tensor]) -> None:
         own = (*self._module.parameters(), *self._module.buffers())
         taken = {storage_key(each) for each in (*own, *self._inputs())}
@@ -293,49 +283,81 @@ class PartGraphs:
         yield from (self._static[place] for place, _ in self._targets)
         yield from self._static[self._num_leaves :]
 
-    def _find_uses(self, kept: Sequence[Tensor]) -> None:
+    def _find_stages(
+        self, kept: Sequence[Tensor], saved: Sequence[tuple[int, Tensor]]
+    ) -> Iterator[Stage]:
         """Find where gradients leave the autograd graph: the nodes of its uses of leaves."""
-        # What gradients go to: parameters, and by their places inputs.
-        targets: dict[int, Any] = {id(stand_in): param for stand_in, param in self._pairs}
+        own = {storage_key(each) for each in (*self._module.parameters(), *self._module.buffers())}
+        sizes = {storage_key(each): each.untyped_storage().nbytes() for _, each in saved}
+        self.kept_bytes = sum(size for key, size in sizes.items() if key not in own)
+        # What gradients go to: parameters, and by their places inputs and results.
+        targets: dict[Any, Any] = dict(self._pairs)
         for place, leaf in enumerate(self._static):
             if isinstance(leaf, Tensor) and leaf.requires_grad:
-                targets[id(leaf)] = place
-        uses: dict[Tensor, list[tuple[Node, int]]] = {}
-        results = {(tensor.grad_fn, tensor.output_nr) for tensor in kept if tensor.grad_fn}
-        for node in nodes_behind(kept):
-            for index, (following, number) in enumerate(node.next_functions):
-                if following is None:
-                    continue
-                # Whoever asks for the gradient of such a one, or changes it by a hook, means all
-                # that comes to it, and what comes through the other result would stay in here.
-                if (following, number) in results:
-                    raise NotAPartError("it returns a tensor of which it makes another result")
-                variable = getattr(following, "variable", None)
-                if variable is None:
-                    continue
-                if id(variable) not in targets:
-                    raise NotAPartError("it trains a tensor that is none of its parameters")
-                uses.setdefault(variable, []).append((node, index))
-        for nodes in uses.values():  # in the order in which a backward pass comes to them
-            nodes.sort(key=lambda use: -sequence_number(use[0]))
-        self._fixed = [index for index, tensor in enumerate(kept) if not tensor.requires_grad]
-        self.backward = PartBackward(
-            self._module,
-            self._backend,
-            [get_gradient_edge(tensor) if tensor.requires_grad else None for tensor in kept],
-            [*uses],
-            [*uses.values()],
-            self._on_the_way_back,
-        )
-        self._edges = [targets[id(leaf)] for leaf, nodes in uses.items() for _ in nodes]
+                targets[leaf] = place
+        targets |= {place: len(self._static) + place for place in range(len(kept))}
+        cuts = {edge_of(each): place for place, each in enumerate(kept) if each.grad_fn is not None}
+        seen: set[Any] = set()
+        regions = regions_of(kept)
+        known = {sequence_number(node) for region in regions for node in region.nodes}
+        for region in regions:
+            uses: dict[Any, list[tuple[Node, int]]] = {}  # of leaves, and of results by their place
+            for node in region.nodes:
+                for index, edge in enumerate(node.next_functions):
+                    leaf = cuts[edge] if edge in cuts else getattr(edge[0], "variable", None)
+                    if leaf is not None:
+                        uses.setdefault(leaf, []).append((node, index))
+            # A backward pass through a later stage would go on to it through the earlier one.
+            if not seen.isdisjoint(uses):
+                raise NotAPartError("it uses a tensor before and behind a result")
+            seen.update(uses)
+            if uses.keys() - targets.keys():
+                raise NotAPartError("it trains a tensor that is none of its parameters")
+            for nodes in uses.values():  # in the order in which a backward pass comes to them
+                nodes.sort(key=lambda use: -sequence_number(use[0]))
+            its = [kept[place] for place in region.results]
+            backward = PartBackward(
+                self._module,
+                self._backend,
+                [get_gradient_edge(tensor) if tensor.requires_grad else None for tensor in its],
+                [
+                    leaf if isinstance(leaf, Tensor) else get_gradient_edge(kept[leaf])
+                    for leaf in uses
+                ],
+                [*uses.values()],
+                self._on_the_way_back,
+            )
+            others = known - {*map(sequence_number, region.nodes)}
+            keys = {storage_key(each) for number, each in saved if number not in others}
+            held = [place for place, each in enumerate(kept) if storage_key(each) in keys]
+            # The loop may write into that, and go backward only through what has not saved it.
+            if len(region.results) > 1 and not uses.keys().isdisjoint(held):
+                raise NotAPartError("it keeps a result of which it makes several")
+            given = [each for each in self._targets if storage_key(each[1]) in keys - own]
+            targets_of_saved = [*(kept[place] for place in held), *(each for _, each in given)]
+            yield Stage(
+                region.results,
+                [place for place in region.results if not kept[place].requires_grad],
+                [targets[leaf] for leaf, nodes in uses.items() for _ in nodes],
+                backward,
+                held,
+                [place for place, _ in given],
+                [param for _, param in self._pairs if storage_key(param) in keys],
+                [each.detach() for each in targets_of_saved],
+            )
+
+    @property
+    def is_taken(self) -> bool:
+        """Whether a call is between its forward and the end of its backward pass."""
+        return self._num_under_way > 0
+
+    def passes(self) -> list[Any]:
+        """Return the graphs of backward passes; None for those that no graph holds."""
+        return [graph for stage in self._stages for graph in stage.backward.graphs.values()]
 
     def given(self, leaves: Sequence[Any]) -> Sequence[Any]:
-        """Return what a call with these arguments is given, in the order of ``edges``' places."""
+        """Return what a call with these arguments is given, in the order of edges' places."""
         return [*leaves, *self._casts()] if self._casts.weights else leaves
-
-    def edges(self, given: Sequence[Any]) -> list[Any]:
-        """Return what gradients go to in a call that is given this, once for each use."""
-        return [given[each] if type(each) is int else each for each in self._edges]
 
     def _load(self, given: Sequence[Any]) -> None:
         with below_autograd():
@@ -359,22 +381,30 @@ class PartGraphs:
 
     def hand_out(self, results: list[Tensor], given: Sequence[Any], again: Again) -> Any:
         """Return what the module returns, of the results of its graph."""
-        if self._edges:
-            edges = self.edges(given)
-            results = _ReplayedPart.apply(self, results, given, again, *edges)  # type: ignore[no-untyped-call]
+        # What is a look at the graph's memory is none for autograd, which lets nobody write there.
+        results = [each.detach() if each._is_view() else each for each in results]
+        for stage in self._stages:
+            if not stage.edges:
+                continue
+            edges = _edges_of(stage, [*given, *results])
+            made = _ReplayedPart.apply(self, stage, results, given, again, *edges)  # type: ignore[no-untyped-call]
+            has_several = len(stage.results) > 1 + len(stage.fixed)
+            for place, result in zip(stage.results, made, strict=True):
+                is_apart = has_several and result.requires_grad
+                results[place] = _Apart.apply(result) if is_apart else result  # type: ignore[no-untyped-call]
         return self._made_of(results)
 
     def backward_as_written(
-        self, call: AsWritten, grads: Sequence[Tensor | None]
+        self, stage: Stage, call: AsWritten, grads: Sequence[Tensor | None]
     ) -> list[Tensor | None]:
         """Do so through a call that ran as written, in a way that autograd can go through again."""
         results, leaves = call
         # Such a call has made casts of its own: what comes to them comes to the weights.
-        edges = self.edges([*leaves, *self._casts.weights])
+        edges = _edges_of(stage, [*leaves, *self._casts.weights, *results])
         pairs = [
-            (result, grad)
-            for result, grad in zip(results, grads, strict=True)
-            if grad is not None and result.requires_grad
+            (results[place], grad)
+            for place, grad in zip(stage.results, grads, strict=True)
+            if grad is not None and results[place].requires_grad
         ]
         targets = list({id(edge): edge for edge in edges}.values())
         totals = torch.autograd.grad(
@@ -386,7 +416,7 @@ class PartGraphs:
         )
         left = {id(target): total for target, total in zip(targets, totals, strict=True)}
         casts = range(self._num_leaves, len(self._static))
-        is_of_cast = [type(each) is int and each in casts for each in self._edges]
+        is_of_cast = [type(each) is int and each in casts for each in stage.edges]
         found: list[Tensor | None] = [None] * len(edges)
         for index in sorted(range(len(edges)), key=is_of_cast.__getitem__):
             found[index] = left.pop(id(edges[index]), None)
@@ -399,14 +429,14 @@ class PartGraphs:
             self.close()
 
     def land(self) -> None:
-        """End a call."""
-        self.is_taken = False
-        if self._is_dropped:
+        """End a stage of a call."""
+        self._num_under_way -= 1
+        if self._is_dropped and not self.is_taken:
             self.close()
 
     def close(self) -> None:
-        if hasattr(self, "backward"):
-            self.backward.close()
+        for stage in getattr(self, "_stages", ()):
+            stage.backward.close()
         if hasattr(self, "_graph"):
             self._graph.close()
 
@@ -416,6 +446,7 @@ class _ReplayedPart(torch.autograd.Function):
     def forward(
         ctx: Any,
         graphs: PartGraphs,
+        stage: Stage,
         results: Sequence[Tensor],
         given: Sequence[Any],
         again: Again,
@@ -423,33 +454,52 @@ class _ReplayedPart(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         """``again`` runs the call as it is written; see ``backward``."""
         ctx.set_materialize_grads(False)
-        ctx.graphs, ctx.again = graphs, again
-        graphs.is_taken = True
+        ctx.graphs, ctx.stage, ctx.again = graphs, stage, again
+        graphs._num_under_way += 1
         # At the latest when nobody can go backward from the call any more.
         ctx.end = weakref.finalize(ctx, graphs.land)
-        if graphs._fixed:
-            ctx.mark_non_differentiable(*[results[index] for index in graphs._fixed])
+        if stage.fixed:
+            ctx.mark_non_differentiable(*[results[place] for place in stage.fixed])
         ctx.save_for_backward(
-            *[results[index] for index in graphs._saved_results],
-            *[given[place] for place in graphs._saved_inputs],
-            *graphs._saved_weights,
+            *[results[place] for place in stage.saved_results],
+            *[given[place] for place in stage.saved_inputs],
+            *stage.saved_weights,
             _NOTHING,  # so that torch itself refuses a second backward pass
         )
-        return tuple(results)
+        return tuple(results[place] for place in stage.results)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
         saved = ctx.saved_tensors
         graphs: PartGraphs = ctx.graphs
-        of_no_tensor = (None,) * 4
+        stage: Stage = ctx.stage
+        of_no_tensor = (None,) * 5
         if torch.is_grad_enabled():  # somebody wants to go backward through this, too
-            return *of_no_tensor, *graphs.backward_as_written(ctx.again(), grads)
-        for target, tensor in zip(graphs._saved, saved, strict=False):
+            return *of_no_tensor, *graphs.backward_as_written(stage, ctx.again(), grads)
+        for target, tensor in zip(stage.saved, saved, strict=False):
             target.copy_(tensor)
-        found = graphs.backward.run(grads)
+        found = stage.backward.run(grads)
         if not keeps_graph():
             ctx.end()
         return *of_no_tensor, *found
+
+
+class _Apart(torch.autograd.Function):
+    """A node of its own for one of several results: its hooks hear of its own gradients alone."""
+
+    @staticmethod
+    def forward(ctx: Any, result: Tensor) -> Tensor:
+        ctx.set_materialize_grads(False)
+        return result.detach()  # the same memory, and no look at it for autograd
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad
+
+
+def _edges_of(stage: Stage, given: Sequence[Any]) -> list[Any]:
+    """Return what gradients go to in a call that is given this, and results behind that."""
+    return [given[each] if type(each) is int else each for each in stage.edges]
 
 
 def _static_input(leaf: Any) -> Any:

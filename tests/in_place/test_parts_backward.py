@@ -203,17 +203,17 @@ def test_gradients_in_one_memory_are_tensors_of_their_own() -> None:
 
 def backward_graphs(parts: Parts) -> int:
     kinds = [kind for part in parts._parts.values() for kind in part._kinds.values()]
-    passes = [slot.backward for kind in kinds for slot in kind.slots]
+    passes = [stage.backward for kind in kinds for slot in kind.slots for stage in slot._stages]
     return sum(graph is not None for each in passes for graph in each.graphs.values())
 
 
 # What becomes of a model and of its backward pass, where not both are graphs.
 HELD: dict[str, tuple[str, int]] = {
     "autograd_function": ("captured", 0),  # Python on the way back
-    # What they keep, return, or ask for within the call.
-    **dict.fromkeys(
-        ("moving_average", "gradient_penalty", "model_output", "extras"), ("as written", 0)
-    ),
+    # What they keep, or ask for within the call.
+    **dict.fromkeys(("moving_average", "gradient_penalty"), ("as written", 0)),
+    # A loss, and what it is made of.
+    **dict.fromkeys(("model_output", "extras"), ("captured", 2)),
     **dict.fromkeys(("checkpoint", "vmap"), ("warming up", 0)),  # called within something else
 }
 
@@ -311,3 +311,117 @@ def test_a_backward_pass_reads_what_was_written_before_it(way: str, which: str, 
         return torch.optim.SGD(model.parameters(), lr=0.1)
 
     assert replays(check(loop, make, make_sgd)) >= 8
+
+
+class WithLoss(nn.Module):
+    """Returns logits, and the loss that it makes of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net, self.down, self.up = Net(), nn.Linear(4, 4), nn.Linear(4, 6)
+
+    def forward(self, x: Tensor, y: Tensor) -> dict[str, Tensor]:
+        logits = self.net(x)
+        return {"logits": logits, "loss": cross_entropy(logits, y)}
+
+
+class Auto(WithLoss):
+    """Makes one of two results, using one of them twice, and of that the loss."""
+
+    def forward(self, x: Tensor, y: Tensor) -> dict[str, Tensor]:
+        mean = self.net(x)
+        spread = self.down(mean.detach() + x[:, :4])
+        drawn = mean + torch.randn_like(mean) * (0.5 * spread).exp() + 0.1 * mean
+        found = self.up(drawn)
+        loss = nn.functional.mse_loss(found, x)
+        return {"logits": mean, "spread": spread, "found": found, "loss": loss}
+
+
+class Skipping(Auto):
+    """Uses a result for two others, of which one is made of the other."""
+
+    def forward(self, x: Tensor, y: Tensor) -> dict[str, Tensor]:
+        output = super().forward(x, y)
+        return {**output, "loss": output["loss"] + 0.1 * output["spread"].mean()}
+
+
+class Shared(WithLoss):
+    """Makes a result of another one, and both of what it does not return."""
+
+    def forward(self, x: Tensor, y: Tensor) -> dict[str, Tensor]:
+        hidden = self.net(x)
+        logits = self.down(torch.tanh(hidden))
+        return {"logits": logits, "loss": cross_entropy(logits, y) + hidden.square().mean()}
+
+
+class Apart(WithLoss):
+    """Makes two results of one thing; the first is a look at memory of another form."""
+
+    def forward(self, x: Tensor, y: Tensor) -> dict[str, Tensor]:
+        hidden = self.net(x)
+        return {"logits": hidden[:4].repeat(2, 1), "loss": cross_entropy(self.down(hidden), y)}
+
+
+def both(output: dict[str, Tensor]) -> None:
+    (output["loss"] + 0.1 * output["logits"].sigmoid().mean()).backward()
+
+
+def in_turn(output: dict[str, Tensor]) -> None:
+    output["loss"].backward(retain_graph=True)
+    output["logits"].square().mean().backward()
+
+
+def through_a_hook(output: dict[str, Tensor]) -> None:
+    output["logits"].register_hook(lambda grad: grad * 3)
+    output["logits"].retain_grad()
+    output["loss"].backward()
+    SEEN["gradients"].append(output["logits"].grad)
+
+
+def by_its_gradient(output: dict[str, Tensor]) -> None:
+    loss, logits = output["loss"], output["logits"]
+    (grad,) = torch.autograd.grad(loss, logits, retain_graph=True, allow_unused=True)
+    SEEN["gradients"].append(grad)
+    logits.backward(torch.ones_like(logits) if grad is None else grad * 2)
+
+
+def behind_a_write(output: dict[str, Tensor]) -> None:
+    output["logits"].mul_(2)
+    output["logits"].mean().backward()
+
+
+def twice(output: dict[str, Tensor]) -> None:
+    (grad,) = torch.autograd.grad(
+        output["loss"], output["logits"], create_graph=True, allow_unused=True
+    )
+    (output["loss"] + (0 if grad is None else grad.square().sum())).backward()
+
+
+@pytest.mark.parametrize(
+    "back", [both, in_turn, through_a_hook, by_its_gradient, behind_a_write, twice]
+)
+@pytest.mark.parametrize(
+    ("make", "state"),
+    [
+        *((WithLoss, "captured"), (Auto, "captured"), (Apart, "captured")),
+        *((Skipping, "as written"), (Shared, "as written")),
+    ],
+)
+def test_a_result_may_be_made_of_another_one(
+    make: type[nn.Module], state: str, back: Callable[[dict[str, Tensor]], None]
+) -> None:
+    def loop(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[Any]:
+        SEEN["gradients"] = []
+        for index, x, y in batches(16):
+            optimizer.param_groups[0]["lr"] = 1e-2 / (1 + index % 3)
+            optimizer.zero_grad()
+            output = model(x, y)
+            back(output)
+            optimizer.step()
+            yield from output.values()
+        yield from (each for each in SEEN["gradients"] if each is not None)
+
+    parts = check(loop, make)
+    # What goes backward through a backward pass is never recorded.
+    assert states(parts)["model"] == ("warming up" if back is twice else state)
+    assert back is twice or replays(parts) >= 10

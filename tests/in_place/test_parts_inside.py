@@ -105,11 +105,6 @@ def of_net(what: Callable[[Tensor], Any]) -> Callable[[Any, Tensor], Any]:
     return lambda module, x: what(module.net(x))
 
 
-def returns_what_it_makes_a_result_of(module: Any, x: Tensor) -> Any:
-    logits = module.net(x)
-    return logits.sin(), logits
-
-
 AS_WRITTEN: dict[str, Callable[[Any, Tensor], Any]] = {
     "a read": of_net(lambda logits: logits if logits.sum().item() > 0 else logits * 0.5),
     "a count": counts,
@@ -119,7 +114,6 @@ AS_WRITTEN: dict[str, Callable[[Any, Tensor], Any]] = {
     "an input that is written": writes_its_input,
     "two looks": of_net(lambda logits: (logits[:, :4], logits[:, 2:])),
     "an object": of_net(returns_an_object),
-    "what a result is made of": returns_what_it_makes_a_result_of,
     "the time": of_net(lambda logits: logits if time.monotonic() < START + 1e6 else logits * 0),
     "whether a file is there": of_net(
         lambda logits: logits * (0.5 if os.path.exists(SWITCH) else 1.0)
