@@ -153,12 +153,10 @@ class HostOptimizer:
                 if isinstance(before, Tensor):
                     did = "puts a new tensor in the place of its state"
                     remedy = f"{_OUTSIDE}; or writing into the tensor (copy_, mul_, lerp_)"
-                yield CaptureError(
-                    f"{type(self._optimizer).__name__} {did} {key!r} for a parameter of shape "
-                    f"{tuple(param.shape)} in the iteration that was recorded; each replay would "
-                    f"start from what was there. Remedy: {remedy}",
-                    kind=HazardKind.OPTIMIZER,
-                    source=definition_of(type(self._optimizer).step),
+                yield self._refusal(
+                    f"{did} {key!r} for a parameter of shape {tuple(param.shape)} in the iteration "
+                    f"that was recorded; each replay would start from what was there. Remedy: "
+                    f"{remedy}"
                 )
             where = f"its state of a parameter of shape {tuple(param.shape)}"
             yield from self._changed_numbers(_numbers(before_state), _numbers(state), where)
@@ -202,13 +200,17 @@ class HostOptimizer:
     ) -> Iterator[CaptureError]:
         for key, value in after.items():
             if before.get(key) != value:
-                yield CaptureError(
-                    f"{type(self._optimizer).__name__} changed the number {key!r} among {where} "
-                    f"from {before.get(key)} to {value}; a replay runs no Python and would go on "
-                    f"with this one. Remedy: {_OUTSIDE}; or counting in a tensor",
-                    kind=HazardKind.OPTIMIZER,
-                    source=definition_of(type(self._optimizer).step),
+                yield self._refusal(
+                    f"changed the number {key!r} among {where} from {before.get(key)} to {value}; "
+                    "a replay runs no Python and would go on with this one. Remedy: "
+                    f"{_OUTSIDE}; or counting in a tensor"
                 )
+
+    def _refusal(self, what: str) -> CaptureError:
+        kind = type(self._optimizer)
+        return CaptureError(
+            f"{kind.__name__} {what}", kind=HazardKind.OPTIMIZER, source=definition_of(kind.step)
+        )
 
 
 def _numbers(values: Mapping[str, object]) -> dict[str, float]:

@@ -205,7 +205,13 @@ ACCEPTED: dict[str, tuple[torch.dtype, dict[str, Any], dict[str, Any], torch.dty
     # parameter dtype, FusedAdam's arguments, policy, dtype of the bound gradient
     "float32": (FP32, {}, {}, FP32),
     "bfloat16": (BF16, {}, {}, BF16),
-    "main_weights": (BF16, {"master_weights": True}, {"main_grads_dtype": FP32}, FP32),
+    "main_weights": (BF16, {"master_weights": True}, {}, FP32),
+    "main_weights_named": (
+        BF16,
+        {"master_weights": True},
+        {"main_params_dtype": FP32, "main_grads_dtype": FP32},
+        FP32,
+    ),
     "decoupled_float32": (
         BF16,
         {"use_decoupled_grad": True, "master_weights": True},

@@ -332,7 +332,7 @@ def ignored_parameters_beside_gradients_that_are_divided_by_a_number() -> None:
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(3.0)
             module.set_force_sum_reduction_for_comms(True)
-    train(model, foreach=False)
+    train(model, foreach=False, optim=torch.optim.SGD)  # whose steps are as long as gradients
 
 
 def kinds_of_resharding() -> None:
